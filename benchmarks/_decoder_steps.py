@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One train step of the same decoder, three ways: raw JAX, shardax, Flax NNX.
+
+A `Step` holds the arguments and makes a new compiled function each time it is asked, so that a benchmark of tracing
+never meets a cached trace of its own. All three use the loss of `raw_decoder` on the logits of their own model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import raw_decoder
+from raw_decoder import Config, cross_entropy
+
+BATCH, TIME = 4, 32
+
+
+@dataclass(frozen=True)
+class Step:
+    """A train step ready to trace.
+
+    Attributes:
+        name: Whose it is.
+        jit: Makes a new compiled function, with `.trace` and `.lower`.
+        args: What to trace it with.
+    """
+
+    name: str
+    jit: Callable[[], Any]
+    args: tuple[Any, ...]
+
+
+def batch(config: Config) -> dict[str, jax.Array]:
+    """Random tokens: `inputs` and `targets`, each `(BATCH, TIME)` int32."""
+    tokens = jax.random.randint(jax.random.key(1), (BATCH, TIME + 1), 0, config.vocab, jnp.int32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def raw(config: Config, tx: optax.GradientTransformation, donate: bool = False) -> Step:
+    """Nested dictionaries under `jax.jit`."""
+    params = raw_decoder.init(config, jax.random.key(0))
+
+    def make() -> Any:
+        def step(params: Any, opt_state: Any, batch: Any) -> Any:
+            return raw_decoder.train_step(config, tx, params, opt_state, batch)
+
+        return jax.jit(step, donate_argnums=(0, 1) if donate else ())
+
+    return Step("raw jax", make, (params, tx.init(params), batch(config)))
+
+
+def shardax(config: Config, tx: optax.GradientTransformation, donate: bool = False) -> Step:
+    """`shardax.models.Decoder` and `shardax.train.Optimizer` under `shardax.jit`."""
+    import shardax as sx
+    from shardax.train import Optimizer
+
+    model = shardax_decoder(config)
+    optimizer = Optimizer(model, tx)
+
+    def make() -> Any:
+        def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+            def objective(model: Any) -> jax.Array:
+                return cross_entropy(model(batch["inputs"]), batch["targets"])
+
+            loss, grads = sx.value_and_grad(objective)(model)
+            optimizer.update(grads)
+            return loss
+
+        return sx.jit(step, donate_argnums=(0, 1) if donate else None)
+
+    return Step("shardax", make, (model, optimizer, batch(config)))
+
+
+def shardax_decoder(config: Config) -> Any:
+    """shardax's decoder with the sizes of `config`; its values are still lazy."""
+    import shardax as sx
+    from shardax.models import Decoder, DecoderConfig
+
+    sizes = DecoderConfig(
+        vocab=config.vocab,
+        embed=config.embed,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        mlp=config.mlp,
+        tied=config.tied,
+        param_dtype=config.param_dtype,
+        dtype=config.dtype,
+    )
+    return Decoder(sizes, rngs=sx.Rngs(0))
+
+
+def nnx(config: Config, tx: optax.GradientTransformation, donate: bool = False) -> Step:
+    """NNX's own layers and optimizer under `nnx.jit` with default flags."""
+    import nnx_decoder
+    from flax import nnx as flax_nnx
+
+    with flax_nnx.use_eager_sharding(False):  # one device: no mesh to lay the variables over
+        model = nnx_decoder.Decoder(config, flax_nnx.Rngs(0))
+        optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
+
+    def make() -> Any:
+        def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+            def objective(model: Any) -> jax.Array:
+                return cross_entropy(model(batch["inputs"]), batch["targets"])
+
+            loss, grads = flax_nnx.value_and_grad(objective)(model)
+            optimizer.update(model, grads)
+            return loss
+
+        return flax_nnx.jit(step, donate_argnums=(0, 1) if donate else None)
+
+    return Step("nnx", make, (model, optimizer, batch(config)))
+
+
+MAKERS: dict[str, Callable[..., Step]] = {"raw jax": raw, "shardax": shardax, "nnx": nnx}
