@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One train step of the same decoder, three ways: raw JAX, shardax, Flax NNX.
 
-A `Step` holds the arguments and makes a new compiled function each time it is asked, so that a benchmark of tracing
-never meets a cached trace of its own. All three use the loss of `raw_decoder` on the logits of their own model.
+A `Step` holds the arguments and makes a new compiled function each time it is asked, so that a
+benchmark of tracing never meets a cached trace of its own. All three use the loss of `raw_decoder`
+on the logits of their own model.
 """
 
 from collections.abc import Callable

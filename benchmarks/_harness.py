@@ -3,17 +3,19 @@
 
 Words:
 
-- *opponent*: one way of doing the work, as a function `run(calls)` that makes that many calls and returns
-  arrays of the last call, for the harness to wait on.
-- *block*: the calls timed by one pair of clock readings, the wait for the last result included. A single call
-  to a compiled function may return before the device has done its work; a block that ends with a wait cannot
-  hide work in the queue, and divides the cost of the clock and of the wait by its number of calls.
-- *repeat*: one block of each opponent in turn (A B C, then B C A, ...). Whatever slows the machine for a while
-  slows neighbours alike, so a ratio is formed inside each repeat and only then reduced over repeats.
+- *opponent*: one way of doing the work, as a function `run(calls)` that makes that many calls and
+  returns arrays of the last call, for the harness to wait on.
+- *block*: the calls timed by one pair of clock readings, the wait for the last result included. A
+  single call to a compiled function may return before the device has done its work; a block that
+  ends with a wait cannot hide work in the queue, and divides the cost of the clock and of the wait
+  by its number of calls.
+- *repeat*: one block of each opponent in turn (A B C, then B C A, ...). Whatever slows the machine
+  for a while slows neighbours alike, so a ratio is formed inside each repeat and only then reduced
+  over repeats.
 
-Reported: the minimum and the median over repeats, of the time a call took and of its ratio to the baseline. The
-minimum is the cost with the least disturbance; the median is what a bound is held against. Python's cyclic garbage
-collector is off inside a block and run between blocks.
+Reported: the minimum and the median over repeats, of the time a call took and of its ratio to the
+baseline. The minimum is the cost with the least disturbance; the median is what a bound is held
+against. Python's cyclic garbage collector is off inside a block and run between blocks.
 """
 
 import argparse
@@ -142,7 +144,7 @@ class Report:
 
 
 def time_block(run: Callable[[int], Any], calls: int) -> float:
-    """Seconds for `calls` calls, from before the first to after the last one's results are there."""
+    """Seconds for `calls` calls, the wait for the last one's results included."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -254,7 +256,7 @@ def machine() -> dict[str, Any]:
 
 
 def load_average() -> tuple[float, ...]:
-    """The system's load average, so that a reader sees whether the machine was quiet; empty where unknown."""
+    """The system's load average: was the machine quiet? Empty where unknown."""
     return os.getloadavg() if hasattr(os, "getloadavg") else ()
 
 

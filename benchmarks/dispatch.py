@@ -8,16 +8,18 @@ Opponents, all in one process, over the same arrays of shape (4,) in layers of t
 - `shardax.jit`: a Module that owns Variables, updated in place.
 - `equinox.filter_jit`: a Module that is a pytree, handed back and forth.
 - `nnx.jit`: a Module updated in place, default flags.
-- `nnx.jit tree`: `graph=False, graph_updates=False`, its fastest flags (shared references not supported).
+- `nnx.jit tree`: `graph=False, graph_updates=False`, its fastest flags (shared references not
+  supported).
 - `nnx.jit_partial`: as `tree`, the Module flattened once when the function is made.
 - `penzai.variable_jit`: a tree of variables updated in place; for (c) its `StatefulTrainer`.
 
-Work: (a) `update`: write every variable; (b) `forward`: read every variable, return a scalar; (c) `train`: value and
-gradient of a squared error, then an optax step, on (model, optimizer, batch). Each once more with donation of what it
-updates, for `jax.jit` and `shardax.jit` (`forward` updates nothing and is left out there).
+Work: (a) `update`: write every variable; (b) `forward`: read every variable, return a scalar; (c)
+`train`: value and gradient of a squared error, then an optax step, on (model, optimizer, batch).
+Each once more with donation of what it updates, for `jax.jit` and `shardax.jit` (`forward` updates
+nothing and is left out there).
 
-Bounds on the median over repeats: `shardax.jit` takes at most 1.10 of `jax.jit` from 128 variables on, and at most 8
-microseconds more than `jax.jit` below.
+Bounds on the median over repeats: `shardax.jit` takes at most 1.10 of `jax.jit` from 128 variables
+on, and at most 8 microseconds more than `jax.jit` below.
 
     python benchmarks/dispatch.py --json dispatch.json
 """
@@ -336,7 +338,7 @@ def penzai_jit(work: str, size: int, tx: optax.GradientTransformation) -> Run:
 def opponents(
     names: Iterable[str], work: str, size: int, donate: bool, tx: optax.GradientTransformation
 ) -> list[Opponent]:
-    """The opponents asked for, each with its own fresh state; with donation only the two that compete there."""
+    """The opponents asked for, each with fresh state; with donation only `jax` and `shardax`."""
     makers: dict[str, tuple[str, Callable[[], Run]]] = {
         "jax.jit": ("jax", lambda: jax_nested(work, size, donate, tx)),
         "jax.jit flat": ("jax", lambda: jax_flat(work, size, donate, tx)),
@@ -360,7 +362,7 @@ def installed(package: str) -> bool:
 
 
 def bound_failures(record: dict[str, Any]) -> list[str]:
-    """What is wrong with one record of `shardax.jit`, as a sentence; empty when it holds its bound."""
+    """What is wrong with a record of `shardax.jit`, a sentence each; none if it holds."""
     if record["name"] != "shardax.jit":
         return []
     what = f"{record['work']}{' donated' if record['donate'] else ''}, {record['size']} variables"

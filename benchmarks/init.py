@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long it takes to bring a decoder's parameters into being, sharded over a 2x4 mesh of 8 virtual CPU devices.
+"""How long a decoder's parameters take to come into being, sharded over 8 virtual CPU devices.
+
+The mesh is 2x4, its axes Auto.
 
 Opponents, each measurement in a process of its own (nothing compiled before counts), in turn:
 
 - `shardax.shard`: a lazy `shardax.models.Decoder`, then `shard(model, mesh, rules)`.
-- `nnx.jit`: the model of `nnx_decoder.py` made inside `nnx.jit`, its variables constrained to their shardings.
+- `nnx.jit`: the model of `nnx_decoder.py` made inside `nnx.jit`, its variables constrained to their
+  shardings.
 - `nnx eager`: the same model made outside: each array whole on one device first, then moved.
 - `raw jax`: `raw_decoder.init` as one program, `jax.jit` with `out_shardings`.
 
-Timed: from having imported everything and made the mesh to all parameters being there. Beside the time: how many
-programs XLA compiled and how long that took, and the bytes that the first device ends up with, which must agree.
+Timed: from having imported everything and made the mesh to all parameters being there. Beside the
+time: how many programs XLA compiled and how long that took, and the bytes that the first device
+ends up with, which must agree.
 
-Bounds on the median over repeats: shardax takes at most 0.2 of `nnx.jit` and at most 1.0 of `nnx eager`, and compiles as
-many programs for the deepest model as for the shallowest.
+Bounds on the median over repeats: shardax takes at most 0.2 of `nnx.jit` and at most 1.0 of `nnx
+eager`, and compiles as many programs for the deepest model as for the shallowest.
 
     python benchmarks/init.py --json init.json
 """

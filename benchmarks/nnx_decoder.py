@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoder of `raw_decoder` written with Flax NNX's own layers, as one of its users would.
 
-Opponent for trace time and for sharded initialisation. Axis names are NNX's `out_sharding` metadata, mapped to mesh
-axes by `nnx.logical_axis_rules`; NNX takes a name without a rule for a mesh axis, so the rules must map every name.
+Opponent for trace time and for sharded initialisation. Axis names are NNX's `out_sharding`
+metadata, mapped to mesh axes by `nnx.logical_axis_rules`; NNX takes a name without a rule for a
+mesh axis, so the rules must map every name.
 
     >>> from flax import nnx
     >>> with nnx.use_eager_sharding(False):  # no mesh here to lay the variables over

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether shardax compiles to the program that hand-written JAX compiles to.
 
-Opponent: the train step of the decoder in `raw_decoder.py` under `jax.jit`. Compared are XLA's own figures for the
-optimized program: floating-point operations, transcendentals, bytes accessed, instructions, and argument, output, aliased
-and temporary memory; with and without a tied head, bfloat16 compute, and donation. NNX's figures stand beside them for
-reference; its layers order some operations otherwise and its optimizer counts steps twice.
+Opponent: the train step of the decoder in `raw_decoder.py` under `jax.jit`. Compared are XLA's own
+figures for the optimized program: floating-point operations, transcendentals, bytes accessed,
+instructions, and argument, output, aliased and temporary memory; with and without a tied head,
+bfloat16 compute, and donation. NNX's figures stand beside them for reference; its layers order some
+operations otherwise and its optimizer counts steps twice.
 
 Bound: each ratio shardax / raw is 1.00, that is within 0.005 of one.
 

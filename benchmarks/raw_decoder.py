@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder language model by hand in raw JAX: nested dictionaries and pure functions, no library.
 
-It is the opponent of `shardax.models.decoder` for program identity, trace time and initialisation, so the two
-compute the same thing. The mathematics, for tokens of shape `(batch, time)`:
+It is the opponent of `shardax.models.decoder` for program identity, trace time and initialisation,
+so the two compute the same thing. The mathematics, for tokens of shape `(batch, time)`:
 
     x = embedding[tokens]                                     (batch, time, embed)
     for each layer:
@@ -11,20 +11,23 @@ compute the same thing. The mathematics, for tokens of shape `(batch, time)`:
     x = rms_norm(x, final_norm)
     logits = x @ head                (or x @ embedding^T when tied)
 
-- `rms_norm(x, scale) = x / sqrt(mean(x^2, last axis) + 1e-6) * scale`, computed in float32 and cast back to the
-  compute dtype; `scale` starts at ones. (Zhang and Sennrich, 2019.)
-- attention: `q = x @ q_kernel` with heads, `k, v = x @ k_kernel, x @ v_kernel` with kv heads, rotary embedding on q
-  and k, `jax.nn.dot_product_attention(q, k, v, is_causal=True)` (scale `1 / sqrt(head_dim)`; each group of
-  `heads / kv_heads` consecutive query heads shares one kv head), then `@ out_kernel`.
-- rotary embedding (Su et al., 2021), half-split convention: the head's first half is the real part and its second half
-  the imaginary part, turned by `position * 10000^(-2 i / head_dim)` for the pair `i`, positions `0..time-1`; in
-  float32, cast back to the compute dtype.
+- `rms_norm(x, scale) = x / sqrt(mean(x^2, last axis) + 1e-6) * scale`, computed in float32 and cast
+  back to the compute dtype; `scale` starts at ones. (Zhang and Sennrich, 2019.)
+- attention: `q = x @ q_kernel` with heads, `k, v = x @ k_kernel, x @ v_kernel` with kv heads,
+  rotary embedding on q and k, `jax.nn.dot_product_attention(q, k, v, is_causal=True)` (scale `1 /
+  sqrt(head_dim)`; each group of `heads / kv_heads` consecutive query heads shares one kv head),
+  then `@ out_kernel`.
+- rotary embedding (Su et al., 2021), half-split convention: the head's first half is the real part
+  and its second half the imaginary part, turned by `position * 10000^(-2 i / head_dim)` for the
+  pair `i`, positions `0..time-1`; in float32, cast back to the compute dtype.
 - mlp: `(silu(x @ gate) * (x @ up)) @ down` (Shazeer, 2020).
-- No biases, no dropout, no scaling of the embedding. Parameters are cast to the compute dtype where they are used.
+- No biases, no dropout, no scaling of the embedding. Parameters are cast to the compute dtype where
+  they are used.
 - loss: mean over all positions of `-log_softmax(logits in float32)[target]`, in nats per token.
 
-Kernel shapes: q `(embed, heads, head_dim)`; k, v `(embed, kv_heads, head_dim)`; out `(heads, head_dim, embed)`; gate, up
-`(embed, mlp)`; down `(mlp, embed)`; embedding `(vocab, embed)`; head `(embed, vocab)`.
+Kernel shapes: q `(embed, heads, head_dim)`; k, v `(embed, kv_heads, head_dim)`; out `(heads,
+head_dim, embed)`; gate, up `(embed, mlp)`; down `(mlp, embed)`; embedding `(vocab, embed)`; head
+`(embed, vocab)`.
 
     >>> import jax
     >>> config = Config(layers=1)
@@ -120,7 +123,7 @@ def init(config: Config, key: jax.Array) -> Params:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Root-mean-square normalisation of `(batch, time, embed)` over embed; the dtype of x is kept."""
+    """RMS normalisation of `(batch, time, embed)` over embed, in float32; keeps x's dtype."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normed = wide * jax.lax.rsqrt(mean_square + NORM_EPSILON)
@@ -207,7 +210,7 @@ def train_step(
     opt_state: optax.OptState,
     batch: dict[str, jax.Array],
 ) -> tuple[Params, optax.OptState, jax.Array]:
-    """One optimizer step; returns new parameters, new optimizer state and the loss before the step."""
+    """One step: new parameters, new optimizer state, and the loss before it."""
     value, grads = jax.value_and_grad(lambda p: loss(config, p, batch))(params)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, value

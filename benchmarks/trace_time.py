@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long tracing and lowering a train step of an unrolled decoder takes.
 
-Opponents: the decoder of `raw_decoder.py` under `jax.jit` (baseline), `shardax.models.Decoder` under `shardax.jit`, and
-the same model of NNX's own layers under `nnx.jit`. Every timed trace is of a new function, so none is found in a
-cache; the small functions of `jax.numpy` inside it were traced before, for all alike, as in a long-running process.
-Compiling is left out: it is XLA's, and `program.py` shows that the programs are the same.
+Opponents: the decoder of `raw_decoder.py` under `jax.jit` (baseline), `shardax.models.Decoder`
+under `shardax.jit`, and the same model of NNX's own layers under `nnx.jit`. Every timed trace is of
+a new function, so none is found in a cache; the small functions of `jax.numpy` inside it were
+traced before, for all alike, as in a long-running process. Compiling is left out: it is XLA's, and
+`program.py` shows that the programs are the same.
 
-Bound on the median over repeats: shardax takes at most 1.15 of raw JAX at 48 layers, tracing and lowering together.
+Bound on the median over repeats: shardax takes at most 1.15 of raw JAX at 48 layers, tracing and
+lowering together.
 
     python benchmarks/trace_time.py --json trace_time.json
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each benchmark program runs against raw JAX and shardax and leaves its figures; the programs are the same."""
+"""Each benchmark runs and leaves its figures; the compiled programs are the same."""
 
 import json
 import sys

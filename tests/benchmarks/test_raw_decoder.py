@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The raw-JAX decoder is a decoder: causal, position-aware, grouped heads as repeated heads, and it learns."""
+"""The raw-JAX decoder is one: causal, knows positions, shares kv heads, and learns."""
 
 import math
 from dataclasses import replace
