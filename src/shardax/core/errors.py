@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error that shardax raises on purpose.
+
+An error here says four things: what was found, at which path (both paths where two things collide), why it
+cannot work, and the code that would. Each class stands under ``ShardaxError`` and under the builtin exception that
+a caller would naturally catch (``ValueError``, ``TypeError``, ...). All survive pickling, because errors cross
+process boundaries (workers, data loaders).
+"""
+
+from __future__ import annotations
+
+
+class ShardaxError(Exception):
+    """Base of all errors raised on purpose by shardax.
+
+    Example:
+        >>> import shardax as sx
+        >>> issubclass(sx.errors.StaticAttributeError, sx.errors.ShardaxError)
+        True
+    """
+
+
+# --- objects -------------------------------------------------------------------------------------
+
+
+class StaticAttributeError(ShardaxError, TypeError):
+    """An attribute is neither data (arrays, Variables, Modules) nor hashable static configuration."""
+
+
+class ReadOnlyCopyError(ShardaxError, RuntimeError):
+    """A copy rebuilt inside a plain JAX transform was written; the write would be lost."""
+
+
+class TraceLeakError(ShardaxError, RuntimeError):
+    """A traced value would have escaped into a Variable that outlives the trace."""
+
+
+class ForeignMutationError(ShardaxError, RuntimeError):
+    """A Module from outside a transform was structurally changed inside it without being passed in."""
+
+
+class AbstractValueError(ShardaxError, TypeError):
+    """A Variable that holds only a shape and dtype was used where an array is needed."""
+
+
+class MissingRngsError(ShardaxError, ValueError):
+    """A lazy value needs a random key and was made without a key stream."""
+
+
+class UnknownStreamError(ShardaxError, AttributeError):
+    """A random stream was asked for that ``Rngs`` does not hold and that has no default."""
+
+
+class VariableValueError(ShardaxError, TypeError):
+    """A Variable was given a value that is not an array or a pytree of arrays."""
+
+
+class ReservedNameError(ShardaxError, AttributeError):
+    """An attribute name is reserved by shardax."""
+
+
+# --- structure and state -------------------------------------------------------------------------
+
+
+class FilterError(ShardaxError, ValueError):
+    """Filters do not cover a Variable, or are out of order, or are not filters."""
+
+
+class StateMismatchError(ShardaxError, ValueError):
+    """A State does not fit the structure it is merged into (missing, unexpected, or wrong entries)."""
+
+
+class MetadataError(ShardaxError, ValueError):
+    """Metadata of a Variable is invalid (unhashable, or axes that do not fit the shape)."""
+
+
+# --- transforms ----------------------------------------------------------------------------------
+
+
+class PrefixError(ShardaxError, ValueError):
+    """A prefix (sharding, axis, filter mapping) does not fit the argument it describes."""
+
+
+class InconsistentAliasingError(ShardaxError, ValueError):
+    """A Variable reached by two paths was given two different prefixes."""
+
+
+class StaticArgumentError(ShardaxError, TypeError):
+    """A static argument is not hashable, or a Module was passed as a static argument."""
+
+
+class DonationError(ShardaxError, ValueError):
+    """A donated buffer cannot be donated (used twice, or already deleted)."""
+
+
+class OutputError(ShardaxError, TypeError):
+    """A transformed function returned something that cannot leave the transform."""
+
+
+class DifferentiationError(ShardaxError, TypeError):
+    """The differentiated argument holds nothing that can be differentiated, or the output is not a real scalar."""
+
+
+class StructureMismatchError(ShardaxError, ValueError):
+    """A compiled function was called with arguments whose structure differs from the one it was compiled for."""
+
+
+# --- partitioning --------------------------------------------------------------------------------
+
+
+# --- text, batches and logs ----------------------------------------------------------------------
+
+
+class TextNotFoundError(ShardaxError, FileNotFoundError):
+    """There is no file or folder at the path that text was to be read from."""
+
+
+class TextSourceError(ShardaxError, ValueError):
+    """A text is empty, cannot be gathered, or cannot be cut as asked."""
+
+
+class WindowError(ShardaxError, ValueError):
+    """Batches of windows cannot be drawn as asked (too little text, or sizes that do not divide)."""
+
+
+class DataPositionError(ShardaxError, ValueError):
+    """A saved data position belongs to other data, another seed, or other batch sizes."""
+
+
+class PrefetchError(ShardaxError, RuntimeError):
+    """A prefetch is closed, or its source has no position to save or restore."""
+
+
+class LogError(ShardaxError, ValueError):
+    """A log record cannot be written as standard JSON, goes back in steps, or a log file is damaged."""

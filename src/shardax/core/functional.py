@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functional side of models: splitting into structure and values, and back.
+
+``split`` takes a model apart into a ``GraphDef`` and one or more ``State``; ``merge`` puts one together; ``state`` and ``update`` read and
+write values by path. All take any *tree*: a Module, a Variable, a tracked container, or a pytree (tuple, list, dict) of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from shardax.core.containers import Dict, List, box, unbox
+from shardax.core.errors import StateMismatchError
+from shardax.core.filters import Filter, first_match, no_match_error, to_predicates
+from shardax.core.frames import local, owner_here, resolve
+from shardax.core.lazy import LazyValue
+from shardax.core.modules import Module
+from shardax.core.node import Object
+from shardax.core.paths import Path, format_path
+from shardax.core.pytree import values_of
+from shardax.core.state import Origin, State, merged_values
+from shardax.core.structure import Flat, GraphDef, Walk, build, flatten, flatten_roots
+from shardax.core.variables import ArrayAttribute, Variable
+
+T = TypeVar("T")
+
+
+def flatten_tree(tree: Any) -> Flat:
+    """Flattens a tree; a single object's flattening is remembered."""
+    return flatten(tree) if isinstance(tree, Object) else flatten_roots((_boxed(tree),))
+
+
+def _boxed(tree: Any) -> Any:
+    """Returns the tree with arrays boxed and plain containers kept plain."""
+    if isinstance(tree, (Object, str)):
+        return tree
+    if isinstance(tree, (tuple, list)):
+        items = [_boxed(item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        return {key: _boxed(item) for key, item in tree.items()}
+    return box(tree, "an entry of the tree")
+
+
+def _unboxed(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_unboxed(item) for item in tree]
+    if isinstance(tree, dict):
+        return {key: _unboxed(item) for key, item in tree.items()}
+    return unbox(tree)
+
+
+def _origin(definition: Any) -> Origin:
+    return Origin(definition.type, definition.metadata)
+
+
+def _read(flat: Flat) -> State:
+    paths = flat.leaf_paths
+    values = dict(zip(paths, values_of(flat.leaves), strict=True))
+    definitions = (flat.graphdef.objects[index] for index in flat.graphdef.leaves)
+    return State.from_flat(
+        values, dict(zip(paths, map(_origin, definitions), strict=True))
+    )
+
+
+def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
+    """Splits a model into its structure and its values.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+        *filters: One State is returned per filter; the first matching filter takes a Variable. None: one State with all.
+
+    Returns:
+        (graphdef, state, ...).
+
+    Raises:
+        FilterError: If a Variable matches no filter.
+
+    Example:
+        >>> import shardax as sx
+        >>> graphdef, params, rest = sx.split(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), sx.Param, ...)
+        >>> list(params), list(rest)
+        (['kernel', 'bias'], [])
+        >>> sx.merge(graphdef, params, rest).kernel.shape
+        (2, 3)
+    """
+    flat = flatten_tree(tree)
+    whole = _read(flat)
+    return (flat.graphdef, *(whole.split(*filters) if filters else (whole,)))
+
+
+def merge(graphdef: GraphDef, *states: Any) -> Any:
+    """Makes a new model from a structure and values: the inverse of ``split``.
+
+    Args:
+        graphdef: The structure.
+        *states: States or nested mappings that together have every Variable.
+
+    Returns:
+        A new model (or tree) with new Variables.
+
+    Raises:
+        StateMismatchError: If values are missing or unexpected; all are listed.
+    """
+    paths = graphdef.leaf_paths
+    values = merged_values(states, paths)
+    missing = [path for path in paths if path not in values]
+    if missing:
+        shown = "\n".join(f"  {format_path(path)}" for path in missing)
+        raise StateMismatchError(
+            f"Cannot merge: {len(missing)} of {len(paths)} values are missing:\n{shown}\nPass every State that split returned."
+        )
+    roots, _ = build(graphdef, [values[path] for path in paths], owner_here())
+    return _unboxed(roots[0])
+
+
+def state(tree: Any, *filters: Filter) -> Any:
+    """Returns the values of a model by path.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+        *filters: With none, everything. With one, the matching values. With several, a tuple with one State each, where
+            the first matching filter takes a value and what matches none is left out.
+
+    Returns:
+        A State, or a tuple of States.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.state(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), sx.Param)
+        State(
+          .kernel: float32[2, 3]
+          .bias: float32[3]
+        )
+    """
+    whole = _read(flatten_tree(tree))
+    if not filters:
+        return whole
+    if len(filters) == 1:
+        return whole.filter(filters[0])
+    return (
+        whole.split(*filters, ...)[:-1]
+        if filters[-1] is not ...
+        else whole.split(*filters)
+    )
+
+
+def graphdef(tree: Any) -> GraphDef:
+    """Returns the structure of a model: hashable, equal for models that differ only in values."""
+    return flatten_tree(tree).graphdef
+
+
+def update(tree: Any, *states: Any) -> None:
+    """Writes values into a model's Variables, by path. Paths not mentioned keep their values.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+        *states: States or nested mappings; later ones win.
+
+    Raises:
+        StateMismatchError: If a path does not exist in the model, or a shape differs; all are listed and nothing is changed.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> sx.update(layer, {"bias": jnp.ones(3)})
+        >>> layer.bias.value.tolist()
+        [1.0, 1.0, 1.0]
+    """
+    flat = flatten_tree(tree)
+    values = merged_values(states, flat.leaf_paths)
+    variables = dict(zip(flat.leaf_paths, flat.leaves, strict=True))
+    wrong = [
+        f"  {format_path(path)}: has {tuple(variables[path].shape)}, given {tuple(np.shape(value))}"
+        for path, value in values.items()
+        if hasattr(value, "shape")
+        and _shape(variables[path]) not in (None, tuple(value.shape))
+    ]
+    if wrong:
+        raise StateMismatchError(
+            "Shapes differ; nothing was changed:\n"
+            + "\n".join(wrong)
+            + "\nTo change a shape on purpose, assign to the Variable: model.path.value = array."
+        )
+    for path, value in values.items():
+        variables[path].value = value
+
+
+def _shape(variable: Variable[Any]) -> tuple[int, ...] | None:
+    value = resolve(variable, local.frame)._value
+    return tuple(value.shape) if hasattr(value, "shape") else None
+
+
+def clone(tree: T) -> T:
+    """Returns a copy with new objects and equal structure, sharing and values. Lazy values stay lazy.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+
+    Example:
+        >>> import shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> copy = sx.clone(layer)
+        >>> copy.kernel is layer.kernel, bool((copy.kernel == layer.kernel).all())
+        (False, True)
+    """
+    flat = flatten_tree(tree)
+    values = [_copied(resolve(leaf, local.frame)._value) for leaf in flat.leaves]
+    roots, _ = build(flat.graphdef, values, owner_here())
+    return _unboxed(roots[0])
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (jax.Array, LazyValue)):
+        return value
+    return jax.tree.map(
+        lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value
+    )
+
+
+def pop(tree: Any, *filters: Filter) -> Any:
+    """Removes the matching Variables from the model and returns their values.
+
+    Args:
+        tree: A Module, container or pytree of them.
+        *filters: At least one; with several, a tuple of States is returned.
+
+    Returns:
+        A State, or a tuple of States.
+
+    Raises:
+        StateMismatchError: If a matching Variable sits in a list or tuple, where removing it would shift the others.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> class Square(sx.Module):
+        ...     def __call__(self, x):
+        ...         self.sow("seen", x)
+        ...         return x**2
+        >>> square = Square()
+        >>> _ = square(jnp.float32(3))
+        >>> sx.pop(square, sx.Intermediate), hasattr(square, "seen")
+        (State(
+          .seen: (float32[])
+        ), False)
+    """
+    flat = flatten_tree(tree)
+    predicates = to_predicates(filters)
+    chosen: dict[int, Path] = {}
+    for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
+        if first_match(predicates, path, variable) is not None:
+            chosen[id(variable)] = path
+    popped = _read(flat)._take(chosen.values()).split(*filters)
+    walk = Walk()
+    walk.encode(tree if isinstance(tree, Object) else _boxed(tree), ())
+    places = list(_places(walk, chosen))
+    for remove in places:
+        remove()
+    return popped if len(filters) != 1 else popped[0]
+
+
+def _places(walk: Walk, chosen: Mapping[int, Path]) -> Iterator[Any]:
+    """Yields one action per place that holds a chosen Variable, each of which removes it there."""
+    for item in walk.objects:
+        if isinstance(item, Module):
+            for name, value in (*vars(item).items(), *item._boxed.items()):
+                if id(value) in chosen:
+                    yield lambda item=item, name=name: delattr(item, name)
+        elif isinstance(item, Dict):
+            for key, value in item._items.items():
+                if id(value) in chosen:
+                    yield lambda item=item, key=key: item.__delitem__(key)
+        elif isinstance(item, List):
+            for value in item._items:
+                if id(value) in chosen:
+                    raise StateMismatchError(
+                        f"Cannot pop {format_path(chosen[id(value)])}: it is an item of a list, and removing it would shift the items after "
+                        f"it. Nothing was removed. Remove it yourself with `del`, or narrow the filter."
+                    )
+
+
+def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable[Any]]]:
+    """Yields (path, Variable) pairs in order, each Variable once; with filters, those that match any.
+
+    Example:
+        >>> import shardax as sx
+        >>> [path for path, _ in sx.iter_variables(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))]
+        [('kernel',), ('bias',)]
+    """
+    flat = flatten_tree(tree)
+    predicates = to_predicates(filters or (...,))
+    for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
+        if first_match(predicates, path, variable) is not None:
+            yield path, variable
+
+
+def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
+    """Yields (path, Module) pairs in order, each Module once, the tree itself included if it is one.
+
+    Example:
+        >>> import shardax as sx
+        >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+        >>> [type(module).__name__ for _, module in sx.iter_modules(mlp)]
+        ['MLP', 'Linear', 'Linear', 'Linear']
+    """
+    walk = Walk()
+    walk.encode(tree if isinstance(tree, Object) else _boxed(tree), ())
+    for path, item in zip(walk.paths, walk.objects, strict=True):
+        if isinstance(item, Module):
+            yield path, item
+
+
+def find_duplicates(tree: Any) -> list[list[Path]]:
+    """Returns, for each Variable reachable by several paths, the list of those paths.
+
+    Example:
+        >>> import shardax as sx
+        >>> class Tied(sx.Module):
+        ...     def __init__(self):
+        ...         self.embed = sx.Param(0.0)
+        ...         self.head = self.embed
+        >>> sx.find_duplicates(Tied())
+        [[('embed',), ('head',)]]
+    """
+    found: dict[int, list[Path]] = {}
+    root = tree if isinstance(tree, Object) else _boxed(tree)
+    for path, variable in _occurrences(root, (), ()):
+        found.setdefault(id(variable), []).append(path)
+    return [paths for paths in found.values() if len(paths) > 1]
+
+
+def _occurrences(
+    value: Any, path: Path, above: tuple[int, ...]
+) -> Iterator[tuple[Path, Variable[Any]]]:
+    """Yields every way to reach a Variable that does not pass through one object twice."""
+    if isinstance(value, Variable):
+        yield path, value
+        return
+    if id(value) in above:
+        return
+    for key, child in _parts(value):
+        yield from _occurrences(child, (*path, key), (*above, id(value)))
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Module):
+        yield from vars(value).items()
+        yield from value._boxed.items()
+    elif isinstance(value, (List, Dict)):
+        items = value._items
+        yield from items.items() if isinstance(items, dict) else enumerate(items)
+    elif isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, (tuple, list)):
+        yield from enumerate(value)
+
+
+def check_covered(flat: Flat, filters: tuple[Filter, ...]) -> list[int]:
+    """Returns for each Variable the position of the first filter that matches it.
+
+    Raises:
+        FilterError: If a Variable matches none.
+    """
+    predicates = to_predicates(filters)
+    positions = []
+    for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
+        position = first_match(predicates, path, variable)
+        if position is None:
+            raise no_match_error(path, variable, filters)
+        positions.append(position)
+    return positions

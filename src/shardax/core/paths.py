@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paths: how shardax names a place inside a model.
+
+A *path* is a tuple of attribute names (``str``), list positions (``int``) and dict keys (any hashable). Its text form is what a
+user would type after the model: ``("layers", 0, "kernel")`` is ``.layers[0].kernel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+Path = tuple[Hashable, ...]
+
+
+def format_path(path: Path) -> str:
+    """Formats a path as the code that reaches the place.
+
+    Args:
+        path: Attribute names, list positions and dict keys, outermost first.
+
+    Returns:
+        The text, for instance ``.layers[0].kernel``; ``(root)`` for the empty path.
+
+    Example:
+        >>> from shardax.core.paths import format_path
+        >>> format_path(("layers", 0, "kernel"))
+        '.layers[0].kernel'
+        >>> format_path(("heads", "en-us"))
+        ".heads['en-us']"
+    """
+    if not path:
+        return "(root)"
+    return "".join(_format_key(key) for key in path)
+
+
+def _format_key(key: Hashable) -> str:
+    if isinstance(key, str) and key.isidentifier():
+        return f".{key}"
+    return f"[{key!r}]"
+
+
+class PathKey(NamedTuple):
+    """One entry of a JAX key path that stands for a whole shardax path, because a model is one pytree node."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return format_path(self.path)
+
+    __repr__ = __str__

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models as JAX pytrees.
+
+A Module (or tracked container) is one pytree node: its children are the values of its Variables, each shared Variable once, and its
+structure is static. So ``jax.jit``, ``jax.grad``, ``jax.tree.map`` and the rest work on models as they are, and tied weights get
+their one summed gradient. A Variable on its own is a node with its value as the child.
+
+What JAX rebuilds inside a plain transform is a *read-only copy*: reading works, but a write would be lost when the function returns,
+so it is refused (``core.frames.READ_ONLY``). What JAX rebuilds outside, from concrete arrays, is an ordinary model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from shardax.core.frames import READ_ONLY, local, owner_here, resolve
+from shardax.core.lazy import LazyValue
+from shardax.core.metadata import Metadata
+from shardax.core.node import Object
+from shardax.core.paths import PathKey
+from shardax.core.structure import GraphDef, build, flatten, walk_objects
+
+M = TypeVar("M")
+
+
+class _ObjectFound(Exception):
+    """Stops a flattening that only asks whether a pytree holds objects."""
+
+
+def has_objects(tree: Any) -> bool:
+    """Whether a pytree holds a Module, container or Variable anywhere. Runs at the speed of JAX's own flattening."""
+    local.probing = True
+    try:
+        jax.tree.structure(tree)
+    except _ObjectFound:
+        return True
+    finally:
+        local.probing = False
+    return False
+
+
+def is_object(value: Any) -> bool:
+    """Whether ``value`` is a Module, container or Variable; for ``is_leaf=``."""
+    return isinstance(value, Object)
+
+
+def values_of(leaves: Iterable[Any]) -> list[Any]:
+    """Reads the values of Variables as seen from the current frame, materialising lazy ones."""
+    frame = local.frame
+    found = []
+    for variable in leaves:
+        target = variable if frame is None else resolve(variable, frame)
+        value = target._value
+        found.append(target.value if isinstance(value, LazyValue) else value)
+    return found
+
+
+def _lock_for(children: Sequence[Any]) -> str | None:
+    traced = any(
+        isinstance(leaf, jax.core.Tracer)
+        for child in children
+        for leaf in jax.tree.leaves(child)
+    )
+    return READ_ONLY if traced else None
+
+
+def _flatten_graph(root: Any) -> tuple[list[Any], GraphDef]:
+    if local.probing:
+        raise _ObjectFound
+    flat = flatten(root)
+    return values_of(flat.leaves), flat.graphdef
+
+
+def _flatten_graph_with_keys(root: Any) -> tuple[list[tuple[PathKey, Any]], GraphDef]:
+    values, graphdef = _flatten_graph(root)
+    return list(
+        zip(map(PathKey, flatten(root).leaf_paths), values, strict=True)
+    ), graphdef
+
+
+def _unflatten_graph(graphdef: GraphDef, children: Sequence[Any]) -> Any:
+    return build(graphdef, children, owner_here(), _lock_for(children))[0][0]
+
+
+def register_graph(cls: type) -> None:
+    """Registers a Module or container class with JAX as one node."""
+    jax.tree_util.register_pytree_with_keys(
+        cls, _flatten_graph_with_keys, _unflatten_graph, _flatten_graph
+    )
+
+
+def register_variable(cls: Any) -> None:
+    """Registers a Variable class with JAX: the value is the child, type and metadata are static."""
+
+    def flatten_variable(variable: Any) -> tuple[list[Any], Metadata]:
+        if local.probing:
+            raise _ObjectFound
+        return values_of((variable,)), resolve(variable, local.frame)._metadata
+
+    def flatten_with_keys(variable: Any) -> tuple[list[tuple[PathKey, Any]], Metadata]:
+        values, metadata = flatten_variable(variable)
+        return [(PathKey(("value",)), values[0])], metadata
+
+    def unflatten_variable(metadata: Metadata, children: Sequence[Any]) -> Any:
+        return cls._make(
+            next(iter(children)), metadata, owner_here(), _lock_for(children)
+        )
+
+    jax.tree_util.register_pytree_with_keys(
+        cls, flatten_with_keys, unflatten_variable, flatten_variable
+    )
+
+
+def mutable(tree: M) -> M:
+    """Makes copies that JAX rebuilt inside a plain transform writable, in place.
+
+    Use it when the function returns the copy; a write to a copy that is not returned is lost.
+
+    Args:
+        tree: A Module, Variable, container, or pytree of them.
+
+    Returns:
+        The same objects, writable.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> @jax.jit
+        ... def double(w):
+        ...     w = sx.mutable(w)
+        ...     w[...] = 2 * w
+        ...     return w
+        >>> double(sx.Param(jnp.ones(2))).value.tolist()
+        [2.0, 2.0]
+    """
+    for root in jax.tree.leaves(tree, is_leaf=is_object):
+        if isinstance(root, Object):
+            for item in walk_objects((root,)):
+                item._lock = None
+    return tree

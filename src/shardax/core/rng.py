@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random state: named streams of keys that behave under every transform.
+
+A *stream* hands out keys: its n-th key is its base key with n folded in. Base key and counter are Variables (``RngState``), so a
+stream advances through ``jit``, splits under ``vmap`` and replays under ``remat`` like any other state. ``Rngs`` is a set of streams by name
+(``params`` for initialisation, ``dropout``, ...), with an optional default for names it does not hold.
+
+A *scope* is a child whose keys depend on its name and not on how many keys were drawn before, so that inserting a layer does not
+reshuffle the others. Names enter keys through a stable hash, so the same program draws the same numbers in every process.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax.core.errors import UnknownStreamError
+from shardax.core.frames import local, owner_here, resolve
+from shardax.core.lazy import KeySource, LazyKey
+from shardax.core.metadata import Metadata
+from shardax.core.modules import Module
+from shardax.core.variables import RngState
+
+
+def _name_hash(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+class RngStream(Module):
+    """One named stream of random keys.
+
+    Calling it returns the next key, a typed key array of shape ().
+
+    Args:
+        source: An integer seed, a key (typed, or raw uint32), or a ``KeySource``.
+        name: The stream's name; also the metadata tag of its Variables, so the filter ``"dropout"`` selects them.
+
+    Example:
+        >>> import shardax as sx
+        >>> stream = sx.Rngs(dropout=0).dropout
+        >>> first, second = stream(), stream()
+        >>> bool(first == second), int(stream.count)
+        (False, 2)
+    """
+
+    def __init__(self, source: Any, name: str) -> None:
+        tag = Metadata(None, {"tag": name})
+        self.name = name
+        self.key = RngState._make(_key_value(source), tag, owner_here())
+        self.count = RngState._make(np.zeros((), np.uint32), tag, owner_here())
+
+    def __call__(self) -> jax.Array:
+        key = jax.random.fold_in(self.key.value, self.count.value)
+        self._advance()
+        return key
+
+    def _advance(self) -> None:
+        count = resolve(self.count, local.frame)._value
+        # NumPy stays NumPy, so that building a model runs no JAX operation
+        self.count.value = (
+            np.asarray(count + np.uint32(1))
+            if isinstance(count, np.ndarray)
+            else count + jnp.uint32(1)
+        )
+
+    def draw_source(self) -> KeySource:
+        """Takes one draw and returns the recipe of its key, without computing the key when it can be helped."""
+        key = resolve(self.key, local.frame)._value
+        count = resolve(self.count, local.frame)._value
+        known = not isinstance(count, jax.core.Tracer)
+        if known and isinstance(key, LazyKey):
+            source = key.source.fold(int(count))
+        elif known and not isinstance(key, jax.core.Tracer) and key.ndim == 0:
+            source = KeySource(key, (int(count),))
+        else:
+            return KeySource(self())
+        self._advance()
+        return source
+
+    def derive(self, *data: int) -> Any:
+        """Returns a source whose key is this stream's base key with ``data`` folded in; takes no draw."""
+        key = resolve(self.key, local.frame)._value
+        if isinstance(key, LazyKey):
+            return key.source.fold(*data)
+        for item in data:
+            key = jax.random.fold_in(key, item)
+        return key
+
+
+def _key_value(source: Any) -> Any:
+    if isinstance(source, KeySource):
+        return LazyKey(source)
+    if isinstance(source, (int, np.integer)) and not isinstance(source, bool):
+        return LazyKey(KeySource(int(source)))
+    key = jnp.asarray(source) if not isinstance(source, jax.Array) else source
+    if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    return key
+
+
+class Rngs(Module):
+    """Named random streams.
+
+    Args:
+        default: Seed or key of the stream used for names that are not given; None for no default.
+        **streams: Seed or key by stream name. Two streams with the same seed are still different streams.
+
+    Example:
+        >>> import shardax as sx
+        >>> rngs = sx.Rngs(0, dropout=1)
+        >>> key = rngs.dropout()
+        >>> key.shape, rngs.params is rngs.default
+        ((), True)
+        >>> sx.Rngs(params=0).noise
+        Traceback (most recent call last):
+            ...
+        shardax.core.errors.UnknownStreamError: Rngs has no stream 'noise' and no default; it has: params. Make it with Rngs(params=..., noise=0), or give a default: Rngs(0, params=...).
+    """
+
+    def __init__(self, default: Any = None, **streams: Any) -> None:
+        if default is not None:
+            self.default = RngStream(default, "default")
+        for name, source in streams.items():
+            setattr(self, name, RngStream(_named(source, name), name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattr__(name)
+        default = self.__dict__.get("default")
+        if default is not None:
+            return default
+        present = ", ".join(self.__dict__) or "none"
+        raise UnknownStreamError(
+            f"Rngs has no stream {name!r} and no default; it has: {present}. Make it with "
+            f"Rngs({'=..., '.join(self.__dict__)}{'=..., ' if self.__dict__ else ''}{name}=0), or give a default: "
+            f"Rngs(0{''.join(f', {known}=...' for known in self.__dict__)})."
+        )
+
+    def __getitem__(self, name: str) -> RngStream:
+        return getattr(self, name)
+
+    def __call__(self) -> jax.Array:
+        """Returns the next key of the default stream."""
+        return self["default"]()
+
+    def streams(self) -> Iterator[tuple[str, RngStream]]:
+        """Yields (name, stream) pairs."""
+        yield from (
+            (name, item)
+            for name, item in self.__dict__.items()
+            if isinstance(item, RngStream)
+        )
+
+    def scope(self, name: str) -> Rngs:
+        """Returns a child whose keys depend on ``name`` alone, not on what was drawn before.
+
+        Args:
+            name: Any string; the same name gives the same child.
+
+        Example:
+            >>> import shardax as sx
+            >>> a, b = sx.Rngs(0), sx.Rngs(0)
+            >>> _ = b.params()
+            >>> bool(a.scope("block").params() == b.scope("block").params())
+            True
+        """
+        child = Rngs()
+        for stream_name, stream in self.streams():
+            setattr(
+                child,
+                stream_name,
+                RngStream(stream.derive(_SCOPE, _name_hash(name)), stream_name),
+            )
+        return child
+
+    def fork(self, split: int | None = None) -> Rngs:
+        """Returns a child with streams of its own, taking one draw from each stream.
+
+        Args:
+            split: If given, each stream of the child has ``split`` keys on a leading axis, for ``vmap`` and ``scan``.
+
+        Example:
+            >>> import shardax as sx
+            >>> sx.Rngs(0).fork(split=4).default.key.shape
+            (4,)
+        """
+        child = Rngs()
+        for name, stream in self.streams():
+            if split is None:
+                setattr(child, name, RngStream(stream.draw_source(), name))
+                continue
+            forked = RngStream(jax.random.split(stream(), split), name)
+            forked.count.value = jnp.zeros((split,), jnp.uint32)
+            setattr(child, name, forked)
+        return child
+
+
+_SCOPE = 0x5C09E
+"""Separates the keys of scopes from the keys that a stream hands out."""
+
+
+def _named(source: Any, name: str) -> Any:
+    """Folds a stream's name into an integer seed, so that equal seeds give different streams."""
+    if isinstance(source, (int, np.integer)) and not isinstance(source, bool):
+        return KeySource(int(source), (_name_hash(name),))
+    return source

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structure: everything about a model but its values, as one hashable thing.
+
+To *flatten* is to walk from some *roots* and split what is found into a ``GraphDef`` and a list of Variables. The walk is
+depth first, in the order in which attributes were first set, and sees each object once, so shared objects and cycles are
+ordinary. A *definition* describes one object by its type and its children; a child is a ``Ref`` to another object of the graph, a
+``Static`` value, or an immutable container of such. ``build`` is the inverse: it makes new objects from a ``GraphDef`` and values.
+
+Flattening a single object is remembered until the structure epoch advances (``core.epoch``); the memory holds roots weakly.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from shardax.core import epoch
+from shardax.core.metadata import Metadata
+from shardax.core.node import Object
+from shardax.core.paths import Path
+from shardax.core.static import Static
+
+
+class Ref(NamedTuple):
+    """A child that is an object: its position in the graph's ``objects``."""
+
+    index: int
+    kind: str = "ref"
+
+
+class TupleDef(NamedTuple):
+    """A child that is a tuple or NamedTuple (among the roots also a list) with objects somewhere inside."""
+
+    type: type
+    items: tuple[Any, ...]
+
+
+class MethodDef(NamedTuple):
+    """A child that is a method bound to an object."""
+
+    function: Static
+    owner: Any
+
+
+class PartialDef(NamedTuple):
+    """A child that is a ``functools.partial`` with objects somewhere inside."""
+
+    function: Any
+    args: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+
+class MappingDef(NamedTuple):
+    """A plain dict among the roots, with objects somewhere inside (attributes hold tracked dicts instead)."""
+
+    type: type
+    items: tuple[tuple[Static, Any], ...]
+
+
+class ModuleDef(NamedTuple):
+    """A Module: its class, its attributes in order, and its attributes that are arrays (``boxed``)."""
+
+    type: type
+    attributes: tuple[tuple[str, Any], ...]
+    boxed: tuple[tuple[str, Any], ...]
+
+
+class ListDef(NamedTuple):
+    """A tracked list."""
+
+    type: type
+    items: tuple[Any, ...]
+
+
+class DictDef(NamedTuple):
+    """A tracked dict: (key, child) pairs in order."""
+
+    type: type
+    items: tuple[tuple[Static, Any], ...]
+
+
+class VariableDef(NamedTuple):
+    """A Variable without its value."""
+
+    type: type
+    metadata: Metadata
+
+
+class GraphDef:
+    """The structure of some roots: hashable, comparable, and without any value.
+
+    Attributes:
+        objects: One definition per object, in walking order.
+        roots: What was flattened, as children.
+        leaves: Positions in ``objects`` of the Variables, in order.
+
+    Example:
+        >>> import shardax as sx
+        >>> graphdef, state = sx.split(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
+        >>> graphdef == sx.graphdef(sx.nn.Linear(2, 3, rngs=sx.Rngs(1)))
+        True
+    """
+
+    __slots__ = ("_hash", "_paths", "leaves", "objects", "roots")
+
+    def __init__(self, objects: tuple[Any, ...], roots: tuple[Any, ...]) -> None:
+        self.objects = objects
+        self.roots = roots
+        self.leaves = tuple(
+            i for i, item in enumerate(objects) if type(item) is VariableDef
+        )
+        self._hash = hash((objects, roots))
+        self._paths: list[Path] | None = None
+
+    @property
+    def leaf_paths(self) -> list[Path]:
+        """Path of every Variable by its first occurrence, in the order of ``leaves``."""
+        if self._paths is None:
+            found = _definition_paths(self)
+            self._paths = [found[index] for index in self.leaves]
+        return self._paths
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, GraphDef):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self.roots == other.roots
+            and self.objects == other.objects
+        )
+
+    def __repr__(self) -> str:
+        return f"GraphDef({len(self.objects)} objects, {len(self.leaves)} variables)"
+
+    def __reduce__(self) -> Any:
+        return (GraphDef, (self.objects, self.roots))
+
+
+def _definition_paths(graphdef: GraphDef) -> dict[int, Path]:
+    """Returns the path of every object, found by walking definitions in the order in which objects were walked."""
+    found: dict[int, Path] = {}
+
+    def visit(child: Any, path: Path) -> None:
+        if type(child) is Ref:
+            if child.index not in found:
+                found[child.index] = path
+                for key, below in _children(graphdef.objects[child.index]):
+                    visit(below, (*path, key))
+        elif type(child) in (TupleDef, MappingDef, PartialDef):
+            for key, below in _children(child):
+                visit(below, path if key is None else (*path, key))
+        elif type(child) is MethodDef:
+            visit(child.owner, path)
+
+    for root in graphdef.roots:
+        visit(root, ())
+    return found
+
+
+def _children(definition: Any) -> Iterable[tuple[Any, Any]]:
+    """Yields (key, child) of a definition in walking order; key None adds no step to the path."""
+    match definition:
+        case ModuleDef():
+            yield from definition.attributes
+            yield from definition.boxed
+        case ListDef() | TupleDef():
+            yield from enumerate(definition.items)
+        case DictDef() | MappingDef():
+            yield from ((key.value, child) for key, child in definition.items)
+        case PartialDef():
+            yield None, definition.function
+            yield from enumerate(definition.args)
+            yield from definition.keywords
+
+
+class Flat:
+    """What flattening found.
+
+    Attributes:
+        graphdef: The structure.
+        leaves: The Variables, in the order of ``graphdef.leaves``.
+        paths: Path of every object, by its first occurrence, in the order of ``graphdef.objects``.
+        epoch: The structure epoch at which this was true.
+    """
+
+    __slots__ = ("_leaf_paths", "epoch", "graphdef", "leaves", "paths")
+
+    def __init__(
+        self, graphdef: GraphDef, leaves: list[Any], paths: list[Path], at: int
+    ) -> None:
+        self.graphdef = graphdef
+        self.leaves = leaves
+        self.paths = paths
+        self.epoch = at
+        self._leaf_paths: list[Path] | None = None
+
+    @property
+    def leaf_paths(self) -> list[Path]:
+        """Path of every Variable, in the order of ``leaves``."""
+        if self._leaf_paths is None:
+            self._leaf_paths = [self.paths[index] for index in self.graphdef.leaves]
+        return self._leaf_paths
+
+
+class Walk:
+    """One walk over objects; can be continued from further roots, so that sharing between roots is seen."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self.definitions: list[Any] = []
+        self.paths: list[Path] = []
+        self.index: dict[int, int] = {}
+
+    def encode(self, value: Any, path: Path) -> Any:
+        """Returns ``value`` as a child, walking into it if it holds objects."""
+        if isinstance(value, Object):
+            return Ref(self.visit(value, path))
+        if isinstance(value, (tuple, list)) and has_parts(value):
+            return TupleDef(
+                type(value),
+                tuple(self.encode(item, (*path, i)) for i, item in enumerate(value)),
+            )
+        if isinstance(value, dict) and has_parts(value):
+            items = (
+                (Static(key), self.encode(item, (*path, key)))
+                for key, item in value.items()
+            )
+            return MappingDef(type(value), tuple(items))
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, Object):
+            return MethodDef(
+                Static(value.__func__), Ref(self.visit(value.__self__, path))
+            )
+        if isinstance(value, functools.partial) and has_parts(value):
+            return PartialDef(
+                self.encode(value.func, path),
+                tuple(
+                    self.encode(item, (*path, i)) for i, item in enumerate(value.args)
+                ),
+                tuple(
+                    (name, self.encode(item, (*path, name)))
+                    for name, item in value.keywords.items()
+                ),
+            )
+        return Static(value)
+
+    def visit(self, item: Object, path: Path) -> int:
+        """Returns the object's position, walking into it the first time it is met."""
+        known = self.index.get(id(item))
+        if known is not None:
+            return known
+        position = self.index[id(item)] = len(self.objects)
+        self.objects.append(item)
+        self.paths.append(path)
+        self.definitions.append(None)
+        self.definitions[position] = item._describe(
+            lambda child, key: self.encode(child, (*path, key))
+        )
+        return position
+
+    def finish(self, roots: Iterable[Any], at: int) -> Flat:
+        """Returns what was found, marking every object."""
+        graphdef = GraphDef(tuple(self.definitions), tuple(roots))
+        for item in self.objects:
+            item._marked = True
+        return Flat(
+            graphdef, [self.objects[i] for i in graphdef.leaves], self.paths, at
+        )
+
+
+def has_parts(value: Any) -> bool:
+    """Whether an immutable container holds an object at any depth."""
+    if isinstance(value, Object):
+        return True
+    if isinstance(value, (tuple, list)):
+        return any(has_parts(item) for item in value)
+    if isinstance(value, dict):
+        return any(has_parts(item) for item in value.values())
+    if isinstance(value, types.MethodType):
+        return isinstance(value.__self__, Object)
+    if isinstance(value, functools.partial):
+        return any(
+            has_parts(item)
+            for item in (value.func, *value.args, *value.keywords.values())
+        )
+    return False
+
+
+def flatten_roots(roots: Sequence[Any], names: Sequence[Path] | None = None) -> Flat:
+    """Flattens several roots together, so that an object shared between them is one.
+
+    Args:
+        roots: Objects, immutable containers of them, or static values.
+        names: Path of each root; by default empty.
+    """
+    at = epoch.current  # read before walking: an edit during the walk then invalidates what is remembered
+    walk = Walk()
+    paths = names or [()] * len(roots)
+    return walk.finish(
+        [walk.encode(root, path) for root, path in zip(roots, paths, strict=True)], at
+    )
+
+
+def walk_objects(roots: Sequence[Any]) -> list[Any]:
+    """Returns all objects reachable from ``roots``, in the order of ``GraphDef.objects``."""
+    walk = Walk()
+    for root in roots:
+        walk.encode(root, ())
+    return walk.objects
+
+
+_remembered: dict[int, tuple[weakref.ref[Any], Flat]] = {}
+
+
+def flatten(root: Object) -> Flat:
+    """Flattens one object; remembered while the structure epoch stays."""
+    key = id(root)
+    known = _remembered.get(key)
+    if known is not None and known[1].epoch == epoch.current and known[0]() is root:
+        return known[1]
+    flat = flatten_roots((root,))
+    _remembered[key] = (weakref.ref(root, lambda _: _remembered.pop(key, None)), flat)
+    return flat
+
+
+class Decoder:
+    """Turns children back into values, given the graph's objects."""
+
+    __slots__ = ("objects",)
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self.objects = objects
+
+    def __call__(self, child: Any) -> Any:
+        kind = type(child)
+        if kind is Ref:
+            return self.objects[child.index]
+        if kind is Static:
+            return child.value
+        if kind is TupleDef:
+            return rebuild_tuple(child.type, [self(item) for item in child.items])
+        if kind is MappingDef:
+            return {key.value: self(item) for key, item in child.items}
+        if kind is MethodDef:
+            return types.MethodType(child.function.value, self(child.owner))
+        keywords = {name: self(item) for name, item in child.keywords}
+        return functools.partial(
+            self(child.function), *map(self, child.args), **keywords
+        )
+
+
+def rebuild_tuple(kind: type, items: list[Any]) -> Any:
+    """Makes a tuple of the given type, which may be a NamedTuple."""
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+
+
+def build(
+    graphdef: GraphDef, values: Sequence[Any], owner: Any, lock: str | None = None
+) -> tuple[list[Any], list[Any]]:
+    """Makes new objects from a structure and values: the inverse of flattening.
+
+    Args:
+        graphdef: The structure.
+        values: One value per Variable, in the order of ``graphdef.leaves``.
+        owner: The frame that will own the objects, or None.
+        lock: Why the objects must not be written, or None.
+
+    Returns:
+        (roots, objects), the latter in the order of ``graphdef.objects``.
+    """
+    remaining = iter(values)
+    objects: list[Any] = []
+    for definition in graphdef.objects:
+        if type(definition) is VariableDef:
+            objects.append(
+                definition.type._make(next(remaining), definition.metadata, owner, lock)
+            )
+        else:
+            objects.append(definition.type._allocate(owner, lock))
+    decode = Decoder(objects)
+    for item, definition in zip(objects, graphdef.objects, strict=True):
+        if type(definition) is not VariableDef:
+            item._fill(definition, decode)
+    return [decode(root) for root in graphdef.roots], objects
