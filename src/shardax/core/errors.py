@@ -9,6 +9,9 @@ process boundaries (workers, data loaders).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 
 class ShardaxError(Exception):
     """Base of all errors raised on purpose by shardax.
@@ -106,6 +109,44 @@ class StructureMismatchError(ShardaxError, ValueError):
 
 
 # --- partitioning --------------------------------------------------------------------------------
+
+
+class RulesError(ShardaxError, ValueError):
+    """Rules are malformed: not pairs, not a target, or not a policy."""
+
+
+class AxisNamesError(ShardaxError, ValueError):
+    """The logical names of one array are malformed, or one name occurs twice."""
+
+
+class AxisConflictError(ShardaxError, ValueError):
+    """Two names of one array want one mesh axis, and the rules say that this is an error."""
+
+
+class UnmappedAxisError(ShardaxError, ValueError):
+    """No rule mentions a logical name, and the rules say that this is an error."""
+
+
+class MeshError(ShardaxError, TypeError):
+    """Something that is not a mesh was given where a mesh belongs."""
+
+
+class PartitionCheckError(ShardaxError, ValueError):
+    """A tree cannot be laid out by these rules over this mesh; lists every offending array.
+
+    Attributes:
+        findings: The findings of severity ``"error"``, each with its path.
+    """
+
+    def __init__(self, findings: Iterable[Any]) -> None:
+        self.findings: tuple[Any, ...] = tuple(findings)
+        super().__init__(self.findings)
+
+    def __str__(self) -> str:
+        count = len(self.findings)
+        problems = f"{count} problem{'' if count == 1 else 's'}"
+        lines = "".join(f"\n  {finding}" for finding in self.findings)
+        return f"The layout has {problems}; nothing was moved.{lines}"
 
 
 # --- text, batches and logs ----------------------------------------------------------------------

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training: data, baselines, logs, and what runs over them."""
+
+from shardax.train.baselines import ByteBaselines as ByteBaselines
+from shardax.train.baselines import byte_entropy as byte_entropy
+from shardax.train.baselines import fitted_loss as fitted_loss
+from shardax.train.baselines import pair_counts as pair_counts
+from shardax.train.data import DataPosition as DataPosition
+from shardax.train.data import EvalBatches as EvalBatches
+from shardax.train.data import TrainBatches as TrainBatches
+from shardax.train.log import JsonlLog as JsonlLog
+from shardax.train.log import read_jsonl as read_jsonl
+from shardax.train.prefetch import Positioned as Positioned
+from shardax.train.prefetch import Prefetch as Prefetch
+from shardax.train.prefetch import put_batch as put_batch
+from shardax.train.text import ByteText as ByteText
+from shardax.train.text import TextPart as TextPart
+from shardax.train.text import open_text as open_text

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log of a run: one JSON object per line, appended as things happen.
+
+A *record* is one line. It usually has a ``step``, and steps never go back. A line counts once its
+newline is written; a process killed in the middle of one leaves a *torn* line, which readers ignore
+and which the next writer cuts off. To *resume* at step k is to cut off all that was logged past k,
+for these steps are about to run again: a resumed run's log has no step twice.
+
+Every line is standard JSON. Standard JSON has no NaN and no infinities, but a log is where one
+looks for them, so they are written as the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"`` and
+read back as numbers (float() in any language understands the strings too). Values of JAX and NumPy
+are written as plain numbers and lists.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardax.core.errors import LogError
+
+Record = dict[str, Any]
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class JsonlLog:
+    """An append-only log file, each record on disk's way before ``write`` returns.
+
+    A record is handed to the operating system whole, so it survives the death of the process by any
+    signal. ``close`` also waits for the disk.
+
+    Args:
+        path: The file; it and its folder are made if need be, an existing log is continued.
+        resume_step: Drop what an existing log has past this step; None keeps it all, -1 drops all
+            steps.
+
+    Raises:
+        LogError: The existing file is no log, or is damaged before its last line. It is left as it
+            was.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = Path(folder.name, "log.jsonl")
+        >>> with JsonlLog(path) as log:
+        ...     log.write(step=1, loss=2.5)
+        ...     log.write(step=2, loss=float("inf"))
+        >>> with JsonlLog(path, resume_step=1) as log:
+        ...     log.write(step=2, loss=2.0)
+        >>> read_jsonl(path)
+        [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.0}]
+        >>> folder.cleanup()
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._last_step = -1
+        keep_bytes = 0
+        for record, end in _complete_records(self.path) if self.path.exists() else []:
+            step = _step_of(record, self.path)
+            if resume_step is not None and step is not None and step > resume_step:
+                break
+            keep_bytes = end
+            self._last_step = self._last_step if step is None else step
+        # Unbuffered, so that what write() was given is out of the process when it returns.
+        self._file = open(self.path, "ab", buffering=0)
+        self._file.truncate(keep_bytes)
+
+    def write(self, **record: Any) -> None:
+        """Append one record.
+
+        Args:
+            **record: Names and values: numbers, strings, booleans, None, arrays, and lists and
+                dicts of these. ``step``, if given, is an int not below that of any earlier record.
+
+        Raises:
+            LogError: A value has no JSON form, the step goes back, or the log is closed. Nothing is
+                written.
+        """
+        if self._file.closed:
+            raise LogError(f"The log {str(self.path)!r} is closed. Open it again: JsonlLog(path).")
+        plain = {name: _to_json(value, name) for name, value in record.items()}
+        step = _step_of(plain, self.path)
+        if step is not None and step < self._last_step:
+            raise LogError(
+                f"A record of step {step} cannot follow one of step {self._last_step} in "
+                f"{str(self.path)!r}. To run steps again, open the log with JsonlLog(path, "
+                f"resume_step={step - 1})."
+            )
+        self._append(json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        self._last_step = self._last_step if step is None else step
+
+    def _append(self, line: bytes) -> None:
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            # A full disk may have taken half a line, which would spoil the next one.
+            self._file.truncate(before)
+            raise
+
+    def close(self) -> None:
+        """Wait until everything is on disk, and close; may be called again."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> JsonlLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
+    r"""Read a log, also one that is being written or whose writer was killed.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The records in order; a torn last line is left out, non-finite numbers are numbers again.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        LogError: A complete line is no JSON object.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "log.jsonl")
+        ...     _ = path.write_text('{"step":1,"loss":"NaN"}\n{"step":2,"lo')
+        ...     read_jsonl(path)
+        [{'step': 1, 'loss': nan}]
+    """
+    return [_from_json(record) for record, _ in _complete_records(Path(path))]
+
+
+def _complete_records(path: Path) -> list[tuple[Record, int]]:
+    """Every record that ends in a newline, as written, with the offset of the byte after it."""
+    content = path.read_bytes()
+    records: list[tuple[Record, int]] = []
+    start = 0
+    while (newline := content.find(b"\n", start)) >= 0:
+        try:
+            record = json.loads(content[start:newline])
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            shown = content[start : min(newline, start + 80)]
+            raise LogError(
+                f"Line {len(records) + 1} of {str(path)!r} is no JSON object: {shown!r}. Either "
+                "this is no log, or something else wrote to it: move the file away, or delete that "
+                "line."
+            )
+        start = newline + 1
+        records.append((record, start))
+    # A torn line is the beginning of a record; anything else was not written by a log.
+    if content[start : start + 1] not in (b"", b"{"):
+        raise LogError(
+            f"{str(path)!r} ends in {content[start : start + 80]!r}, which is not the beginning of "
+            "a record. This file is no log, or something else wrote to it: choose another path."
+        )
+    return records
+
+
+def _step_of(record: Mapping[str, Any], path: Path) -> int | None:
+    step = record.get("step")
+    if step is None:
+        return None
+    if type(step) is not int or step < 0:
+        raise LogError(
+            f"The step of a record must be an int of 0 or more, got {step!r} for {str(path)!r}. "
+            "Use write(step=int(...))."
+        )
+    return step
+
+
+def _to_json(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _non_finite_name(value)
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise LogError(
+                f"Keys in a log record must be strings, but {where} has {wrong[0]!r}. Use str(key)."
+            )
+        return {key: _to_json(entry, f"{where}[{key!r}]") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(entry, f"{where}[{index}]") for index, entry in enumerate(value)]
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return _to_json(_plain_array(value, where), where)
+    raise _no_json_form(value, where)
+
+
+def _plain_array(value: Any, where: str) -> Any:
+    try:
+        plain = np.asarray(value).tolist()
+    except TypeError as error:  # typed PRNG keys, traced values
+        raise _no_json_form(value, where) from error
+    if isinstance(plain, np.generic | np.ndarray):
+        raise _no_json_form(value, where)
+    return plain
+
+
+def _no_json_form(value: object, where: str) -> LogError:
+    return LogError(
+        f"The value of {where} has no JSON form: {type(value).__name__} {value!r}. Log numbers, "
+        "strings, arrays, or lists and dicts of these; for anything else log str(value)."
+    )
+
+
+def _non_finite_name(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _from_json(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_from_json(entry) for entry in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value

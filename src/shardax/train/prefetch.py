@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches on their devices one step before they are needed.
+
+While a step runs, one worker thread reads the next host batch and starts its transfer, so the
+devices do not wait for the disk. The source therefore stands *ahead* of what the loop has taken;
+``Prefetch.state()`` is the position of what was *taken*, which is the one that belongs in a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from shardax.core.errors import PrefetchError
+
+_END = object()
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """What a source of batches offers to be saved and restored; ``TrainBatches`` does.
+
+    Example:
+        >>> isinstance([1, 2], Positioned)
+        False
+    """
+
+    def state(self) -> Any:
+        """Position after the last batch taken."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Go to a position that ``state()`` gave."""
+        ...
+
+
+def put_batch(batch: Any, sharding: Any) -> Any:
+    """Make global device arrays of one process's part of a batch.
+
+    Args:
+        batch: A pytree of host arrays: this process's rows of the global batch.
+        sharding: A ``jax.sharding.Sharding`` for all arrays, or a tree prefix of them; None puts
+            the arrays whole on the default device.
+
+    Returns:
+        The same tree of ``jax.Array``; leading dimensions are those of the global batch.
+
+    Example:
+        >>> import numpy as np
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+        >>> put_batch({"inputs": np.zeros((4, 8), np.int32)}, rows)["inputs"].shape
+        (4, 8)
+    """
+    if sharding is None:
+        return jax.device_put(batch)
+    shardings = jax.tree.broadcast(sharding, batch)
+    return jax.tree.map(
+        lambda array, place: jax.make_array_from_process_local_data(place, array), batch, shardings
+    )
+
+
+class Prefetch:
+    """An iterator over device batches that works ahead in one thread.
+
+    An exception in the source is raised where its batch would have been taken, and ends the
+    iteration. Close it when done, or use it in a ``with`` statement; after closing it gives no more
+    batches. Nothing else may take from the source meanwhile.
+
+    Args:
+        batches: Host batches (pytrees of arrays). If it has ``state()`` and ``restore()``, as
+            ``TrainBatches`` has, so has the result.
+        sharding: As for ``put_batch``.
+        depth: How many batches to keep ready, 1 or more.
+
+    Raises:
+        PrefetchError: ``depth`` is less than 1.
+
+    Example:
+        >>> import numpy as np
+        >>> with Prefetch([np.arange(2), np.arange(3)]) as batches:
+        ...     [batch.tolist() for batch in batches]
+        [[0, 1], [0, 1, 2]]
+    """
+
+    def __init__(self, batches: Iterable[Any], sharding: Any = None, *, depth: int = 1) -> None:
+        if depth < 1:
+            raise PrefetchError(f"Prefetch needs depth >= 1, got {depth}.")
+        self._source = batches
+        self._iterator = iter(batches)
+        self._sharding = sharding
+        self._depth = depth
+        self._state = self._source_state()
+        # Dropped, or at interpreter exit, the executor ends its thread after the current fetch.
+        self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "shardax-prefetch")
+        self._ready: deque[Future[tuple[Any, Any]]] = deque()
+        self._work_ahead()
+
+    def state(self) -> Any:
+        """Position after the last batch taken: what a checkpoint saves.
+
+        Returns:
+            What the source's ``state()`` gave at that point.
+
+        Raises:
+            PrefetchError: The source has no ``state()``.
+        """
+        if not isinstance(self._source, Positioned):
+            raise _no_position("state", self._source)
+        return self._state
+
+    def restore(self, state: Any) -> None:
+        """Send the source to a saved position and work ahead from there.
+
+        Args:
+            state: What ``state()`` gave.
+
+        Raises:
+            PrefetchError: The source has no ``restore()``.
+            DataPositionError: The position does not fit the source, which then goes on from where
+                it was.
+            PrefetchError: The prefetch is closed.
+        """
+        if not isinstance(self._source, Positioned):
+            raise _no_position("restore", self._source)
+        if self._worker is None:
+            raise PrefetchError("This Prefetch is closed. Make a new one: Prefetch(batches, ...).")
+        self._drop_ready()
+        try:
+            self._source.restore(state)
+        except BaseException:
+            self._source.restore(self._state)
+            raise
+        finally:
+            self._state = self._source_state()
+            self._work_ahead()
+
+    def close(self) -> None:
+        """Stop working ahead and put the source back to what was taken; may be called again."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        self._drop_ready()
+        worker.shutdown(wait=True)
+        if isinstance(self._source, Positioned):
+            self._source.restore(self._state)
+
+    def _work_ahead(self) -> None:
+        while self._worker is not None and len(self._ready) < self._depth:
+            self._ready.append(self._worker.submit(self._fetch))
+
+    def _fetch(self) -> tuple[Any, Any]:
+        batch = next(self._iterator, _END)
+        if batch is _END:
+            return _END, None
+        return put_batch(batch, self._sharding), self._source_state()
+
+    def _drop_ready(self) -> None:
+        while self._ready:
+            future = self._ready.pop()
+            if not future.cancel():
+                future.exception()
+
+    def _source_state(self) -> Any:
+        return self._source.state() if isinstance(self._source, Positioned) else None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._worker is None:
+            raise StopIteration
+        try:
+            batch, state = self._ready.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        if batch is _END:
+            self.close()
+            raise StopIteration
+        self._state = state
+        self._work_ahead()
+        return batch
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _no_position(method: str, source: object) -> PrefetchError:
+    return PrefetchError(
+        f"Prefetch.{method}() needs a source with state() and restore(), but "
+        f"{type(source).__name__} has none. Use TrainBatches, or give your iterator these two "
+        "methods."
+    )

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefetching changes when batches are made, never which, and its position is what was taken."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardax.core.errors import DataPositionError, PrefetchError
+from shardax.train.data import TrainBatches
+from shardax.train.prefetch import Prefetch, put_batch
+from shardax.train.text import ByteText
+
+PART = ByteText.from_bytes(np.random.default_rng(0).integers(0, 256, 2000, np.uint8)).whole
+
+
+def source(seed: int = 0) -> TrainBatches:
+    return TrainBatches(PART, batch_size=8, seq_len=8, seed=seed)
+
+
+def rows_over_all_devices() -> NamedSharding:
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def workers() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("shardax-prefetch")}
+
+
+def test_put_batch_shards_every_array_and_keeps_its_values():
+    sharding = rows_over_all_devices()
+    host = next(source())
+    placed = put_batch(host, sharding)
+    for name, array in host.items():
+        assert placed[name].sharding == sharding
+        assert (np.asarray(placed[name]) == array).all()
+
+
+def test_put_batch_takes_a_sharding_per_array():
+    rows = rows_over_all_devices()
+    whole = NamedSharding(rows.mesh, PartitionSpec())
+    placed = put_batch(next(source()), {"inputs": rows, "targets": whole})
+    assert placed["inputs"].sharding == rows
+    assert placed["targets"].sharding == whole
+
+
+def test_prefetched_batches_are_the_sources_batches_in_order_on_the_mesh():
+    sharding = rows_over_all_devices()
+    plain = source()
+    with Prefetch(source(), sharding) as batches:
+        for _ in range(5):
+            batch, expected = next(batches), next(plain)
+            assert batch["inputs"].sharding == sharding
+            assert (np.asarray(batch["inputs"]) == expected["inputs"]).all()
+            assert (np.asarray(batch["targets"]) == expected["targets"]).all()
+
+
+@settings(deadline=None, max_examples=20)
+@given(depth=st.integers(1, 4), taken=st.integers(0, 6))
+def test_the_state_is_of_what_was_taken_not_of_what_was_fetched(depth: int, taken: int):
+    ahead = source()
+    with Prefetch(ahead, depth=depth) as batches:
+        for _ in range(taken):
+            next(batches)
+        assert batches.state()["step"] == taken
+        saved = batches.state()
+        rest = [np.asarray(next(batches)["inputs"]) for _ in range(3)]
+        batches.restore(saved)
+        again = [np.asarray(next(batches)["inputs"]) for _ in range(3)]
+    assert np.array_equal(rest, again)
+    assert ahead.step == taken + 3, "closing puts the source back to what was taken"
+
+
+def test_it_works_one_batch_ahead_and_no_further():
+    made: list[int] = []
+
+    def numbers() -> Iterator[np.ndarray]:
+        for number in range(10):
+            made.append(number)
+            yield np.array(number)
+
+    def settle(count: int) -> list[int]:
+        deadline = time.monotonic() + 5
+        while len(made) < count and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        return made
+
+    with Prefetch(numbers()) as batches:
+        assert settle(1) == [0]
+        assert int(next(batches)) == 0
+        assert settle(2) == [0, 1]
+
+
+def test_a_finite_source_ends_and_the_thread_with_it():
+    before = workers()
+    batches = Prefetch([np.array(0), np.array(1)])
+    assert [int(batch) for batch in batches] == [0, 1]
+    assert workers() == before
+    assert list(batches) == []
+
+
+def test_an_exception_in_the_source_comes_out_where_its_batch_would():
+    def failing() -> Iterator[np.ndarray]:
+        yield np.array(0)
+        raise OSError("the disk is gone")
+
+    before = workers()
+    batches = Prefetch(failing(), depth=3)
+    assert int(next(batches)) == 0
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(batches)
+    assert workers() == before
+    assert list(batches) == []
+
+
+def test_an_exception_in_the_transfer_comes_out_too():
+    if len(jax.devices()) == 1:
+        pytest.skip("any batch divides over one device: set 8 virtual CPU devices")
+    batches = Prefetch([np.zeros((len(jax.devices()) + 1, 2))], rows_over_all_devices())
+    with pytest.raises(ValueError, match="does not evenly divide"):
+        next(batches)
+
+
+def test_leaving_the_with_statement_on_an_error_ends_the_thread():
+    before = workers()
+    with pytest.raises(KeyError), Prefetch(source()) as batches:
+        next(batches)
+        raise KeyError
+    assert workers() == before
+    batches.close()
+
+
+def test_a_dropped_prefetch_does_not_leave_its_thread_behind():
+    before = workers()
+    batches = Prefetch(source())
+    next(batches)
+    del batches
+    deadline = time.monotonic() + 5
+    while workers() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert workers() == before
+
+
+def test_a_refused_position_leaves_everything_where_it_was():
+    foreign = source(seed=1).state()
+    plain = source()
+    with Prefetch(source()) as batches:
+        next(batches)
+        next(plain)
+        with pytest.raises(DataPositionError, match="seed"):
+            batches.restore(foreign)
+        assert batches.state()["step"] == 1
+        assert (np.asarray(next(batches)["inputs"]) == next(plain)["inputs"]).all()
+
+
+def test_what_cannot_be_done_is_refused_clearly():
+    with pytest.raises(PrefetchError, match="depth >= 1"):
+        Prefetch(source(), depth=0)
+    with Prefetch([np.array(0)]) as batches:
+        with pytest.raises(PrefetchError, match="list has none"):
+            batches.state()
+        with pytest.raises(PrefetchError, match="list has none"):
+            batches.restore({})
+    closed = Prefetch(source())
+    closed.close()
+    with pytest.raises(PrefetchError, match="closed"):
+        closed.restore(source().state())
