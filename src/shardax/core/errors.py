@@ -173,4 +173,4 @@ class PrefetchError(ShardaxError, RuntimeError):
 
 
 class LogError(ShardaxError, ValueError):
-    """A log record cannot be written as standard JSON, goes back in steps, or a log file is damaged."""
+    """A log record has no standard JSON form or goes back in steps, or a log file is damaged."""

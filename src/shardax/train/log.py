@@ -14,6 +14,7 @@ are written as plain numbers and lists.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -73,7 +74,7 @@ class JsonlLog:
             keep_bytes = end
             self._last_step = self._last_step if step is None else step
         # Unbuffered, so that what write() was given is out of the process when it returns.
-        self._file = open(self.path, "ab", buffering=0)
+        self._file = io.FileIO(self.path, "ab")
         self._file.truncate(keep_bytes)
 
     def write(self, **record: Any) -> None:
