@@ -6,6 +6,7 @@ benchmark of tracing never meets a cached trace of its own. All three use the lo
 on the logits of their own model.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,19 @@ import jax
 import jax.numpy as jnp
 import optax
 import raw_decoder
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from raw_decoder import Config, cross_entropy
 
 BATCH, TIME = 4, 32
+# Every name has a rule: NNX takes a name without one for a mesh axis.
+RULES = (
+    ("vocab", "model"),
+    ("heads", "model"),
+    ("kv_heads", "model"),
+    ("mlp", "model"),
+    ("embed", "data"),
+    ("head_dim", None),
+)
 
 
 @dataclass(frozen=True)
@@ -34,15 +45,56 @@ class Step:
     args: tuple[Any, ...]
 
 
-def batch(config: Config) -> dict[str, jax.Array]:
-    """Random tokens: `inputs` and `targets`, each `(BATCH, TIME)` int32."""
+def eight_cpu_devices() -> None:
+    """Make this process see 8 virtual CPU devices.
+
+    Raises:
+        RuntimeError: JAX was used before and shows other devices.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    with contextlib.suppress(RuntimeError):  # already in use: the check below decides
+        jax.config.update("jax_num_cpu_devices", 8)
+    devices = jax.devices()
+    if [device.platform for device in devices] != ["cpu"] * 8:
+        raise RuntimeError(f"this needs 8 virtual CPU devices, and JAX already shows {devices}")
+
+
+def mesh_2x4() -> Mesh:
+    """The mesh of the sharded measurements: `data` of 2, `model` of 4, both Auto."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
+
+
+def raw_shardings(config: Config, mesh: Mesh) -> Any:
+    """The sharding that `RULES` give every parameter of `raw_decoder`."""
+    rules = dict(RULES)
+
+    def sharding(names: tuple[str, ...]) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(rules[name] for name in names)))
+
+    names = raw_decoder.axes(config)
+    return jax.tree.map(sharding, names, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def batch(config: Config, mesh: Mesh | None = None) -> dict[str, jax.Array]:
+    """Random tokens: `inputs` and `targets`, each `(BATCH, TIME)` int32, split over `data`."""
     tokens = jax.random.randint(jax.random.key(1), (BATCH, TIME + 1), 0, config.vocab, jnp.int32)
-    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    made = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    return (
+        made if mesh is None else jax.device_put(made, NamedSharding(mesh, PartitionSpec("data")))
+    )
 
 
-def raw(config: Config, tx: optax.GradientTransformation, donate: bool = False) -> Step:
+def raw(
+    config: Config,
+    tx: optax.GradientTransformation,
+    donate: bool = False,
+    mesh: Mesh | None = None,
+) -> Step:
     """Nested dictionaries under `jax.jit`."""
     params = raw_decoder.init(config, jax.random.key(0))
+    if mesh is not None:
+        params = jax.device_put(params, raw_shardings(config, mesh))
 
     def make() -> Any:
         def step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -50,15 +102,22 @@ def raw(config: Config, tx: optax.GradientTransformation, donate: bool = False) 
 
         return jax.jit(step, donate_argnums=(0, 1) if donate else ())
 
-    return Step("raw jax", make, (params, tx.init(params), batch(config)))
+    return Step("raw jax", make, (params, tx.init(params), batch(config, mesh)))
 
 
-def shardax(config: Config, tx: optax.GradientTransformation, donate: bool = False) -> Step:
+def shardax(
+    config: Config,
+    tx: optax.GradientTransformation,
+    donate: bool = False,
+    mesh: Mesh | None = None,
+) -> Step:
     """`shardax.models.Decoder` and `shardax.train.Optimizer` under `shardax.jit`."""
     import shardax as sx
     from shardax.train import Optimizer
 
     model = shardax_decoder(config)
+    if mesh is not None:
+        sx.shard(model, mesh, RULES)
     optimizer = Optimizer(model, tx)
 
     def make() -> Any:
@@ -72,7 +131,7 @@ def shardax(config: Config, tx: optax.GradientTransformation, donate: bool = Fal
 
         return sx.jit(step, donate_argnums=(0, 1) if donate else None)
 
-    return Step("shardax", make, (model, optimizer, batch(config)))
+    return Step("shardax", make, (model, optimizer, batch(config, mesh)))
 
 
 def shardax_decoder(config: Config) -> Any:

@@ -59,14 +59,14 @@ def batch() -> dict[str, jax.Array]:
 
 
 def predict(pairs: Pairs, x: jax.Array) -> jax.Array:
-    """(b): the sum of every layer's output, a scalar."""
-    return sum((jnp.sum(kernel * x + bias) for kernel, bias in pairs), start=jnp.zeros(()))
+    """(b): the sum of every layer's output; one reduction, so that the work stays small."""
+    return jnp.sum(sum((kernel * x + bias for kernel, bias in pairs), start=jnp.zeros(SHAPE)))
 
 
 def error(pairs: Pairs, x: jax.Array, y: jax.Array) -> jax.Array:
     """(c): the sum of every layer's squared error, a scalar."""
-    squares = (jnp.sum((kernel * x + bias - y) ** 2) for kernel, bias in pairs)
-    return sum(squares, start=jnp.zeros(()))
+    squares = ((kernel * x + bias - y) ** 2 for kernel, bias in pairs)
+    return jnp.sum(sum(squares, start=jnp.zeros(SHAPE)))
 
 
 def jax_nested(work: str, size: int, donate: bool, tx: optax.GradientTransformation) -> Run:

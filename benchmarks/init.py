@@ -31,22 +31,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import raw_decoder
+from _decoder_steps import (
+    RULES,
+    eight_cpu_devices,
+    mesh_2x4,
+    raw_shardings,
+    shardax_decoder,
+)
 from _harness import Report, Samples, arguments, compare, table
+from jax.sharding import Mesh
 from raw_decoder import Config
 
 LAYERS = (24, 96)
 BOUND_OF_NNX_JIT = 0.2
 BOUND_OF_NNX_EAGER = 1.0
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-# Every name has a rule: NNX takes a name without one for a mesh axis.
-RULES = (
-    ("vocab", "model"),
-    ("heads", "model"),
-    ("kv_heads", "model"),
-    ("mlp", "model"),
-    ("embed", "data"),
-    ("head_dim", None),
-)
 
 
 def config_of(layers: int) -> Config:
@@ -54,17 +54,15 @@ def config_of(layers: int) -> Config:
     return Config(layers=layers, embed=128, heads=8, kv_heads=4, head_dim=16, mlp=384)
 
 
-def make_shardax(config: Config, mesh: jax.sharding.Mesh) -> Any:
+def make_shardax(config: Config, mesh: Mesh) -> Any:
     """Lazy model, then one small program per distinct kind of parameter."""
-    from _decoder_steps import shardax_decoder
-
     import shardax as sx
 
     model = sx.shard(shardax_decoder(config), mesh, RULES)
     return [variable.value for _, variable in sx.iter_variables(model)]
 
 
-def make_nnx_jit(config: Config, mesh: jax.sharding.Mesh) -> Any:
+def make_nnx_jit(config: Config, mesh: Mesh) -> Any:
     """One program that makes the model and constrains each variable."""
     import nnx_decoder
     from flax import nnx
@@ -74,7 +72,7 @@ def make_nnx_jit(config: Config, mesh: jax.sharding.Mesh) -> Any:
     return jax.tree.leaves(nnx.state(model, nnx.Param))
 
 
-def make_nnx_eager(config: Config, mesh: jax.sharding.Mesh) -> Any:
+def make_nnx_eager(config: Config, mesh: Mesh) -> Any:
     """Each variable made whole by its own small programs, then moved."""
     import nnx_decoder
     from flax import nnx
@@ -84,24 +82,14 @@ def make_nnx_eager(config: Config, mesh: jax.sharding.Mesh) -> Any:
     return jax.tree.leaves(nnx.state(model, nnx.Param))
 
 
-def make_raw(config: Config, mesh: jax.sharding.Mesh) -> Any:
+def make_raw(config: Config, mesh: Mesh) -> Any:
     """One program with an output sharding per parameter."""
-    import raw_decoder
-
-    rules = dict(RULES)
-
-    def sharding(names: tuple[str, ...]) -> jax.sharding.NamedSharding:
-        spec = jax.sharding.PartitionSpec(*(rules[name] for name in names))
-        return jax.sharding.NamedSharding(mesh, spec)
-
-    shardings = jax.tree.map(
-        sharding, raw_decoder.axes(config), is_leaf=lambda names: isinstance(names, tuple)
-    )
+    shardings = raw_shardings(config, mesh)
     make = jax.jit(lambda key: raw_decoder.init(config, key), out_shardings=shardings)
     return jax.tree.leaves(make(jax.random.key(0)))
 
 
-METHODS: dict[str, Callable[[Config, jax.sharding.Mesh], Any]] = {
+METHODS: dict[str, Callable[[Config, Mesh], Any]] = {
     "raw jax": make_raw,
     "shardax.shard": make_shardax,
     "nnx.jit": make_nnx_jit,
@@ -112,11 +100,9 @@ IMPORTS = {"shardax.shard": "shardax.models", "nnx.jit": "nnx_decoder", "nnx eag
 
 def measure_here(method: str, layers: int) -> dict[str, Any]:
     """Make the model once in this process and say what it took; the process must be fresh."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    eight_cpu_devices()
     jax.config.update("jax_enable_compilation_cache", False)
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
+    mesh = mesh_2x4()
     if method in IMPORTS:
         __import__(IMPORTS[method])
     compiles: list[float] = []

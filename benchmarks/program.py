@@ -3,9 +3,10 @@
 
 Opponent: the train step of the decoder in `raw_decoder.py` under `jax.jit`. Compared are XLA's own
 figures for the optimized program: floating-point operations, transcendentals, bytes accessed,
-instructions, and argument, output, aliased and temporary memory; with and without a tied head,
-bfloat16 compute, and donation. NNX's figures stand beside them for reference; its layers order some
-operations otherwise and its optimizer counts steps twice.
+argument, output, aliased and temporary memory, and the number of instructions and of collectives
+in its text. Variants: tied head, bfloat16 compute, donation, and a 2x4 mesh of virtual devices
+(figures are then of one device). NNX's figures stand beside them on one device, for reference: its
+layers order some operations otherwise, and its optimizer counts steps twice.
 
 Bound: each ratio shardax / raw is 1.00, that is within 0.005 of one.
 
@@ -14,30 +15,46 @@ Bound: each ratio shardax / raw is 1.00, that is within 0.005 of one.
 
 import re
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import _decoder_steps
 import optax
-from _decoder_steps import Step
+from _decoder_steps import MAKERS, Step, eight_cpu_devices, mesh_2x4
 from _harness import Report, arguments, table
 from raw_decoder import Config
 
 TOLERANCE = 0.005
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 COSTS = ("flops", "transcendentals", "bytes accessed")
 MEMORY = ("argument", "output", "alias", "temp")
 
 
-def variants(quick: bool) -> dict[str, tuple[Config, bool]]:
-    """The programs to compare: a configuration and whether model and optimizer are donated."""
-    base = Config(layers=1) if quick else Config(layers=6, embed=128, mlp=384, head_dim=32)
+@dataclass(frozen=True)
+class Variant:
+    """A program to compare.
+
+    Attributes:
+        config: The decoder.
+        donate: Whether model and optimizer are donated.
+        sharded: Whether they are laid over the 2x4 mesh.
+    """
+
+    config: Config
+    donate: bool = False
+    sharded: bool = False
+
+
+def variants(quick: bool) -> dict[str, Variant]:
+    """The programs to compare, by name."""
+    base = Config(layers=1) if quick else Config(layers=6, embed=128, heads=8, kv_heads=4, mlp=384)
     if quick:
-        return {"untied": (base, False)}
+        return {"untied": Variant(base)}
     return {
-        "untied": (base, False),
-        "untied, donated": (base, True),
-        "tied": (replace(base, tied=True), False),
-        "bfloat16 compute": (replace(base, dtype="bfloat16"), False),
+        "untied": Variant(base),
+        "untied, donated": Variant(base, donate=True),
+        "tied": Variant(replace(base, tied=True)),
+        "bfloat16 compute": Variant(replace(base, dtype="bfloat16")),
+        "sharded over 2x4": Variant(base, donate=True, sharded=True),
     }
 
 
@@ -50,7 +67,9 @@ def figures(step: Step) -> dict[str, float]:
     for name in MEMORY:
         found[f"{name} bytes"] = float(getattr(memory, f"{name}_size_in_bytes"))
     instruction = re.compile(r"^\s+(?:ROOT )?%\S+ = ", re.MULTILINE)
-    found["instructions"] = float(len(instruction.findall(compiled.as_text())))
+    text = compiled.as_text()
+    found["instructions"] = float(len(instruction.findall(text)))
+    found["collectives"] = float(sum(text.count(f" {name}(") for name in COLLECTIVES))
     return found
 
 
@@ -64,13 +83,19 @@ def ratio(mine: float, its: float) -> float:
 def main() -> int:
     """Compile, print one table a variant, and check that every ratio is one."""
     parser = arguments(__doc__, repeats=1)
-    parser.add_argument("--opponents", nargs="*", default=list(_decoder_steps.MAKERS))
+    parser.add_argument("--opponents", nargs="*", default=list(MAKERS))
     options = parser.parse_args()
+    eight_cpu_devices()
     tx = optax.adamw(1e-3)
     report = Report("program", {"quick": options.quick})
-    names = ["raw jax", *(name for name in options.opponents if name != "raw jax")]
-    for variant, (config, donate) in variants(options.quick).items():
-        found = {name: figures(_decoder_steps.MAKERS[name](config, tx, donate)) for name in names}
+    everyone = ["raw jax", *(name for name in options.opponents if name != "raw jax")]
+    for variant, asked in variants(options.quick).items():
+        mesh = mesh_2x4() if asked.sharded else None
+        names = [name for name in everyone if mesh is None or name != "nnx"]
+        found = {}
+        for name in names:
+            step = MAKERS[name](asked.config, tx, asked.donate, **({"mesh": mesh} if mesh else {}))
+            found[name] = figures(step)
         rows = []
         for figure, its in found["raw jax"].items():
             ratios = {name: ratio(found[name][figure], its) for name in names}
