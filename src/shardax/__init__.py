@@ -34,3 +34,7 @@ from shardax.core.variables import Param as Param
 from shardax.core.variables import Perturbation as Perturbation
 from shardax.core.variables import RngState as RngState
 from shardax.core.variables import Variable as Variable
+from shardax.transforms.explain import explain_retraces as explain_retraces
+from shardax.transforms.jit import Jit as Jit
+from shardax.transforms.jit import jit as jit
+from shardax.transforms.prefix import StateSharding as StateSharding

@@ -119,7 +119,7 @@ class GraphDef:
     def leaf_paths(self) -> list[Path]:
         """Path of every Variable by its first occurrence, in the order of ``leaves``."""
         if self._paths is None:
-            found = _definition_paths(self)
+            found = definition_paths(self)
             self._paths = [found[index] for index in self.leaves]
         return self._paths
 
@@ -144,7 +144,7 @@ class GraphDef:
         return (GraphDef, (self.objects, self.roots))
 
 
-def _definition_paths(graphdef: GraphDef) -> dict[int, Path]:
+def definition_paths(graphdef: GraphDef) -> dict[int, Path]:
     """Returns the path of every object, found by walking definitions in the order in which objects were walked."""
     found: dict[int, Path] = {}
 
@@ -152,10 +152,10 @@ def _definition_paths(graphdef: GraphDef) -> dict[int, Path]:
         if type(child) is Ref:
             if child.index not in found:
                 found[child.index] = path
-                for key, below in _children(graphdef.objects[child.index]):
+                for key, below in definition_children(graphdef.objects[child.index]):
                     visit(below, (*path, key))
         elif type(child) in (TupleDef, MappingDef, PartialDef):
-            for key, below in _children(child):
+            for key, below in definition_children(child):
                 visit(below, path if key is None else (*path, key))
         elif type(child) is MethodDef:
             visit(child.owner, path)
@@ -165,7 +165,7 @@ def _definition_paths(graphdef: GraphDef) -> dict[int, Path]:
     return found
 
 
-def _children(definition: Any) -> Iterable[tuple[Any, Any]]:
+def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
     """Yields (key, child) of a definition in walking order; key None adds no step to the path."""
     match definition:
         case ModuleDef():

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules: how logical axis names map to mesh axes.
+
+A *rule* is a pair of a logical name and a *target*: a mesh axis, a tuple of mesh axes (the
+dimension is split over all of them, the first varying slowest), None (replicate, on purpose), or
+``PartitionSpec.UNCONSTRAINED`` (leave it to the compiler). ``Rules`` are pairs in order of
+priority: where two of an array's names want one mesh axis, the earlier rule has it, and the loser
+may fall back on a later rule of its own. The walk itself is in ``shardax.partition.assignment``.
+
+Two *policies* say what to do when that is not enough. A *conflict* is a name that lost a mesh axis
+to
+another: ``on_conflict="first"`` goes on, ``"error"`` raises. An *unmapped* name is one that no rule
+mentions: ``on_unmapped="replicate"`` leaves its dimension whole, ``"error"`` raises.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NoReturn, cast
+
+from jax.sharding import PartitionSpec
+
+from shardax.core.errors import AxisConflictError, RulesError, UnmappedAxisError
+from shardax.partition.assignment import (
+    UNCONSTRAINED,
+    Assignment,
+    Rule,
+    Target,
+    assign,
+    check_names,
+    mesh_axes_of,
+)
+
+OnConflict = Literal["first", "error"]
+OnUnmapped = Literal["replicate", "error"]
+
+
+class Rules:
+    """Ordered pairs of a logical name and its target, with two policies; immutable and hashable.
+
+    Args:
+        pairs: Pairs, highest priority first; a mapping; or other Rules. A list of mesh axes (as
+            read from JSON or YAML) counts as a tuple. A name may occur in several pairs.
+        on_conflict: ``"first"``: the earlier rule has the mesh axis. ``"error"``: raise. None: as
+            in ``pairs`` if these are Rules, else ``"first"``.
+        on_unmapped: ``"replicate"``: a name without a rule is not split. ``"error"``: raise. None:
+            as in ``pairs`` if these are Rules, else ``"replicate"``.
+
+    Raises:
+        RulesError: If a pair or a policy is malformed.
+
+    Example:
+        >>> rules = Rules([("batch", "data"), ("embed", None), ("mlp", ["model", "expert"])])
+        >>> rules
+        Rules([('batch', 'data'), ('embed', None), ('mlp', ('model', 'expert'))])
+        >>> rules.spec(("embed", "mlp"))
+        P(None, ('model', 'expert'))
+    """
+
+    __slots__ = ("_hash", "on_conflict", "on_unmapped", "pairs")
+
+    pairs: tuple[Rule, ...]
+    on_conflict: OnConflict
+    on_unmapped: OnUnmapped
+
+    def __init__(
+        self,
+        pairs: RulesLike = (),
+        on_conflict: OnConflict | None = None,
+        on_unmapped: OnUnmapped | None = None,
+    ) -> None:
+        base = pairs if isinstance(pairs, Rules) else None
+        conflict: Any = on_conflict
+        if conflict is None:
+            conflict = "first" if base is None else base.on_conflict
+        unmapped: Any = on_unmapped
+        if unmapped is None:
+            unmapped = "replicate" if base is None else base.on_unmapped
+        _check_policy("on_conflict", conflict, ("first", "error"))
+        _check_policy("on_unmapped", unmapped, ("replicate", "error"))
+        checked = base.pairs if base is not None else _check_pairs(pairs)
+        put = functools.partial(object.__setattr__, self)
+        put("pairs", checked)
+        put("on_conflict", conflict)
+        put("on_unmapped", unmapped)
+        put("_hash", hash((checked, conflict, unmapped)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The logical names, each once, in order of their first rule."""
+        return tuple(dict.fromkeys(name for name, _ in self.pairs))
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The mesh axes that occur in targets, each once, in order."""
+        return tuple(dict.fromkeys(axis for _, to in self.pairs for axis in mesh_axes_of(to)))
+
+    def assign(self, names: Iterable[Any]) -> Assignment:
+        """Assigns mesh axes to the dimensions of one array, whatever the policies say.
+
+        Args:
+            names: One entry per dimension (see ``logical_to_mesh_axes``).
+
+        Returns:
+            The assignment: entries, rules chosen, rules passed over, names unmapped.
+
+        Raises:
+            AxisNamesError: If ``names`` is malformed or holds a name twice.
+
+        Example:
+            >>> Rules({"embed": "model", "mlp": "model"}).assign(("embed", "mlp")).passed_over
+            (PassedOver(rule=('mlp', 'model'), mesh_axis='model', winner=('embed', 'model')),)
+        """
+        return assign(check_names(names), self.pairs)
+
+    def spec(self, names: Iterable[Any]) -> PartitionSpec:
+        """Returns the ``PartitionSpec`` of one array, under the policies.
+
+        Args:
+            names: One entry per dimension (see ``logical_to_mesh_axes``).
+
+        Raises:
+            AxisNamesError: If ``names`` is malformed or holds a name twice.
+            AxisConflictError: Under ``on_conflict="error"``.
+            UnmappedAxisError: Under ``on_unmapped="error"``.
+
+        Example:
+            >>> Rules([("embed", "x"), ("mlp", "x"), ("mlp", "y")]).spec(("mlp", "embed"))
+            P('y', 'x')
+        """
+        entries = check_names(names)
+        assignment = assign(entries, self.pairs)
+        if self.on_unmapped == "error" and assignment.unmapped:
+            raise UnmappedAxisError(f"Axis names {entries}: {explain_unmapped(assignment, self)}")
+        if self.on_conflict == "error" and assignment.passed_over:
+            raise AxisConflictError(f"Axis names {entries}: {explain_conflicts(assignment)}")
+        return assignment.spec
+
+    def extend(self, more: RulesLike) -> Rules:
+        """Returns these rules followed by ``more``, which have lower priority; policies stay.
+
+        Example:
+            >>> Rules({"mlp": "model"}).extend({"mlp": "data"})
+            Rules([('mlp', 'model'), ('mlp', 'data')])
+        """
+        return self.replace(pairs=self.pairs + Rules(more).pairs)
+
+    def override(self, more: RulesLike) -> Rules:
+        """Returns ``more`` followed by these rules, which have lower priority; policies stay.
+
+        Example:
+            >>> Rules({"mlp": "model"}).override({"mlp": "data"})
+            Rules([('mlp', 'data'), ('mlp', 'model')])
+        """
+        return self.replace(pairs=Rules(more).pairs + self.pairs)
+
+    def replace(
+        self,
+        *,
+        pairs: RulesLike | None = None,
+        on_conflict: OnConflict | None = None,
+        on_unmapped: OnUnmapped | None = None,
+    ) -> Rules:
+        """Returns Rules with the given parts changed and the others kept.
+
+        Example:
+            >>> Rules({"mlp": "model"}).replace(on_conflict="error")
+            Rules([('mlp', 'model')], on_conflict='error')
+        """
+        return Rules(
+            self.pairs if pairs is None else Rules(pairs).pairs,
+            self.on_conflict if on_conflict is None else on_conflict,
+            self.on_unmapped if on_unmapped is None else on_unmapped,
+        )
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Rules)
+            and self.pairs == other.pairs
+            and self.on_conflict == other.on_conflict
+            and self.on_unmapped == other.on_unmapped
+        )
+
+    def __repr__(self) -> str:
+        pairs = ", ".join(f"({name!r}, {_format_target(target)})" for name, target in self.pairs)
+        conflict = "" if self.on_conflict == "first" else f", on_conflict={self.on_conflict!r}"
+        unmapped = "" if self.on_unmapped == "replicate" else f", on_unmapped={self.on_unmapped!r}"
+        return f"Rules([{pairs}]{conflict}{unmapped})"
+
+    def __reduce__(self) -> Any:
+        return (Rules, (self.pairs, self.on_conflict, self.on_unmapped))
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"Rules are immutable: cannot set {name!r}. Make new ones with rules.replace(...), "
+            f"rules.extend(...) or rules.override(...)."
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"Rules are immutable: cannot delete {name!r}.")
+
+
+RulesLike = Rules | Mapping[str, Target] | Iterable[Any]
+"""Rules, a mapping of name to target, or pairs."""
+
+
+def _check_policy(policy: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise RulesError(f"{policy}={value!r} is not a policy; use one of {known}.")
+
+
+def _check_pairs(pairs: Any) -> tuple[Rule, ...]:
+    example = "Rules([('embed', None), ('mlp', 'model')])"
+    if isinstance(pairs, Mapping):
+        pairs = cast("Mapping[Any, Any]", pairs).items()
+    if isinstance(pairs, str) or not isinstance(pairs, Iterable):
+        raise RulesError(
+            f"Rules are made of pairs or a mapping, not of {pairs!r} ({type(pairs).__name__}). "
+            f"Write for instance {example}; Rules([]) has no rules."
+        )
+    checked: list[Rule] = []
+    for position, pair in enumerate(pairs):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise RulesError(
+                f"Rule {position} is {pair!r}, not a pair of a logical name and a target. "
+                f"Write for instance {example}."
+            )
+        name, target = pair
+        if not isinstance(name, str):
+            raise RulesError(
+                f"Rule {position} is {tuple(pair)!r}: the logical name {name!r} is of type "
+                f"{type(name).__name__}; names are strings."
+            )
+        checked.append((name, _check_target(position, name, target)))
+    return tuple(checked)
+
+
+def _check_target(position: int, name: str, target: Any) -> Target:
+    if target is None or target is UNCONSTRAINED or isinstance(target, str):
+        return target
+    where = f"Rule {position} for {name!r}"
+    if not isinstance(target, (tuple, list)):
+        raise RulesError(
+            f"{where} has the target {target!r} of type {type(target).__name__}. A target is a "
+            "mesh axis, a tuple of mesh axes, None (replicate) or PartitionSpec.UNCONSTRAINED."
+        )
+    axes = tuple(target)
+    if not all(isinstance(axis, str) for axis in axes):
+        raise RulesError(
+            f"{where} has the target {axes!r}: a tuple holds names of mesh axes only. "
+            f"To offer a second choice, write a second rule for {name!r} after this one."
+        )
+    if len(set(axes)) < len(axes):
+        raise RulesError(
+            f"{where} has the target {axes!r}, which holds a mesh axis twice; one array "
+            f"can use a mesh axis only once. Write {tuple(dict.fromkeys(axes))!r}."
+        )
+    return axes or None
+
+
+def _format_target(target: Target) -> str:
+    return "PartitionSpec.UNCONSTRAINED" if target is UNCONSTRAINED else repr(target)
+
+
+def format_rule(rule: Rule) -> str:
+    """Formats a rule as the pair a user would type."""
+    return f"({rule[0]!r}, {_format_target(rule[1])})"
+
+
+def explain_conflicts(assignment: Assignment) -> str:
+    """Says, for every rule passed over, which mesh axis was taken and by which rule."""
+    parts = [
+        f"mesh axis {loss.mesh_axis!r} is wanted by {loss.rule[0]!r} through the rule "
+        f"{format_rule(loss.rule)}, but {loss.winner[0]!r} already has it through "
+        f"{format_rule(loss.winner)}"
+        for loss in assignment.passed_over
+    ]
+    return (
+        f"{'; '.join(parts)}. One array can use a mesh axis only once. Give one of the names "
+        "another mesh axis or None, or let the earlier rule win with on_conflict='first'."
+    )
+
+
+def explain_unmapped(assignment: Assignment, rules: Rules) -> str:
+    """Says which names no rule mentions, and which names of rules look like them."""
+    names = ", ".join(map(repr, assignment.unmapped))
+    near = [
+        f"{match!r} for {name!r}"
+        for name in assignment.unmapped
+        for match in difflib.get_close_matches(name, rules.names, n=1)
+    ]
+    hint = f" Did you mean {' and '.join(near)}?" if near else ""
+    known = (
+        f"names with rules: {', '.join(map(repr, rules.names))}" if rules else "there are no rules"
+    )
+    return (
+        f"no rule mentions {names} ({known}).{hint} Add the rule ({assignment.unmapped[0]!r}, "
+        "None) to replicate on purpose, or use on_unmapped='replicate'."
+    )

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules in scope, and the mapping of names by them.
+
+The *current rules* are those of the innermost ``with axis_rules(...)`` around the running code, in
+this thread; without one they are empty. They are part of the key by which ``jax.jit`` finds
+compiled programs, so a function traced under some rules is traced anew under others.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardax.core.errors import RulesError
+from shardax.partition.rules import Rules, RulesLike
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# The context is a key of JAX's own caches: rules that change retrace, also in plain jax.jit.
+_current = jax.make_user_context(default_value=Rules())
+
+
+def current_rules() -> Rules:
+    """Returns the rules of the innermost ``axis_rules`` scope of this thread, else empty rules.
+
+    Example:
+        >>> len(current_rules())
+        0
+    """
+    return _current.value
+
+
+def resolve_rules(rules: RulesLike | None = None) -> Rules:
+    """Returns ``rules`` as Rules, or the current rules for None."""
+    if rules is None:
+        return current_rules()
+    return rules if isinstance(rules, Rules) else Rules(rules)
+
+
+class AxisRulesScope:
+    """A scope in which given rules are the current ones: a context manager and a decorator."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self._local = threading.local()  # one scope object may be entered by many threads at once
+
+    def __enter__(self) -> Rules:
+        if not hasattr(self._local, "entered"):
+            self._local.entered = []
+        scope = _current(self.rules)
+        scope.__enter__()
+        self._local.entered.append(scope)
+        return self.rules
+
+    def __exit__(self, *exception: object) -> None:
+        self._local.entered.pop().__exit__(*exception)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        kinds = (
+            inspect.iscoroutinefunction,
+            inspect.isgeneratorfunction,
+            inspect.isasyncgenfunction,
+        )
+        if any(is_kind(function) for is_kind in kinds):
+            raise RulesError(
+                f"axis_rules cannot decorate {function!r}: a generator or coroutine runs after the "
+                f"call that made it has returned. Write `with axis_rules(...)` inside, around code "
+                f"that neither yields nor awaits."
+            )
+
+        @functools.wraps(function)
+        def with_rules(*args: P.args, **kwargs: P.kwargs) -> R:
+            with AxisRulesScope(self.rules):
+                return function(*args, **kwargs)
+
+        return with_rules
+
+
+def axis_rules(rules: RulesLike) -> AxisRulesScope:
+    """Makes ``rules`` the current rules in a ``with`` block or a decorated function.
+
+    Scopes nest: the inner rules replace the outer ones (use ``current_rules().override(...)`` to
+    add to them), which come back at the end, also when an exception ends it. Scopes belong to a
+    thread.
+
+    Args:
+        rules: Rules, pairs or a mapping.
+
+    Returns:
+        The context manager, which is also a decorator.
+
+    Raises:
+        RulesError: If the rules are malformed, or a generator or coroutine function is decorated.
+
+    Example:
+        >>> with axis_rules({"embed": "model"}):
+        ...     logical_to_mesh_axes(("embed", "mlp"))
+        P('model', None)
+        >>> @axis_rules({"mlp": "model"})
+        ... def layout():
+        ...     return logical_to_mesh_axes(("embed", "mlp"))
+        >>> layout()
+        P(None, 'model')
+    """
+    return AxisRulesScope(Rules(rules))
+
+
+def logical_to_mesh_axes(
+    names: Iterable[Any] | None, rules: RulesLike | None = None
+) -> PartitionSpec | None:
+    """Maps the logical names of one array's dimensions to mesh axes.
+
+    Same results as ``flax.linen.logical_to_mesh_axes``, except that a dimension given as a tuple of
+    names (a merged dimension) is mapped too, each name by its own rule.
+
+    Args:
+        names: One entry per dimension: a name, None (not split), ``PartitionSpec.UNCONSTRAINED``,
+            or a tuple of names. None in place of all names gives None.
+        rules: Rules, pairs or a mapping; None for the current rules.
+
+    Returns:
+        The ``PartitionSpec``, with one entry per dimension; None if ``names`` is None.
+
+    Raises:
+        AxisNamesError: If ``names`` is malformed or holds a name twice.
+        AxisConflictError: If a name lost a mesh axis to another under ``on_conflict="error"``.
+        UnmappedAxisError: If no rule mentions a name under ``on_unmapped="error"``.
+        RulesError: If ``rules`` are malformed.
+
+    Example:
+        >>> rules = [("batch", "x"), ("features", "x"), ("heads", "y"), ("batch", "z")]
+        >>> logical_to_mesh_axes(("batch", "length", "heads", "features"), rules)
+        P('x', None, 'y', None)
+    """
+    return None if names is None else resolve_rules(rules).spec(names)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Closures: finding the objects that a function uses without being given them.
+
+A *source* is a place outside a function from which it takes an object: a closure cell, or a name in its globals. Compiled functions
+look through their sources at every call, so that a model which was rebound to the name is noticed.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from shardax.core.node import Object
+
+_MAX_DEPTH = 4
+"""How many calls deep to look for sources in helper functions."""
+_MAX_ITEMS = 64
+"""Largest plain container in a closure that is looked into."""
+
+
+class Source(NamedTuple):
+    """A place that held an object when it was found.
+
+    Attributes:
+        name: The variable's name, for messages and paths.
+        read: Returns what the place holds now (None if it is empty).
+    """
+
+    name: str
+    read: Callable[[], Any]
+
+
+def find_sources(function: Any) -> list[Source]:
+    """Finds the places from which a function, or a helper it calls, takes Modules and Variables.
+
+    Args:
+        function: A function, bound method, partial, or wrapper with ``__wrapped__``.
+
+    Returns:
+        One source per place, in order of discovery.
+    """
+    found: dict[Any, Source] = {}
+    _search(function, 0, set(), found)
+    return list(found.values())
+
+
+def _search(value: Any, depth: int, seen: set[int], found: dict[Any, Source]) -> None:
+    if depth > _MAX_DEPTH or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, types.MethodType):
+        _search(value.__func__, depth, seen, found)
+    elif isinstance(value, functools.partial):
+        _search(value.func, depth, seen, found)
+    elif isinstance(value, types.FunctionType):
+        for key, source in _places(value):
+            held = source.read()
+            if _holds_object(held):
+                found.setdefault(key, source)
+            elif callable(held):
+                _search(held, depth + 1, seen, found)
+    elif hasattr(value, "__wrapped__") and not isinstance(value, type):
+        _search(value.__wrapped__, depth, seen, found)
+
+
+def _places(function: types.FunctionType) -> Iterator[tuple[Any, Source]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield id(cell), Source(name, functools.partial(_read_cell, cell))
+    scope = function.__globals__
+    for name in _global_names(function.__code__):
+        if name in scope:
+            yield (id(scope), name), Source(name, functools.partial(scope.get, name))
+
+
+def _read_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    names = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.extend(_global_names(constant))
+    return tuple(dict.fromkeys(names))
+
+
+def _holds_object(value: Any) -> bool:
+    return next(objects_in(value), None) is not None
+
+
+def objects_in(value: Any) -> Iterator[Object]:
+    """Yields the objects that a source holds, directly or as items of small plain containers, or as owners of methods."""
+    if isinstance(value, Object):
+        yield value
+    elif isinstance(value, types.MethodType) and isinstance(value.__self__, Object):
+        yield value.__self__
+    elif isinstance(value, (tuple, list)) and len(value) <= _MAX_ITEMS:
+        for item in value:
+            if isinstance(item, Object):
+                yield item
+    elif isinstance(value, dict) and len(value) <= _MAX_ITEMS:
+        for item in value.values():
+            if isinstance(item, Object):
+                yield item

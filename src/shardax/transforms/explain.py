@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explaining retraces: why a compiled function was traced again.
+
+A function is traced anew when the structure of its arguments, a static value, the trace context, or a shape or dtype differs
+from every earlier call. ``explain_retraces`` tells which, by path, compared with the most similar earlier call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardax.core.paths import format_path
+from shardax.core.structure import GraphDef, ModuleDef, VariableDef, definition_children, definition_paths
+
+
+@dataclass(frozen=True)
+class Retrace:
+    """One retrace.
+
+    Attributes:
+        function: Name of the compiled function.
+        reasons: What differs from the most similar earlier call, a line each.
+    """
+
+    function: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.function} was traced again because:\n" + "\n".join(f"  {reason}" for reason in self.reasons)
+
+
+_listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = contextvars.ContextVar(
+    "shardax_retrace_listeners", default=()
+)
+
+
+@contextlib.contextmanager
+def explain_retraces(file: Any = None) -> Iterator[list[Retrace]]:
+    """Reports every retrace of a compiled function within a ``with`` block.
+
+    Args:
+        file: Where to print each explanation; by default ``sys.stderr``. False: nowhere.
+
+    Yields:
+        A list that collects the ``Retrace`` objects.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> f = sx.jit(lambda x: x + 1)
+        >>> _ = f(jnp.zeros(2))
+        >>> with sx.explain_retraces(file=False) as retraces:
+        ...     _ = f(jnp.zeros(3))
+        >>> retraces[0].reasons
+        ('argument [0]: float32[2] -> float32[3]',)
+    """
+    found: list[Retrace] = []
+    token = _listeners.set((*_listeners.get(), (found, sys.stderr if file is None else file)))
+    try:
+        yield found
+    finally:
+        _listeners.reset(token)
+
+
+def _report(function: Any, reasons: Sequence[str]) -> None:
+    name = getattr(function, "__qualname__", None) or repr(function)
+    retrace = Retrace(name, tuple(reasons) or ("nothing that shardax can see (JAX's own settings, or its cache was cleared)",))
+    for found, file in _listeners.get():
+        found.append(retrace)
+        if file:
+            print(retrace, file=file)
+
+
+def planned(jit: Any, plan: Any) -> None:
+    """Told that no plan fits a call and one was made."""
+    if not _listeners.get() or not jit.plans:
+        return
+    differences = [key_differences(old.key, plan.key) for old in jit.plans.values()]
+    _report(jit.__wrapped__, min(differences, key=len))
+
+
+def traced(plan: Any, values: Sequence[Any], plain: Sequence[Any]) -> None:
+    """Told that a plan's function is being traced for these values."""
+    entries = [(format_path(path), value) for path, value in zip(plan.leaf_paths, values, strict=True)]
+    entries += [(f"argument [{i}]", item) for i, item in enumerate(plain)]
+    signature = {
+        name + jax.tree_util.keystr(key): _kind(leaf)
+        for name, value in entries
+        for key, leaf in jax.tree_util.tree_leaves_with_path(value)
+    }
+    earlier = plan.signatures
+    if _listeners.get() and earlier:
+        differences = [_signature_differences(old, signature) for old in earlier]
+        _report(plan.function, min(differences, key=len))
+    earlier.append(signature)
+
+
+def _kind(leaf: Any) -> str:
+    aval = jax.typeof(leaf)
+    weak = " (weakly typed)" if getattr(aval, "weak_type", False) else ""
+    return f"{aval.str_short()}{weak}"
+
+
+def _signature_differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
+    names = list(dict.fromkeys([*old, *new]))
+    return [f"{n}: {old.get(n, 'absent')} -> {new.get(n, 'absent')}" for n in names if old.get(n) != new.get(n)]
+
+
+def key_differences(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+    """Describes how two plan keys differ, by path.
+
+    Args:
+        old: Key of an earlier plan.
+        new: Key of the plan that was made.
+    """
+    reasons = structure_differences(old[0], new[0])
+    if old[1:4] != new[1:4] and not reasons:
+        reasons.append("the arguments have other containers, or objects stand elsewhere in them")
+    before, after = dict(old[4]), dict(new[4])
+    for place in dict.fromkeys([*before, *after]):
+        if before.get(place) != after.get(place):
+            reasons.append(f"static argument {place!r}: {_exact(before.get(place))} -> {_exact(after.get(place))}")
+    for name in {n for n, _ in old[5] ^ new[5]}:
+        reasons.append(f"setting in scope {name!r}: {dict(old[5]).get(name)} -> {dict(new[5]).get(name)}")
+    return reasons
+
+
+def _exact(value: Any) -> str:
+    if value is None:
+        return "absent"
+    inner = getattr(value, "value", value)
+    return f"{inner!r} ({type(inner).__name__})"
+
+
+def structure_differences(old: GraphDef, new: GraphDef) -> list[str]:
+    """Describes how two structures differ, a line per place, by path.
+
+    Args:
+        old: The earlier structure.
+        new: The later one.
+    """
+    if old == new:
+        return []
+    before, after = _by_path(old), _by_path(new)
+    reasons = []
+    for path in dict.fromkeys([*before, *after]):
+        if before.get(path) != after.get(path):
+            reasons.append(f"{format_path(path)}: {_entry(before.get(path))} -> {_entry(after.get(path))}")
+    return reasons or ["objects are shared in another way"]
+
+
+def _entry(value: Any) -> str:
+    if value is None:
+        return "absent"
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
+        return value[0].__name__ + (f"({value[1]!r})" if repr(value[1]) else "")
+    return _exact(value)
+
+
+def _by_path(graphdef: GraphDef) -> dict[Any, Any]:
+    """Returns what stands at each path: (type, metadata) of objects, static values as they are."""
+    paths = definition_paths(graphdef)
+    found: dict[Any, Any] = {}
+    for index, path in paths.items():
+        definition = graphdef.objects[index]
+        if type(definition) is VariableDef:
+            found[path] = (definition.type, definition.metadata)
+            continue
+        found[path] = (definition.type, "" if type(definition) is ModuleDef else len(definition.items))
+        for key, child in definition_children(definition):
+            if hasattr(child, "value"):
+                found[(*path, key)] = child
+    return found

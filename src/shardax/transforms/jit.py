@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``jit``: compiled functions over Modules, at the cost of ``jax.jit`` on bare arrays.
+
+A *plan* is what one structure of arguments compiles to: a ``jax.jit`` of the pure function on flat lists of values. A *call entry*
+remembers, for particular objects, the plan and the flat list of their Variables. It is valid while the structure epoch stays. So a
+steady call checks one integer, gathers values, calls the plan's function, and stores what the trace wrote.
+
+Two things are found while tracing. *Captured* Variables, which the function uses without being given them, become hidden inputs: sources
+in closures and globals are known beforehand, anything else is noticed by the trace, which then runs again. And the ``Record`` of what the
+function did leaves the compiled program as a node of its output tree, so that each executable carries its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardax.core import context, epoch
+from shardax.core.errors import StaticArgumentError
+from shardax.core.frames import local
+from shardax.core.node import Object
+from shardax.core.pytree import has_objects
+from shardax.core.static import Static
+from shardax.core.variables import Variable
+from shardax.transforms import explain
+from shardax.transforms.closures import find_sources, objects_in
+from shardax.transforms.lift import Arguments, Carried, Graph, carry_in, check_no_leak
+from shardax.transforms.plan import ArgumentLayout, Captured, Options, Plan, Replan, template_roots
+
+_ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
+"""Types of arguments that are surely plain, extended by JAX's concrete array type when it is first met."""
+
+
+class CallEntry:
+    """What a steady call needs, for particular objects.
+
+    Attributes:
+        epoch: Structure epoch at which this was made.
+        settings: Trace context at which this was made.
+        kept: Variables whose values are passed.
+        donated: Variables whose values are passed and donated.
+        leaves: All of them, in graph order.
+        roots: Called, each returns a root; held weakly, so that remembering a call keeps no model alive.
+        plan: The plan.
+        last: The record of the last call and the Variables it wrote.
+    """
+
+    __slots__ = ("donated", "epoch", "kept", "last", "leaves", "plan", "roots", "settings")
+
+    def __init__(self, plan: Plan, graph: Graph) -> None:
+        self.plan = plan
+        self.epoch = graph.flat.epoch
+        self.settings = context.current()
+        self.leaves = graph.leaves
+        self.kept, self.donated = plan.partition(graph.leaves)
+        self.roots = [_weak(root) for root in graph.roots]
+        self.last: tuple[Any, list[Any]] = (None, [])
+
+    def graph(self) -> Graph:
+        """Flattens the roots anew; for calls that trace or change structure."""
+        return Graph([root() for root in self.roots], self.plan.names)
+
+
+def _weak(root: Any) -> Callable[[], Any]:
+    return weakref.ref(root) if isinstance(root, Object) else lambda: root
+
+
+class Signature(NamedTuple):
+    """A call, sorted into what identifies it and what is passed."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    static: tuple[tuple[Any, Static], ...]
+
+
+class Jit:
+    """A compiled function over Modules; made by ``jit``. See there for what it does.
+
+    Attributes:
+        __wrapped__: The original function.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.__wrapped__ = function
+        self.options = options
+        self.static_positions, self.static_names = _static_arguments(function, options)
+        self.sources = find_sources(function)
+        self.captured: list[weakref.ref[Any]] = []
+        self.plans: dict[Any, Plan] = {}
+        self.calls: dict[Any, CallEntry] = {}
+        self._simple = not (self.static_positions or self.static_names)
+
+    # --- calling ---------------------------------------------------------------------------------
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if not self._simple or kwargs or local.frame is not None:
+            return self._call_slowly(args, kwargs)
+        key: list[Any] = []
+        plain: list[Any] = []
+        traced = False
+        for arg in args:
+            if type(arg) in _ARRAY_TYPES:
+                key.append(0)
+                plain.append(arg)
+            elif isinstance(arg, Object):
+                key.append(id(arg))
+                plain.append(None)
+            elif has_objects(arg):
+                return self._call_slowly(args, kwargs)
+            else:
+                traced = traced or _note_types(arg)
+                key.append(0)
+                plain.append(arg)
+        for source in self.sources:
+            key.append(id(source.read()))
+        entry = self.calls.get(tuple(key))
+        if entry is None or traced or entry.epoch != epoch.current or entry.settings is not context.current():
+            return self._call_slowly(args, kwargs, tuple(key))
+        local.call = entry
+        try:
+            result, written, fresh, record = entry.plan.run(
+                [v._value for v in entry.kept], [v._value for v in entry.donated], plain
+            )
+        except Exception as error:
+            return self._recover(error, entry, args, kwargs)
+        finally:
+            local.call = None
+        known, targets = entry.last
+        if record is not known:
+            targets = [entry.leaves[position] for position in record.written]
+            entry.last = (record, targets)
+        if not record.simple:
+            return carry_in(entry.graph(), Carried(result, written, fresh, record))
+        for variable, value in zip(targets, written):  # noqa: B905 (equal by construction; hot path)
+            variable._value = value
+        return result
+
+    def _call_slowly(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None) -> Any:
+        """Calls without a remembered entry, and remembers one if ``key`` says under what."""
+        while True:
+            plan, graph, arguments = self.prepare(args, kwargs)
+            entry = CallEntry(plan, graph)
+            local.call = entry
+            try:
+                carried = plan.call(graph.values(), arguments)
+                break
+            except Captured as found:
+                self._capture(found.objects)
+            except Replan:
+                self.plans.pop(plan.key, None)
+            except Exception as error:
+                plan.explain(error, graph)
+                raise
+            finally:
+                local.call = None
+        check_no_leak(graph, carried)
+        if key is not None and local.frame is None and not any(isinstance(r, Variable) for r in graph.roots):
+            self._remember(key, entry, graph)
+        return carry_in(graph, carried)
+
+    def _remember(self, key: Any, entry: CallEntry, graph: Graph) -> None:
+        if self.sources and len(self.calls) > _MAX_CALLS_WITH_SOURCES:
+            self.calls.clear()
+
+        def forget(_: Any, calls: Any = weakref.ref(self)) -> None:
+            jit = calls()
+            if jit is not None:
+                jit.calls.pop(key, None)
+
+        entry.roots = [weakref.ref(r, forget) if isinstance(r, Object) else (lambda r=r: r) for r in graph.roots]
+        self.calls[key] = entry
+
+    def _recover(self, error: Exception, entry: CallEntry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A retrace inside a steady call found captured objects or another result; otherwise explains the error."""
+        if isinstance(error, Captured):
+            self._capture(error.objects)
+        elif isinstance(error, Replan):
+            self.plans.pop(entry.plan.key, None)
+        else:
+            entry.plan.explain(error, entry.graph())
+            raise error
+        self.calls.clear()
+        return self._call_slowly(args, kwargs)
+
+    def _capture(self, objects: Sequence[Any]) -> None:
+        self.captured = [ref for ref in self.captured if ref() is not None]
+        self.captured.extend(weakref.ref(item) for item in objects)
+
+    # --- preparing -------------------------------------------------------------------------------
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Plan, Graph, Arguments]:
+        """Finds or makes the plan for a call.
+
+        Returns:
+            (plan, the roots flattened together, the arguments taken apart).
+        """
+        signature = self._separate_static(args, kwargs)
+        arguments = Arguments(signature.args, signature.kwargs)
+        hidden = self.hidden_objects()
+        names = [(), *self._root_names(args, arguments), *(("closure",) for _ in hidden)]
+        graph = Graph([self.__wrapped__, *arguments.roots, *hidden], names)
+        key = (
+            graph.flat.graphdef,
+            len(arguments.roots),
+            arguments.templates,
+            arguments.named,
+            signature.static,
+            context.current(),
+        )
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = Plan(self.__wrapped__, self.options, key, graph, arguments, self._layout(args, signature), names)
+            explain.planned(self, plan)
+            self.plans[key] = plan
+        return plan, graph, arguments
+
+    def hidden_objects(self) -> list[Any]:
+        """Returns the objects that the function uses without being given them, as far as known."""
+        found = [item for source in self.sources for item in objects_in(source.read())]
+        found.extend(item for ref in self.captured if (item := ref()) is not None)
+        return found
+
+    def _layout(self, args: Sequence[Any], signature: Signature) -> ArgumentLayout:
+        positions = [i for i in range(len(args)) if i not in self.static_positions]
+        positional = [(i, parameter_name(self.__wrapped__, i)) for i in positions]
+        static = [(place, item.value) for place, item in signature.static if isinstance(place, int)]
+        named = {place: item.value for place, item in signature.static if isinstance(place, str)}
+        return ArgumentLayout(positional, static, named, self.options)
+
+    def _root_names(self, args: Sequence[Any], arguments: Arguments) -> list[tuple[Any, ...]]:
+        names: list[tuple[Any, ...]] = [()] * len(arguments.roots)
+        positions = [i for i in range(len(args)) if i not in self.static_positions]
+        labels = [parameter_name(self.__wrapped__, i) for i in positions]
+        for label, template in [*zip(labels, arguments.templates, strict=True), *arguments.named]:
+            for position in template_roots(template):
+                names[position] = (label,)
+        return names
+
+    def _separate_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+        if self._simple:
+            return Signature(tuple(args), dict(kwargs), ())
+        static = [(i, _static(args[i], self, i)) for i in self.static_positions if i < len(args)]
+        static += [(name, _static(kwargs[name], self, name)) for name in self.static_names if name in kwargs]
+        dynamic = tuple(arg for i, arg in enumerate(args) if i not in self.static_positions)
+        named = {name: arg for name, arg in kwargs.items() if name not in self.static_names}
+        return Signature(dynamic, named, tuple(static))
+
+    # --- the rest of the interface ------------------------------------------------------------------
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Traces the function for these arguments without compiling; returns a ``Traced``."""
+        from shardax.transforms.stages import trace_jit  # stages use Jit, so they stand above it
+
+        return trace_jit(self, args, kwargs)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the function for these arguments; returns a ``Lowered``. Lazy Modules stay lazy."""
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Returns the shapes and dtypes of the result, computing and changing nothing."""
+        return self.trace(*args, **kwargs).abstract_result()
+
+    def clear_cache(self) -> None:
+        """Forgets everything compiled so far."""
+        for plan in self.plans.values():
+            plan.clear_cache()
+        self.plans.clear()
+        self.calls.clear()
+
+    def _cache_size(self) -> int:
+        return sum(len(plan.signatures) for plan in self.plans.values())
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else BoundJit(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<sx.jit of {getattr(self.__wrapped__, '__qualname__', self.__wrapped__)!s}>"
+
+
+_MAX_CALLS_WITH_SOURCES = 64
+
+
+class BoundJit:
+    """A jitted method bound to its object: everything a ``Jit`` offers, with the object as first argument."""
+
+    __slots__ = ("__func__", "__self__")
+
+    def __init__(self, function: Jit, instance: Any) -> None:
+        self.__func__ = function
+        self.__self__ = instance
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
+        """See ``Jit.trace``."""
+        return self.__func__.trace(self.__self__, *args, **kwargs)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        """See ``Jit.lower``."""
+        return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+        """See ``Jit.eval_shape``."""
+        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
+
+    def __repr__(self) -> str:
+        return f"<bound {self.__func__!r}>"
+
+
+def _note_types(arg: Any) -> bool:
+    """Learns JAX's concrete array type; returns whether the argument holds tracers."""
+    if isinstance(arg, jax.Array) and not isinstance(arg, jax.core.Tracer):
+        _ARRAY_TYPES.add(type(arg))
+        return False
+    leaves = jax.tree.leaves(arg)
+    if _ARRAY_TYPES.issuperset(map(type, leaves)):
+        return False
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            _ARRAY_TYPES.add(type(leaf))
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(function: Any) -> tuple[inspect.Parameter, ...] | None:
+    try:
+        return tuple(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def parameter_name(function: Any, position: int) -> str:
+    """Returns the name of a function's positional parameter, for messages."""
+    parameters = _parameters(function) or ()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if position < len(positional):
+        return positional[position].name
+    return f"args[{position}]"
+
+
+def _static_arguments(function: Any, options: Options) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Resolves static positions and names from each other by the function's signature, as ``jax.jit`` does."""
+    positions, names = _as_tuple(options.static_argnums), _as_tuple(options.static_argnames)
+    parameters = _parameters(function)
+    if parameters is None or not (positions or names):
+        return positions, names
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    count = len(positional)
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    for position in positions:
+        if not variadic and not -count <= position < count:
+            raise StaticArgumentError(
+                f"static_argnums={position} is out of range: {getattr(function, '__name__', function)} has {count} positional parameters "
+                f"({', '.join(positional)})."
+            )
+    known = {p.name for p in parameters}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for name in names:
+            if name not in known:
+                raise StaticArgumentError(
+                    f"static_argnames has {name!r}, but {getattr(function, '__name__', function)} has only ({', '.join(known)})."
+                )
+    positions = tuple(p % count if p < 0 else p for p in positions)
+    all_positions = {*positions, *(positional.index(n) for n in names if n in positional)}
+    all_names = {*names, *(positional[p] for p in positions if p < count)}
+    return tuple(sorted(all_positions)), tuple(sorted(all_names))
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, (int, str)) else tuple(value)
+
+
+def _static(value: Any, jit: Jit, place: int | str) -> Static:
+    label = parameter_name(jit.__wrapped__, place) if isinstance(place, int) else place
+    if isinstance(value, Object):
+        raise StaticArgumentError(
+            f"The argument {label!r} is static, but a {type(value).__name__} was passed: its values would be frozen into the program and "
+            f"changes missed. Pass it as an ordinary argument: a Module's configuration is static by itself."
+        )
+    try:
+        return Static(value)
+    except TypeError as error:
+        raise StaticArgumentError(
+            f"The static argument {label!r} of {getattr(jit.__wrapped__, '__name__', jit)} is {value!r} of type {type(value).__name__}, which is "
+            f"not hashable ({error}). Pass arrays as ordinary arguments; use tuples instead of lists and frozen dataclasses instead of dicts."
+        ) from error
+
+
+
+
+def jit(
+    function: Callable[..., Any] | None = None,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    keep_unused: bool = False,
+    inline: bool = False,
+    compiler_options: dict[str, Any] | None = None,
+) -> Any:
+    """Compiles a function over Modules; values that it writes into Variables are stored back after each call.
+
+    Modules and Variables may stand anywhere in the arguments, in the result, or be used through closures. Structural
+    changes (attributes added, removed, swapped) are carried back too, and objects that come back are the caller's own: ``f(m) is
+    m``. A call whose structure was seen before costs what ``jax.jit`` costs on the bare arrays.
+
+    Args:
+        function: A function, method, ``functools.partial`` or callable Module. Left out: returns a decorator.
+        in_shardings: A prefix of the positional arguments (without static ones). For a Module: one sharding, a ``State`` of
+            shardings, or a ``StateSharding``. Variables that are written keep theirs.
+        out_shardings: A prefix of the result, likewise.
+        static_argnums: Positions of arguments to compile for by value. Types count at every depth: 1, True and 1.0 differ.
+        static_argnames: The same by name.
+        donate_argnums: Positions of arguments whose memory may be reused. Variables of a donated Module stay usable, since all
+            are returned.
+        donate_argnames: The same by name.
+        keep_unused: As in ``jax.jit``.
+        inline: As in ``jax.jit``.
+        compiler_options: As in ``jax.jit``.
+
+    Returns:
+        A ``Jit`` with ``trace``, ``lower``, ``eval_shape`` and ``clear_cache``.
+
+    Raises:
+        StaticArgumentError: When called with a static argument that is not hashable or is a Module.
+        PrefixError: When a sharding prefix does not fit its argument.
+        InconsistentAliasingError: When a shared Variable is given two shardings.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> counter = sx.Variable(jnp.zeros((), jnp.int32))
+        >>> @sx.jit
+        ... def count(counter, by):
+        ...     counter += by
+        ...     return counter * 2
+        >>> int(count(counter, 3)), int(counter)
+        (6, 3)
+    """
+    options = Options(
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        keep_unused=keep_unused,
+        inline=inline,
+        compiler_options=compiler_options,
+    )
+    if function is None:
+        return functools.partial(Jit, options=options)
+    return Jit(function, options)

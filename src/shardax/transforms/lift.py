@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lift: the one engine that turns a JAX transform of pure functions into one of functions over Modules.
+
+Every lifted call has the same four steps.
+
+1. *Take apart* (``Arguments``): the arguments are split into *roots* (the objects in them) and *plain* values, with a hashable
+   *template* that says how to put them together again. The roots are flattened together, so sharing between arguments counts.
+2. *Bind* (``bind``): inside the transform, the graph is rebuilt as a private copy whose Variables hold the transform's
+   tracers, owned by a frame.
+3. *Run* the user's function on the copy.
+4. *Carry back* (``carry_out`` inside, ``carry_in`` outside): a ``Record`` says what the function did besides returning arrays: which Variables
+   it wrote, how the structure of the given objects changed, which objects are new, and where objects stand in the result.
+
+A transform adds only what is its own: how values enter and leave the pure function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardax.core import _jax, epoch
+from shardax.core.containers import unbox
+from shardax.core.errors import OutputError, TraceLeakError
+from shardax.core.frames import Frame, check_structural_write, local, resolve
+from shardax.core.lazy import LazyValue
+from shardax.core.node import Object
+from shardax.core.paths import Path, format_path
+from shardax.core.pytree import has_objects, is_object
+from shardax.core.structure import Decoder, Flat, GraphDef, Ref, VariableDef, Walk, build, flatten_roots, walk_objects
+from shardax.core.variables import Variable
+
+# --- step 1: take apart ------------------------------------------------------------------------------
+
+
+class Root(NamedTuple):
+    """Template of an argument that is an object: its position among the roots."""
+
+    position: int
+
+
+class Mixed(NamedTuple):
+    """Template of a pytree argument with objects inside: where among its leaves the roots stand."""
+
+    treedef: Any
+    roots: tuple[tuple[int, int], ...]
+
+
+class Plain(NamedTuple):
+    """Template of an argument without objects; JAX flattens it."""
+
+
+PLAIN = Plain()
+
+
+def take_apart(value: Any, roots: list[Any]) -> tuple[Any, Any]:
+    """Splits one argument.
+
+    Args:
+        value: The argument.
+        roots: Collects the objects.
+
+    Returns:
+        (template, plain part): the plain part is a pytree without objects.
+    """
+    if isinstance(value, Object):
+        roots.append(value)
+        return Root(len(roots) - 1), None
+    if not has_objects(value):
+        return PLAIN, value
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_object)
+    places, plain = [], []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Object):
+            places.append((position, len(roots)))
+            roots.append(leaf)
+        else:
+            plain.append(leaf)
+    return Mixed(treedef, tuple(places)), plain
+
+
+def put_together(template: Any, plain: Any, roots: Sequence[Any]) -> Any:
+    """The inverse of ``take_apart``, with other roots."""
+    if type(template) is Plain:
+        return plain
+    if type(template) is Root:
+        return roots[template.position]
+    leaves = list(plain)
+    for position, root in template.roots:
+        leaves.insert(position, roots[root])
+    return template.treedef.unflatten(leaves)
+
+
+class Arguments:
+    """The arguments of one lifted call, taken apart.
+
+    Attributes:
+        templates: One per positional argument.
+        named: (name, template) pairs, sorted by name.
+        plain: The plain parts of the positional arguments.
+        plain_named: The plain parts of the keyword arguments.
+        roots: The objects found, in order.
+    """
+
+    __slots__ = ("named", "plain", "plain_named", "roots", "templates")
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.roots: list[Any] = []
+        pairs = [take_apart(arg, self.roots) for arg in args]
+        self.templates = tuple(template for template, _ in pairs)
+        self.plain = tuple(plain for _, plain in pairs)
+        named = [(name, *take_apart(kwargs[name], self.roots)) for name in sorted(kwargs)]
+        self.named = tuple((name, template) for name, template, _ in named)
+        self.plain_named = {name: plain for name, _, plain in named}
+
+    def restore(self, plain: Sequence[Any], plain_named: Mapping[str, Any], roots: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Puts arguments together from plain parts and roots (a transform's copies, usually)."""
+        args = [put_together(t, p, roots) for t, p in zip(self.templates, plain, strict=True)]
+        kwargs = {name: put_together(t, plain_named[name], roots) for name, t in self.named}
+        return args, kwargs
+
+
+class Graph:
+    """The roots of one lifted call, flattened together, as seen from the calling frame.
+
+    Attributes:
+        roots: The callable, if it is bound to objects, and all objects in the arguments.
+        flat: Their joint flattening.
+        leaves: The Variables that stand for ``flat.leaves`` in the calling frame; what is read and written.
+    """
+
+    __slots__ = ("flat", "leaves", "roots")
+
+    def __init__(self, roots: Sequence[Any], names: Sequence[Path] | None = None) -> None:
+        self.roots = list(roots)
+        self.flat = flatten_roots(self.roots, names)
+        frame = local.frame
+        self.leaves = self.flat.leaves if frame is None else [resolve(leaf, frame) for leaf in self.flat.leaves]
+
+    def values(self) -> list[Any]:
+        """Reads all values, materialising lazy ones."""
+        return read(self.leaves)
+
+    def objects(self) -> list[Any]:
+        """Returns the objects in the order of the graph definition."""
+        return walk_objects(self.roots)
+
+
+def read(leaves: Sequence[Any]) -> list[Any]:
+    """Reads the values of resolved Variables, materialising lazy and NumPy ones."""
+    return [v.value if isinstance(v._value, (LazyValue, np.ndarray)) else v._value for v in leaves]
+
+
+def abstract(leaves: Sequence[Any]) -> list[Any]:
+    """Returns the values of resolved Variables with lazy ones as ``jax.ShapeDtypeStruct``, allocating nothing."""
+    return [
+        jax.ShapeDtypeStruct(v._value.shape, v._value.dtype) if isinstance(v._value, LazyValue) else v._value for v in leaves
+    ]
+
+
+# --- step 2: bind ------------------------------------------------------------------------------------
+
+
+def bind(frame: Frame, graphdef: GraphDef, values: Sequence[Any], originals: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Rebuilds the graph inside a transform and tells the frame which copy stands for which original.
+
+    Args:
+        frame: The frame of this run.
+        graphdef: Structure of the roots.
+        values: One value (of tracers) per Variable.
+        originals: The caller's objects in the order of ``graphdef.objects``.
+        leaves: The Variables that stand for the caller's in the calling frame.
+
+    Returns:
+        (roots, objects) of the copy.
+    """
+    roots, copies = build(graphdef, values, frame)
+    for original, copy in zip(originals, copies, strict=True):
+        frame.copies[id(original)] = (original, copy)
+    for leaf, position in zip(leaves, graphdef.leaves, strict=True):
+        frame.copies[id(leaf)] = (leaf, copies[position])
+    return roots, copies
+
+
+# --- step 4: carry back ------------------------------------------------------------------------------
+
+
+class Record:
+    """What a function did besides returning arrays. A pytree without leaves, so that it can leave a compiled function.
+
+    Attributes:
+        written: Positions, among the graph's Variables, of those whose values changed.
+        updates: New definitions of given objects whose structure changed, by position in the graph.
+        fresh: Definitions of new objects; their positions follow the given ones.
+        result: None if the result holds no objects; else its template.
+        foreign: Objects from outside that the function put into its result or arguments, by position.
+        fresh_ids: ``id`` of each new Variable's stand-in while the trace lasts.
+        shardings: Declared shardings of (result, written, fresh), set by transforms that have such.
+    """
+
+    __slots__ = ("foreign", "fresh", "fresh_ids", "result", "shardings", "updates", "written")
+
+    def __init__(
+        self, written: tuple[int, ...], updates: dict[int, Any], fresh: tuple[Any, ...], result: Any, foreign: dict[int, Any]
+    ) -> None:
+        self.written = written
+        self.updates = updates
+        self.fresh = fresh
+        self.result = result
+        self.foreign = foreign
+        self.fresh_ids: tuple[int, ...] = ()
+        self.shardings: Any = (None, None, None)
+
+    @property
+    def layout(self) -> Any:
+        """What determines the tree of arrays that leaves: which Variables, how many new ones, and the result's template."""
+        return self.written, len(self.fresh_ids), self.result
+
+    @property
+    def simple(self) -> bool:
+        """Whether carrying back means storing values and nothing else."""
+        return self.result is None and not self.updates
+
+
+jax.tree_util.register_pytree_node(Record, lambda record: ((), record), lambda record, _: record)
+
+
+class Carried(NamedTuple):
+    """What leaves the pure function: the result (or the arrays in it), written values, values of new Variables, and the record."""
+
+    result: Any
+    written: list[Any]
+    fresh: list[Any]
+    record: Record
+
+
+def carry_out(frame: Frame, graphdef: GraphDef, copies: Sequence[Any], bound: Sequence[Any], result: Any, emit: frozenset[int] = frozenset()) -> Carried:
+    """Records, inside the transform, what the user's function did.
+
+    Args:
+        frame: The frame of this run.
+        graphdef: The structure that was bound.
+        copies: The objects of the copy, in graph order.
+        bound: The values that were bound, to see which changed.
+        result: What the user's function returned.
+        emit: Positions of Variables to hand back even if they were not written.
+
+    Raises:
+        OutputError: If a captured object cannot leave.
+    """
+    walk = _continue_walk(frame, copies)
+    for position, copy in enumerate(copies):
+        walk.definitions[position] = copy._describe(lambda child, key: walk.encode(child, ()))
+    count = len(copies)
+    leaves, treedef = jax.tree.flatten(result, is_leaf=is_object)
+    places = tuple((i, walk.visit(leaf, ())) for i, leaf in enumerate(leaves) if isinstance(leaf, Object))
+    template = Mixed(treedef, places) if places else None
+    foreign = {i: item for i, item in enumerate(walk.objects) if i >= count and not _belongs(item, frame)}
+    made = [item for i, item in enumerate(walk.objects) if i >= count and i not in foreign and isinstance(item, Variable)]
+    fresh = [item.value for item in made]
+    updates = {i: walk.definitions[i] for i in range(count) if walk.definitions[i] != graphdef.objects[i]}
+    written, values = [], []
+    for position, (index, before) in enumerate(zip(graphdef.leaves, bound, strict=True)):
+        after = copies[index]._value
+        if position in emit or not same_value(before, after):
+            written.append(position)
+            values.append(copies[index].value)
+    record = Record(tuple(written), updates, tuple(walk.definitions[count:]), template, foreign)
+    record.fresh_ids = tuple(map(id, made))
+    arrays = [leaf for leaf in leaves if not isinstance(leaf, Object)] if places else result
+    return Carried(arrays, values, fresh, record)
+
+
+def _continue_walk(frame: Frame, copies: Sequence[Any]) -> Walk:
+    walk = Walk()
+    walk.objects = list(copies)
+    walk.definitions = [None] * len(copies)
+    walk.paths = [()] * len(copies)
+    walk.index = {id(copy): position for position, copy in enumerate(copies)}
+    for key, (_, copy) in frame.copies.items():  # an original stands for its copy
+        if id(copy) in walk.index:
+            walk.index[key] = walk.index[id(copy)]
+    return walk
+
+
+def _belongs(item: Any, frame: Frame) -> bool:
+    owner = item._owner
+    return owner is frame or (owner is not None and owner.parent is frame)
+
+
+def same_value(before: Any, after: Any) -> bool:
+    """Whether a Variable still holds the very arrays that were bound to it."""
+    if before is after:
+        return True
+    old, old_tree = jax.tree.flatten(before)
+    new, new_tree = jax.tree.flatten(after)
+    return old_tree == new_tree and all(a is b for a, b in zip(old, new, strict=True))
+
+
+def carry_in(graph: Graph, carried: Carried) -> Any:
+    """Applies, outside the transform, what the function did; returns its result with objects in place.
+
+    Given objects that come back are the caller's own objects. Nothing is changed if something about it is refused.
+
+    Args:
+        graph: The caller's objects.
+        carried: What left the transform, with arrays in place of tracers.
+    """
+    record = carried.record
+    if record.simple:
+        for position, value in zip(record.written, carried.written, strict=True):
+            graph.leaves[position]._value = value
+        return carried.result
+    objects = graph.objects()
+    for position in record.updates:
+        if not isinstance(objects[position], Variable):
+            check_structural_write(objects[position], f"a {type(objects[position]).__name__}")
+    _add_fresh(objects, record, carried.fresh)
+    for position, value in zip(record.written, carried.written, strict=True):
+        graph.leaves[position]._value = value
+    decode = Decoder(objects)
+    for position, definition in record.updates.items():
+        if type(definition) is VariableDef:
+            resolve(objects[position], local.frame)._metadata = definition.metadata
+        else:
+            objects[position]._fill(definition, decode)
+    if record.updates:
+        epoch.advance()
+    if record.result is None:
+        return carried.result
+    leaves = list(carried.result)
+    for place, position in record.result.roots:
+        leaves.insert(place, unbox(objects[position]))
+    return record.result.treedef.unflatten(leaves)
+
+
+def _add_fresh(objects: list[Any], record: Record, values: Sequence[Any]) -> None:
+    """Makes the new objects, owned by the calling frame, and appends them in graph order."""
+    count, owner = len(objects), local.frame
+    remaining = iter(values)
+    for offset, definition in enumerate(record.fresh):
+        if count + offset in record.foreign:
+            objects.append(record.foreign[count + offset])
+        elif type(definition) is VariableDef:
+            objects.append(definition.type._make(next(remaining), definition.metadata, owner))
+        else:
+            objects.append(definition.type._allocate(owner, None))
+    decode = Decoder(objects)
+    for offset, definition in enumerate(record.fresh):
+        if count + offset not in record.foreign and type(definition) is not VariableDef:
+            objects[count + offset]._fill(definition, decode)
+
+
+def check_no_leak(graph: Graph, carried: Carried) -> None:
+    """Raises if a plain JAX transform around this call would leave its tracers in Variables that outlive it.
+
+    Raises:
+        TraceLeakError: Naming the Variable that was about to be written.
+    """
+    here = _jax.trace_state()
+    for position, value in zip(carried.record.written, carried.written, strict=True):
+        variable = graph.leaves[position]
+        home = _jax.EAGER if variable._owner is None else variable._owner.trace
+        if here != home and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+            path = graph.flat.leaf_paths[position]
+            raise TraceLeakError(
+                f"The {type(variable).__name__} at {format_path(path)} would be written with a traced value, because this call runs inside a "
+                f"plain JAX transform (jax.vmap, jax.grad, jax.jit, ...) that does not carry Variables. Nothing was written. Use the "
+                f"shardax transform of the same name outside, with the Module as its argument."
+            )
+
+
+def check_result(result: Any, name: str) -> None:
+    """Raises if a function returned something that is neither arrays nor objects.
+
+    Raises:
+        OutputError: Naming the place in the result.
+    """
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
+        if isinstance(leaf, Object) or hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex)):
+            continue
+        where = jax.tree_util.keystr(key_path) or "the result itself"
+        raise OutputError(
+            f"The function given to sx.{name} returned {leaf!r} of type {type(leaf).__name__} at {where}. A result holds arrays, numbers, Modules and "
+            f"Variables. Return such a value from outside the transform, or keep it as static configuration of a Module."
+        )
+
+

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: what one structure of arguments compiles to.
+
+A plan wraps one ``jax.jit`` of the *pure function*, whose arguments are flat lists: the values of the Variables that are kept, of those that
+are donated, and the plain arguments likewise. It returns a ``Carried``: result, written values, values of new Variables, and the
+record. When shardings are declared, the shape of that result must be known before compiling, so the function is traced once first
+(JAX keeps the trace, so it is not traced again).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from shardax.core.errors import AbstractValueError, DonationError, PrefixError
+from shardax.core.frames import Frame, local
+from shardax.core.node import Object
+from shardax.core.paths import Path, format_path
+from shardax.core.pytree import is_object
+from shardax.core.variables import Variable
+from shardax.transforms import explain
+from shardax.transforms.lift import Arguments, Carried, Graph, bind, carry_out, check_result, put_together
+from shardax.transforms.prefix import consistent, expand
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asked of ``jit``; the fields have the names and meanings of ``jax.jit``'s."""
+
+    in_shardings: Any = None
+    out_shardings: Any = None
+    static_argnums: Any = None
+    static_argnames: Any = None
+    donate_argnums: Any = None
+    donate_argnames: Any = None
+    keep_unused: bool = False
+    inline: bool = False
+    compiler_options: Any = None
+
+    def donates(self, position: int, name: str) -> bool:
+        """Whether the positional argument (by position or parameter name) is donated."""
+        return position in _tuple(self.donate_argnums) or self.donates_name(name)
+
+    def donates_name(self, name: str) -> bool:
+        """Whether the keyword argument is donated."""
+        return name in _tuple(self.donate_argnames)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, (int, str)) else tuple(value)
+
+
+class Captured(Exception):
+    """Stops a trace that used objects nobody passed in; it runs again with them as inputs."""
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        super().__init__(objects)
+        self.objects = list(objects)
+
+
+class Replan(Exception):
+    """Stops a trace whose result has another layout than the one its plan declared shardings for."""
+
+
+class Plan:
+    """One compiled form of a function.
+
+    Args:
+        function: The user's function.
+        options: What was asked of ``jit``.
+        key: What the plan was found by.
+        graph: The roots of the call it is made for.
+        arguments: That call's arguments.
+        layout: Positions and names of the arguments.
+        names: Path of each root, for messages.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: Options,
+        key: Any,
+        graph: Graph,
+        arguments: Arguments,
+        layout: ArgumentLayout,
+        names: Sequence[Path],
+    ) -> None:
+        self.function = function
+        self.options = options
+        self.key = key
+        self.names = names
+        self.layout = layout
+        self.graphdef = graph.flat.graphdef
+        self.leaf_paths = graph.flat.leaf_paths
+        self.templates = arguments.templates
+        self.named = arguments.named
+        self.root_count = len(arguments.roots)
+        self.signatures: list[Any] = []
+        self._donated_leaves = self._find_donated(graph, arguments)
+        self._in_shardings = self._spread_in_shardings(graph, arguments)
+        self._expected: Any = None
+        self._jitted: Any = None
+        self._full = bool(arguments.named or layout.donated or self._in_shardings is not None)
+
+    # --- calling ---------------------------------------------------------------------------------
+
+    def partition(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Separates the Variables (or values) that are kept from those that are donated."""
+        donated = self._donated_leaves
+        if not donated:
+            return list(leaves), []
+        kept = [leaf for i, leaf in enumerate(leaves) if i not in donated]
+        return kept, [leaf for i, leaf in enumerate(leaves) if i in donated]
+
+    def run(self, kept: list[Any], donated: list[Any], plain: list[Any]) -> Any:
+        """Calls the compiled function; the path of steady calls, which have no keyword arguments."""
+        if self._full:
+            return self._jitted(kept, donated, *self._separate_plain(plain, {}))
+        return self._jitted(kept, donated, plain)
+
+    def call(self, values: Sequence[Any], arguments: Arguments) -> Carried:
+        """Calls the compiled function with values and arguments taken apart."""
+        full = self.pack(values, arguments)
+        return Carried(*self.jitted(full)(*full))
+
+    def pack(self, values: Sequence[Any], arguments: Arguments) -> tuple[Any, ...]:
+        """Arranges values and plain arguments as the pure function takes them."""
+        kept, donated = self.partition(values)
+        if not self._full:
+            return kept, donated, list(arguments.plain)
+        return kept, donated, *self._separate_plain(list(arguments.plain), arguments.plain_named)
+
+    def _separate_plain(self, plain: list[Any], named: dict[str, Any]) -> tuple[Any, ...]:
+        given = [None if p in self.layout.donated else item for p, item in enumerate(plain)]
+        donated = [item if p in self.layout.donated else None for p, item in enumerate(plain)]
+        kept_named = {name: v for name, v in named.items() if not self.options.donates_name(name)}
+        donated_named = {name: v for name, v in named.items() if self.options.donates_name(name)}
+        return given, donated, kept_named, donated_named
+
+    def jitted(self, full: tuple[Any, ...]) -> Any:
+        """Returns the ``jax.jit`` of the pure function, making it on first use."""
+        if self._jitted is None:
+            if self._in_shardings is None and self.options.out_shardings is None:
+                self._jitted = self._make(None)
+            else:
+                record = self._make(None).trace(*full).out_info[3]
+                self._expected = record.layout
+                result, written, fresh = record.shardings
+                self._jitted = self._make((result, written, fresh, None))
+        return self._jitted
+
+    def _make(self, out_shardings: Any) -> Any:
+        options: dict[str, Any] = {"keep_unused": self.options.keep_unused, "inline": self.options.inline}
+        if self._donated_leaves or self.layout.donated or self.options.donate_argnames:
+            options["donate_argnums"] = (1, 3, 5) if self._full else (1,)
+        if self._in_shardings is not None:
+            options["in_shardings"] = self._in_shardings
+        if out_shardings is not None:
+            options["out_shardings"] = out_shardings
+        if self.options.compiler_options is not None:
+            options["compiler_options"] = self.options.compiler_options
+        return jax.jit(self._pure, **options)
+
+    def clear_cache(self) -> None:
+        """Forgets what was compiled."""
+        if self._jitted is not None:
+            self._jitted.clear_cache()
+
+    # --- the pure function ------------------------------------------------------------------------
+
+    def _pure(
+        self,
+        kept: list[Any],
+        donated: list[Any],
+        plain: list[Any],
+        donated_plain: Sequence[Any] = (),
+        named: Any = None,
+        donated_named: Any = None,
+    ) -> tuple[Any, ...]:
+        graph = local.call.graph()
+        values = self._join(kept, donated)
+        explain.traced(self, values, plain)
+        for position in self.layout.donated:
+            plain[position] = donated_plain[position]
+        with Frame("jit") as frame:
+            roots, copies = bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
+            result = self._call_user(roots, plain, {**(named or {}), **(donated_named or {})})
+            check_result(result, "jit")
+            carried = carry_out(frame, self.graphdef, copies, values, result, self._emitted(result, copies))
+            lost = [*(outer for outer, _ in frame.adopted), *carried.record.foreign.values()]
+            if lost:
+                raise Captured(lost)
+            self._declare_shardings(carried, copies, result)
+        return tuple(carried)
+
+    def _join(self, kept: Sequence[Any], donated: Sequence[Any]) -> list[Any]:
+        remaining, given = iter(kept), iter(donated)
+        return [next(given if i in self._donated_leaves else remaining) for i in range(len(self.graphdef.leaves))]
+
+    def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]) -> Any:
+        function, objects = roots[0], roots[1 : 1 + self.root_count]
+        args = [put_together(t, p, objects) for t, p in zip(self.templates, plain, strict=True)]
+        kwargs = {name: put_together(t, named[name], objects) for name, t in self.named}
+        return function(*self.layout.insert_static(args), **kwargs, **self.layout.static_named)
+
+    # --- donation ---------------------------------------------------------------------------------
+
+    def _find_donated(self, graph: Graph, arguments: Arguments) -> frozenset[int]:
+        roots: list[int] = []
+        for (position, label), template in zip(self.layout.positional, self.templates, strict=True):
+            if self.options.donates(position, label):
+                roots.extend(template_roots(template))
+        for name, template in self.named:
+            if self.options.donates_name(name):
+                roots.extend(template_roots(template))
+        ids = {id(v) for root in roots for v in Graph([arguments.roots[root]]).flat.leaves}
+        return frozenset(i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in ids)
+
+    def _emitted(self, result: Any, copies: Sequence[Any]) -> frozenset[int]:
+        """Positions of Variables to return even if unchanged: donated ones, and ones in the result with declared shardings."""
+        if self.options.out_shardings is None:
+            return self._donated_leaves
+        inside = {
+            id(v)
+            for leaf in jax.tree.leaves(result, is_leaf=is_object)
+            if isinstance(leaf, Object)
+            for v in Graph([leaf]).flat.leaves
+        }
+        returned = (i for i, index in enumerate(self.graphdef.leaves) if id(copies[index]) in inside)
+        return self._donated_leaves | frozenset(returned)
+
+    # --- shardings --------------------------------------------------------------------------------
+
+    def _spread_in_shardings(self, graph: Graph, arguments: Arguments) -> Any:
+        if self.options.in_shardings is None:
+            return None
+        given = self.layout.per_argument(self.options.in_shardings, "in_shardings")
+        args = [put_together(t, p, arguments.roots) for t, p in zip(self.templates, arguments.plain, strict=True)]
+        entries: list[Any] = []
+        plain: list[Any] = []
+        for (_, label), prefix, arg, template in zip(self.layout.positional, given, args, self.templates, strict=True):
+            found = list(expand(prefix, arg, "in_shardings", (label,))) if template_roots(template) else []
+            entries.extend(found)
+            rest = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
+            plain.append(rest if hasattr(template, "treedef") else None if found else prefix)
+        by_id = consistent(entries, "in_shardings")
+        self._leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
+        kept, donated = self.partition(self._leaf_shardings)
+        given_plain = [None if p in self.layout.donated else item for p, item in enumerate(plain)]
+        donated_plain = [item if p in self.layout.donated else None for p, item in enumerate(plain)]
+        return kept, donated, given_plain, donated_plain, None, None
+
+    def _declare_shardings(self, carried: Carried, copies: Sequence[Any], result: Any) -> None:
+        """Works out the sharding of everything that leaves, when shardings are declared."""
+        record = carried.record
+        if self._in_shardings is None and self.options.out_shardings is None:
+            return
+        if self._expected is not None and self._expected != record.layout:
+            raise Replan
+        declared = self.options.out_shardings
+        by_id: dict[int, Any] = {}
+        arrays: Any = declared
+        if record.result is not None:
+            found = list(expand(declared, result, "out_shardings"))
+            by_id = {key: entry for key, (_, entry) in consistent(found, "out_shardings").items()}
+            arrays = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
+        inputs = [None] * len(copies) if self._in_shardings is None else self._leaf_shardings
+        written = []
+        for position in record.written:
+            entry = by_id.get(id(copies[self.graphdef.leaves[position]]))
+            written.append(inputs[position] if entry is None else entry)
+        fresh = [by_id.get(key) for key in record.fresh_ids]
+        record.shardings = (arrays, written, fresh)
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def explain(self, error: Exception, graph: Graph) -> None:
+        """Raises a clearer error for what JAX says about values, naming Variables; returns if it has nothing to add."""
+        pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
+        absent = [path for path, v in pairs if v.is_abstract]
+        if absent:
+            raise AbstractValueError(
+                f"{len(absent)} Variables hold only shapes, not arrays: {_listed(absent)}. Materialise the model first (sx.shard, or restore a "
+                f"checkpoint), or look at shapes only with sx.eval_shape."
+            ) from error
+        gone = [path for path, v in pairs if any(_is_deleted(leaf) for leaf in jax.tree.leaves(v._value))]
+        if gone:
+            raise DonationError(
+                f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. A donated array may be used only once; if two "
+                f"models share arrays (sx.clone does), copy them first: sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
+            ) from error
+        if self._donated_leaves and "donate" in str(error):
+            owners: dict[int, list[Path]] = {}
+            for path, variable in pairs:
+                owners.setdefault(id(variable._value), []).append(path)
+            twice = [paths for paths in owners.values() if len(paths) > 1]
+            if twice:
+                raise DonationError(
+                    f"Two Variables hold one and the same array, which cannot be donated twice: "
+                    f"{'; '.join(_listed(paths) for paths in twice)}. Copy one of them: v[...] = jnp.copy(v)."
+                ) from error
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    shown = ", ".join(format_path(path) for path in paths[:8])
+    return shown + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
+
+
+def template_roots(template: Any) -> list[int]:
+    """Returns the positions among the roots that an argument's template uses."""
+    if hasattr(template, "position"):
+        return [template.position]
+    return [root for _, root in getattr(template, "roots", ())]
+
+
+class ArgumentLayout:
+    """Where the dynamic and static arguments of a call stand.
+
+    Attributes:
+        positional: (position in the user's signature, parameter name) of each dynamic positional argument.
+        donated: Which of these (by index) are donated.
+        static: (position, value) of static positional arguments.
+        static_named: Static keyword arguments.
+    """
+
+    def __init__(
+        self, positional: Sequence[tuple[int, str]], static: Sequence[tuple[int, Any]], static_named: dict[str, Any], options: Options
+    ) -> None:
+        self.positional = list(positional)
+        self.static = list(static)
+        self.static_named = static_named
+        self.donated = frozenset(i for i, (p, label) in enumerate(positional) if options.donates(p, label))
+
+    def insert_static(self, args: list[Any]) -> list[Any]:
+        """Returns the user's positional arguments, static ones included."""
+        for position, value in self.static:
+            args.insert(position, value)
+        return args
+
+    def per_argument(self, prefix: Any, name: str) -> list[Any]:
+        """Returns one prefix per dynamic positional argument.
+
+        Raises:
+            PrefixError: If a tuple of another length was given.
+        """
+        count = len(self.positional)
+        if not isinstance(prefix, (tuple, list)) or hasattr(prefix, "_fields") or isinstance(prefix, jax.sharding.PartitionSpec):
+            return [prefix] * count
+        if len(prefix) == count:
+            return list(prefix)
+        static = [position for position, _ in self.static]
+        if static and len(prefix) == count + len(static):
+            return [entry for position, entry in enumerate(prefix) if position not in static]
+        labels = ", ".join(label for _, label in self.positional)
+        raise PrefixError(
+            f"{name} has {len(prefix)} entries, but the call has {count} non-static positional arguments ({labels}). Give one entry per "
+            f"argument; keyword arguments take the sharding of what is passed."
+        )

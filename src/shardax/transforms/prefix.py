@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefixes: one entry of a caller's option, spread over every Variable it covers.
+
+Options such as ``in_shardings`` and ``in_axes`` are given per argument. For an argument that is a Module, an *entry* may be one
+value for all its Variables, a ``State`` or nested mapping with one value per path, or a *filter mapping* (``StateSharding``,
+``StateAxes``): an ordered mapping from filters to values, of which the first that matches a Variable gives its value.
+
+A Variable that is reached twice is one Variable, so it must get one value; if two entries disagree, that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from shardax.core.errors import FilterError, InconsistentAliasingError, PrefixError
+from shardax.core.filters import PathContains, first_match, no_match_error, to_predicates
+from shardax.core.node import Object
+from shardax.core.paths import Path, format_path
+from shardax.core.state import State, flatten_mapping
+from shardax.core.structure import flatten
+from shardax.core.variables import Variable
+
+
+class FilterMapping(Mapping[Any, Any]):
+    """An ordered mapping from filters to values; the first filter that matches a Variable gives its value.
+
+    Args:
+        entries: A mapping or iterable of (filter, value) pairs; ``...`` last covers what remains. A ``State`` of values is
+            taken path by path.
+
+    Raises:
+        FilterError: If ``...`` is not last or something is not a filter.
+    """
+
+    __slots__ = ("_filters", "_predicates", "_values")
+
+    def __init__(self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] | State) -> None:
+        if isinstance(entries, State):
+            pairs: list[tuple[Any, Any]] = [(ExactPath(path), value) for path, value in entries.flat().items()]
+        else:
+            pairs = list(entries.items() if isinstance(entries, Mapping) else entries)
+        self._filters = tuple(item for item, _ in pairs)
+        self._values = tuple(value for _, value in pairs)
+        self._predicates = to_predicates(self._filters)
+
+    def lookup(self, path: Path, variable: Any) -> Any:
+        """Returns the value for a Variable.
+
+        Args:
+            path: Its path below the argument.
+            variable: The Variable.
+
+        Raises:
+            FilterError: If no filter matches it; the message names the path.
+        """
+        position = first_match(self._predicates, path, variable)
+        if position is None:
+            raise no_match_error(path, variable, self._filters)
+        return self._values[position]
+
+    def __getitem__(self, key: Any) -> Any:
+        for item, value in zip(self._filters, self._values, strict=True):
+            if item is key or item == key:
+                return value
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._filters)
+
+    def __len__(self) -> int:
+        return len(self._filters)
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        assert isinstance(other, FilterMapping)
+        return self._predicates == other._predicates and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash((type(self), tuple(self._predicates), self._values))
+
+    def __repr__(self) -> str:
+        pairs = ", ".join(f"{_name(k)}: {v!r}" for k, v in zip(self._filters, self._values, strict=True))
+        return f"{type(self).__name__}({{{pairs}}})"
+
+
+def _name(item: Any) -> str:
+    return item.__name__ if isinstance(item, type) else "..." if item is ... else repr(item)
+
+
+class ExactPath(PathContains):
+    """Matches the Variable at exactly one path."""
+
+    def __call__(self, path: Path, variable: Any) -> bool:
+        return path == self.key
+
+
+class StateSharding(FilterMapping):
+    """Shardings of a Module argument by filter, for ``in_shardings`` and ``out_shardings``.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.StateSharding({sx.Param: "some sharding", ...: None})
+        StateSharding({Param: 'some sharding', ...: None})
+    """
+
+
+def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
+    """Spreads a prefix over a tree.
+
+    Args:
+        prefix: A prefix of ``tree``; at an object, an entry as defined at the top of this module.
+        tree: A pytree that may hold objects.
+        name: The option's name, for messages.
+        where: Path of ``tree``.
+
+    Yields:
+        (path, Variable or plain leaf, entry) for every Variable of every object and every plain leaf.
+
+    Raises:
+        PrefixError: If the prefix does not fit.
+    """
+    if isinstance(tree, Object):
+        yield from _expand_object(prefix, tree, name, where)
+        return
+    if _is_entry(prefix):
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
+        for key_path, leaf in leaves:
+            below = (*where, *(_step(key) for key in key_path))
+            yield from expand(prefix, leaf, name, below) if isinstance(leaf, Object) else ((below, leaf, prefix),)
+        return
+    children = _one_level(tree)
+    parts = _one_level(prefix)
+    if type(prefix) is not type(tree) or len(children) != len(parts):
+        raise PrefixError(
+            f"{name} does not fit the argument at {format_path(where)}: it has {_shape(prefix)} where the argument has {_shape(tree)}. "
+            f"Give one entry for the whole argument, or the same containers with one entry each."
+        )
+    for (key, child), (_, part) in zip(children, parts, strict=True):
+        yield from expand(part, child, name, (*where, key))
+
+
+def _is_entry(prefix: Any) -> bool:
+    return prefix is None or isinstance(prefix, (FilterMapping, State)) or jax.tree_util.all_leaves((prefix,))
+
+
+def _step(key: Any) -> Hashable:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)
+
+
+def _one_level(tree: Any) -> list[tuple[Hashable, Any]]:
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+    return [(_step(path[0]), child) for path, child in pairs]
+
+
+def _shape(tree: Any) -> str:
+    return f"a {type(tree).__name__}" + (f" of {len(tree)}" if hasattr(tree, "__len__") else "")
+
+
+def _expand_object(prefix: Any, root: Object, name: str, where: Path) -> Iterator[tuple[Path, Any, Any]]:
+    flat = flatten(root)
+    pairs = list(zip(flat.leaf_paths, flat.leaves, strict=True))
+    if isinstance(prefix, FilterMapping):
+        for path, variable in pairs:
+            try:
+                entry = prefix.lookup(path, variable)
+            except FilterError as error:
+                raise PrefixError(f"{name} for the argument at {format_path(where)}: {error}") from error
+            yield (*where, *path), variable, entry
+    elif isinstance(prefix, Mapping):
+        by_path = flatten_mapping(prefix)
+        for path, variable in pairs:
+            if path not in by_path:
+                raise PrefixError(f"{name} has no entry for the {type(variable).__name__} at {format_path((*where, *path))}.")
+            yield (*where, *path), variable, by_path[path]
+    elif isinstance(prefix, (Variable, Object)):
+        raise PrefixError(
+            f"{name} at {format_path(where)} is a {type(prefix).__name__}; give one entry, a State of entries, or a filter mapping."
+        )
+    else:
+        for path, variable in pairs:
+            yield (*where, *path), variable, prefix
+
+
+def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int, tuple[Path, Any]]:
+    """Checks that every Variable got one entry, and returns (path, entry) by ``id`` of Variable.
+
+    Raises:
+        InconsistentAliasingError: If a Variable reached by two paths got two different entries.
+    """
+    found: dict[int, tuple[Path, Any]] = {}
+    for path, leaf, entry in entries:
+        if not isinstance(leaf, Variable):
+            continue
+        first = found.setdefault(id(leaf), (path, entry))
+        if first[1] is not entry and first[1] != entry:
+            raise InconsistentAliasingError(
+                f"One {type(leaf).__name__} is reached by two paths with different {name}:\n  {format_path(first[0])}: {first[1]}\n"
+                f"  {format_path(path)}: {entry}\nA shared Variable is one Variable and needs one entry. Give both paths the same, "
+                f"or untie them with sx.clone."
+            )
+    return found
