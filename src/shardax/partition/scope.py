@@ -109,7 +109,7 @@ def axis_rules(rules: RulesLike) -> AxisRulesScope:
         >>> layout()
         P(None, 'model')
     """
-    return AxisRulesScope(Rules(rules))
+    return AxisRulesScope(rules if isinstance(rules, Rules) else Rules(rules))
 
 
 def logical_to_mesh_axes(
