@@ -34,7 +34,14 @@ from shardax.core.variables import Param as Param
 from shardax.core.variables import Perturbation as Perturbation
 from shardax.core.variables import RngState as RngState
 from shardax.core.variables import Variable as Variable
+from shardax.transforms.autodiff import DiffState as DiffState
+from shardax.transforms.autodiff import grad as grad
+from shardax.transforms.autodiff import value_and_grad as value_and_grad
 from shardax.transforms.explain import explain_retraces as explain_retraces
 from shardax.transforms.jit import Jit as Jit
 from shardax.transforms.jit import jit as jit
 from shardax.transforms.prefix import StateSharding as StateSharding
+from shardax.transforms.shapes import eval_shape as eval_shape
+from shardax.transforms.stages import Compiled as Compiled
+from shardax.transforms.stages import Lowered as Lowered
+from shardax.transforms.stages import Traced as Traced

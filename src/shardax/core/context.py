@@ -12,8 +12,8 @@ import contextvars
 from collections.abc import Hashable, Iterator
 
 _EMPTY: frozenset[tuple[str, Hashable]] = frozenset()
-_context: contextvars.ContextVar[frozenset[tuple[str, Hashable]]] = contextvars.ContextVar(
-    "shardax_trace_context", default=_EMPTY
+_context: contextvars.ContextVar[frozenset[tuple[str, Hashable]]] = (
+    contextvars.ContextVar("shardax_trace_context", default=_EMPTY)
 )
 
 current = _context.get
@@ -41,7 +41,9 @@ def scoped(name: str, value: Hashable | None) -> Iterator[None]:
         >>> context.setting("rules")
     """
     settings = {**dict(_context.get()), name: value}
-    token = _context.set(frozenset((key, item) for key, item in settings.items() if item is not None))
+    token = _context.set(
+        frozenset((key, item) for key, item in settings.items() if item is not None)
+    )
     try:
         yield
     finally:

@@ -13,10 +13,18 @@ stands for it here: the object itself if this frame owns it, its copy if it was 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardax.core import _jax
 from shardax.core.errors import ForeignMutationError, ReadOnlyCopyError, TraceLeakError
+
+
+class Adopted(NamedTuple):
+    """A Variable that a frame took over from its parent: the parent's, the stand-in, and the value it was given."""
+
+    outer: Any
+    stand_in: Any
+    value: Any
 
 
 class Frame:
@@ -26,6 +34,7 @@ class Frame:
         name: The transform's name for messages, such as ``"jit"``.
         parent: The frame that called the transform, or None.
         trace: Token of the JAX trace that the function runs under.
+        adopted: The Variables that were touched without being passed in.
         copies: From ``id(original)`` to ``(original, copy)``; holding the original keeps its id from being reused.
         closed: True once the run is over; a Variable owned by a closed frame has leaked.
     """
@@ -37,7 +46,7 @@ class Frame:
         self.parent = local.frame
         self.trace = _jax.trace_state()
         self.copies: dict[int, tuple[Any, Any]] = {}
-        self.adopted: list[tuple[Any, Any]] = []
+        self.adopted: list[Adopted] = []
         self.closed = False
 
     def __enter__(self) -> Frame:
@@ -47,15 +56,16 @@ class Frame:
     def __exit__(self, *exc_info: object) -> None:
         local.frame = self.parent
         self.closed = True
+        self.copies = {}  # a Variable that leaked from the trace must not keep the caller's model alive
 
     def adopt(self, outer: Any) -> Any:
         """Returns the stand-in, owned by this frame, for a Variable of the parent that was not passed in.
 
-        The default copies it: reads see the value as of now, and ``adopted`` lists (outer, stand-in) so that the transform can
+        The default copies it: reads see the value as of now, and ``adopted`` lists it so that the transform can
         hand written values back. Transforms with a stricter rule override this.
         """
         copy = outer._copy_into(self)
-        self.adopted.append((outer, copy))
+        self.adopted.append(Adopted(outer, copy, copy._value))
         return copy
 
 

@@ -18,8 +18,20 @@ from jax.sharding import PartitionSpec
 
 from shardax.core.errors import AxisNamesError, PartitionCheckError
 from shardax.core.paths import Path, format_path
-from shardax.partition.assignment import UNCONSTRAINED, check_names, mesh_axes_of, strings
-from shardax.partition.findings import NEAR, Finding, LaidOutArray, did_you_mean, format_mesh, judge
+from shardax.partition.assignment import (
+    UNCONSTRAINED,
+    check_names,
+    mesh_axes_of,
+    strings,
+)
+from shardax.partition.findings import (
+    NEAR,
+    Finding,
+    LaidOutArray,
+    did_you_mean,
+    format_mesh,
+    judge,
+)
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, format_rule
 
@@ -115,7 +127,9 @@ def specs_for(
     findings: list[Finding] = []
     laid_out: list[LaidOutArray] = []
     for record in records:
-        spec, found, array = _lay_out(record.axes, record.shape, mesh, rules, record.path)
+        spec, found, array = _lay_out(
+            record.axes, record.shape, mesh, rules, record.path
+        )
         specs.append(spec)
         findings.extend(found)
         if array is not None:
@@ -151,7 +165,11 @@ def _lay_out(
     try:
         names = check_names(axes)
     except AxisNamesError as error:
-        return PartitionSpec(), [Finding("error", path, "axis-names", f"{where}: {error}")], None
+        return (
+            PartitionSpec(),
+            [Finding("error", path, "axis-names", f"{where}: {error}")],
+            None,
+        )
     if len(names) != len(shape):
         text = (
             f"{where}: {len(names)} axis names {names} for an array of {len(shape)} dimensions, "
@@ -175,18 +193,22 @@ def _known(target: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _large_replicated(
-    record: ArrayRecord, spec: PartitionSpec, mesh: AnyMesh, array: LaidOutArray | None, total: int
+    record: ArrayRecord,
+    spec: PartitionSpec,
+    mesh: AnyMesh,
+    array: LaidOutArray | None,
+    total: int,
 ) -> Iterable[Finding]:
-    parts = math.prod(mesh.shape[axis] for entry in spec for axis in mesh_axes_of(entry))
+    parts = math.prod(
+        mesh.shape[axis] for entry in spec for axis in mesh_axes_of(entry)
+    )
     if mesh.size == 1 or parts > 1 or (array is not None and _on_purpose(array)):
         return
     share = 100 * record.nbytes / total
     names = "" if array is None else ", ".join(map(repr, strings(array.names)))
     fix = "Give its dimensions names, axes=(...), and one of them a rule"
     if names:
-        fix = (
-            f"Map one of its axes ({names}) to a mesh axis, or say that it is meant: rules to None"
-        )
+        fix = f"Map one of its axes ({names}) to a mesh axis, or say that it is meant: rules to None"
     text = (
         f"{format_path(record.path)}: {record.nbytes / 2**20:.1f} MiB ({share:.0f} % of all "
         f"arrays), shape {tuple(record.shape)}, are held whole by each of {mesh.size} devices. "
@@ -199,7 +221,9 @@ def _on_purpose(array: LaidOutArray) -> bool:
     """Whether every dimension has a name that a rule maps to None."""
     chosen = array.assignment.chosen
     return bool(array.names) and all(
-        isinstance(name, str) and name in chosen and array.rules.pairs[chosen[name]][1] is None
+        isinstance(name, str)
+        and name in chosen
+        and array.rules.pairs[chosen[name]][1] is None
         for name in array.names
     )
 
@@ -208,7 +232,9 @@ def _about_rules(
     arrays: Sequence[LaidOutArray], mesh: AnyMesh | None, rules: Rules
 ) -> Iterable[Finding]:
     """Findings about rules that no array chose: misspelt, shadowed, or for a missing mesh axis."""
-    used = {position for array in arrays for position in array.assignment.chosen.values()}
+    used = {
+        position for array in arrays for position in array.assignment.chosen.values()
+    }
     lost = {loss.rule for array in arrays for loss in array.assignment.passed_over}
     present = {name for array in arrays for name in strings(array.names)}
     for position, rule in enumerate(rules.pairs):
@@ -229,12 +255,16 @@ def _about_rules(
             yield _unused(rule, rules, present, rule in lost)
 
 
-def _unused(rule: tuple[str, Any], rules: Rules, present: set[str], lost: bool) -> Finding:
+def _unused(
+    rule: tuple[str, Any], rules: Rules, present: set[str], lost: bool
+) -> Finding:
     name = rule[0]
     start = f"The rule {format_rule(rule)} was used for no array: "
     if name in present:
         why = (
-            "its mesh axes were always taken" if lost else f"an earlier rule always served {name!r}"
+            "its mesh axes were always taken"
+            if lost
+            else f"an earlier rule always served {name!r}"
         )
         return Finding("info", (), "unused-rule", f"{start}{why}.")
     loose = sorted(present.difference(rules.names))

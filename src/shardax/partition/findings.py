@@ -29,7 +29,12 @@ from typing import Literal, NamedTuple
 
 from shardax.core.paths import Path, format_path
 from shardax.partition.assignment import UNCONSTRAINED, Assignment, Names, mesh_axes_of
-from shardax.partition.rules import Rules, explain_conflicts, explain_unmapped, format_rule
+from shardax.partition.rules import (
+    Rules,
+    explain_conflicts,
+    explain_unmapped,
+    format_rule,
+)
 
 Severity = Literal["error", "warning", "info"]
 
@@ -78,7 +83,10 @@ def judge(array: LaidOutArray, mesh_sizes: Mapping[str, int] | None) -> list[Fin
     """
     findings = [*_unmapped(array), *_conflicts(array), *_unconstrained(array)]
     if mesh_sizes is not None:
-        findings += [*_unknown_mesh_axes(array, mesh_sizes), *_indivisible(array, mesh_sizes)]
+        findings += [
+            *_unknown_mesh_axes(array, mesh_sizes),
+            *_indivisible(array, mesh_sizes),
+        ]
     return findings
 
 
@@ -87,7 +95,9 @@ def _chosen_rules(array: LaidOutArray, dimension: int) -> str:
     name = array.names[dimension]
     parts = name if isinstance(name, tuple) else (name,)
     chosen = array.assignment.chosen
-    rules = [format_rule(array.rules.pairs[chosen[part]]) for part in parts if part in chosen]
+    rules = [
+        format_rule(array.rules.pairs[chosen[part]]) for part in parts if part in chosen
+    ]
     return f"{'rule' if len(rules) == 1 else 'rules'} {', '.join(rules)}"
 
 
@@ -126,7 +136,9 @@ def _conflicts(array: LaidOutArray) -> Iterable[Finding]:
     if not assignment.passed_over:
         return
     if array.rules.on_conflict == "error":
-        yield array.finding("error", "mesh-axis-conflict", explain_conflicts(assignment))
+        yield array.finding(
+            "error", "mesh-axis-conflict", explain_conflicts(assignment)
+        )
         return
     for loss in assignment.passed_over:
         name = loss.rule[0]
@@ -158,7 +170,9 @@ def _unconstrained(array: LaidOutArray) -> Iterable[Finding]:
             yield array.finding("warning", "unconstrained", text)
 
 
-def _unknown_mesh_axes(array: LaidOutArray, sizes: Mapping[str, int]) -> Iterable[Finding]:
+def _unknown_mesh_axes(
+    array: LaidOutArray, sizes: Mapping[str, int]
+) -> Iterable[Finding]:
     for dimension, target in enumerate(array.assignment.entries):
         for axis in mesh_axes_of(target):
             if axis not in sizes:

@@ -95,7 +95,9 @@ class Rules:
     @property
     def mesh_axes(self) -> tuple[str, ...]:
         """The mesh axes that occur in targets, each once, in order."""
-        return tuple(dict.fromkeys(axis for _, to in self.pairs for axis in mesh_axes_of(to)))
+        return tuple(
+            dict.fromkeys(axis for _, to in self.pairs for axis in mesh_axes_of(to))
+        )
 
     def assign(self, names: Iterable[Any]) -> Assignment:
         """Assigns mesh axes to the dimensions of one array, whatever the policies say.
@@ -133,9 +135,13 @@ class Rules:
         entries = check_names(names)
         assignment = assign(entries, self.pairs)
         if self.on_unmapped == "error" and assignment.unmapped:
-            raise UnmappedAxisError(f"Axis names {entries}: {explain_unmapped(assignment, self)}")
+            raise UnmappedAxisError(
+                f"Axis names {entries}: {explain_unmapped(assignment, self)}"
+            )
         if self.on_conflict == "error" and assignment.passed_over:
-            raise AxisConflictError(f"Axis names {entries}: {explain_conflicts(assignment)}")
+            raise AxisConflictError(
+                f"Axis names {entries}: {explain_conflicts(assignment)}"
+            )
         return assignment.spec
 
     def extend(self, more: RulesLike) -> Rules:
@@ -195,9 +201,17 @@ class Rules:
         )
 
     def __repr__(self) -> str:
-        pairs = ", ".join(f"({name!r}, {_format_target(target)})" for name, target in self.pairs)
-        conflict = "" if self.on_conflict == "first" else f", on_conflict={self.on_conflict!r}"
-        unmapped = "" if self.on_unmapped == "replicate" else f", on_unmapped={self.on_unmapped!r}"
+        pairs = ", ".join(
+            f"({name!r}, {_format_target(target)})" for name, target in self.pairs
+        )
+        conflict = (
+            "" if self.on_conflict == "first" else f", on_conflict={self.on_conflict!r}"
+        )
+        unmapped = (
+            ""
+            if self.on_unmapped == "replicate"
+            else f", on_unmapped={self.on_unmapped!r}"
+        )
         return f"Rules([{pairs}]{conflict}{unmapped})"
 
     def __reduce__(self) -> Any:
@@ -304,7 +318,9 @@ def explain_unmapped(assignment: Assignment, rules: Rules) -> str:
     ]
     hint = f" Did you mean {' and '.join(near)}?" if near else ""
     known = (
-        f"names with rules: {', '.join(map(repr, rules.names))}" if rules else "there are no rules"
+        f"names with rules: {', '.join(map(repr, rules.names))}"
+        if rules
+        else "there are no rules"
     )
     return (
         f"no rule mentions {names} ({known}).{hint} Add the rule ({assignment.unmapped[0]!r}, "

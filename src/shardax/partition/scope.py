@@ -23,8 +23,12 @@ from shardax.partition.rules import Rules, RulesLike
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The context is a key of JAX's own caches: rules that change retrace, also in plain jax.jit.
-_current = jax.make_user_context(default_value=Rules())
+# The context is part of the key of JAX's own caches, so rules that change retrace, also in plain
+# jax.jit. It is hashed and compared on every call of a compiled function, therefore it holds text,
+# for which Python is not entered; equal rules have equal text.
+_NO_RULES = repr(Rules())
+_current = jax.make_user_context(default_value=_NO_RULES)
+_rules_by_text: dict[str, Rules] = {_NO_RULES: Rules()}
 
 
 def current_rules() -> Rules:
@@ -34,7 +38,7 @@ def current_rules() -> Rules:
         >>> len(current_rules())
         0
     """
-    return _current.value
+    return _rules_by_text[_current.value]
 
 
 def resolve_rules(rules: RulesLike | None = None) -> Rules:
@@ -49,12 +53,16 @@ class AxisRulesScope:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self._local = threading.local()  # one scope object may be entered by many threads at once
+        self._text = repr(rules)
+        _rules_by_text.setdefault(self._text, rules)
+        self._local = (
+            threading.local()
+        )  # one scope object may be entered by many threads at once
 
     def __enter__(self) -> Rules:
         if not hasattr(self._local, "entered"):
             self._local.entered = []
-        scope = _current(self.rules)
+        scope = _current(self._text)
         scope.__enter__()
         self._local.entered.append(scope)
         return self.rules

@@ -62,7 +62,9 @@ class ByteText:
     name: str
 
     @classmethod
-    def from_bytes(cls, data: bytes | ByteArray, name: str = "bytes in memory") -> ByteText:
+    def from_bytes(
+        cls, data: bytes | ByteArray, name: str = "bytes in memory"
+    ) -> ByteText:
         """Take text that is in memory.
 
         Args:
@@ -79,7 +81,11 @@ class ByteText:
             >>> len(ByteText.from_bytes(b"abc"))
             3
         """
-        array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
+        array = (
+            data
+            if isinstance(data, np.ndarray)
+            else np.frombuffer(data, dtype=np.uint8)
+        )
         if array.dtype != np.uint8 or array.ndim != 1:
             raise TextSourceError(
                 f"Text must be a one-dimensional uint8 array, but {name} has dtype {array.dtype} "
@@ -155,12 +161,16 @@ class ByteText:
         """
         root = Path(path)
         joined = gather(
-            root, list_folder(root, suffixes), None if cache_dir is None else Path(cache_dir)
+            root,
+            list_folder(root, suffixes),
+            None if cache_dir is None else Path(cache_dir),
         )
         return cls(_map_bytes(joined), str(root))
 
     @classmethod
-    def standard_library(cls, *, cache_dir: str | os.PathLike[str] | None = None) -> ByteText:
+    def standard_library(
+        cls, *, cache_dir: str | os.PathLike[str] | None = None
+    ) -> ByteText:
         """The source text of the running Python's standard library: real input on any machine.
 
         Args:
@@ -253,7 +263,9 @@ class ByteText:
             self._part_of_blocks(is_held_out, block_bytes),
         )
 
-    def _part_of_blocks(self, chosen: npt.NDArray[np.bool_], block_bytes: int) -> TextPart:
+    def _part_of_blocks(
+        self, chosen: npt.NDArray[np.bool_], block_bytes: int
+    ) -> TextPart:
         edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
         starts, ends = edges[0::2] * block_bytes, edges[1::2] * block_bytes
         return TextPart(self, starts, np.minimum(ends, len(self)))
@@ -357,7 +369,9 @@ def _map_bytes(path: Path) -> ByteArray:
 
 def _held_out_blocks(blocks: int, group_size: int) -> npt.NDArray[np.bool_]:
     groups = np.arange(-(-blocks // group_size))
-    chosen = groups * group_size + (hash64(groups) % np.uint64(group_size)).astype(np.int64)
+    chosen = groups * group_size + (hash64(groups) % np.uint64(group_size)).astype(
+        np.int64
+    )
     is_held_out = np.zeros(blocks, dtype=np.bool_)
     is_held_out[chosen[chosen < blocks]] = True
     return is_held_out

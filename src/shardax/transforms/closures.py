@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -67,7 +68,9 @@ def _search(value: Any, depth: int, seen: set[int], found: dict[Any, Source]) ->
 
 
 def _places(function: types.FunctionType) -> Iterator[tuple[Any, Source]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+    for name, cell in zip(
+        function.__code__.co_freevars, function.__closure__ or (), strict=True
+    ):
         yield id(cell), Source(name, functools.partial(_read_cell, cell))
     scope = function.__globals__
     for name in _global_names(function.__code__):
@@ -84,7 +87,11 @@ def _read_cell(cell: types.CellType) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    names = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    names = [
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names.extend(_global_names(constant))
@@ -109,3 +116,23 @@ def objects_in(value: Any) -> Iterator[Object]:
         for item in value.values():
             if isinstance(item, Object):
                 yield item
+
+
+@functools.lru_cache(maxsize=1024)
+def parameters_of(function: Any) -> tuple[inspect.Parameter, ...] | None:
+    """Returns a function's parameters, or None if it has no signature."""
+    try:
+        return tuple(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def parameter_name(function: Any, position: int) -> str:
+    """Returns the name of a function's positional parameter, for messages."""
+    parameters = parameters_of(function) or ()
+    positional = [
+        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if position < len(positional):
+        return positional[position].name
+    return f"args[{position}]"

@@ -17,7 +17,13 @@ from typing import Any
 import jax
 
 from shardax.core.paths import format_path
-from shardax.core.structure import GraphDef, ModuleDef, VariableDef, definition_children, definition_paths
+from shardax.core.structure import (
+    GraphDef,
+    ModuleDef,
+    VariableDef,
+    definition_children,
+    definition_paths,
+)
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,13 @@ class Retrace:
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.function} was traced again because:\n" + "\n".join(f"  {reason}" for reason in self.reasons)
+        return f"{self.function} was traced again because:\n" + "\n".join(
+            f"  {reason}" for reason in self.reasons
+        )
 
 
-_listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = contextvars.ContextVar(
-    "shardax_retrace_listeners", default=()
+_listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = (
+    contextvars.ContextVar("shardax_retrace_listeners", default=())
 )
 
 
@@ -61,7 +69,9 @@ def explain_retraces(file: Any = None) -> Iterator[list[Retrace]]:
         ('argument [0]: float32[2] -> float32[3]',)
     """
     found: list[Retrace] = []
-    token = _listeners.set((*_listeners.get(), (found, sys.stderr if file is None else file)))
+    token = _listeners.set(
+        (*_listeners.get(), (found, sys.stderr if file is None else file))
+    )
     try:
         yield found
     finally:
@@ -70,7 +80,13 @@ def explain_retraces(file: Any = None) -> Iterator[list[Retrace]]:
 
 def _report(function: Any, reasons: Sequence[str]) -> None:
     name = getattr(function, "__qualname__", None) or repr(function)
-    retrace = Retrace(name, tuple(reasons) or ("nothing that shardax can see (JAX's own settings, or its cache was cleared)",))
+    retrace = Retrace(
+        name,
+        tuple(reasons)
+        or (
+            "nothing that shardax can see (JAX's own settings, or its cache was cleared)",
+        ),
+    )
     for found, file in _listeners.get():
         found.append(retrace)
         if file:
@@ -87,7 +103,10 @@ def planned(jit: Any, plan: Any) -> None:
 
 def traced(plan: Any, values: Sequence[Any], plain: Sequence[Any]) -> None:
     """Told that a plan's function is being traced for these values."""
-    entries = [(format_path(path), value) for path, value in zip(plan.leaf_paths, values, strict=True)]
+    entries = [
+        (format_path(path), value)
+        for path, value in zip(plan.leaf_paths, values, strict=True)
+    ]
     entries += [(f"argument [{i}]", item) for i, item in enumerate(plain)]
     signature = {
         name + jax.tree_util.keystr(key): _kind(leaf)
@@ -109,7 +128,11 @@ def _kind(leaf: Any) -> str:
 
 def _signature_differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
     names = list(dict.fromkeys([*old, *new]))
-    return [f"{n}: {old.get(n, 'absent')} -> {new.get(n, 'absent')}" for n in names if old.get(n) != new.get(n)]
+    return [
+        f"{n}: {old.get(n, 'absent')} -> {new.get(n, 'absent')}"
+        for n in names
+        if old.get(n) != new.get(n)
+    ]
 
 
 def key_differences(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
@@ -121,13 +144,19 @@ def key_differences(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
     """
     reasons = structure_differences(old[0], new[0])
     if old[1:4] != new[1:4] and not reasons:
-        reasons.append("the arguments have other containers, or objects stand elsewhere in them")
+        reasons.append(
+            "the arguments have other containers, or objects stand elsewhere in them"
+        )
     before, after = dict(old[4]), dict(new[4])
     for place in dict.fromkeys([*before, *after]):
         if before.get(place) != after.get(place):
-            reasons.append(f"static argument {place!r}: {_exact(before.get(place))} -> {_exact(after.get(place))}")
+            reasons.append(
+                f"static argument {place!r}: {_exact(before.get(place))} -> {_exact(after.get(place))}"
+            )
     for name in {n for n, _ in old[5] ^ new[5]}:
-        reasons.append(f"setting in scope {name!r}: {dict(old[5]).get(name)} -> {dict(new[5]).get(name)}")
+        reasons.append(
+            f"setting in scope {name!r}: {dict(old[5]).get(name)} -> {dict(new[5]).get(name)}"
+        )
     return reasons
 
 
@@ -151,7 +180,9 @@ def structure_differences(old: GraphDef, new: GraphDef) -> list[str]:
     reasons = []
     for path in dict.fromkeys([*before, *after]):
         if before.get(path) != after.get(path):
-            reasons.append(f"{format_path(path)}: {_entry(before.get(path))} -> {_entry(after.get(path))}")
+            reasons.append(
+                f"{format_path(path)}: {_entry(before.get(path))} -> {_entry(after.get(path))}"
+            )
     return reasons or ["objects are shared in another way"]
 
 
@@ -172,7 +203,10 @@ def _by_path(graphdef: GraphDef) -> dict[Any, Any]:
         if type(definition) is VariableDef:
             found[path] = (definition.type, definition.metadata)
             continue
-        found[path] = (definition.type, "" if type(definition) is ModuleDef else len(definition.items))
+        found[path] = (
+            definition.type,
+            "" if type(definition) is ModuleDef else len(definition.items),
+        )
         for key, child in definition_children(definition):
             if hasattr(child, "value"):
                 found[(*path, key)] = child

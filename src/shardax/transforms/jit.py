@@ -13,7 +13,6 @@ function did leaves the compiled program as a node of its output tree, so that e
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,9 +28,22 @@ from shardax.core.pytree import has_objects
 from shardax.core.static import Static
 from shardax.core.variables import Variable
 from shardax.transforms import explain
-from shardax.transforms.closures import find_sources, objects_in
+from shardax.transforms.closures import (
+    find_sources,
+    objects_in,
+    parameter_name,
+    parameters_of,
+)
 from shardax.transforms.lift import Arguments, Carried, Graph, carry_in, check_no_leak
-from shardax.transforms.plan import ArgumentLayout, Captured, Options, Plan, Replan, template_roots
+from shardax.transforms.plan import (
+    ArgumentLayout,
+    Captured,
+    Options,
+    Plan,
+    Replan,
+    template_roots,
+)
+from shardax.transforms.shapes import eval_shape
 
 _ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
 """Types of arguments that are surely plain, extended by JAX's concrete array type when it is first met."""
@@ -51,7 +63,16 @@ class CallEntry:
         last: The record of the last call and the Variables it wrote.
     """
 
-    __slots__ = ("donated", "epoch", "kept", "last", "leaves", "plan", "roots", "settings")
+    __slots__ = (
+        "donated",
+        "epoch",
+        "kept",
+        "last",
+        "leaves",
+        "plan",
+        "roots",
+        "settings",
+    )
 
     def __init__(self, plan: Plan, graph: Graph) -> None:
         self.plan = plan
@@ -121,7 +142,12 @@ class Jit:
         for source in self.sources:
             key.append(id(source.read()))
         entry = self.calls.get(tuple(key))
-        if entry is None or traced or entry.epoch != epoch.current or entry.settings is not context.current():
+        if (
+            entry is None
+            or traced
+            or entry.epoch != epoch.current
+            or entry.settings is not context.current()
+        ):
             return self._call_slowly(args, kwargs, tuple(key))
         local.call = entry
         try:
@@ -142,17 +168,18 @@ class Jit:
             variable._value = value
         return result
 
-    def _call_slowly(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None) -> Any:
+    def _call_slowly(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None
+    ) -> Any:
         """Calls without a remembered entry, and remembers one if ``key`` says under what."""
         while True:
             plan, graph, arguments = self.prepare(args, kwargs)
-            entry = CallEntry(plan, graph)
-            local.call = entry
+            entry = local.call = self.entry(plan, graph)
             try:
                 carried = plan.call(graph.values(), arguments)
                 break
             except Captured as found:
-                self._capture(found.objects)
+                self.capture(found.objects)
             except Replan:
                 self.plans.pop(plan.key, None)
             except Exception as error:
@@ -161,7 +188,11 @@ class Jit:
             finally:
                 local.call = None
         check_no_leak(graph, carried)
-        if key is not None and local.frame is None and not any(isinstance(r, Variable) for r in graph.roots):
+        if (
+            key is not None
+            and local.frame is None
+            and not any(isinstance(r, Variable) for r in graph.roots)
+        ):
             self._remember(key, entry, graph)
         return carry_in(graph, carried)
 
@@ -174,13 +205,22 @@ class Jit:
             if jit is not None:
                 jit.calls.pop(key, None)
 
-        entry.roots = [weakref.ref(r, forget) if isinstance(r, Object) else (lambda r=r: r) for r in graph.roots]
+        entry.roots = [
+            weakref.ref(r, forget) if isinstance(r, Object) else (lambda r=r: r)
+            for r in graph.roots
+        ]
         self.calls[key] = entry
 
-    def _recover(self, error: Exception, entry: CallEntry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _recover(
+        self,
+        error: Exception,
+        entry: CallEntry,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """A retrace inside a steady call found captured objects or another result; otherwise explains the error."""
         if isinstance(error, Captured):
-            self._capture(error.objects)
+            self.capture(error.objects)
         elif isinstance(error, Replan):
             self.plans.pop(entry.plan.key, None)
         else:
@@ -189,13 +229,16 @@ class Jit:
         self.calls.clear()
         return self._call_slowly(args, kwargs)
 
-    def _capture(self, objects: Sequence[Any]) -> None:
+    def capture(self, objects: Sequence[Any]) -> None:
+        """Makes objects that a trace used without being given them hidden inputs of later calls."""
         self.captured = [ref for ref in self.captured if ref() is not None]
         self.captured.extend(weakref.ref(item) for item in objects)
 
     # --- preparing -------------------------------------------------------------------------------
 
-    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Plan, Graph, Arguments]:
+    def prepare(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Plan, Graph, Arguments]:
         """Finds or makes the plan for a call.
 
         Returns:
@@ -204,7 +247,11 @@ class Jit:
         signature = self._separate_static(args, kwargs)
         arguments = Arguments(signature.args, signature.kwargs)
         hidden = self.hidden_objects()
-        names = [(), *self._root_names(args, arguments), *(("closure",) for _ in hidden)]
+        names = [
+            (),
+            *self._root_names(args, arguments),
+            *(("closure",) for _ in hidden),
+        ]
         graph = Graph([self.__wrapped__, *arguments.roots, *hidden], names)
         key = (
             graph.flat.graphdef,
@@ -216,10 +263,22 @@ class Jit:
         )
         plan = self.plans.get(key)
         if plan is None:
-            plan = Plan(self.__wrapped__, self.options, key, graph, arguments, self._layout(args, signature), names)
+            plan = Plan(
+                self.__wrapped__,
+                self.options,
+                key,
+                graph,
+                arguments,
+                self._layout(args, signature),
+                names,
+            )
             explain.planned(self, plan)
             self.plans[key] = plan
         return plan, graph, arguments
+
+    def entry(self, plan: Plan, graph: Graph) -> CallEntry:
+        """Returns what a call of ``plan`` on these objects needs."""
+        return CallEntry(plan, graph)
 
     def hidden_objects(self) -> list[Any]:
         """Returns the objects that the function uses without being given them, as far as known."""
@@ -230,33 +289,62 @@ class Jit:
     def _layout(self, args: Sequence[Any], signature: Signature) -> ArgumentLayout:
         positions = [i for i in range(len(args)) if i not in self.static_positions]
         positional = [(i, parameter_name(self.__wrapped__, i)) for i in positions]
-        static = [(place, item.value) for place, item in signature.static if isinstance(place, int)]
-        named = {place: item.value for place, item in signature.static if isinstance(place, str)}
+        static = [
+            (place, item.value)
+            for place, item in signature.static
+            if isinstance(place, int)
+        ]
+        named = {
+            place: item.value
+            for place, item in signature.static
+            if isinstance(place, str)
+        }
         return ArgumentLayout(positional, static, named, self.options)
 
-    def _root_names(self, args: Sequence[Any], arguments: Arguments) -> list[tuple[Any, ...]]:
+    def _root_names(
+        self, args: Sequence[Any], arguments: Arguments
+    ) -> list[tuple[Any, ...]]:
         names: list[tuple[Any, ...]] = [()] * len(arguments.roots)
         positions = [i for i in range(len(args)) if i not in self.static_positions]
         labels = [parameter_name(self.__wrapped__, i) for i in positions]
-        for label, template in [*zip(labels, arguments.templates, strict=True), *arguments.named]:
+        for label, template in [
+            *zip(labels, arguments.templates, strict=True),
+            *arguments.named,
+        ]:
             for position in template_roots(template):
                 names[position] = (label,)
         return names
 
-    def _separate_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    def _separate_static(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Signature:
         if self._simple:
             return Signature(tuple(args), dict(kwargs), ())
-        static = [(i, _static(args[i], self, i)) for i in self.static_positions if i < len(args)]
-        static += [(name, _static(kwargs[name], self, name)) for name in self.static_names if name in kwargs]
-        dynamic = tuple(arg for i, arg in enumerate(args) if i not in self.static_positions)
-        named = {name: arg for name, arg in kwargs.items() if name not in self.static_names}
+        static = [
+            (i, _static(args[i], self, i))
+            for i in self.static_positions
+            if i < len(args)
+        ]
+        static += [
+            (name, _static(kwargs[name], self, name))
+            for name in self.static_names
+            if name in kwargs
+        ]
+        dynamic = tuple(
+            arg for i, arg in enumerate(args) if i not in self.static_positions
+        )
+        named = {
+            name: arg for name, arg in kwargs.items() if name not in self.static_names
+        }
         return Signature(dynamic, named, tuple(static))
 
     # --- the rest of the interface ------------------------------------------------------------------
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """Traces the function for these arguments without compiling; returns a ``Traced``."""
-        from shardax.transforms.stages import trace_jit  # stages use Jit, so they stand above it
+        from shardax.transforms.stages import (
+            trace_jit,
+        )  # stages use Jit, so they stand above it
 
         return trace_jit(self, args, kwargs)
 
@@ -266,7 +354,15 @@ class Jit:
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes and dtypes of the result, computing and changing nothing."""
-        return self.trace(*args, **kwargs).abstract_result()
+        signature = self._separate_static(args, kwargs)
+        layout = self._layout(args, signature)
+
+        def call(*dynamic: Any, **named: Any) -> Any:
+            return self.__wrapped__(
+                *layout.insert_static(list(dynamic)), **named, **layout.static_named
+            )
+
+        return eval_shape(call, *signature.args, **signature.kwargs)
 
     def clear_cache(self) -> None:
         """Forgets everything compiled so far."""
@@ -333,30 +429,22 @@ def _note_types(arg: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
 
 
-@functools.lru_cache(maxsize=1024)
-def _parameters(function: Any) -> tuple[inspect.Parameter, ...] | None:
-    try:
-        return tuple(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return None
-
-
-def parameter_name(function: Any, position: int) -> str:
-    """Returns the name of a function's positional parameter, for messages."""
-    parameters = _parameters(function) or ()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if position < len(positional):
-        return positional[position].name
-    return f"args[{position}]"
-
-
-def _static_arguments(function: Any, options: Options) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _static_arguments(
+    function: Any, options: Options
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Resolves static positions and names from each other by the function's signature, as ``jax.jit`` does."""
-    positions, names = _as_tuple(options.static_argnums), _as_tuple(options.static_argnames)
-    parameters = _parameters(function)
+    positions, names = (
+        _as_tuple(options.static_argnums),
+        _as_tuple(options.static_argnames),
+    )
+    parameters = parameters_of(function)
     if parameters is None or not (positions or names):
         return positions, names
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     count = len(positional)
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     for position in positions:
@@ -373,7 +461,10 @@ def _static_arguments(function: Any, options: Options) -> tuple[tuple[int, ...],
                     f"static_argnames has {name!r}, but {getattr(function, '__name__', function)} has only ({', '.join(known)})."
                 )
     positions = tuple(p % count if p < 0 else p for p in positions)
-    all_positions = {*positions, *(positional.index(n) for n in names if n in positional)}
+    all_positions = {
+        *positions,
+        *(positional.index(n) for n in names if n in positional),
+    }
     all_names = {*names, *(positional[p] for p in positions if p < count)}
     return tuple(sorted(all_positions)), tuple(sorted(all_names))
 
@@ -398,8 +489,6 @@ def _static(value: Any, jit: Jit, place: int | str) -> Static:
             f"The static argument {label!r} of {getattr(jit.__wrapped__, '__name__', jit)} is {value!r} of type {type(value).__name__}, which is "
             f"not hashable ({error}). Pass arrays as ordinary arguments; use tuples instead of lists and frozen dataclasses instead of dicts."
         ) from error
-
-
 
 
 def jit(

@@ -30,7 +30,17 @@ from shardax.core.lazy import LazyValue
 from shardax.core.node import Object
 from shardax.core.paths import Path, format_path
 from shardax.core.pytree import has_objects, is_object
-from shardax.core.structure import Decoder, Flat, GraphDef, Ref, VariableDef, Walk, build, flatten_roots, walk_objects
+from shardax.core.structure import (
+    Decoder,
+    Flat,
+    GraphDef,
+    Ref,
+    VariableDef,
+    Walk,
+    build,
+    flatten_roots,
+    walk_objects,
+)
 from shardax.core.variables import Variable
 
 # --- step 1: take apart ------------------------------------------------------------------------------
@@ -112,14 +122,23 @@ class Arguments:
         pairs = [take_apart(arg, self.roots) for arg in args]
         self.templates = tuple(template for template, _ in pairs)
         self.plain = tuple(plain for _, plain in pairs)
-        named = [(name, *take_apart(kwargs[name], self.roots)) for name in sorted(kwargs)]
+        named = [
+            (name, *take_apart(kwargs[name], self.roots)) for name in sorted(kwargs)
+        ]
         self.named = tuple((name, template) for name, template, _ in named)
         self.plain_named = {name: plain for name, _, plain in named}
 
-    def restore(self, plain: Sequence[Any], plain_named: Mapping[str, Any], roots: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    def restore(
+        self, plain: Sequence[Any], plain_named: Mapping[str, Any], roots: Sequence[Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Puts arguments together from plain parts and roots (a transform's copies, usually)."""
-        args = [put_together(t, p, roots) for t, p in zip(self.templates, plain, strict=True)]
-        kwargs = {name: put_together(t, plain_named[name], roots) for name, t in self.named}
+        args = [
+            put_together(t, p, roots)
+            for t, p in zip(self.templates, plain, strict=True)
+        ]
+        kwargs = {
+            name: put_together(t, plain_named[name], roots) for name, t in self.named
+        }
         return args, kwargs
 
 
@@ -134,11 +153,17 @@ class Graph:
 
     __slots__ = ("flat", "leaves", "roots")
 
-    def __init__(self, roots: Sequence[Any], names: Sequence[Path] | None = None) -> None:
+    def __init__(
+        self, roots: Sequence[Any], names: Sequence[Path] | None = None
+    ) -> None:
         self.roots = list(roots)
         self.flat = flatten_roots(self.roots, names)
         frame = local.frame
-        self.leaves = self.flat.leaves if frame is None else [resolve(leaf, frame) for leaf in self.flat.leaves]
+        self.leaves = (
+            self.flat.leaves
+            if frame is None
+            else [resolve(leaf, frame) for leaf in self.flat.leaves]
+        )
 
     def values(self) -> list[Any]:
         """Reads all values, materialising lazy ones."""
@@ -151,20 +176,32 @@ class Graph:
 
 def read(leaves: Sequence[Any]) -> list[Any]:
     """Reads the values of resolved Variables, materialising lazy and NumPy ones."""
-    return [v.value if isinstance(v._value, (LazyValue, np.ndarray)) else v._value for v in leaves]
+    return [
+        v.value if isinstance(v._value, (LazyValue, np.ndarray)) else v._value
+        for v in leaves
+    ]
 
 
 def abstract(leaves: Sequence[Any]) -> list[Any]:
     """Returns the values of resolved Variables with lazy ones as ``jax.ShapeDtypeStruct``, allocating nothing."""
     return [
-        jax.ShapeDtypeStruct(v._value.shape, v._value.dtype) if isinstance(v._value, LazyValue) else v._value for v in leaves
+        jax.ShapeDtypeStruct(v._value.shape, v._value.dtype)
+        if isinstance(v._value, LazyValue)
+        else v._value
+        for v in leaves
     ]
 
 
 # --- step 2: bind ------------------------------------------------------------------------------------
 
 
-def bind(frame: Frame, graphdef: GraphDef, values: Sequence[Any], originals: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def bind(
+    frame: Frame,
+    graphdef: GraphDef,
+    values: Sequence[Any],
+    originals: Sequence[Any],
+    leaves: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
     """Rebuilds the graph inside a transform and tells the frame which copy stands for which original.
 
     Args:
@@ -201,10 +238,23 @@ class Record:
         shardings: Declared shardings of (result, written, fresh), set by transforms that have such.
     """
 
-    __slots__ = ("foreign", "fresh", "fresh_ids", "result", "shardings", "updates", "written")
+    __slots__ = (
+        "foreign",
+        "fresh",
+        "fresh_ids",
+        "result",
+        "shardings",
+        "updates",
+        "written",
+    )
 
     def __init__(
-        self, written: tuple[int, ...], updates: dict[int, Any], fresh: tuple[Any, ...], result: Any, foreign: dict[int, Any]
+        self,
+        written: tuple[int, ...],
+        updates: dict[int, Any],
+        fresh: tuple[Any, ...],
+        result: Any,
+        foreign: dict[int, Any],
     ) -> None:
         self.written = written
         self.updates = updates
@@ -225,7 +275,9 @@ class Record:
         return self.result is None and not self.updates
 
 
-jax.tree_util.register_pytree_node(Record, lambda record: ((), record), lambda record, _: record)
+jax.tree_util.register_pytree_node(
+    Record, lambda record: ((), record), lambda record, _: record
+)
 
 
 class Carried(NamedTuple):
@@ -237,7 +289,14 @@ class Carried(NamedTuple):
     record: Record
 
 
-def carry_out(frame: Frame, graphdef: GraphDef, copies: Sequence[Any], bound: Sequence[Any], result: Any, emit: frozenset[int] = frozenset()) -> Carried:
+def carry_out(
+    frame: Frame,
+    graphdef: GraphDef,
+    copies: Sequence[Any],
+    bound: Sequence[Any],
+    result: Any,
+    emit: frozenset[int] = frozenset(),
+) -> Carried:
     """Records, inside the transform, what the user's function did.
 
     Args:
@@ -253,24 +312,48 @@ def carry_out(frame: Frame, graphdef: GraphDef, copies: Sequence[Any], bound: Se
     """
     walk = _continue_walk(frame, copies)
     for position, copy in enumerate(copies):
-        walk.definitions[position] = copy._describe(lambda child, key: walk.encode(child, ()))
+        walk.definitions[position] = copy._describe(
+            lambda child, key: walk.encode(child, ())
+        )
     count = len(copies)
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_object)
-    places = tuple((i, walk.visit(leaf, ())) for i, leaf in enumerate(leaves) if isinstance(leaf, Object))
+    places = tuple(
+        (i, walk.visit(leaf, ()))
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Object)
+    )
     template = Mixed(treedef, places) if places else None
-    foreign = {i: item for i, item in enumerate(walk.objects) if i >= count and not _belongs(item, frame)}
-    made = [item for i, item in enumerate(walk.objects) if i >= count and i not in foreign and isinstance(item, Variable)]
+    foreign = {
+        i: item
+        for i, item in enumerate(walk.objects)
+        if i >= count and not _belongs(item, frame)
+    }
+    made = [
+        item
+        for i, item in enumerate(walk.objects)
+        if i >= count and i not in foreign and isinstance(item, Variable)
+    ]
     fresh = [item.value for item in made]
-    updates = {i: walk.definitions[i] for i in range(count) if walk.definitions[i] != graphdef.objects[i]}
+    updates = {
+        i: walk.definitions[i]
+        for i in range(count)
+        if walk.definitions[i] != graphdef.objects[i]
+    }
     written, values = [], []
-    for position, (index, before) in enumerate(zip(graphdef.leaves, bound, strict=True)):
+    for position, (index, before) in enumerate(
+        zip(graphdef.leaves, bound, strict=True)
+    ):
         after = copies[index]._value
         if position in emit or not same_value(before, after):
             written.append(position)
             values.append(copies[index].value)
-    record = Record(tuple(written), updates, tuple(walk.definitions[count:]), template, foreign)
+    record = Record(
+        tuple(written), updates, tuple(walk.definitions[count:]), template, foreign
+    )
     record.fresh_ids = tuple(map(id, made))
-    arrays = [leaf for leaf in leaves if not isinstance(leaf, Object)] if places else result
+    arrays = (
+        [leaf for leaf in leaves if not isinstance(leaf, Object)] if places else result
+    )
     return Carried(arrays, values, fresh, record)
 
 
@@ -317,7 +400,9 @@ def carry_in(graph: Graph, carried: Carried) -> Any:
     objects = graph.objects()
     for position in record.updates:
         if not isinstance(objects[position], Variable):
-            check_structural_write(objects[position], f"a {type(objects[position]).__name__}")
+            check_structural_write(
+                objects[position], f"a {type(objects[position]).__name__}"
+            )
     _add_fresh(objects, record, carried.fresh)
     for position, value in zip(record.written, carried.written, strict=True):
         graph.leaves[position]._value = value
@@ -345,7 +430,9 @@ def _add_fresh(objects: list[Any], record: Record, values: Sequence[Any]) -> Non
         if count + offset in record.foreign:
             objects.append(record.foreign[count + offset])
         elif type(definition) is VariableDef:
-            objects.append(definition.type._make(next(remaining), definition.metadata, owner))
+            objects.append(
+                definition.type._make(next(remaining), definition.metadata, owner)
+            )
         else:
             objects.append(definition.type._allocate(owner, None))
     decode = Decoder(objects)
@@ -364,7 +451,9 @@ def check_no_leak(graph: Graph, carried: Carried) -> None:
     for position, value in zip(carried.record.written, carried.written, strict=True):
         variable = graph.leaves[position]
         home = _jax.EAGER if variable._owner is None else variable._owner.trace
-        if here != home and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+        if here != home and any(
+            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)
+        ):
             path = graph.flat.leaf_paths[position]
             raise TraceLeakError(
                 f"The {type(variable).__name__} at {format_path(path)} would be written with a traced value, because this call runs inside a "
@@ -379,13 +468,17 @@ def check_result(result: Any, name: str) -> None:
     Raises:
         OutputError: Naming the place in the result.
     """
-    for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
-        if isinstance(leaf, Object) or hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex)):
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(
+        result, is_leaf=is_object
+    ):
+        if (
+            isinstance(leaf, Object)
+            or hasattr(leaf, "dtype")
+            or isinstance(leaf, (bool, int, float, complex))
+        ):
             continue
         where = jax.tree_util.keystr(key_path) or "the result itself"
         raise OutputError(
             f"The function given to sx.{name} returned {leaf!r} of type {type(leaf).__name__} at {where}. A result holds arrays, numbers, Modules and "
             f"Variables. Return such a value from outside the transform, or keep it as static configuration of a Module."
         )
-
-

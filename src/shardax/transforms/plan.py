@@ -22,7 +22,15 @@ from shardax.core.paths import Path, format_path
 from shardax.core.pytree import is_object
 from shardax.core.variables import Variable
 from shardax.transforms import explain
-from shardax.transforms.lift import Arguments, Carried, Graph, bind, carry_out, check_result, put_together
+from shardax.transforms.lift import (
+    Arguments,
+    Carried,
+    Graph,
+    bind,
+    carry_out,
+    check_result,
+    put_together,
+)
 from shardax.transforms.prefix import consistent, expand
 
 
@@ -101,17 +109,20 @@ class Plan:
         self.named = arguments.named
         self.root_count = len(arguments.roots)
         self.signatures: list[Any] = []
-        self._donated_leaves = self._find_donated(graph, arguments)
+        self.donated_leaves = self._find_donated(graph, arguments)
         self._in_shardings = self._spread_in_shardings(graph, arguments)
         self._expected: Any = None
+        self._program = self._named_program()
         self._jitted: Any = None
-        self._full = bool(arguments.named or layout.donated or self._in_shardings is not None)
+        self._full = bool(
+            arguments.named or layout.donated or self._in_shardings is not None
+        )
 
     # --- calling ---------------------------------------------------------------------------------
 
     def partition(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Separates the Variables (or values) that are kept from those that are donated."""
-        donated = self._donated_leaves
+        donated = self.donated_leaves
         if not donated:
             return list(leaves), []
         kept = [leaf for i, leaf in enumerate(leaves) if i not in donated]
@@ -133,13 +144,27 @@ class Plan:
         kept, donated = self.partition(values)
         if not self._full:
             return kept, donated, list(arguments.plain)
-        return kept, donated, *self._separate_plain(list(arguments.plain), arguments.plain_named)
+        return (
+            kept,
+            donated,
+            *self._separate_plain(list(arguments.plain), arguments.plain_named),
+        )
 
-    def _separate_plain(self, plain: list[Any], named: dict[str, Any]) -> tuple[Any, ...]:
-        given = [None if p in self.layout.donated else item for p, item in enumerate(plain)]
-        donated = [item if p in self.layout.donated else None for p, item in enumerate(plain)]
-        kept_named = {name: v for name, v in named.items() if not self.options.donates_name(name)}
-        donated_named = {name: v for name, v in named.items() if self.options.donates_name(name)}
+    def _separate_plain(
+        self, plain: list[Any], named: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        given = [
+            None if p in self.layout.donated else item for p, item in enumerate(plain)
+        ]
+        donated = [
+            item if p in self.layout.donated else None for p, item in enumerate(plain)
+        ]
+        kept_named = {
+            name: v for name, v in named.items() if not self.options.donates_name(name)
+        }
+        donated_named = {
+            name: v for name, v in named.items() if self.options.donates_name(name)
+        }
         return given, donated, kept_named, donated_named
 
     def jitted(self, full: tuple[Any, ...]) -> Any:
@@ -155,8 +180,11 @@ class Plan:
         return self._jitted
 
     def _make(self, out_shardings: Any) -> Any:
-        options: dict[str, Any] = {"keep_unused": self.options.keep_unused, "inline": self.options.inline}
-        if self._donated_leaves or self.layout.donated or self.options.donate_argnames:
+        options: dict[str, Any] = {
+            "keep_unused": self.options.keep_unused,
+            "inline": self.options.inline,
+        }
+        if self.donated_leaves or self.layout.donated or self.options.donate_argnames:
             options["donate_argnums"] = (1, 3, 5) if self._full else (1,)
         if self._in_shardings is not None:
             options["in_shardings"] = self._in_shardings
@@ -164,7 +192,18 @@ class Plan:
             options["out_shardings"] = out_shardings
         if self.options.compiler_options is not None:
             options["compiler_options"] = self.options.compiler_options
-        return jax.jit(self._pure, **options)
+        return jax.jit(self._program, **options)
+
+    def _named_program(self) -> Callable[..., Any]:
+        """Returns the pure function under the user's name, which is what profiles and compiler dumps show."""
+
+        def program(*flat: Any) -> tuple[Any, ...]:
+            return self._pure(*flat)
+
+        program.__name__ = getattr(
+            self.function, "__name__", type(self.function).__name__
+        )
+        return program
 
     def clear_cache(self) -> None:
         """Forgets what was compiled."""
@@ -188,11 +227,25 @@ class Plan:
         for position in self.layout.donated:
             plain[position] = donated_plain[position]
         with Frame("jit") as frame:
-            roots, copies = bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
-            result = self._call_user(roots, plain, {**(named or {}), **(donated_named or {})})
+            roots, copies = bind(
+                frame, self.graphdef, values, graph.objects(), graph.leaves
+            )
+            result = self._call_user(
+                roots, plain, {**(named or {}), **(donated_named or {})}
+            )
             check_result(result, "jit")
-            carried = carry_out(frame, self.graphdef, copies, values, result, self._emitted(result, copies))
-            lost = [*(outer for outer, _ in frame.adopted), *carried.record.foreign.values()]
+            carried = carry_out(
+                frame,
+                self.graphdef,
+                copies,
+                values,
+                result,
+                self._emitted(result, copies),
+            )
+            lost = [
+                *(item.outer for item in frame.adopted),
+                *carried.record.foreign.values(),
+            ]
             if lost:
                 raise Captured(lost)
             self._declare_shardings(carried, copies, result)
@@ -200,39 +253,59 @@ class Plan:
 
     def _join(self, kept: Sequence[Any], donated: Sequence[Any]) -> list[Any]:
         remaining, given = iter(kept), iter(donated)
-        return [next(given if i in self._donated_leaves else remaining) for i in range(len(self.graphdef.leaves))]
+        return [
+            next(given if i in self.donated_leaves else remaining)
+            for i in range(len(self.graphdef.leaves))
+        ]
 
-    def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]) -> Any:
+    def _call_user(
+        self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]
+    ) -> Any:
         function, objects = roots[0], roots[1 : 1 + self.root_count]
-        args = [put_together(t, p, objects) for t, p in zip(self.templates, plain, strict=True)]
+        args = [
+            put_together(t, p, objects)
+            for t, p in zip(self.templates, plain, strict=True)
+        ]
         kwargs = {name: put_together(t, named[name], objects) for name, t in self.named}
-        return function(*self.layout.insert_static(args), **kwargs, **self.layout.static_named)
+        return function(
+            *self.layout.insert_static(args), **kwargs, **self.layout.static_named
+        )
 
     # --- donation ---------------------------------------------------------------------------------
 
     def _find_donated(self, graph: Graph, arguments: Arguments) -> frozenset[int]:
         roots: list[int] = []
-        for (position, label), template in zip(self.layout.positional, self.templates, strict=True):
+        for (position, label), template in zip(
+            self.layout.positional, self.templates, strict=True
+        ):
             if self.options.donates(position, label):
                 roots.extend(template_roots(template))
         for name, template in self.named:
             if self.options.donates_name(name):
                 roots.extend(template_roots(template))
-        ids = {id(v) for root in roots for v in Graph([arguments.roots[root]]).flat.leaves}
-        return frozenset(i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in ids)
+        ids = {
+            id(v) for root in roots for v in Graph([arguments.roots[root]]).flat.leaves
+        }
+        return frozenset(
+            i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in ids
+        )
 
     def _emitted(self, result: Any, copies: Sequence[Any]) -> frozenset[int]:
         """Positions of Variables to return even if unchanged: donated ones, and ones in the result with declared shardings."""
         if self.options.out_shardings is None:
-            return self._donated_leaves
+            return self.donated_leaves
         inside = {
             id(v)
             for leaf in jax.tree.leaves(result, is_leaf=is_object)
             if isinstance(leaf, Object)
             for v in Graph([leaf]).flat.leaves
         }
-        returned = (i for i, index in enumerate(self.graphdef.leaves) if id(copies[index]) in inside)
-        return self._donated_leaves | frozenset(returned)
+        returned = (
+            i
+            for i, index in enumerate(self.graphdef.leaves)
+            if id(copies[index]) in inside
+        )
+        return self.donated_leaves | frozenset(returned)
 
     # --- shardings --------------------------------------------------------------------------------
 
@@ -240,22 +313,41 @@ class Plan:
         if self.options.in_shardings is None:
             return None
         given = self.layout.per_argument(self.options.in_shardings, "in_shardings")
-        args = [put_together(t, p, arguments.roots) for t, p in zip(self.templates, arguments.plain, strict=True)]
+        args = [
+            put_together(t, p, arguments.roots)
+            for t, p in zip(self.templates, arguments.plain, strict=True)
+        ]
         entries: list[Any] = []
         plain: list[Any] = []
-        for (_, label), prefix, arg, template in zip(self.layout.positional, given, args, self.templates, strict=True):
-            found = list(expand(prefix, arg, "in_shardings", (label,))) if template_roots(template) else []
+        for (_, label), prefix, arg, template in zip(
+            self.layout.positional, given, args, self.templates, strict=True
+        ):
+            found = (
+                list(expand(prefix, arg, "in_shardings", (label,)))
+                if template_roots(template)
+                else []
+            )
             entries.extend(found)
             rest = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
-            plain.append(rest if hasattr(template, "treedef") else None if found else prefix)
+            plain.append(
+                rest if hasattr(template, "treedef") else None if found else prefix
+            )
         by_id = consistent(entries, "in_shardings")
-        self._leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
+        self._leaf_shardings = [
+            by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves
+        ]
         kept, donated = self.partition(self._leaf_shardings)
-        given_plain = [None if p in self.layout.donated else item for p, item in enumerate(plain)]
-        donated_plain = [item if p in self.layout.donated else None for p, item in enumerate(plain)]
+        given_plain = [
+            None if p in self.layout.donated else item for p, item in enumerate(plain)
+        ]
+        donated_plain = [
+            item if p in self.layout.donated else None for p, item in enumerate(plain)
+        ]
         return kept, donated, given_plain, donated_plain, None, None
 
-    def _declare_shardings(self, carried: Carried, copies: Sequence[Any], result: Any) -> None:
+    def _declare_shardings(
+        self, carried: Carried, copies: Sequence[Any], result: Any
+    ) -> None:
         """Works out the sharding of everything that leaves, when shardings are declared."""
         record = carried.record
         if self._in_shardings is None and self.options.out_shardings is None:
@@ -267,9 +359,16 @@ class Plan:
         arrays: Any = declared
         if record.result is not None:
             found = list(expand(declared, result, "out_shardings"))
-            by_id = {key: entry for key, (_, entry) in consistent(found, "out_shardings").items()}
-            arrays = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
-        inputs = [None] * len(copies) if self._in_shardings is None else self._leaf_shardings
+            by_id = {
+                key: entry
+                for key, (_, entry) in consistent(found, "out_shardings").items()
+            }
+            arrays = [
+                entry for _, leaf, entry in found if not isinstance(leaf, Variable)
+            ]
+        inputs = (
+            [None] * len(copies) if self._in_shardings is None else self._leaf_shardings
+        )
         written = []
         for position in record.written:
             entry = by_id.get(id(copies[self.graphdef.leaves[position]]))
@@ -288,13 +387,17 @@ class Plan:
                 f"{len(absent)} Variables hold only shapes, not arrays: {_listed(absent)}. Materialise the model first (sx.shard, or restore a "
                 f"checkpoint), or look at shapes only with sx.eval_shape."
             ) from error
-        gone = [path for path, v in pairs if any(_is_deleted(leaf) for leaf in jax.tree.leaves(v._value))]
+        gone = [
+            path
+            for path, v in pairs
+            if any(_is_deleted(leaf) for leaf in jax.tree.leaves(v._value))
+        ]
         if gone:
             raise DonationError(
                 f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. A donated array may be used only once; if two "
                 f"models share arrays (sx.clone does), copy them first: sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
             ) from error
-        if self._donated_leaves and "donate" in str(error):
+        if self.donated_leaves and "donate" in str(error):
             owners: dict[int, list[Path]] = {}
             for path, variable in pairs:
                 owners.setdefault(id(variable._value), []).append(path)
@@ -307,7 +410,11 @@ class Plan:
 
 
 def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+    return (
+        isinstance(leaf, jax.Array)
+        and not isinstance(leaf, jax.core.Tracer)
+        and leaf.is_deleted()
+    )
 
 
 def _listed(paths: Sequence[Path]) -> str:
@@ -333,12 +440,18 @@ class ArgumentLayout:
     """
 
     def __init__(
-        self, positional: Sequence[tuple[int, str]], static: Sequence[tuple[int, Any]], static_named: dict[str, Any], options: Options
+        self,
+        positional: Sequence[tuple[int, str]],
+        static: Sequence[tuple[int, Any]],
+        static_named: dict[str, Any],
+        options: Options,
     ) -> None:
         self.positional = list(positional)
         self.static = list(static)
         self.static_named = static_named
-        self.donated = frozenset(i for i, (p, label) in enumerate(positional) if options.donates(p, label))
+        self.donated = frozenset(
+            i for i, (p, label) in enumerate(positional) if options.donates(p, label)
+        )
 
     def insert_static(self, args: list[Any]) -> list[Any]:
         """Returns the user's positional arguments, static ones included."""
@@ -353,13 +466,19 @@ class ArgumentLayout:
             PrefixError: If a tuple of another length was given.
         """
         count = len(self.positional)
-        if not isinstance(prefix, (tuple, list)) or hasattr(prefix, "_fields") or isinstance(prefix, jax.sharding.PartitionSpec):
+        if (
+            not isinstance(prefix, (tuple, list))
+            or hasattr(prefix, "_fields")
+            or isinstance(prefix, jax.sharding.PartitionSpec)
+        ):
             return [prefix] * count
         if len(prefix) == count:
             return list(prefix)
         static = [position for position, _ in self.static]
         if static and len(prefix) == count + len(static):
-            return [entry for position, entry in enumerate(prefix) if position not in static]
+            return [
+                entry for position, entry in enumerate(prefix) if position not in static
+            ]
         labels = ", ".join(label for _, label in self.positional)
         raise PrefixError(
             f"{name} has {len(prefix)} entries, but the call has {count} non-static positional arguments ({labels}). Give one entry per "

@@ -16,7 +16,12 @@ from typing import Any
 import jax
 
 from shardax.core.errors import FilterError, InconsistentAliasingError, PrefixError
-from shardax.core.filters import PathContains, first_match, no_match_error, to_predicates
+from shardax.core.filters import (
+    PathContains,
+    first_match,
+    no_match_error,
+    to_predicates,
+)
 from shardax.core.node import Object
 from shardax.core.paths import Path, format_path
 from shardax.core.state import State, flatten_mapping
@@ -37,9 +42,13 @@ class FilterMapping(Mapping[Any, Any]):
 
     __slots__ = ("_filters", "_predicates", "_values")
 
-    def __init__(self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] | State) -> None:
+    def __init__(
+        self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] | State
+    ) -> None:
         if isinstance(entries, State):
-            pairs: list[tuple[Any, Any]] = [(ExactPath(path), value) for path, value in entries.flat().items()]
+            pairs: list[tuple[Any, Any]] = [
+                (ExactPath(path), value) for path, value in entries.flat().items()
+            ]
         else:
             pairs = list(entries.items() if isinstance(entries, Mapping) else entries)
         self._filters = tuple(item for item, _ in pairs)
@@ -83,12 +92,21 @@ class FilterMapping(Mapping[Any, Any]):
         return hash((type(self), tuple(self._predicates), self._values))
 
     def __repr__(self) -> str:
-        pairs = ", ".join(f"{_name(k)}: {v!r}" for k, v in zip(self._filters, self._values, strict=True))
+        pairs = ", ".join(
+            f"{_name(k)}: {v!r}"
+            for k, v in zip(self._filters, self._values, strict=True)
+        )
         return f"{type(self).__name__}({{{pairs}}})"
 
 
 def _name(item: Any) -> str:
-    return item.__name__ if isinstance(item, type) else "..." if item is ... else repr(item)
+    return (
+        item.__name__
+        if isinstance(item, type)
+        else "..."
+        if item is ...
+        else repr(item)
+    )
 
 
 class ExactPath(PathContains):
@@ -108,7 +126,9 @@ class StateSharding(FilterMapping):
     """
 
 
-def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
+def expand(
+    prefix: Any, tree: Any, name: str, where: Path = ()
+) -> Iterator[tuple[Path, Any, Any]]:
     """Spreads a prefix over a tree.
 
     Args:
@@ -127,10 +147,16 @@ def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tupl
         yield from _expand_object(prefix, tree, name, where)
         return
     if _is_entry(prefix):
-        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
+        leaves = jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=lambda x: isinstance(x, Object)
+        )
         for key_path, leaf in leaves:
             below = (*where, *(_step(key) for key in key_path))
-            yield from expand(prefix, leaf, name, below) if isinstance(leaf, Object) else ((below, leaf, prefix),)
+            yield from (
+                expand(prefix, leaf, name, below)
+                if isinstance(leaf, Object)
+                else ((below, leaf, prefix),)
+            )
         return
     children = _one_level(tree)
     parts = _one_level(prefix)
@@ -144,7 +170,11 @@ def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tupl
 
 
 def _is_entry(prefix: Any) -> bool:
-    return prefix is None or isinstance(prefix, (FilterMapping, State)) or jax.tree_util.all_leaves((prefix,))
+    return (
+        prefix is None
+        or isinstance(prefix, (FilterMapping, State))
+        or jax.tree_util.all_leaves((prefix,))
+    )
 
 
 def _step(key: Any) -> Hashable:
@@ -160,10 +190,14 @@ def _one_level(tree: Any) -> list[tuple[Hashable, Any]]:
 
 
 def _shape(tree: Any) -> str:
-    return f"a {type(tree).__name__}" + (f" of {len(tree)}" if hasattr(tree, "__len__") else "")
+    return f"a {type(tree).__name__}" + (
+        f" of {len(tree)}" if hasattr(tree, "__len__") else ""
+    )
 
 
-def _expand_object(prefix: Any, root: Object, name: str, where: Path) -> Iterator[tuple[Path, Any, Any]]:
+def _expand_object(
+    prefix: Any, root: Object, name: str, where: Path
+) -> Iterator[tuple[Path, Any, Any]]:
     flat = flatten(root)
     pairs = list(zip(flat.leaf_paths, flat.leaves, strict=True))
     if isinstance(prefix, FilterMapping):
@@ -171,13 +205,17 @@ def _expand_object(prefix: Any, root: Object, name: str, where: Path) -> Iterato
             try:
                 entry = prefix.lookup(path, variable)
             except FilterError as error:
-                raise PrefixError(f"{name} for the argument at {format_path(where)}: {error}") from error
+                raise PrefixError(
+                    f"{name} for the argument at {format_path(where)}: {error}"
+                ) from error
             yield (*where, *path), variable, entry
     elif isinstance(prefix, Mapping):
         by_path = flatten_mapping(prefix)
         for path, variable in pairs:
             if path not in by_path:
-                raise PrefixError(f"{name} has no entry for the {type(variable).__name__} at {format_path((*where, *path))}.")
+                raise PrefixError(
+                    f"{name} has no entry for the {type(variable).__name__} at {format_path((*where, *path))}."
+                )
             yield (*where, *path), variable, by_path[path]
     elif isinstance(prefix, (Variable, Object)):
         raise PrefixError(
@@ -188,7 +226,9 @@ def _expand_object(prefix: Any, root: Object, name: str, where: Path) -> Iterato
             yield (*where, *path), variable, prefix
 
 
-def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int, tuple[Path, Any]]:
+def consistent(
+    entries: Iterable[tuple[Path, Any, Any]], name: str
+) -> dict[int, tuple[Path, Any]]:
     """Checks that every Variable got one entry, and returns (path, entry) by ``id`` of Variable.
 
     Raises:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``eval_shape``: what a function over Modules would return, without computing or changing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from shardax.core.frames import Adopted, Frame, owner_here
+from shardax.core.lazy import LazyValue
+from shardax.core.structure import build
+from shardax.transforms.lift import Arguments, Graph, abstract
+from shardax.transforms.once import Once
+
+
+class AbstractFrame(Frame):
+    """A frame in which a lazy Variable that was not passed in is computed as part of the trace, which allocates nothing."""
+
+    __slots__ = ()
+
+    def adopt(self, outer: Any) -> Any:
+        """See ``Frame.adopt``."""
+        value = outer._value
+        if not isinstance(value, LazyValue):
+            return super().adopt(outer)
+        stand_in = type(outer)._make(value.compute(), outer._metadata, self)
+        self.adopted.append(Adopted(outer, stand_in, stand_in._value))
+        return stand_in
+
+
+def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns the shapes and dtypes of what a function would return.
+
+    Args:
+        function: A function over Modules; it may write Variables, but the given Modules are not changed.
+        *args: Its arguments: Modules (lazy ones stay lazy), arrays, or ``jax.ShapeDtypeStruct``.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The result with ``jax.ShapeDtypeStruct`` in place of arrays. A Module in it is an abstract copy: it knows shapes,
+        dtypes and axes, and counts as the model for ``partition_specs``, ``shardings``, ``checkpoint.restore`` and the like.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> sx.eval_shape(lambda layer, x: layer(x), layer, jax.ShapeDtypeStruct((8, 2), jnp.float32)).shape, layer.kernel.is_lazy
+        ((8, 3), True)
+    """
+    given = Arguments(args, kwargs)
+    graph = Graph([function, *given.roots])
+    roots, _ = build(graph.flat.graphdef, abstract(graph.leaves), owner_here())
+    copied_args, copied_kwargs = given.restore(
+        given.plain, given.plain_named, roots[1:]
+    )
+    once = Once("eval_shape", roots[0], copied_args, copied_kwargs, AbstractFrame)
+
+    def pure(values: Any, plain: Any, plain_named: Any) -> Any:
+        return once.run(values, plain, plain_named, lambda result: (None, result))[1]
+
+    leaving = jax.eval_shape(
+        pure,
+        abstract(once.graph.leaves),
+        list(once.arguments.plain),
+        once.arguments.plain_named,
+    )
+    return once.finish(leaving, keep_captured=True)

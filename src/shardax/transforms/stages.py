@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of compilation: ``Traced``, ``Lowered``, ``Compiled``, as in JAX, for functions over Modules.
+
+Each wraps JAX's own stage and offers everything that it does. What JAX reports per argument is arranged as the user passed it: a Module
+appears as a ``State`` with one entry per Variable. A ``Compiled`` is called like the function (without static arguments), on any objects of
+the structure it was compiled for, and writes state back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardax.core.errors import StructureMismatchError
+from shardax.core.frames import local
+from shardax.core.paths import Path
+from shardax.core.state import State
+from shardax.core.structure import GraphDef, Ref, VariableDef, definition_paths, flatten
+from shardax.transforms.explain import structure_differences
+from shardax.transforms.lift import (
+    Arguments,
+    Carried,
+    Graph,
+    abstract,
+    carry_in,
+    check_no_leak,
+    put_together,
+)
+from shardax.transforms.plan import Captured, Plan, Replan
+
+
+def trace_jit(jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """Traces a ``Jit`` for some arguments; lazy values stay lazy.
+
+    Args:
+        jit: The compiled function.
+        args: Positional arguments: Modules, arrays or ``jax.ShapeDtypeStruct``.
+        kwargs: Keyword arguments.
+    """
+    while True:
+        plan, graph, arguments = jit.prepare(args, kwargs)
+        local.call = jit.entry(plan, graph)
+        try:
+            full = plan.pack(abstract(graph.leaves), arguments)
+            return Traced(
+                jit,
+                plan,
+                plan.jitted(full).trace(*full),
+                _ArgumentView(plan, graph, arguments),
+            )
+        except Captured as found:
+            jit.capture(found.objects)
+        except Replan:
+            jit.plans.pop(plan.key, None)
+        finally:
+            local.call = None
+
+
+class _ArgumentView:
+    """Arranges what JAX reports per flat input as the user passed the arguments."""
+
+    def __init__(self, plan: Plan, graph: Graph, arguments: Arguments) -> None:
+        index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
+        self.plan = plan
+        self.roots: list[tuple[list[Path], list[int]]] = []
+        for root in arguments.roots:
+            flat = flatten(root)
+            self.roots.append(
+                (flat.leaf_paths, [index[id(leaf)] for leaf in flat.leaves])
+            )
+
+    def __call__(self, tree: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) from a tree shaped like the pure function's arguments."""
+        if len(tree) == 2 and isinstance(tree[1], dict):
+            tree = tree[0]
+        kept, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
+        named: dict[str, Any] = {}
+        if len(tree) > 3:
+            for position in self.plan.layout.donated:
+                plain[position] = tree[3][position]
+            named = {**tree[4], **tree[5]}
+        values = [
+            next(donated if i in self.plan.donated_leaves else kept)
+            for i in range(len(self.plan.graphdef.leaves))
+        ]
+        states = [
+            State.from_flat({p: values[i] for p, i in zip(*root, strict=True)})
+            for root in self.roots
+        ]
+        args = tuple(
+            put_together(t, p, states)
+            for t, p in zip(self.plan.templates, plain, strict=True)
+        )
+        return args, {
+            name: put_together(t, named[name], states) for name, t in self.plan.named
+        }
+
+
+def _result_view(plan: Plan, tree: Any) -> Any:
+    """Returns the user's result from a tree shaped like a ``Carried``; a Module appears as the State of what the function returns of it."""
+    result, written, fresh, record = tree
+    if record.result is None:
+        return result
+    objects = [*plan.graphdef.objects, *record.fresh]
+    for position, definition in record.updates.items():
+        objects[position] = definition
+    values = {
+        plan.graphdef.leaves[p]: value
+        for p, value in zip(record.written, written, strict=True)
+    }
+    new = [
+        len(plan.graphdef.objects) + i
+        for i, item in enumerate(record.fresh)
+        if type(item) is VariableDef
+    ]
+    values.update(zip(new, fresh, strict=True))
+    leaves = list(result)
+    for place, position in record.result.roots:
+        paths = definition_paths(GraphDef(tuple(objects), (Ref(position),)))
+        leaves.insert(
+            place,
+            State.from_flat(
+                {path: values[i] for i, path in paths.items() if i in values}
+            ),
+        )
+    return record.result.treedef.unflatten(leaves)
+
+
+class _Stage:
+    """What the stages share: JAX's stage, and the arrangement of arguments and results."""
+
+    def __init__(
+        self, jit: Any, plan: Plan, stage: Any, view: _ArgumentView, record: Any
+    ) -> None:
+        self._jit = jit
+        self._plan = plan
+        self._stage = stage
+        self._view = view
+        self._record = record
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._stage, name)
+
+    @property
+    def args_info(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) as the user passed them, with JAX's ``ArgInfo`` (shape, dtype, donated) for each array."""
+        return self._view(self._stage.args_info)
+
+    @property
+    def in_avals(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) as the user passed them, with an abstract value for each array."""
+        return self._view(self._stage.in_avals)
+
+    @property
+    def out_info(self) -> Any:
+        """The result with shape and dtype for each array."""
+        return _result_view(self._plan, self._with_record(self._stage.out_info))
+
+    def _with_record(self, tree: Any) -> Any:
+        return (*tree[:3], self._record)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._jit!r}>"
+
+
+class Traced(_Stage):
+    """A traced function: its program as a jaxpr, not lowered yet. Made by ``jit(f).trace(...)``.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> traced = sx.jit(lambda v, x: v * x).trace(sx.Param(jnp.ones(3)), jnp.ones(3))
+        >>> traced.out_info.shape, len(traced.jaxpr.eqns)
+        ((3,), 1)
+    """
+
+    def __init__(self, jit: Any, plan: Plan, stage: Any, view: _ArgumentView) -> None:
+        super().__init__(jit, plan, stage, view, stage.out_info[3])
+
+    def lower(self, **options: Any) -> Lowered:
+        """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
+        return Lowered(
+            self._jit,
+            self._plan,
+            self._stage.lower(**options),
+            self._view,
+            self._record,
+        )
+
+
+class Lowered(_Stage):
+    """A lowered function: StableHLO, not compiled yet."""
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
+        """Compiles for the devices of the arguments.
+
+        Args:
+            compiler_options: As JAX's ``Lowered.compile``.
+        """
+        options = (
+            {} if compiler_options is None else {"compiler_options": compiler_options}
+        )
+        return Compiled(
+            self._jit,
+            self._plan,
+            self._stage.compile(**options),
+            self._view,
+            self._record,
+        )
+
+
+class Compiled(_Stage):
+    """A compiled function. Calling it runs the program and writes state back.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> def add(v, x):
+        ...     v += x
+        >>> first, second = sx.Param(jnp.zeros(2)), sx.Param(jnp.zeros(2))
+        >>> compiled = sx.jit(add).lower(first, jnp.ones(2)).compile()
+        >>> compiled(second, jnp.ones(2))
+        >>> first.value.tolist(), second.value.tolist()
+        ([0.0, 0.0], [1.0, 1.0])
+    """
+
+    @property
+    def input_shardings(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) as the user passed them, with a sharding for each array."""
+        return self._view(self._stage.input_shardings)
+
+    @property
+    def output_shardings(self) -> Any:
+        """The result with a sharding for each array."""
+        return _result_view(self._plan, self._with_record(self._stage.output_shardings))
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program.
+
+        Args:
+            *args: As for the function, without static arguments; objects may be others than those it was compiled for.
+            **kwargs: Likewise.
+
+        Raises:
+            StructureMismatchError: If the structure of the arguments differs from what was compiled; the message says where.
+        """
+        arguments = Arguments(args, kwargs)
+        graph = Graph(
+            [self._jit.__wrapped__, *arguments.roots, *self._jit.hidden_objects()], None
+        )
+        self._check(arguments, graph)
+        full = self._plan.pack(graph.values(), arguments)
+        carried = Carried(*self._stage(*full))
+        check_no_leak(graph, carried)
+        return carry_in(graph, carried)
+
+    def _check(self, arguments: Arguments, graph: Graph) -> None:
+        plan = self._plan
+        differences = structure_differences(plan.graphdef, graph.flat.graphdef)
+        if not differences and (arguments.templates, arguments.named) == (
+            plan.templates,
+            plan.named,
+        ):
+            return
+        if len(arguments.templates) != len(plan.templates) or len(
+            arguments.named
+        ) != len(plan.named):
+            expected = (
+                ", ".join(label for _, label in plan.layout.positional)
+                or "no positional arguments"
+            )
+            differences.insert(
+                0,
+                f"{len(arguments.templates)} positional arguments given, compiled for {len(plan.templates)} ({expected})",
+            )
+        listed = (
+            "\n".join(f"  {line}" for line in differences)
+            or "  the arguments have other containers"
+        )
+        raise StructureMismatchError(
+            f"This Compiled of {self._jit!r} was called with arguments of another structure than it was compiled for (compiled -> "
+            f"given):\n{listed}\nStatic arguments are not passed to a Compiled. To accept any structure, call the jitted function instead; it "
+            f"compiles again when needed."
+        )
