@@ -17,6 +17,7 @@ import numpy as np
 
 from shardax.core.errors import AbstractValueError, VariableValueError
 from shardax.core.lazy import LazyValue
+from shardax.core.node import Object
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -35,7 +36,11 @@ def as_value(value: Any, owner: str) -> Any:
         return value
     if isinstance(value, (np.ndarray, *_NUMBERS)):
         return _canonical(value, owner)
-    return jax.tree.map(lambda leaf: _as_leaf(leaf, owner), value)
+    return jax.tree.map(
+        lambda leaf: _as_leaf(leaf, owner),
+        value,
+        is_leaf=lambda item: isinstance(item, Object),
+    )
 
 
 def _as_leaf(leaf: Any, owner: str) -> Any:
@@ -43,6 +48,8 @@ def _as_leaf(leaf: Any, owner: str) -> Any:
         return leaf
     if isinstance(leaf, (np.ndarray, *_NUMBERS)):
         return _canonical(leaf, owner)
+    if isinstance(leaf, ArrayLike):  # a Variable stands for its value
+        return leaf.value
     raise VariableValueError(
         f"A {owner} holds arrays, but was given {leaf!r} of type {type(leaf).__name__}. Assign configuration to a plain attribute "
         f"of the Module instead: self.name = {leaf!r}."
@@ -51,12 +58,19 @@ def _as_leaf(leaf: Any, owner: str) -> Any:
 
 def _canonical(value: Any, owner: str) -> np.ndarray:
     array = np.asarray(value)
-    if array.dtype == object or array.dtype.kind in "USMm":
+    if array.dtype.kind in "OUSMm" or array.dtype.names is not None:
         raise VariableValueError(
             f"A {owner} holds arrays of numbers, but was given an array of dtype {array.dtype}. JAX has no such dtype; encode it "
             f"as integers first."
         )
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if isinstance(value, int) and int(array.astype(dtype)) != value:
+        raise VariableValueError(
+            f"The number {value} does not fit into {np.dtype(dtype).name}, the widest integer that JAX uses now. Give the dtype yourself, "
+            f"as in np.uint32({value}), use a float, or enable 64 bits: jax.config.update('jax_enable_x64', True)."
+        )
+    # The caller may go on writing into its NumPy array; a Variable changes only when it is written.
+    return array.astype(dtype, copy=isinstance(value, np.ndarray))
 
 
 def realise(value: Any, owner: Any) -> Any:
@@ -71,9 +85,7 @@ def realise(value: Any, owner: Any) -> Any:
     """
     if owner is None:
         with jax.ensure_compile_time_eval():
-            return (
-                value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
-            )
+            return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
     return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
 
 
@@ -133,9 +145,8 @@ class ArrayLike:
     """
 
     __slots__ = ()
-    __array_ufunc__ = (
-        None  # NumPy arrays on the left hand over to the reflected operators below
-    )
+    __array_priority__ = 1000
+    """NumPy arrays on the left of an operator hand over to the reflected operators below."""
     value: Any
 
     def _operand(self) -> Any:
@@ -186,6 +197,12 @@ class ArrayLike:
     def __divmod__(self, other: Any) -> Any:
         return divmod(self._operand(), other)
 
+    def __rdivmod__(self, other: Any) -> Any:
+        return divmod(other, self._operand())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._operand(), spec) if spec else str(self)
+
     def __round__(self, digits: int | None = None) -> Any:
         return round(self._operand(), digits or 0)
 
@@ -197,15 +214,9 @@ class ArrayLike:
     __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
     __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
 
-    __add__, __radd__, __iadd__ = (
-        kind(operator.add) for kind in (_binary, _reflected, _in_place)
-    )
-    __sub__, __rsub__, __isub__ = (
-        kind(operator.sub) for kind in (_binary, _reflected, _in_place)
-    )
-    __mul__, __rmul__, __imul__ = (
-        kind(operator.mul) for kind in (_binary, _reflected, _in_place)
-    )
+    __add__, __radd__, __iadd__ = (kind(operator.add) for kind in (_binary, _reflected, _in_place))
+    __sub__, __rsub__, __isub__ = (kind(operator.sub) for kind in (_binary, _reflected, _in_place))
+    __mul__, __rmul__, __imul__ = (kind(operator.mul) for kind in (_binary, _reflected, _in_place))
     __matmul__, __rmatmul__, __imatmul__ = (
         kind(operator.matmul) for kind in (_binary, _reflected, _in_place)
     )
@@ -215,21 +226,11 @@ class ArrayLike:
     __floordiv__, __rfloordiv__, __ifloordiv__ = (
         kind(operator.floordiv) for kind in (_binary, _reflected, _in_place)
     )
-    __mod__, __rmod__, __imod__ = (
-        kind(operator.mod) for kind in (_binary, _reflected, _in_place)
-    )
-    __pow__, __rpow__, __ipow__ = (
-        kind(operator.pow) for kind in (_binary, _reflected, _in_place)
-    )
-    __and__, __rand__, __iand__ = (
-        kind(operator.and_) for kind in (_binary, _reflected, _in_place)
-    )
-    __or__, __ror__, __ior__ = (
-        kind(operator.or_) for kind in (_binary, _reflected, _in_place)
-    )
-    __xor__, __rxor__, __ixor__ = (
-        kind(operator.xor) for kind in (_binary, _reflected, _in_place)
-    )
+    __mod__, __rmod__, __imod__ = (kind(operator.mod) for kind in (_binary, _reflected, _in_place))
+    __pow__, __rpow__, __ipow__ = (kind(operator.pow) for kind in (_binary, _reflected, _in_place))
+    __and__, __rand__, __iand__ = (kind(operator.and_) for kind in (_binary, _reflected, _in_place))
+    __or__, __ror__, __ior__ = (kind(operator.or_) for kind in (_binary, _reflected, _in_place))
+    __xor__, __rxor__, __ixor__ = (kind(operator.xor) for kind in (_binary, _reflected, _in_place))
     __lshift__, __rlshift__, __ilshift__ = (
         kind(operator.lshift) for kind in (_binary, _reflected, _in_place)
     )

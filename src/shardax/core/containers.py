@@ -12,6 +12,7 @@ and unboxed when read.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import (
     Callable,
     Hashable,
@@ -20,14 +21,15 @@ from collections.abc import (
     MutableMapping,
     MutableSequence,
 )
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 import jax
 import numpy as np
 
 from shardax.core import epoch
-from shardax.core.errors import StaticAttributeError
+from shardax.core.errors import StaticAttributeError, VariableValueError
 from shardax.core.frames import Frame, check_structural_write, owner_here
+from shardax.core.lazy import LazyValue
 from shardax.core.node import Object
 from shardax.core.pytree import register_graph
 from shardax.core.static import Static, exact_key
@@ -37,7 +39,7 @@ from shardax.core.variables import ArrayAttribute, Variable
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, LazyValue)
 
 
 def box(value: Any, where: str) -> Any:
@@ -57,7 +59,7 @@ def box(value: Any, where: str) -> Any:
     if isinstance(value, Object):
         return value
     if isinstance(value, _ARRAYS):
-        return ArrayAttribute(value)
+        return _box_arrays(value, where)
     if isinstance(value, list):
         return List(value)
     if isinstance(value, dict):
@@ -69,9 +71,19 @@ def box(value: Any, where: str) -> Any:
     if has_parts(value):
         return value
     if not jax.tree_util.all_leaves((value,)) and _is_array_tree(value):
-        return ArrayAttribute(value)
+        return _box_arrays(value, where)
     _check_static(value, where)
     return value
+
+
+def _box_arrays(value: Any, where: str) -> ArrayAttribute[Any]:
+    try:
+        return ArrayAttribute(value)
+    except VariableValueError as error:
+        raise StaticAttributeError(
+            f"Cannot use an array of dtype {getattr(value, 'dtype', 'object')} as {where}: JAX has no such dtype. Encode it as numbers; or, if "
+            f"it is configuration, keep it as a tuple: tuple(array.tolist())."
+        ) from error
 
 
 def _is_array_tree(value: Any) -> bool:
@@ -113,12 +125,7 @@ def same_structure(old: Any, new: Any) -> bool:
     """Whether replacing one stored value by another leaves the structure as it was."""
     if old is new:
         return True
-    if (
-        isinstance(old, Object)
-        or isinstance(new, Object)
-        or has_parts(old)
-        or has_parts(new)
-    ):
+    if isinstance(old, Object) or isinstance(new, Object) or has_parts(old) or has_parts(new):
         return False
     return Static(old) == Static(new)
 
@@ -126,7 +133,7 @@ def same_structure(old: Any, new: Any) -> bool:
 class _Container(Object):
     """What List and Dict share: ownership, marking, JAX registration."""
 
-    __slots__ = ("__weakref__", "_items", "_lock", "_marked", "_owner")
+    __slots__ = ("__weakref__", "_flat", "_items", "_lock", "_marked", "_owner")
     _items: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -136,8 +143,11 @@ class _Container(Object):
     @classmethod
     def _allocate(cls, owner: Frame | None, lock: str | None) -> Any:
         container = object.__new__(cls)
-        container._owner, container._lock, container._marked = owner, lock, False
+        container._start(owner, lock)
         return container
+
+    def _start(self, owner: Frame | None, lock: str | None = None) -> None:
+        self._owner, self._lock, self._marked, self._flat = owner, lock, False, None
 
     def _changing(self) -> None:
         check_structural_write(self, f"a {type(self).__name__}")
@@ -146,12 +156,15 @@ class _Container(Object):
         if self._marked:
             epoch.advance()
 
+    def __copy__(self) -> Self:
+        return type(self)(self)
+
     def __getstate__(self) -> Any:
         return self._items
 
     def __setstate__(self, items: Any) -> None:
+        self._start(owner_here())
         self._items = items
-        self._owner, self._lock, self._marked = owner_here(), None, False
 
 
 class List(_Container, MutableSequence[T], Generic[T]):
@@ -174,10 +187,8 @@ class List(_Container, MutableSequence[T], Generic[T]):
     __slots__ = ()
 
     def __init__(self, items: Iterable[T] = ()) -> None:
-        self._owner, self._lock, self._marked = owner_here(), None, False
-        self._items: list[Any] = [
-            box(item, f"item {i} of a list") for i, item in enumerate(items)
-        ]
+        self._start(owner_here())
+        self._items: list[Any] = [box(item, f"item {i} of a list") for i, item in enumerate(items)]
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -185,11 +196,7 @@ class List(_Container, MutableSequence[T], Generic[T]):
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: Any) -> Any:
         found = self._items[index]
-        return (
-            [unbox(item) for item in found]
-            if isinstance(index, slice)
-            else unbox(found)
-        )
+        return [unbox(item) for item in found] if isinstance(index, slice) else unbox(found)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if isinstance(index, slice):
@@ -223,14 +230,27 @@ class List(_Container, MutableSequence[T], Generic[T]):
         self._items.insert(index, box(value, f"item {index} of a list"))
         self._changed()
 
-    def sort(
-        self, *, key: Callable[[T], Any] | None = None, reverse: bool = False
-    ) -> None:
+    def sort(self, *, key: Callable[[T], Any] | None = None, reverse: bool = False) -> None:
         """Sorts in place, as ``list.sort``."""
         self._changing()
-        self._items.sort(
-            key=lambda item: key(unbox(item)) if key else unbox(item), reverse=reverse
+        self._items = sorted(  # a new list: a failing comparison changes nothing
+            self._items,
+            key=lambda item: key(unbox(item)) if key else unbox(item),
+            reverse=reverse,
         )
+        self._changed()
+
+    def reverse(self) -> None:
+        """Reverses in place, as ``list.reverse``."""
+        self._changing()
+        self._items.reverse()
+        self._changed()
+
+    def extend(self, values: Iterable[T]) -> None:
+        """Appends all items, as ``list.extend``."""
+        new = [box(item, f"item {len(self) + i} of a list") for i, item in enumerate(values)]
+        self._changing()
+        self._items.extend(new)
         self._changed()
 
     def copy(self) -> list[T]:
@@ -248,20 +268,33 @@ class List(_Container, MutableSequence[T], Generic[T]):
 
     __rmul__ = __mul__
 
+    def __imul__(self, count: int) -> Self:
+        self[:] = list(self) * count
+        return self
+
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, (list, List)):
-            return list(self) == list(other)
-        return NotImplemented
+        return list(self) == list(other) if isinstance(other, (list, List)) else NotImplemented
+
+    def __lt__(self, other: Any) -> bool:
+        return list(self) < list(other) if isinstance(other, (list, List)) else NotImplemented
+
+    def __le__(self, other: Any) -> bool:
+        return list(self) <= list(other) if isinstance(other, (list, List)) else NotImplemented
+
+    def __gt__(self, other: Any) -> bool:
+        return list(self) > list(other) if isinstance(other, (list, List)) else NotImplemented
+
+    def __ge__(self, other: Any) -> bool:
+        return list(self) >= list(other) if isinstance(other, (list, List)) else NotImplemented
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] (as for list)
 
+    @reprlib.recursive_repr("List([...])")
     def __repr__(self) -> str:
         return f"List({list(self)!r})"
 
     def _describe(self, encode: Any) -> ListDef:
-        return ListDef(
-            type(self), tuple(encode(item, i) for i, item in enumerate(self._items))
-        )
+        return ListDef(type(self), tuple(encode(item, i) for i, item in enumerate(self._items)))
 
     def _fill(self, definition: ListDef, decode: Any) -> None:
         self._items = [decode(item) for item in definition.items]
@@ -288,11 +321,16 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
     __slots__ = ()
 
     def __init__(self, items: Any = (), /, **entries: Any) -> None:
-        self._owner, self._lock, self._marked = owner_here(), None, False
+        self._start(owner_here())
         self._items: dict[Any, Any] = {
-            key: box(item, f"entry {key!r} of a dict")
+            _checked_key(key): box(item, f"entry {key!r} of a dict")
             for key, item in dict(items, **entries).items()
         }
+
+    @classmethod
+    def fromkeys(cls, keys: Iterable[Any], value: Any = None) -> Dict[Any, Any]:
+        """Makes a Dict with the same value for every key, as ``dict.fromkeys``."""
+        return cls(dict.fromkeys(keys, value))
 
     def __getitem__(self, key: K) -> T:
         return unbox(self._items[key])
@@ -304,7 +342,7 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
         self._changing()
         new = box(value, f"entry {key!r} of a dict")
         absent = key not in self._items
-        self._items[key] = new
+        self._items[_checked_key(key) if absent else key] = new
         if absent or not same_structure(old, new):
             self._changed()
 
@@ -319,12 +357,31 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
     def __iter__(self) -> Iterator[K]:
         return iter(self._items)
 
+    def __reversed__(self) -> Iterator[K]:
+        return reversed(self._items)
+
+    def popitem(self) -> tuple[K, T]:
+        """Removes and returns the last entry, as ``dict.popitem``."""
+        if not self._items:
+            raise KeyError("popitem(): the Dict is empty")
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def setdefault(self, key: K, default: Any = None) -> Any:
+        """Returns the entry, setting it first if absent; a list or dict comes back as what was stored: tracked."""
+        if key not in self._items:
+            self[key] = default
+        return self[key]
+
     def copy(self) -> dict[K, T]:
         """Returns a plain dict of the entries."""
         return dict(self.items())
 
     def __or__(self, other: Any) -> dict[Any, Any]:
-        return self.copy() | dict(other)
+        return self.copy() | dict(other) if isinstance(other, (dict, Dict)) else NotImplemented
+
+    def __ror__(self, other: Any) -> dict[Any, Any]:
+        return dict(other) | self.copy() if isinstance(other, (dict, Dict)) else NotImplemented
 
     def __ior__(self, other: Any) -> Dict[K, T]:
         self.update(other)
@@ -337,19 +394,24 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] (as for dict)
 
+    @reprlib.recursive_repr("Dict({...})")
     def __repr__(self) -> str:
         return f"Dict({self.copy()!r})"
 
     def _describe(self, encode: Any) -> DictDef:
         return DictDef(
             type(self),
-            tuple(
-                (Static(key), encode(item, key)) for key, item in self._items.items()
-            ),
+            tuple((Static(key), encode(item, key)) for key, item in self._items.items()),
         )
 
     def _fill(self, definition: DictDef, decode: Any) -> None:
         self._items = {key.value: decode(item) for key, item in definition.items}
+
+
+def _checked_key(key: Any) -> Any:
+    """Returns a dict key, which must be configuration: keys are part of the structure."""
+    _check_static(key, "a key of a dict in a model")
+    return key
 
 
 def write_through(old: Any, new: Any, where: str) -> bool:

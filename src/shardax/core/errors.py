@@ -62,6 +62,14 @@ class ReservedNameError(ShardaxError, AttributeError):
     """An attribute name is reserved by shardax."""
 
 
+class MissingAttributeError(ShardaxError, AttributeError):
+    """No chosen Module has an attribute that was to be set."""
+
+
+class SeedError(ShardaxError, TypeError):
+    """A random stream was given something that is neither an integer seed nor a random key."""
+
+
 # --- structure and state -------------------------------------------------------------------------
 
 

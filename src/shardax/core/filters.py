@@ -49,7 +49,10 @@ class WithTag:
 
     def __call__(self, path: Path, variable: typing.Any) -> bool:
         metadata = variable.metadata
-        return metadata.get("tag") == self.tag or self.tag in metadata.get("tags", ())
+        tags = metadata.get("tags", ())
+        return self.tag == metadata.get("tag") or self.tag in (
+            (tags,) if isinstance(tags, str) else tags
+        )
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,7 @@ class PathContains:
 
     def __call__(self, path: Path, variable: typing.Any) -> bool:
         if self.exact:
-            return any(
-                type(step) is type(self.key) and step == self.key for step in path
-            )
+            return any(type(step) is type(self.key) and step == self.key for step in path)
         return any(str(self.key) in str(step) for step in path)
 
 
@@ -194,9 +195,7 @@ def to_predicates(filters: Sequence[Filter]) -> list[Predicate]:
     return predicates
 
 
-def first_match(
-    predicates: Sequence[Predicate], path: Path, variable: typing.Any
-) -> int | None:
+def first_match(predicates: Sequence[Predicate], path: Path, variable: typing.Any) -> int | None:
     """Returns the position of the first predicate that matches, or None."""
     for position, predicate in enumerate(predicates):
         if predicate(path, variable):
@@ -204,18 +203,10 @@ def first_match(
     return None
 
 
-def no_match_error(
-    path: Path, variable: typing.Any, filters: Sequence[Filter]
-) -> FilterError:
+def no_match_error(path: Path, variable: typing.Any, filters: Sequence[Filter]) -> FilterError:
     """Makes the error for a Variable that no filter matches."""
-    kind = (
-        variable.variable_type.__name__
-        if _is_info(variable)
-        else type(variable).__name__
-    )
-    shown = ", ".join(
-        item.__name__ if isinstance(item, type) else repr(item) for item in filters
-    )
+    kind = variable.variable_type.__name__ if _is_info(variable) else type(variable).__name__
+    shown = ", ".join(item.__name__ if isinstance(item, type) else repr(item) for item in filters)
     return FilterError(
         f"No filter matches the {kind} at {format_path(path)}; the filters are ({shown}). Add `...` as the last filter to take "
         f"what remains."

@@ -13,7 +13,7 @@ stands for it here: the object itself if this frame owns it, its copy if it was 
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from shardax.core import _jax
 from shardax.core.errors import ForeignMutationError, ReadOnlyCopyError, TraceLeakError
@@ -49,7 +49,7 @@ class Frame:
         self.adopted: list[Adopted] = []
         self.closed = False
 
-    def __enter__(self) -> Frame:
+    def __enter__(self) -> Self:
         local.frame = self
         return self
 

@@ -24,7 +24,7 @@ from shardax.core.paths import Path, format_path
 from shardax.core.pytree import values_of
 from shardax.core.state import Origin, State, merged_values
 from shardax.core.structure import Flat, GraphDef, Walk, build, flatten, flatten_roots
-from shardax.core.variables import ArrayAttribute, Variable
+from shardax.core.variables import Variable
 
 T = TypeVar("T")
 
@@ -62,9 +62,7 @@ def _read(flat: Flat) -> State:
     paths = flat.leaf_paths
     values = dict(zip(paths, values_of(flat.leaves), strict=True))
     definitions = (flat.graphdef.objects[index] for index in flat.graphdef.leaves)
-    return State.from_flat(
-        values, dict(zip(paths, map(_origin, definitions), strict=True))
-    )
+    return State.from_flat(values, dict(zip(paths, map(_origin, definitions), strict=True)))
 
 
 def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
@@ -142,11 +140,7 @@ def state(tree: Any, *filters: Filter) -> Any:
         return whole
     if len(filters) == 1:
         return whole.filter(filters[0])
-    return (
-        whole.split(*filters, ...)[:-1]
-        if filters[-1] is not ...
-        else whole.split(*filters)
-    )
+    return whole.split(*filters, ...)[:-1] if filters[-1] is not ... else whole.split(*filters)
 
 
 def graphdef(tree: Any) -> GraphDef:
@@ -177,8 +171,7 @@ def update(tree: Any, *states: Any) -> None:
     wrong = [
         f"  {format_path(path)}: has {tuple(variables[path].shape)}, given {tuple(np.shape(value))}"
         for path, value in values.items()
-        if hasattr(value, "shape")
-        and _shape(variables[path]) not in (None, tuple(value.shape))
+        if hasattr(value, "shape") and _shape(variables[path]) not in (None, tuple(value.shape))
     ]
     if wrong:
         raise StateMismatchError(
@@ -217,9 +210,7 @@ def clone(tree: T) -> T:
 def _copied(value: Any) -> Any:
     if isinstance(value, (jax.Array, LazyValue)):
         return value
-    return jax.tree.map(
-        lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value
-    )
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value)
 
 
 def pop(tree: Any, *filters: Filter) -> Any:

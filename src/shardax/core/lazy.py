@@ -45,11 +45,7 @@ class KeySource(NamedTuple):
 
     def root_key(self) -> jax.Array:
         """Returns the root as a typed key array of shape ()."""
-        return (
-            _seed_key(self.root, _prng_name())
-            if isinstance(self.root, int)
-            else self.root
-        )
+        return _seed_key(self.root, _prng_name()) if isinstance(self.root, int) else self.root
 
 
 def _prng_name() -> str:
@@ -187,17 +183,14 @@ class LazyKey(LazyValue):
     def __init__(self, source: KeySource) -> None:
         self.source = source
         self.shape = ()
-        self.dtype = (
-            _key_dtype(_prng_name())
-            if isinstance(source.root, int)
-            else source.root.dtype
-        )
+        self.dtype = _key_dtype(_prng_name()) if isinstance(source.root, int) else source.root.dtype
 
     def compute(self, sharding: Any = None) -> jax.Array:
         """Folds the integers into the root key."""
         count = len(self.source.folds)
         if count == 0 and sharding is None:
-            return self.source.root_key()
+            # A copy: the root key is shared by all streams of that seed, and this one may be donated.
+            return jax.random.clone(self.source.root_key())
         folds = np.asarray(self.source.folds, np.uint32)
         return _key_program(count, sharding)(self.source.root_key(), folds)
 
@@ -224,6 +217,4 @@ def _initializer_program(
 
 @functools.lru_cache(maxsize=64)
 def _key_program(count: int, sharding: Hashable) -> Callable[[Any, Any], jax.Array]:
-    return jax.jit(
-        lambda root, data: _fold_all(root, data, count), out_shardings=sharding
-    )
+    return jax.jit(lambda root, data: _fold_all(root, data, count), out_shardings=sharding)

@@ -39,9 +39,7 @@ class Metadata:
                 tuple((name, exact_key(item)) for name, item in items),
             )
         except TypeError as error:
-            culprits = [
-                name for name, item in self.entries.items() if not _is_hashable(item)
-            ]
+            culprits = [name for name, item in self.entries.items() if not _is_hashable(item)]
             raise MetadataError(
                 f"Metadata entries {culprits or 'axes'} are not hashable ({error}). Metadata is part of a model's structure, by "
                 f"which compiled programs are found. Use tuples instead of lists, frozen dataclasses instead of dicts, and put "
@@ -60,17 +58,11 @@ class Metadata:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return (
-            isinstance(other, Metadata)
-            and self._hash == other._hash
-            and self._key == other._key
-        )
+        return isinstance(other, Metadata) and self._hash == other._hash and self._key == other._key
 
     def __repr__(self) -> str:
         parts = [] if self.axes is None else [f"axes={self.axes}"]
-        return ", ".join(
-            parts + [f"{name}={item!r}" for name, item in self.entries.items()]
-        )
+        return ", ".join(parts + [f"{name}={item!r}" for name, item in self.entries.items()])
 
     def __reduce__(self) -> Any:
         return (Metadata, (self.axes, dict(self.entries)))

@@ -18,7 +18,11 @@ import jax.numpy as jnp
 
 from shardax.core import epoch
 from shardax.core.containers import box, is_boxed, same_structure, unbox, write_through
-from shardax.core.errors import ReservedNameError, StateMismatchError
+from shardax.core.errors import (
+    MissingAttributeError,
+    ReservedNameError,
+    StateMismatchError,
+)
 from shardax.core.frames import Frame, check_structural_write, owner_here
 from shardax.core.node import Object
 from shardax.core.pytree import register_graph
@@ -26,7 +30,7 @@ from shardax.core.structure import ModuleDef
 from shardax.core.variables import Intermediate, Perturbation, Variable
 
 _ABSENT = object()
-_RESERVED = frozenset({"_boxed", "_lock", "_marked", "_owner"})
+_RESERVED = frozenset({"_boxed", "_flat", "_lock", "_marked", "_owner"})
 
 
 class Module(Object):
@@ -48,7 +52,7 @@ class Module(Object):
         ([0.0, 1.0, 2.0], 1)
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_boxed", "_lock", "_marked", "_owner")
+    __slots__ = ("__dict__", "__weakref__", "_boxed", "_flat", "_lock", "_marked", "_owner")
     _boxed: dict[str, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -69,6 +73,7 @@ class Module(Object):
         set_slot(module, "_owner", owner)
         set_slot(module, "_lock", lock)
         set_slot(module, "_marked", False)
+        set_slot(module, "_flat", None)
         set_slot(module, "_boxed", {})
         return module
 
@@ -103,9 +108,7 @@ class Module(Object):
             boxed = object.__getattribute__(self, "_boxed")
             if name in boxed:
                 return unbox(boxed[name])
-        raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}"
-        )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __delattr__(self, name: str) -> None:
         check_structural_write(self, f"attribute {name!r} of {type(self).__name__}")
@@ -122,12 +125,8 @@ class Module(Object):
     # --- walking and copying ---------------------------------------------------------------------
 
     def _describe(self, encode: Any) -> ModuleDef:
-        attributes = tuple(
-            (name, encode(value, name)) for name, value in self.__dict__.items()
-        )
-        boxed = tuple(
-            (name, encode(value, name)) for name, value in self._boxed.items()
-        )
+        attributes = tuple((name, encode(value, name)) for name, value in self.__dict__.items())
+        boxed = tuple((name, encode(value, name)) for name, value in self._boxed.items())
         return ModuleDef(type(self), attributes, boxed)
 
     def _fill(self, definition: ModuleDef, decode: Any) -> None:
@@ -138,6 +137,16 @@ class Module(Object):
         object.__setattr__(
             self, "_boxed", {name: decode(child) for name, child in definition.boxed}
         )
+
+    def __copy__(self) -> Self:
+        """A Module with attributes of its own that share what they hold; arrays are values, so it gets them by value."""
+        copied = self._allocate(owner_here(), None)
+        copied.__dict__.update(self.__dict__)
+        where = f"a copy of {type(self).__name__}"
+        copied._boxed.update(
+            (name, box(unbox(value), where)) for name, value in self._boxed.items()
+        )
+        return copied
 
     def __getstate__(self) -> Any:
         return (dict(self.__dict__), self._boxed)
@@ -156,9 +165,7 @@ class Module(Object):
 
     # --- recording and modes -----------------------------------------------------------------------
 
-    def sow(
-        self, name: str, value: Any, type: type[Variable[Any]] = Intermediate
-    ) -> None:
+    def sow(self, name: str, value: Any, type: type[Variable[Any]] = Intermediate) -> None:
         """Records a value under ``name``: appends it to the tuple held by the Variable of that name, making it if absent.
 
         Args:
@@ -190,9 +197,7 @@ class Module(Object):
                 f"another name, or remove the attribute first."
             )
 
-    def perturb(
-        self, name: str, value: Any, type: type[Variable[Any]] = Perturbation
-    ) -> Any:
+    def perturb(self, name: str, value: Any, type: type[Variable[Any]] = Perturbation) -> Any:
         """Adds a Variable of zeros to ``value``, so that the gradient with respect to ``value`` can be read.
 
         Args:
@@ -228,7 +233,7 @@ class Module(Object):
             **attributes: New values.
 
         Raises:
-            AttributeError: If an attribute was found nowhere; nothing is changed then.
+            MissingAttributeError: If an attribute was found nowhere; nothing is changed then.
 
         Example:
             >>> import shardax as sx
@@ -254,7 +259,7 @@ class Module(Object):
         ]
         missing = attributes.keys() - {name for _, name in targets}
         if missing and raise_if_not_found:
-            raise AttributeError(
+            raise MissingAttributeError(
                 f"No Module in this {type(self).__name__} has the attribute(s) {sorted(missing)}; nothing was changed. Check the spelling, or "
                 f"pass raise_if_not_found=False."
             )
@@ -301,14 +306,10 @@ def _matches(chosen: Any, path: Any, module: Module) -> bool:
 
 def _set_reserved(module: Module, name: str, value: Any) -> None:
     """Lets the core set its slots and refuses everyone else's attempt to use the names."""
-    if name in {"_marked", "_lock"} and (
-        value is None or isinstance(value, (bool, str))
-    ):
+    if name in {"_marked", "_lock"} and (value is None or isinstance(value, (bool, str))):
         object.__setattr__(module, name, value)
         return
-    raise ReservedNameError(
-        f"The attribute name {name!r} is reserved by shardax; choose another."
-    )
+    raise ReservedNameError(f"The attribute name {name!r} is reserved by shardax; choose another.")
 
 
 register_graph(Module)

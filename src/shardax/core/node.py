@@ -18,6 +18,8 @@ class Object:
         _owner: The frame that made the object (``core.frames``), or None.
         _lock: Why the object must not be written, or None.
         _marked: Whether some remembered walk has seen the object (``core.epoch``).
+
+    Modules and containers also have ``_flat``: how they were last flattened (``core.structure.flatten``), or None.
     """
 
     __slots__ = ()

@@ -41,25 +41,20 @@ def module_repr(module: Module) -> str:
     return "\n".join(lines)
 
 
-def _draw(
-    value: Any, prefix: str, indent: str, lines: list[str], seen: dict[int, str]
-) -> None:
+def _draw(value: Any, prefix: str, indent: str, lines: list[str], seen: dict[int, str]) -> None:
     end = "," if indent else ""
-    if isinstance(value, (Module, _Container)) or isinstance(value, Variable):
+    if isinstance(value, (Module, _Container, Variable)):
         if id(value) in seen:
             lines.append(f"{indent}{prefix}<same {type(value).__name__} as above>{end}")
             return
         seen[id(value)] = prefix
     if isinstance(value, Module):
         children = [
-            (f"{name}=", child)
-            for name, child in (*vars(value).items(), *value._boxed.items())
+            (f"{name}=", child) for name, child in (*vars(value).items(), *value._boxed.items())
         ]
         _draw_children(value, children, prefix, indent, lines, seen)
     elif isinstance(value, List) and _has_structure(value._items):
-        _draw_children(
-            value, [("", item) for item in value._items], prefix, indent, lines, seen
-        )
+        _draw_children(value, [("", item) for item in value._items], prefix, indent, lines, seen)
     elif isinstance(value, Dict) and _has_structure(value._items.values()):
         _draw_children(
             value,
@@ -91,9 +86,7 @@ def _draw_children(
     if not children:
         lines.append(f"{indent}{prefix}{name}(){end}")
         return
-    count = (
-        _count_parameters(value) if isinstance(value, Module) and not indent else None
-    )
+    count = _count_parameters(value) if isinstance(value, Module) and not indent else None
     comment = f"  # {count:,} parameters" if count else ""
     lines.append(f"{indent}{prefix}{name}({comment}")
     for label, child in children:

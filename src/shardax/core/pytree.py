@@ -60,9 +60,7 @@ def values_of(leaves: Iterable[Any]) -> list[Any]:
 
 def _lock_for(children: Sequence[Any]) -> str | None:
     traced = any(
-        isinstance(leaf, jax.core.Tracer)
-        for child in children
-        for leaf in jax.tree.leaves(child)
+        isinstance(leaf, jax.core.Tracer) for child in children for leaf in jax.tree.leaves(child)
     )
     return READ_ONLY if traced else None
 
@@ -76,9 +74,7 @@ def _flatten_graph(root: Any) -> tuple[list[Any], GraphDef]:
 
 def _flatten_graph_with_keys(root: Any) -> tuple[list[tuple[PathKey, Any]], GraphDef]:
     values, graphdef = _flatten_graph(root)
-    return list(
-        zip(map(PathKey, flatten(root).leaf_paths), values, strict=True)
-    ), graphdef
+    return list(zip(map(PathKey, flatten(root).leaf_paths), values, strict=True)), graphdef
 
 
 def _unflatten_graph(graphdef: GraphDef, children: Sequence[Any]) -> Any:
@@ -105,9 +101,7 @@ def register_variable(cls: Any) -> None:
         return [(PathKey(("value",)), values[0])], metadata
 
     def unflatten_variable(metadata: Metadata, children: Sequence[Any]) -> Any:
-        return cls._make(
-            next(iter(children)), metadata, owner_here(), _lock_for(children)
-        )
+        return cls._make(next(iter(children)), metadata, owner_here(), _lock_for(children))
 
     jax.tree_util.register_pytree_with_keys(
         cls, flatten_with_keys, unflatten_variable, flatten_variable

@@ -151,9 +151,7 @@ class Rngs(Module):
     def streams(self) -> Iterator[tuple[str, RngStream]]:
         """Yields (name, stream) pairs."""
         yield from (
-            (name, item)
-            for name, item in self.__dict__.items()
-            if isinstance(item, RngStream)
+            (name, item) for name, item in self.__dict__.items() if isinstance(item, RngStream)
         )
 
     def scope(self, name: str) -> Rngs:

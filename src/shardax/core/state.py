@@ -79,9 +79,7 @@ class State(Mapping[Any, Any]):
         """
         state = object.__new__(cls)
         state._values = dict(values)
-        state._origins = {
-            path: (origins or {}).get(path, _UNKNOWN) for path in state._values
-        }
+        state._origins = {path: (origins or {}).get(path, _UNKNOWN) for path in state._values}
         return state
 
     def flat(self) -> dict[Path, Any]:
@@ -121,9 +119,7 @@ class State(Mapping[Any, Any]):
     def __contains__(self, key: object) -> bool:
         return any(path[:1] == (key,) for path in self._values)
 
-    __eq__ = (
-        object.__eq__
-    )  # comparing arrays inside would be ambiguous; compare with jax.tree.map
+    __eq__ = object.__eq__  # comparing arrays inside would be ambiguous; compare with jax.tree.map
     __hash__ = object.__hash__
 
     def filter(self, *filters: Filter) -> State:
@@ -184,10 +180,7 @@ class State(Mapping[Any, Any]):
         return State.from_flat({p: self._values[p] for p in chosen}, self._origins)
 
     def __repr__(self) -> str:
-        rows = [
-            f"  {format_path(path)}: {_shown(value)}"
-            for path, value in self._values.items()
-        ]
+        rows = [f"  {format_path(path)}: {_shown(value)}" for path, value in self._values.items()]
         return "State(\n" + "\n".join(rows) + "\n)" if rows else "State()"
 
 
@@ -198,9 +191,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return f"{value.dtype}{list(value.shape)}"
     return (
-        repr(jax.tree.map(_shown, value))
-        if not jax.tree_util.all_leaves((value,))
-        else repr(value)
+        repr(jax.tree.map(_shown, value)) if not jax.tree_util.all_leaves((value,)) else repr(value)
     )
 
 
@@ -235,15 +226,12 @@ def _flatten_with_keys(
 ) -> tuple[list[tuple[PathKey, Any]], tuple[tuple[Path, Origin], ...]]:
     children, aux = _flatten(state)
     return [
-        (PathKey(path), child)
-        for path, child in zip(state._values, children, strict=True)
+        (PathKey(path), child) for path, child in zip(state._values, children, strict=True)
     ], aux
 
 
 def _unflatten(aux: tuple[tuple[Path, Origin], ...], children: Sequence[Any]) -> State:
-    return State.from_flat(
-        dict(zip((path for path, _ in aux), children, strict=True)), dict(aux)
-    )
+    return State.from_flat(dict(zip((path for path, _ in aux), children, strict=True)), dict(aux))
 
 
 jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
@@ -265,11 +253,7 @@ def merged_values(states: Sequence[Any], known: Sequence[Path]) -> dict[Path, An
     known_set = set(known)
     for entries in states:
         for path, value in flatten_mapping(entries, known_set).items():
-            place = (
-                path
-                if path in known_set
-                else spelled.get(tuple(str(step) for step in path))
-            )
+            place = path if path in known_set else spelled.get(tuple(str(step) for step in path))
             if place is None:
                 unexpected.append(path)
             else:
@@ -279,10 +263,7 @@ def merged_values(states: Sequence[Any], known: Sequence[Path]) -> dict[Path, An
         lines = []
         for path in unexpected:
             near = difflib.get_close_matches(format_path(path), names, n=1)
-            lines.append(
-                f"  {format_path(path)}"
-                + (f" (did you mean {near[0]}?)" if near else "")
-            )
+            lines.append(f"  {format_path(path)}" + (f" (did you mean {near[0]}?)" if near else ""))
         raise StateMismatchError(
             f"{len(unexpected)} entr{'y does' if len(unexpected) == 1 else 'ies do'} not belong to any Variable of the model; nothing was "
             f"changed:\n" + "\n".join(lines)

@@ -80,6 +80,10 @@ def _key(value: Any, depth: int) -> Hashable:
         return (kind, tuple(_key(item, depth) for item in value))
     if isinstance(value, frozenset):
         return (kind, frozenset(_key(item, depth) for item in value))
+    if isinstance(value, slice):  # hashable only from Python 3.12 on
+        return (kind, *(_key(item, depth) for item in (value.start, value.stop, value.step)))
+    if isinstance(value, enum.Flag):  # combinations may have no name
+        return (kind, value.value)
     if isinstance(value, enum.Enum):
         return (kind, value.name)
     if isinstance(value, np.generic):
@@ -120,16 +124,10 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
     if depth >= _MAX_FUNCTION_DEPTH or function.__dict__.keys() - {"__wrapped__"}:
         return (types.FunctionType, function)
     try:
-        cells = tuple(
-            _cell_key(cell, function, depth) for cell in function.__closure__ or ()
-        )
+        cells = tuple(_cell_key(cell, function, depth) for cell in function.__closure__ or ())
         defaults = _key(function.__defaults__, depth + 1)
-        named = tuple(
-            (k, _key(v, depth + 1)) for k, v in (function.__kwdefaults__ or {}).items()
-        )
-    except (
-        TypeError
-    ):  # something closed over is not hashable: the function is only equal to itself
+        named = tuple((k, _key(v, depth + 1)) for k, v in (function.__kwdefaults__ or {}).items())
+    except TypeError:  # something closed over is not hashable: the function is only equal to itself
         return (types.FunctionType, function)
     return (
         types.FunctionType,
@@ -142,14 +140,10 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
     )
 
 
-def _cell_key(
-    cell: types.CellType, function: types.FunctionType, depth: int
-) -> Hashable:
+def _cell_key(cell: types.CellType, function: types.FunctionType, depth: int) -> Hashable:
     try:
         content = cell.cell_contents
-    except (
-        ValueError
-    ):  # a name that is not bound yet: only this very function has this cell
+    except ValueError:  # a name that is not bound yet: only this very function has this cell
         raise _Unkeyable from None
     if content is function:
         return "itself"

@@ -6,21 +6,21 @@ depth first, in the order in which attributes were first set, and sees each obje
 ordinary. A *definition* describes one object by its type and its children; a child is a ``Ref`` to another object of the graph, a
 ``Static`` value, or an immutable container of such. ``build`` is the inverse: it makes new objects from a ``GraphDef`` and values.
 
-Flattening a single object is remembered until the structure epoch advances (``core.epoch``); the memory holds roots weakly.
+Flattening a single Module or container is remembered, on the object itself, until the structure epoch advances (``core.epoch``).
 """
 
 from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from shardax.core import epoch
+from shardax.core.errors import StaticAttributeError
 from shardax.core.metadata import Metadata
 from shardax.core.node import Object
-from shardax.core.paths import Path
+from shardax.core.paths import Path, format_path
 from shardax.core.static import Static
 
 
@@ -109,9 +109,7 @@ class GraphDef:
     def __init__(self, objects: tuple[Any, ...], roots: tuple[Any, ...]) -> None:
         self.objects = objects
         self.roots = roots
-        self.leaves = tuple(
-            i for i, item in enumerate(objects) if type(item) is VariableDef
-        )
+        self.leaves = tuple(i for i, item in enumerate(objects) if type(item) is VariableDef)
         self._hash = hash((objects, roots))
         self._paths: list[Path] | None = None
 
@@ -193,9 +191,7 @@ class Flat:
 
     __slots__ = ("_leaf_paths", "epoch", "graphdef", "leaves", "paths")
 
-    def __init__(
-        self, graphdef: GraphDef, leaves: list[Any], paths: list[Path], at: int
-    ) -> None:
+    def __init__(self, graphdef: GraphDef, leaves: list[Any], paths: list[Path], at: int) -> None:
         self.graphdef = graphdef
         self.leaves = leaves
         self.paths = paths
@@ -211,9 +207,14 @@ class Flat:
 
 
 class Walk:
-    """One walk over objects; can be continued from further roots, so that sharing between roots is seen."""
+    """One walk over objects; can be continued from further roots, so that sharing between roots is seen.
 
-    def __init__(self) -> None:
+    Args:
+        marking: Whether to mark every object that is met (``core.epoch``), because the result will be remembered.
+    """
+
+    def __init__(self, marking: bool = False) -> None:
+        self.marking = marking
         self.objects: list[Any] = []
         self.definitions: list[Any] = []
         self.paths: list[Path] = []
@@ -229,27 +230,27 @@ class Walk:
                 tuple(self.encode(item, (*path, i)) for i, item in enumerate(value)),
             )
         if isinstance(value, dict) and has_parts(value):
-            items = (
-                (Static(key), self.encode(item, (*path, key)))
-                for key, item in value.items()
-            )
+            items = ((Static(key), self.encode(item, (*path, key))) for key, item in value.items())
             return MappingDef(type(value), tuple(items))
         if isinstance(value, types.MethodType) and isinstance(value.__self__, Object):
-            return MethodDef(
-                Static(value.__func__), Ref(self.visit(value.__self__, path))
-            )
+            return MethodDef(Static(value.__func__), Ref(self.visit(value.__self__, path)))
         if isinstance(value, functools.partial) and has_parts(value):
             return PartialDef(
                 self.encode(value.func, path),
-                tuple(
-                    self.encode(item, (*path, i)) for i, item in enumerate(value.args)
-                ),
+                tuple(self.encode(item, (*path, i)) for i, item in enumerate(value.args)),
                 tuple(
                     (name, self.encode(item, (*path, name)))
                     for name, item in value.keywords.items()
                 ),
             )
-        return Static(value)
+        try:
+            return Static(value)
+        except TypeError as error:
+            raise StaticAttributeError(
+                f"The {type(value).__name__} at {format_path(path)} is neither data nor hashable configuration ({error}), and came there "
+                f"without being assigned as an attribute (through vars(), functools.cached_property, or by changing after it was "
+                f"assigned). Assign it: model.name = value."
+            ) from error
 
     def visit(self, item: Object, path: Path) -> int:
         """Returns the object's position, walking into it the first time it is met."""
@@ -260,19 +261,17 @@ class Walk:
         self.objects.append(item)
         self.paths.append(path)
         self.definitions.append(None)
+        if self.marking:  # before looking inside, so that no edit by another thread goes unnoticed
+            item._marked = True
         self.definitions[position] = item._describe(
             lambda child, key: self.encode(child, (*path, key))
         )
         return position
 
     def finish(self, roots: Iterable[Any], at: int) -> Flat:
-        """Returns what was found, marking every object."""
+        """Returns what was found."""
         graphdef = GraphDef(tuple(self.definitions), tuple(roots))
-        for item in self.objects:
-            item._marked = True
-        return Flat(
-            graphdef, [self.objects[i] for i in graphdef.leaves], self.paths, at
-        )
+        return Flat(graphdef, [self.objects[i] for i in graphdef.leaves], self.paths, at)
 
 
 def has_parts(value: Any) -> bool:
@@ -286,10 +285,7 @@ def has_parts(value: Any) -> bool:
     if isinstance(value, types.MethodType):
         return isinstance(value.__self__, Object)
     if isinstance(value, functools.partial):
-        return any(
-            has_parts(item)
-            for item in (value.func, *value.args, *value.keywords.values())
-        )
+        return any(has_parts(item) for item in (value.func, *value.args, *value.keywords.values()))
     return False
 
 
@@ -300,8 +296,10 @@ def flatten_roots(roots: Sequence[Any], names: Sequence[Path] | None = None) -> 
         roots: Objects, immutable containers of them, or static values.
         names: Path of each root; by default empty.
     """
-    at = epoch.current  # read before walking: an edit during the walk then invalidates what is remembered
-    walk = Walk()
+    at = (
+        epoch.current
+    )  # read before walking: an edit during the walk then invalidates what is remembered
+    walk = Walk(marking=True)
     paths = names or [()] * len(roots)
     return walk.finish(
         [walk.encode(root, path) for root, path in zip(roots, paths, strict=True)], at
@@ -316,17 +314,18 @@ def walk_objects(roots: Sequence[Any]) -> list[Any]:
     return walk.objects
 
 
-_remembered: dict[int, tuple[weakref.ref[Any], Flat]] = {}
-
-
 def flatten(root: Object) -> Flat:
-    """Flattens one object; remembered while the structure epoch stays."""
-    key = id(root)
-    known = _remembered.get(key)
-    if known is not None and known[1].epoch == epoch.current and known[0]() is root:
-        return known[1]
+    """Flattens one object; for Modules and containers remembered while the structure epoch stays.
+
+    The memory is kept on the root, so that it keeps nothing alive: static values in a structure may lead back to the model (a
+    function that closes over it).
+    """
+    known: Flat | None = getattr(root, "_flat", None)
+    if known is not None and known.epoch == epoch.current:
+        return known
     flat = flatten_roots((root,))
-    _remembered[key] = (weakref.ref(root, lambda _: _remembered.pop(key, None)), flat)
+    if type(flat.graphdef.objects[0]) is not VariableDef:
+        object.__setattr__(root, "_flat", flat)
     return flat
 
 
@@ -351,9 +350,7 @@ class Decoder:
         if kind is MethodDef:
             return types.MethodType(child.function.value, self(child.owner))
         keywords = {name: self(item) for name, item in child.keywords}
-        return functools.partial(
-            self(child.function), *map(self, child.args), **keywords
-        )
+        return functools.partial(self(child.function), *map(self, child.args), **keywords)
 
 
 def rebuild_tuple(kind: type, items: list[Any]) -> Any:
@@ -379,9 +376,7 @@ def build(
     objects: list[Any] = []
     for definition in graphdef.objects:
         if type(definition) is VariableDef:
-            objects.append(
-                definition.type._make(next(remaining), definition.metadata, owner, lock)
-            )
+            objects.append(definition.type._make(next(remaining), definition.metadata, owner, lock))
         else:
             objects.append(definition.type._allocate(owner, lock))
     decode = Decoder(objects)

@@ -91,9 +91,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if isinstance(value, Init) and value.is_traced:
             self._value = value.compute()
         names = check_axes(axes)
-        self._metadata = (
-            EMPTY if names is None and not metadata else Metadata(names, metadata)
-        )
+        self._metadata = EMPTY if names is None and not metadata else Metadata(names, metadata)
         _check_rank(self, names)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -239,15 +237,21 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         Args:
             value: As for the constructor.
 
+        Raises:
+            VariableValueError: If the value is not made of arrays.
+            MetadataError: If its rank does not fit the axes.
+
         Example:
             >>> import jax.numpy as jnp, shardax as sx
             >>> w = sx.Param(jnp.zeros(2), axes=("embed",))
             >>> w.replace(jnp.ones(2)).axes
             ('embed',)
         """
-        return self._make(
+        variable = self._make(
             as_value(value, type(self).__name__), self._here()._metadata, owner_here()
         )
+        _check_rank(variable, variable._metadata.axes)
+        return variable
 
     @classmethod
     def _make(
@@ -298,14 +302,10 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if isinstance(value, (jax.Array, np.ndarray, LazyValue, jax.ShapeDtypeStruct)):
             shown = f"{value.dtype}{list(value.shape)}"
         else:
-            shown = repr(
-                jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", value)
-            )
+            shown = repr(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", value))
         lazy = ", lazy" if isinstance(value, LazyValue) else ""
         metadata = repr(self._metadata)
-        return (
-            f"{type(self).__name__}({shown}{lazy}{', ' + metadata if metadata else ''})"
-        )
+        return f"{type(self).__name__}({shown}{lazy}{', ' + metadata if metadata else ''})"
 
 
 def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:

@@ -62,9 +62,7 @@ class _Target:
         self.label = parameter_name(function, self.position)
         self.roots = [arguments.roots[i] for i in _positions(self.template)]
         self.has_plain = not isinstance(self.template, Root)
-        self.states = [
-            self._choose(once, root, to_predicate(chosen.filter)) for root in self.roots
-        ]
+        self.states = [self._choose(once, root, to_predicate(chosen.filter)) for root in self.roots]
         if self.roots and not any(self.states) and not self.has_plain:
             shown = getattr(chosen.filter, "__name__", repr(chosen.filter))
             raise DifferentiationError(
@@ -80,15 +78,9 @@ class _Target:
         pairs = zip(flat.leaf_paths, flat.leaves, strict=True)
         if isinstance(root, Variable):
             return [(path, leaf, index[id(leaf)]) for path, leaf in pairs]
-        return [
-            (path, leaf, index[id(leaf)])
-            for path, leaf in pairs
-            if predicate(path, leaf)
-        ]
+        return [(path, leaf, index[id(leaf)]) for path, leaf in pairs if predicate(path, leaf)]
 
-    def check_differentiable(
-        self, once: Once, allow_int: bool, holomorphic: bool
-    ) -> None:
+    def check_differentiable(self, once: Once, allow_int: bool, holomorphic: bool) -> None:
         """Raises, naming the path, if a chosen Variable holds numbers that have no gradient."""
         wanted = jnp.complexfloating if holomorphic else jnp.inexact
         for path, leaf, index in (entry for state in self.states for entry in state):
@@ -107,9 +99,7 @@ class _Target:
                 found.append(by_index[state[0][2]])
                 continue
             values = {path: by_index[index] for path, _, index in state}
-            origins = {
-                path: Origin(type(leaf), leaf._metadata) for path, leaf, _ in state
-            }
+            origins = {path: Origin(type(leaf), leaf._metadata) for path, leaf, _ in state}
             found.append(State.from_flat(values, origins))
         if isinstance(self.template, Root):
             return found[0]
@@ -142,12 +132,7 @@ def _value_and_grad(
         target.check_differentiable(once, options["allow_int"], options["holomorphic"])
     values, plain = once.graph.values(), list(once.arguments.plain)
     indices = sorted(
-        {
-            index
-            for target in targets
-            for state in target.states
-            for _, _, index in state
-        }
+        {index for target in targets for state in target.states for _, _, index in state}
     )
     positions = [target.position for target in targets if target.has_plain]
 
@@ -178,10 +163,7 @@ def _value_and_grad(
     return (
         value,
         aux,
-        [
-            target.gradient(by_index, by_position.get(target.position))
-            for target in targets
-        ],
+        [target.gradient(by_index, by_position.get(target.position)) for target in targets],
     )
 
 
@@ -253,12 +235,8 @@ def value_and_grad(
 
     @functools.wraps(function)
     def value_and_grad_function(*args: Any, **kwargs: Any) -> Any:
-        value, aux, gradients = _value_and_grad(
-            function, chosen, has_aux, options, args, kwargs
-        )
-        return ((value, aux) if has_aux else value), (
-            tuple(gradients) if many else gradients[0]
-        )
+        value, aux, gradients = _value_and_grad(function, chosen, has_aux, options, args, kwargs)
+        return ((value, aux) if has_aux else value), (tuple(gradients) if many else gradients[0])
 
     return value_and_grad_function
 
@@ -308,9 +286,7 @@ def grad(
 
     @functools.wraps(function)
     def grad_function(*args: Any, **kwargs: Any) -> Any:
-        _, aux, gradients = _value_and_grad(
-            function, chosen, has_aux, options, args, kwargs
-        )
+        _, aux, gradients = _value_and_grad(function, chosen, has_aux, options, args, kwargs)
         gradient = tuple(gradients) if many else gradients[0]
         return (gradient, aux) if has_aux else gradient
 

@@ -68,9 +68,7 @@ def _search(value: Any, depth: int, seen: set[int], found: dict[Any, Source]) ->
 
 
 def _places(function: types.FunctionType) -> Iterator[tuple[Any, Source]]:
-    for name, cell in zip(
-        function.__code__.co_freevars, function.__closure__ or (), strict=True
-    ):
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield id(cell), Source(name, functools.partial(_read_cell, cell))
     scope = function.__globals__
     for name in _global_names(function.__code__):
@@ -130,9 +128,7 @@ def parameters_of(function: Any) -> tuple[inspect.Parameter, ...] | None:
 def parameter_name(function: Any, position: int) -> str:
     """Returns the name of a function's positional parameter, for messages."""
     parameters = parameters_of(function) or ()
-    positional = [
-        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if position < len(positional):
         return positional[position].name
     return f"args[{position}]"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Explaining retraces: why a compiled function was traced again.
 
-A function is traced anew when the structure of its arguments, a static value, the trace context, or a shape or dtype differs
+A function is traced anew when the structure of its arguments, a static value, or a shape or dtype differs
 from every earlier call. ``explain_retraces`` tells which, by path, compared with the most similar earlier call.
 """
 
@@ -44,8 +44,8 @@ class Retrace:
         )
 
 
-_listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = (
-    contextvars.ContextVar("shardax_retrace_listeners", default=())
+_listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = contextvars.ContextVar(
+    "shardax_retrace_listeners", default=()
 )
 
 
@@ -69,9 +69,7 @@ def explain_retraces(file: Any = None) -> Iterator[list[Retrace]]:
         ('argument [0]: float32[2] -> float32[3]',)
     """
     found: list[Retrace] = []
-    token = _listeners.set(
-        (*_listeners.get(), (found, sys.stderr if file is None else file))
-    )
+    token = _listeners.set((*_listeners.get(), (found, sys.stderr if file is None else file)))
     try:
         yield found
     finally:
@@ -83,9 +81,7 @@ def _report(function: Any, reasons: Sequence[str]) -> None:
     retrace = Retrace(
         name,
         tuple(reasons)
-        or (
-            "nothing that shardax can see (JAX's own settings, or its cache was cleared)",
-        ),
+        or ("nothing that shardax can see (JAX's own settings, or its cache was cleared)",),
     )
     for found, file in _listeners.get():
         found.append(retrace)
@@ -104,8 +100,7 @@ def planned(jit: Any, plan: Any) -> None:
 def traced(plan: Any, values: Sequence[Any], plain: Sequence[Any]) -> None:
     """Told that a plan's function is being traced for these values."""
     entries = [
-        (format_path(path), value)
-        for path, value in zip(plan.leaf_paths, values, strict=True)
+        (format_path(path), value) for path, value in zip(plan.leaf_paths, values, strict=True)
     ]
     entries += [(f"argument [{i}]", item) for i, item in enumerate(plain)]
     signature = {
@@ -144,19 +139,13 @@ def key_differences(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
     """
     reasons = structure_differences(old[0], new[0])
     if old[1:4] != new[1:4] and not reasons:
-        reasons.append(
-            "the arguments have other containers, or objects stand elsewhere in them"
-        )
+        reasons.append("the arguments have other containers, or objects stand elsewhere in them")
     before, after = dict(old[4]), dict(new[4])
     for place in dict.fromkeys([*before, *after]):
         if before.get(place) != after.get(place):
             reasons.append(
                 f"static argument {place!r}: {_exact(before.get(place))} -> {_exact(after.get(place))}"
             )
-    for name in {n for n, _ in old[5] ^ new[5]}:
-        reasons.append(
-            f"setting in scope {name!r}: {dict(old[5]).get(name)} -> {dict(new[5]).get(name)}"
-        )
     return reasons
 
 

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardax.core import context, epoch
-from shardax.core.errors import StaticArgumentError
+from shardax.core import epoch
 from shardax.core.frames import local
 from shardax.core.node import Object
 from shardax.core.pytree import has_objects
@@ -32,7 +31,6 @@ from shardax.transforms.closures import (
     find_sources,
     objects_in,
     parameter_name,
-    parameters_of,
 )
 from shardax.transforms.lift import Arguments, Carried, Graph, carry_in, check_no_leak
 from shardax.transforms.plan import (
@@ -44,6 +42,7 @@ from shardax.transforms.plan import (
     template_roots,
 )
 from shardax.transforms.shapes import eval_shape
+from shardax.transforms.static_arguments import resolve_static, static_argument
 
 _ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
 """Types of arguments that are surely plain, extended by JAX's concrete array type when it is first met."""
@@ -54,7 +53,6 @@ class CallEntry:
 
     Attributes:
         epoch: Structure epoch at which this was made.
-        settings: Trace context at which this was made.
         kept: Variables whose values are passed.
         donated: Variables whose values are passed and donated.
         leaves: All of them, in graph order.
@@ -71,13 +69,11 @@ class CallEntry:
         "leaves",
         "plan",
         "roots",
-        "settings",
     )
 
     def __init__(self, plan: Plan, graph: Graph) -> None:
         self.plan = plan
         self.epoch = graph.flat.epoch
-        self.settings = context.current()
         self.leaves = graph.leaves
         self.kept, self.donated = plan.partition(graph.leaves)
         self.roots = [_weak(root) for root in graph.roots]
@@ -111,7 +107,9 @@ class Jit:
         functools.update_wrapper(self, function, updated=())
         self.__wrapped__ = function
         self.options = options
-        self.static_positions, self.static_names = _static_arguments(function, options)
+        self.static_positions, self.static_names = resolve_static(
+            function, options.static_argnums, options.static_argnames
+        )
         self.sources = find_sources(function)
         self.captured: list[weakref.ref[Any]] = []
         self.plans: dict[Any, Plan] = {}
@@ -142,19 +140,14 @@ class Jit:
         for source in self.sources:
             key.append(id(source.read()))
         entry = self.calls.get(tuple(key))
-        if (
-            entry is None
-            or traced
-            or entry.epoch != epoch.current
-            or entry.settings is not context.current()
-        ):
+        if entry is None or traced or entry.epoch != epoch.current:
             return self._call_slowly(args, kwargs, tuple(key))
         local.call = entry
         try:
             result, written, fresh, record = entry.plan.run(
                 [v._value for v in entry.kept], [v._value for v in entry.donated], plain
             )
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
             return self._recover(error, entry, args, kwargs)
         finally:
             local.call = None
@@ -164,13 +157,11 @@ class Jit:
             entry.last = (record, targets)
         if not record.simple:
             return carry_in(entry.graph(), Carried(result, written, fresh, record))
-        for variable, value in zip(targets, written):  # noqa: B905 (equal by construction; hot path)
+        for variable, value in zip(targets, written):
             variable._value = value
         return result
 
-    def _call_slowly(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None
-    ) -> Any:
+    def _call_slowly(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None) -> Any:
         """Calls without a remembered entry, and remembers one if ``key`` says under what."""
         while True:
             plan, graph, arguments = self.prepare(args, kwargs)
@@ -200,10 +191,10 @@ class Jit:
         if self.sources and len(self.calls) > _MAX_CALLS_WITH_SOURCES:
             self.calls.clear()
 
-        def forget(_: Any, calls: Any = weakref.ref(self)) -> None:
-            jit = calls()
-            if jit is not None:
-                jit.calls.pop(key, None)
+        calls = self.calls  # not self: the callback must not keep this Jit alive
+
+        def forget(_: Any) -> None:
+            calls.pop(key, None)
 
         entry.roots = [
             weakref.ref(r, forget) if isinstance(r, Object) else (lambda r=r: r)
@@ -259,7 +250,6 @@ class Jit:
             arguments.templates,
             arguments.named,
             signature.static,
-            context.current(),
         )
         plan = self.plans.get(key)
         if plan is None:
@@ -289,21 +279,11 @@ class Jit:
     def _layout(self, args: Sequence[Any], signature: Signature) -> ArgumentLayout:
         positions = [i for i in range(len(args)) if i not in self.static_positions]
         positional = [(i, parameter_name(self.__wrapped__, i)) for i in positions]
-        static = [
-            (place, item.value)
-            for place, item in signature.static
-            if isinstance(place, int)
-        ]
-        named = {
-            place: item.value
-            for place, item in signature.static
-            if isinstance(place, str)
-        }
+        static = [(place, item.value) for place, item in signature.static if isinstance(place, int)]
+        named = {place: item.value for place, item in signature.static if isinstance(place, str)}
         return ArgumentLayout(positional, static, named, self.options)
 
-    def _root_names(
-        self, args: Sequence[Any], arguments: Arguments
-    ) -> list[tuple[Any, ...]]:
+    def _root_names(self, args: Sequence[Any], arguments: Arguments) -> list[tuple[Any, ...]]:
         names: list[tuple[Any, ...]] = [()] * len(arguments.roots)
         positions = [i for i in range(len(args)) if i not in self.static_positions]
         labels = [parameter_name(self.__wrapped__, i) for i in positions]
@@ -315,27 +295,21 @@ class Jit:
                 names[position] = (label,)
         return names
 
-    def _separate_static(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Signature:
+    def _separate_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
         if self._simple:
             return Signature(tuple(args), dict(kwargs), ())
         static = [
-            (i, _static(args[i], self, i))
+            (i, static_argument(args[i], self.__wrapped__, i))
             for i in self.static_positions
             if i < len(args)
         ]
         static += [
-            (name, _static(kwargs[name], self, name))
+            (name, static_argument(kwargs[name], self.__wrapped__, name))
             for name in self.static_names
             if name in kwargs
         ]
-        dynamic = tuple(
-            arg for i, arg in enumerate(args) if i not in self.static_positions
-        )
-        named = {
-            name: arg for name, arg in kwargs.items() if name not in self.static_names
-        }
+        dynamic = tuple(arg for i, arg in enumerate(args) if i not in self.static_positions)
+        named = {name: arg for name, arg in kwargs.items() if name not in self.static_names}
         return Signature(dynamic, named, tuple(static))
 
     # --- the rest of the interface ------------------------------------------------------------------
@@ -427,68 +401,6 @@ def _note_types(arg: Any) -> bool:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             _ARRAY_TYPES.add(type(leaf))
     return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-
-
-def _static_arguments(
-    function: Any, options: Options
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Resolves static positions and names from each other by the function's signature, as ``jax.jit`` does."""
-    positions, names = (
-        _as_tuple(options.static_argnums),
-        _as_tuple(options.static_argnames),
-    )
-    parameters = parameters_of(function)
-    if parameters is None or not (positions or names):
-        return positions, names
-    positional = [
-        p.name
-        for p in parameters
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    count = len(positional)
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    for position in positions:
-        if not variadic and not -count <= position < count:
-            raise StaticArgumentError(
-                f"static_argnums={position} is out of range: {getattr(function, '__name__', function)} has {count} positional parameters "
-                f"({', '.join(positional)})."
-            )
-    known = {p.name for p in parameters}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for name in names:
-            if name not in known:
-                raise StaticArgumentError(
-                    f"static_argnames has {name!r}, but {getattr(function, '__name__', function)} has only ({', '.join(known)})."
-                )
-    positions = tuple(p % count if p < 0 else p for p in positions)
-    all_positions = {
-        *positions,
-        *(positional.index(n) for n in names if n in positional),
-    }
-    all_names = {*names, *(positional[p] for p in positions if p < count)}
-    return tuple(sorted(all_positions)), tuple(sorted(all_names))
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, (int, str)) else tuple(value)
-
-
-def _static(value: Any, jit: Jit, place: int | str) -> Static:
-    label = parameter_name(jit.__wrapped__, place) if isinstance(place, int) else place
-    if isinstance(value, Object):
-        raise StaticArgumentError(
-            f"The argument {label!r} is static, but a {type(value).__name__} was passed: its values would be frozen into the program and "
-            f"changes missed. Pass it as an ordinary argument: a Module's configuration is static by itself."
-        )
-    try:
-        return Static(value)
-    except TypeError as error:
-        raise StaticArgumentError(
-            f"The static argument {label!r} of {getattr(jit.__wrapped__, '__name__', jit)} is {value!r} of type {type(value).__name__}, which is "
-            f"not hashable ({error}). Pass arrays as ordinary arguments; use tuples instead of lists and frozen dataclasses instead of dicts."
-        ) from error
 
 
 def jit(

@@ -32,9 +32,7 @@ from shardax.core.paths import Path, format_path
 from shardax.core.pytree import has_objects, is_object
 from shardax.core.structure import (
     Decoder,
-    Flat,
     GraphDef,
-    Ref,
     VariableDef,
     Walk,
     build,
@@ -122,9 +120,7 @@ class Arguments:
         pairs = [take_apart(arg, self.roots) for arg in args]
         self.templates = tuple(template for template, _ in pairs)
         self.plain = tuple(plain for _, plain in pairs)
-        named = [
-            (name, *take_apart(kwargs[name], self.roots)) for name in sorted(kwargs)
-        ]
+        named = [(name, *take_apart(kwargs[name], self.roots)) for name in sorted(kwargs)]
         self.named = tuple((name, template) for name, template, _ in named)
         self.plain_named = {name: plain for name, _, plain in named}
 
@@ -132,13 +128,8 @@ class Arguments:
         self, plain: Sequence[Any], plain_named: Mapping[str, Any], roots: Sequence[Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Puts arguments together from plain parts and roots (a transform's copies, usually)."""
-        args = [
-            put_together(t, p, roots)
-            for t, p in zip(self.templates, plain, strict=True)
-        ]
-        kwargs = {
-            name: put_together(t, plain_named[name], roots) for name, t in self.named
-        }
+        args = [put_together(t, p, roots) for t, p in zip(self.templates, plain, strict=True)]
+        kwargs = {name: put_together(t, plain_named[name], roots) for name, t in self.named}
         return args, kwargs
 
 
@@ -153,9 +144,7 @@ class Graph:
 
     __slots__ = ("flat", "leaves", "roots")
 
-    def __init__(
-        self, roots: Sequence[Any], names: Sequence[Path] | None = None
-    ) -> None:
+    def __init__(self, roots: Sequence[Any], names: Sequence[Path] | None = None) -> None:
         self.roots = list(roots)
         self.flat = flatten_roots(self.roots, names)
         frame = local.frame
@@ -176,10 +165,7 @@ class Graph:
 
 def read(leaves: Sequence[Any]) -> list[Any]:
     """Reads the values of resolved Variables, materialising lazy and NumPy ones."""
-    return [
-        v.value if isinstance(v._value, (LazyValue, np.ndarray)) else v._value
-        for v in leaves
-    ]
+    return [v.value if isinstance(v._value, (LazyValue, np.ndarray)) else v._value for v in leaves]
 
 
 def abstract(leaves: Sequence[Any]) -> list[Any]:
@@ -275,9 +261,7 @@ class Record:
         return self.result is None and not self.updates
 
 
-jax.tree_util.register_pytree_node(
-    Record, lambda record: ((), record), lambda record, _: record
-)
+jax.tree_util.register_pytree_node(Record, lambda record: ((), record), lambda record, _: record)
 
 
 class Carried(NamedTuple):
@@ -312,21 +296,15 @@ def carry_out(
     """
     walk = _continue_walk(frame, copies)
     for position, copy in enumerate(copies):
-        walk.definitions[position] = copy._describe(
-            lambda child, key: walk.encode(child, ())
-        )
+        walk.definitions[position] = copy._describe(lambda child, key: walk.encode(child, ()))
     count = len(copies)
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_object)
     places = tuple(
-        (i, walk.visit(leaf, ()))
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, Object)
+        (i, walk.visit(leaf, ())) for i, leaf in enumerate(leaves) if isinstance(leaf, Object)
     )
     template = Mixed(treedef, places) if places else None
     foreign = {
-        i: item
-        for i, item in enumerate(walk.objects)
-        if i >= count and not _belongs(item, frame)
+        i: item for i, item in enumerate(walk.objects) if i >= count and not _belongs(item, frame)
     }
     made = [
         item
@@ -335,25 +313,17 @@ def carry_out(
     ]
     fresh = [item.value for item in made]
     updates = {
-        i: walk.definitions[i]
-        for i in range(count)
-        if walk.definitions[i] != graphdef.objects[i]
+        i: walk.definitions[i] for i in range(count) if walk.definitions[i] != graphdef.objects[i]
     }
     written, values = [], []
-    for position, (index, before) in enumerate(
-        zip(graphdef.leaves, bound, strict=True)
-    ):
+    for position, (index, before) in enumerate(zip(graphdef.leaves, bound, strict=True)):
         after = copies[index]._value
         if position in emit or not same_value(before, after):
             written.append(position)
             values.append(copies[index].value)
-    record = Record(
-        tuple(written), updates, tuple(walk.definitions[count:]), template, foreign
-    )
+    record = Record(tuple(written), updates, tuple(walk.definitions[count:]), template, foreign)
     record.fresh_ids = tuple(map(id, made))
-    arrays = (
-        [leaf for leaf in leaves if not isinstance(leaf, Object)] if places else result
-    )
+    arrays = [leaf for leaf in leaves if not isinstance(leaf, Object)] if places else result
     return Carried(arrays, values, fresh, record)
 
 
@@ -400,9 +370,7 @@ def carry_in(graph: Graph, carried: Carried) -> Any:
     objects = graph.objects()
     for position in record.updates:
         if not isinstance(objects[position], Variable):
-            check_structural_write(
-                objects[position], f"a {type(objects[position]).__name__}"
-            )
+            check_structural_write(objects[position], f"a {type(objects[position]).__name__}")
     _add_fresh(objects, record, carried.fresh)
     for position, value in zip(record.written, carried.written, strict=True):
         graph.leaves[position]._value = value
@@ -430,9 +398,7 @@ def _add_fresh(objects: list[Any], record: Record, values: Sequence[Any]) -> Non
         if count + offset in record.foreign:
             objects.append(record.foreign[count + offset])
         elif type(definition) is VariableDef:
-            objects.append(
-                definition.type._make(next(remaining), definition.metadata, owner)
-            )
+            objects.append(definition.type._make(next(remaining), definition.metadata, owner))
         else:
             objects.append(definition.type._allocate(owner, None))
     decode = Decoder(objects)
@@ -451,9 +417,7 @@ def check_no_leak(graph: Graph, carried: Carried) -> None:
     for position, value in zip(carried.record.written, carried.written, strict=True):
         variable = graph.leaves[position]
         home = _jax.EAGER if variable._owner is None else variable._owner.trace
-        if here != home and any(
-            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)
-        ):
+        if here != home and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
             path = graph.flat.leaf_paths[position]
             raise TraceLeakError(
                 f"The {type(variable).__name__} at {format_path(path)} would be written with a traced value, because this call runs inside a "
@@ -468,9 +432,7 @@ def check_result(result: Any, name: str) -> None:
     Raises:
         OutputError: Naming the place in the result.
     """
-    for key_path, leaf in jax.tree_util.tree_leaves_with_path(
-        result, is_leaf=is_object
-    ):
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
         if (
             isinstance(leaf, Object)
             or hasattr(leaf, "dtype")

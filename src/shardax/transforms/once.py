@@ -77,17 +77,13 @@ class Once:
         """
         graphdef = self.graph.flat.graphdef
         with self.make_frame(self.name) as frame:
-            roots, copies = bind(
-                frame, graphdef, values, self.graph.objects(), self.graph.leaves
-            )
+            roots, copies = bind(frame, graphdef, values, self.graph.objects(), self.graph.leaves)
             args, kwargs = self.arguments.restore(plain, plain_named, roots[1:])
             head, rest = split(roots[0](*args, **kwargs))
             carried = carry_out(frame, graphdef, copies, values, rest)
             self._record = carried.record
             self._adopted = [
-                item
-                for item in frame.adopted
-                if not same_value(item.value, item.stand_in._value)
+                item for item in frame.adopted if not same_value(item.value, item.stand_in._value)
             ]
             captured = [item.stand_in.value for item in self._adopted]
         return head, (carried.result, carried.written, carried.fresh, captured)

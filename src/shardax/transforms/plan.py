@@ -114,9 +114,7 @@ class Plan:
         self._expected: Any = None
         self._program = self._named_program()
         self._jitted: Any = None
-        self._full = bool(
-            arguments.named or layout.donated or self._in_shardings is not None
-        )
+        self._full = bool(arguments.named or layout.donated or self._in_shardings is not None)
 
     # --- calling ---------------------------------------------------------------------------------
 
@@ -150,21 +148,11 @@ class Plan:
             *self._separate_plain(list(arguments.plain), arguments.plain_named),
         )
 
-    def _separate_plain(
-        self, plain: list[Any], named: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        given = [
-            None if p in self.layout.donated else item for p, item in enumerate(plain)
-        ]
-        donated = [
-            item if p in self.layout.donated else None for p, item in enumerate(plain)
-        ]
-        kept_named = {
-            name: v for name, v in named.items() if not self.options.donates_name(name)
-        }
-        donated_named = {
-            name: v for name, v in named.items() if self.options.donates_name(name)
-        }
+    def _separate_plain(self, plain: list[Any], named: dict[str, Any]) -> tuple[Any, ...]:
+        given = [None if p in self.layout.donated else item for p, item in enumerate(plain)]
+        donated = [item if p in self.layout.donated else None for p, item in enumerate(plain)]
+        kept_named = {name: v for name, v in named.items() if not self.options.donates_name(name)}
+        donated_named = {name: v for name, v in named.items() if self.options.donates_name(name)}
         return given, donated, kept_named, donated_named
 
     def jitted(self, full: tuple[Any, ...]) -> Any:
@@ -200,9 +188,7 @@ class Plan:
         def program(*flat: Any) -> tuple[Any, ...]:
             return self._pure(*flat)
 
-        program.__name__ = getattr(
-            self.function, "__name__", type(self.function).__name__
-        )
+        program.__name__ = getattr(self.function, "__name__", type(self.function).__name__)
         return program
 
     def clear_cache(self) -> None:
@@ -227,12 +213,8 @@ class Plan:
         for position in self.layout.donated:
             plain[position] = donated_plain[position]
         with Frame("jit") as frame:
-            roots, copies = bind(
-                frame, self.graphdef, values, graph.objects(), graph.leaves
-            )
-            result = self._call_user(
-                roots, plain, {**(named or {}), **(donated_named or {})}
-            )
+            roots, copies = bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
+            result = self._call_user(roots, plain, {**(named or {}), **(donated_named or {})})
             check_result(result, "jit")
             carried = carry_out(
                 frame,
@@ -258,37 +240,24 @@ class Plan:
             for i in range(len(self.graphdef.leaves))
         ]
 
-    def _call_user(
-        self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]
-    ) -> Any:
+    def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]) -> Any:
         function, objects = roots[0], roots[1 : 1 + self.root_count]
-        args = [
-            put_together(t, p, objects)
-            for t, p in zip(self.templates, plain, strict=True)
-        ]
+        args = [put_together(t, p, objects) for t, p in zip(self.templates, plain, strict=True)]
         kwargs = {name: put_together(t, named[name], objects) for name, t in self.named}
-        return function(
-            *self.layout.insert_static(args), **kwargs, **self.layout.static_named
-        )
+        return function(*self.layout.insert_static(args), **kwargs, **self.layout.static_named)
 
     # --- donation ---------------------------------------------------------------------------------
 
     def _find_donated(self, graph: Graph, arguments: Arguments) -> frozenset[int]:
         roots: list[int] = []
-        for (position, label), template in zip(
-            self.layout.positional, self.templates, strict=True
-        ):
+        for (position, label), template in zip(self.layout.positional, self.templates, strict=True):
             if self.options.donates(position, label):
                 roots.extend(template_roots(template))
         for name, template in self.named:
             if self.options.donates_name(name):
                 roots.extend(template_roots(template))
-        ids = {
-            id(v) for root in roots for v in Graph([arguments.roots[root]]).flat.leaves
-        }
-        return frozenset(
-            i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in ids
-        )
+        ids = {id(v) for root in roots for v in Graph([arguments.roots[root]]).flat.leaves}
+        return frozenset(i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in ids)
 
     def _emitted(self, result: Any, copies: Sequence[Any]) -> frozenset[int]:
         """Positions of Variables to return even if unchanged: donated ones, and ones in the result with declared shardings."""
@@ -301,9 +270,7 @@ class Plan:
             for v in Graph([leaf]).flat.leaves
         }
         returned = (
-            i
-            for i, index in enumerate(self.graphdef.leaves)
-            if id(copies[index]) in inside
+            i for i, index in enumerate(self.graphdef.leaves) if id(copies[index]) in inside
         )
         return self.donated_leaves | frozenset(returned)
 
@@ -329,25 +296,15 @@ class Plan:
             )
             entries.extend(found)
             rest = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
-            plain.append(
-                rest if hasattr(template, "treedef") else None if found else prefix
-            )
+            plain.append(rest if hasattr(template, "treedef") else None if found else prefix)
         by_id = consistent(entries, "in_shardings")
-        self._leaf_shardings = [
-            by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves
-        ]
+        self._leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
         kept, donated = self.partition(self._leaf_shardings)
-        given_plain = [
-            None if p in self.layout.donated else item for p, item in enumerate(plain)
-        ]
-        donated_plain = [
-            item if p in self.layout.donated else None for p, item in enumerate(plain)
-        ]
+        given_plain = [None if p in self.layout.donated else item for p, item in enumerate(plain)]
+        donated_plain = [item if p in self.layout.donated else None for p, item in enumerate(plain)]
         return kept, donated, given_plain, donated_plain, None, None
 
-    def _declare_shardings(
-        self, carried: Carried, copies: Sequence[Any], result: Any
-    ) -> None:
+    def _declare_shardings(self, carried: Carried, copies: Sequence[Any], result: Any) -> None:
         """Works out the sharding of everything that leaves, when shardings are declared."""
         record = carried.record
         if self._in_shardings is None and self.options.out_shardings is None:
@@ -359,16 +316,9 @@ class Plan:
         arrays: Any = declared
         if record.result is not None:
             found = list(expand(declared, result, "out_shardings"))
-            by_id = {
-                key: entry
-                for key, (_, entry) in consistent(found, "out_shardings").items()
-            }
-            arrays = [
-                entry for _, leaf, entry in found if not isinstance(leaf, Variable)
-            ]
-        inputs = (
-            [None] * len(copies) if self._in_shardings is None else self._leaf_shardings
-        )
+            by_id = {key: entry for key, (_, entry) in consistent(found, "out_shardings").items()}
+            arrays = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
+        inputs = [None] * len(copies) if self._in_shardings is None else self._leaf_shardings
         written = []
         for position in record.written:
             entry = by_id.get(id(copies[self.graphdef.leaves[position]]))
@@ -411,9 +361,7 @@ class Plan:
 
 def _is_deleted(leaf: Any) -> bool:
     return (
-        isinstance(leaf, jax.Array)
-        and not isinstance(leaf, jax.core.Tracer)
-        and leaf.is_deleted()
+        isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
     )
 
 
@@ -476,9 +424,7 @@ class ArgumentLayout:
             return list(prefix)
         static = [position for position, _ in self.static]
         if static and len(prefix) == count + len(static):
-            return [
-                entry for position, entry in enumerate(prefix) if position not in static
-            ]
+            return [entry for position, entry in enumerate(prefix) if position not in static]
         labels = ", ".join(label for _, label in self.positional)
         raise PrefixError(
             f"{name} has {len(prefix)} entries, but the call has {count} non-static positional arguments ({labels}). Give one entry per "

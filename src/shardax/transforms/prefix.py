@@ -42,9 +42,7 @@ class FilterMapping(Mapping[Any, Any]):
 
     __slots__ = ("_filters", "_predicates", "_values")
 
-    def __init__(
-        self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] | State
-    ) -> None:
+    def __init__(self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] | State) -> None:
         if isinstance(entries, State):
             pairs: list[tuple[Any, Any]] = [
                 (ExactPath(path), value) for path, value in entries.flat().items()
@@ -93,20 +91,13 @@ class FilterMapping(Mapping[Any, Any]):
 
     def __repr__(self) -> str:
         pairs = ", ".join(
-            f"{_name(k)}: {v!r}"
-            for k, v in zip(self._filters, self._values, strict=True)
+            f"{_name(k)}: {v!r}" for k, v in zip(self._filters, self._values, strict=True)
         )
         return f"{type(self).__name__}({{{pairs}}})"
 
 
 def _name(item: Any) -> str:
-    return (
-        item.__name__
-        if isinstance(item, type)
-        else "..."
-        if item is ...
-        else repr(item)
-    )
+    return item.__name__ if isinstance(item, type) else "..." if item is ... else repr(item)
 
 
 class ExactPath(PathContains):
@@ -126,9 +117,7 @@ class StateSharding(FilterMapping):
     """
 
 
-def expand(
-    prefix: Any, tree: Any, name: str, where: Path = ()
-) -> Iterator[tuple[Path, Any, Any]]:
+def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
     """Spreads a prefix over a tree.
 
     Args:
@@ -147,9 +136,7 @@ def expand(
         yield from _expand_object(prefix, tree, name, where)
         return
     if _is_entry(prefix):
-        leaves = jax.tree_util.tree_leaves_with_path(
-            tree, is_leaf=lambda x: isinstance(x, Object)
-        )
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
         for key_path, leaf in leaves:
             below = (*where, *(_step(key) for key in key_path))
             yield from (
@@ -190,9 +177,7 @@ def _one_level(tree: Any) -> list[tuple[Hashable, Any]]:
 
 
 def _shape(tree: Any) -> str:
-    return f"a {type(tree).__name__}" + (
-        f" of {len(tree)}" if hasattr(tree, "__len__") else ""
-    )
+    return f"a {type(tree).__name__}" + (f" of {len(tree)}" if hasattr(tree, "__len__") else "")
 
 
 def _expand_object(
@@ -226,9 +211,7 @@ def _expand_object(
             yield (*where, *path), variable, prefix
 
 
-def consistent(
-    entries: Iterable[tuple[Path, Any, Any]], name: str
-) -> dict[int, tuple[Path, Any]]:
+def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int, tuple[Path, Any]]:
     """Checks that every Variable got one entry, and returns (path, entry) by ``id`` of Variable.
 
     Raises:

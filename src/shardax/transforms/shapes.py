@@ -51,9 +51,7 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = Arguments(args, kwargs)
     graph = Graph([function, *given.roots])
     roots, _ = build(graph.flat.graphdef, abstract(graph.leaves), owner_here())
-    copied_args, copied_kwargs = given.restore(
-        given.plain, given.plain_named, roots[1:]
-    )
+    copied_args, copied_kwargs = given.restore(given.plain, given.plain_named, roots[1:])
     once = Once("eval_shape", roots[0], copied_args, copied_kwargs, AbstractFrame)
 
     def pure(values: Any, plain: Any, plain_named: Any) -> Any:

@@ -65,9 +65,7 @@ class _ArgumentView:
         self.roots: list[tuple[list[Path], list[int]]] = []
         for root in arguments.roots:
             flat = flatten(root)
-            self.roots.append(
-                (flat.leaf_paths, [index[id(leaf)] for leaf in flat.leaves])
-            )
+            self.roots.append((flat.leaf_paths, [index[id(leaf)] for leaf in flat.leaves]))
 
     def __call__(self, tree: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) from a tree shaped like the pure function's arguments."""
@@ -88,12 +86,9 @@ class _ArgumentView:
             for root in self.roots
         ]
         args = tuple(
-            put_together(t, p, states)
-            for t, p in zip(self.plan.templates, plain, strict=True)
+            put_together(t, p, states) for t, p in zip(self.plan.templates, plain, strict=True)
         )
-        return args, {
-            name: put_together(t, named[name], states) for name, t in self.plan.named
-        }
+        return args, {name: put_together(t, named[name], states) for name, t in self.plan.named}
 
 
 def _result_view(plan: Plan, tree: Any) -> Any:
@@ -105,8 +100,7 @@ def _result_view(plan: Plan, tree: Any) -> Any:
     for position, definition in record.updates.items():
         objects[position] = definition
     values = {
-        plan.graphdef.leaves[p]: value
-        for p, value in zip(record.written, written, strict=True)
+        plan.graphdef.leaves[p]: value for p, value in zip(record.written, written, strict=True)
     }
     new = [
         len(plan.graphdef.objects) + i
@@ -119,9 +113,7 @@ def _result_view(plan: Plan, tree: Any) -> Any:
         paths = definition_paths(GraphDef(tuple(objects), (Ref(position),)))
         leaves.insert(
             place,
-            State.from_flat(
-                {path: values[i] for i, path in paths.items() if i in values}
-            ),
+            State.from_flat({path: values[i] for i, path in paths.items() if i in values}),
         )
     return record.result.treedef.unflatten(leaves)
 
@@ -129,9 +121,7 @@ def _result_view(plan: Plan, tree: Any) -> Any:
 class _Stage:
     """What the stages share: JAX's stage, and the arrangement of arguments and results."""
 
-    def __init__(
-        self, jit: Any, plan: Plan, stage: Any, view: _ArgumentView, record: Any
-    ) -> None:
+    def __init__(self, jit: Any, plan: Plan, stage: Any, view: _ArgumentView, record: Any) -> None:
         self._jit = jit
         self._plan = plan
         self._stage = stage
@@ -198,9 +188,7 @@ class Lowered(_Stage):
         Args:
             compiler_options: As JAX's ``Lowered.compile``.
         """
-        options = (
-            {} if compiler_options is None else {"compiler_options": compiler_options}
-        )
+        options = {} if compiler_options is None else {"compiler_options": compiler_options}
         return Compiled(
             self._jit,
             self._plan,
@@ -245,9 +233,7 @@ class Compiled(_Stage):
             StructureMismatchError: If the structure of the arguments differs from what was compiled; the message says where.
         """
         arguments = Arguments(args, kwargs)
-        graph = Graph(
-            [self._jit.__wrapped__, *arguments.roots, *self._jit.hidden_objects()], None
-        )
+        graph = Graph([self._jit.__wrapped__, *arguments.roots, *self._jit.hidden_objects()], None)
         self._check(arguments, graph)
         full = self._plan.pack(graph.values(), arguments)
         carried = Carried(*self._stage(*full))
@@ -262,12 +248,11 @@ class Compiled(_Stage):
             plan.named,
         ):
             return
-        if len(arguments.templates) != len(plan.templates) or len(
-            arguments.named
-        ) != len(plan.named):
+        if len(arguments.templates) != len(plan.templates) or len(arguments.named) != len(
+            plan.named
+        ):
             expected = (
-                ", ".join(label for _, label in plan.layout.positional)
-                or "no positional arguments"
+                ", ".join(label for _, label in plan.layout.positional) or "no positional arguments"
             )
             differences.insert(
                 0,

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Static arguments of compiled functions: which they are, and what they are compared by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardax.core.errors import StaticArgumentError
+from shardax.core.node import Object
+from shardax.core.static import Static
+from shardax.transforms.closures import parameter_name, parameters_of
+
+
+def resolve_static(
+    function: Any, argnums: Any, argnames: Any
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Resolves static positions and names from each other by the function's signature, as ``jax.jit`` does.
+
+    Args:
+        function: The user's function.
+        argnums: ``static_argnums`` as given.
+        argnames: ``static_argnames`` as given.
+
+    Returns:
+        (positions, names), sorted; negative positions are counted from the end.
+
+    Raises:
+        StaticArgumentError: If the function has no such argument.
+    """
+    positions, names = (
+        _as_tuple(argnums),
+        _as_tuple(argnames),
+    )
+    parameters = parameters_of(function)
+    if parameters is None or not (positions or names):
+        return positions, names
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    count = len(positional)
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    for position in positions:
+        if not variadic and not -count <= position < count:
+            raise StaticArgumentError(
+                f"static_argnums={position} is out of range: {getattr(function, '__name__', function)} has {count} positional parameters "
+                f"({', '.join(positional)})."
+            )
+    known = {p.name for p in parameters}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for name in names:
+            if name not in known:
+                raise StaticArgumentError(
+                    f"static_argnames has {name!r}, but {getattr(function, '__name__', function)} has only ({', '.join(known)})."
+                )
+    positions = tuple(p % count if p < 0 else p for p in positions)
+    all_positions = {
+        *positions,
+        *(positional.index(n) for n in names if n in positional),
+    }
+    all_names = {*names, *(positional[p] for p in positions if p < count)}
+    return tuple(sorted(all_positions)), tuple(sorted(all_names))
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, (int, str)) else tuple(value)
+
+
+def static_argument(value: Any, function: Any, place: int | str) -> Static:
+    """Returns a static argument by its exact key.
+
+    Args:
+        value: What was passed.
+        function: The user's function, for messages.
+        place: Position or name of the argument.
+
+    Raises:
+        StaticArgumentError: If the value is a Module or not hashable.
+    """
+    label = parameter_name(function, place) if isinstance(place, int) else place
+    if isinstance(value, Object):
+        raise StaticArgumentError(
+            f"The argument {label!r} is static, but a {type(value).__name__} was passed: its values would be frozen into the program and "
+            f"changes missed. Pass it as an ordinary argument: a Module's configuration is static by itself."
+        )
+    try:
+        return Static(value)
+    except TypeError as error:
+        raise StaticArgumentError(
+            f"The static argument {label!r} of {getattr(function, '__name__', function)} is {value!r} of type {type(value).__name__}, which is "
+            f"not hashable ({error}). Pass arrays as ordinary arguments; use tuples instead of lists and frozen dataclasses instead of dicts."
+        ) from error
