@@ -16,6 +16,7 @@ import itertools
 import json
 import pathlib
 import random
+from typing import Any
 
 NAMES = ("a", "a b", "b a", "a - b", "b * a", "a b c", "c b a", "d -")
 TARGETS = ("-", "*", "x", "y", "x+y", "y+z")
@@ -39,14 +40,14 @@ def rule_lists() -> list[str]:
 def main() -> None:
     """Asks flax for every list of rules and writes the table."""
     import flax
-    from flax import linen
+    from flax.linen import spmd
     from jax.sharding import PartitionSpec
 
-    def read(word: str) -> object:
+    def read(word: str) -> Any:
         special = {"-": None, "*": PartitionSpec.UNCONSTRAINED}
         return special[word] if word in special else tuple(word.split("+")) if "+" in word else word
 
-    def write(entry: object) -> str:
+    def write(entry: Any) -> str:
         if entry is None or entry is PartitionSpec.UNCONSTRAINED:
             return "-" if entry is None else "*"
         return "+".join(entry) if isinstance(entry, tuple) else str(entry)
@@ -55,9 +56,9 @@ def main() -> None:
     for text in rule_lists():
         rules = tuple((pair.split("=")[0], read(pair.split("=")[1])) for pair in text.split())
         specs = [
-            linen.logical_to_mesh_axes(tuple(map(read, names.split())), rules) for names in NAMES
+            spmd.logical_to_mesh_axes(tuple(map(read, names.split())), rules) for names in NAMES
         ]
-        table[text] = [" ".join(map(write, spec)) for spec in specs]
+        table[text] = [" ".join(map(write, spec)) for spec in specs if spec is not None]
     rows = ",\n".join(f"{json.dumps(text)}: {json.dumps(row)}" for text, row in table.items())
     head = f'{{"flax": {json.dumps(flax.__version__)},\n"names": {json.dumps(NAMES)},\n'
     PATH.write_text(f'{head}"rules": {{\n{rows}\n}}}}\n')

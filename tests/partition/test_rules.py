@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
 import json
 import pathlib
@@ -281,6 +282,16 @@ def test_repr_is_the_code_that_makes_the_rules() -> None:
     assert eval(repr(rules)) == rules
 
 
+def test_members_of_string_enumerations_count_as_their_values() -> None:
+    class Name(enum.StrEnum):
+        EMBED = "embed"
+        MODEL = "model"
+
+    rules = Rules([(Name.EMBED, Name.MODEL), ("mlp", (Name.MODEL, "data"))])
+    assert repr(rules) == "Rules([('embed', 'model'), ('mlp', ('model', 'data'))])"
+    assert rules.spec((Name.EMBED, None)) == P("model", None)
+
+
 def test_rules_are_immutable() -> None:
     rules = Rules({"a": "x"})
     with pytest.raises(AttributeError, match=r"immutable.*rules\.replace"):
@@ -299,6 +310,7 @@ def test_law_equal_exactly_when_pairs_and_policies_are(
     if left == right:
         assert hash(left) == hash(right)
     assert left != left.replace(on_unmapped="error")
+    assert (left == right) == (repr(left) == repr(right))
 
 
 @given(rule_lists)

@@ -36,7 +36,7 @@ def test_inner_rules_replace_outer_ones_and_these_come_back() -> None:
     with axis_rules(A) as outer:
         with axis_rules({"mlp": "y"}):
             assert logical_to_mesh_axes(("embed", "mlp")) == P(None, "y")
-        assert current_rules() is outer is A
+        assert current_rules() == outer == A
     assert current_rules() == Rules()
 
 
@@ -132,7 +132,7 @@ def test_rules_that_change_retrace_a_jitted_function_and_equal_ones_do_not() -> 
 
 def test_rules_given_come_before_rules_in_scope() -> None:
     with axis_rules(A):
-        assert resolve_rules() is A
+        assert resolve_rules() == A
         assert resolve_rules(B) is B
         assert resolve_rules({"embed": "y"}) == B
 

@@ -119,9 +119,7 @@ def check_names(names: Iterable[Any]) -> Names:
     for position, entry in enumerate(entries):
         parts = entry if isinstance(entry, tuple) else (entry,)
         merged = isinstance(entry, tuple)
-        if not all(
-            isinstance(part, str) or (not merged and _is_blank(part)) for part in parts
-        ):
+        if not all(isinstance(part, str) or (not merged and _is_blank(part)) for part in parts):
             raise AxisNamesError(
                 f"Axis names {entries}: entry {position} is {entry!r} of type "
                 f"{type(entry).__name__}. An entry is a string, None (unnamed), "

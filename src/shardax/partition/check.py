@@ -127,9 +127,7 @@ def specs_for(
     findings: list[Finding] = []
     laid_out: list[LaidOutArray] = []
     for record in records:
-        spec, found, array = _lay_out(
-            record.axes, record.shape, mesh, rules, record.path
-        )
+        spec, found, array = _lay_out(record.axes, record.shape, mesh, rules, record.path)
         specs.append(spec)
         findings.extend(found)
         if array is not None:
@@ -199,16 +197,16 @@ def _large_replicated(
     array: LaidOutArray | None,
     total: int,
 ) -> Iterable[Finding]:
-    parts = math.prod(
-        mesh.shape[axis] for entry in spec for axis in mesh_axes_of(entry)
-    )
+    parts = math.prod(mesh.shape[axis] for entry in spec for axis in mesh_axes_of(entry))
     if mesh.size == 1 or parts > 1 or (array is not None and _on_purpose(array)):
         return
     share = 100 * record.nbytes / total
     names = "" if array is None else ", ".join(map(repr, strings(array.names)))
     fix = "Give its dimensions names, axes=(...), and one of them a rule"
     if names:
-        fix = f"Map one of its axes ({names}) to a mesh axis, or say that it is meant: rules to None"
+        fix = (
+            f"Map one of its axes ({names}) to a mesh axis, or say that it is meant: rules to None"
+        )
     text = (
         f"{format_path(record.path)}: {record.nbytes / 2**20:.1f} MiB ({share:.0f} % of all "
         f"arrays), shape {tuple(record.shape)}, are held whole by each of {mesh.size} devices. "
@@ -221,9 +219,7 @@ def _on_purpose(array: LaidOutArray) -> bool:
     """Whether every dimension has a name that a rule maps to None."""
     chosen = array.assignment.chosen
     return bool(array.names) and all(
-        isinstance(name, str)
-        and name in chosen
-        and array.rules.pairs[chosen[name]][1] is None
+        isinstance(name, str) and name in chosen and array.rules.pairs[chosen[name]][1] is None
         for name in array.names
     )
 
@@ -232,9 +228,7 @@ def _about_rules(
     arrays: Sequence[LaidOutArray], mesh: AnyMesh | None, rules: Rules
 ) -> Iterable[Finding]:
     """Findings about rules that no array chose: misspelt, shadowed, or for a missing mesh axis."""
-    used = {
-        position for array in arrays for position in array.assignment.chosen.values()
-    }
+    used = {position for array in arrays for position in array.assignment.chosen.values()}
     lost = {loss.rule for array in arrays for loss in array.assignment.passed_over}
     present = {name for array in arrays for name in strings(array.names)}
     for position, rule in enumerate(rules.pairs):
@@ -255,16 +249,12 @@ def _about_rules(
             yield _unused(rule, rules, present, rule in lost)
 
 
-def _unused(
-    rule: tuple[str, Any], rules: Rules, present: set[str], lost: bool
-) -> Finding:
+def _unused(rule: tuple[str, Any], rules: Rules, present: set[str], lost: bool) -> Finding:
     name = rule[0]
     start = f"The rule {format_rule(rule)} was used for no array: "
     if name in present:
         why = (
-            "its mesh axes were always taken"
-            if lost
-            else f"an earlier rule always served {name!r}"
+            "its mesh axes were always taken" if lost else f"an earlier rule always served {name!r}"
         )
         return Finding("info", (), "unused-rule", f"{start}{why}.")
     loose = sorted(present.difference(rules.names))

@@ -95,9 +95,7 @@ def _chosen_rules(array: LaidOutArray, dimension: int) -> str:
     name = array.names[dimension]
     parts = name if isinstance(name, tuple) else (name,)
     chosen = array.assignment.chosen
-    rules = [
-        format_rule(array.rules.pairs[chosen[part]]) for part in parts if part in chosen
-    ]
+    rules = [format_rule(array.rules.pairs[chosen[part]]) for part in parts if part in chosen]
     return f"{'rule' if len(rules) == 1 else 'rules'} {', '.join(rules)}"
 
 
@@ -136,9 +134,7 @@ def _conflicts(array: LaidOutArray) -> Iterable[Finding]:
     if not assignment.passed_over:
         return
     if array.rules.on_conflict == "error":
-        yield array.finding(
-            "error", "mesh-axis-conflict", explain_conflicts(assignment)
-        )
+        yield array.finding("error", "mesh-axis-conflict", explain_conflicts(assignment))
         return
     for loss in assignment.passed_over:
         name = loss.rule[0]
@@ -170,9 +166,7 @@ def _unconstrained(array: LaidOutArray) -> Iterable[Finding]:
             yield array.finding("warning", "unconstrained", text)
 
 
-def _unknown_mesh_axes(
-    array: LaidOutArray, sizes: Mapping[str, int]
-) -> Iterable[Finding]:
+def _unknown_mesh_axes(array: LaidOutArray, sizes: Mapping[str, int]) -> Iterable[Finding]:
     for dimension, target in enumerate(array.assignment.entries):
         for axis in mesh_axes_of(target):
             if axis not in sizes:

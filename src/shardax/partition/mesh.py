@@ -52,11 +52,7 @@ def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
         return _mesh_of_with_statement()
     concrete = _mesh_of_set_mesh()
     # Inside shard_map and under use_abstract_mesh the abstract mesh says more.
-    return (
-        concrete
-        if concrete is not None and concrete.abstract_mesh == abstract
-        else abstract
-    )
+    return concrete if concrete is not None and concrete.abstract_mesh == abstract else abstract
 
 
 def _check_mesh(mesh: Any) -> AnyMesh:
@@ -81,9 +77,7 @@ def _mesh_of_with_statement() -> Mesh | None:
     """The mesh entered by ``with mesh:``; JAX offers no function that returns it."""
     with jax.ensure_compile_time_eval():
         try:
-            probe = jax.lax.with_sharding_constraint(
-                np.zeros((), np.float32), PartitionSpec()
-            )
+            probe = jax.lax.with_sharding_constraint(np.zeros((), np.float32), PartitionSpec())
         except RuntimeError:  # no mesh of any kind is in scope
             return None
     mesh = probe.sharding.mesh if isinstance(probe.sharding, NamedSharding) else None

@@ -95,9 +95,7 @@ class Rules:
     @property
     def mesh_axes(self) -> tuple[str, ...]:
         """The mesh axes that occur in targets, each once, in order."""
-        return tuple(
-            dict.fromkeys(axis for _, to in self.pairs for axis in mesh_axes_of(to))
-        )
+        return tuple(dict.fromkeys(axis for _, to in self.pairs for axis in mesh_axes_of(to)))
 
     def assign(self, names: Iterable[Any]) -> Assignment:
         """Assigns mesh axes to the dimensions of one array, whatever the policies say.
@@ -135,13 +133,9 @@ class Rules:
         entries = check_names(names)
         assignment = assign(entries, self.pairs)
         if self.on_unmapped == "error" and assignment.unmapped:
-            raise UnmappedAxisError(
-                f"Axis names {entries}: {explain_unmapped(assignment, self)}"
-            )
+            raise UnmappedAxisError(f"Axis names {entries}: {explain_unmapped(assignment, self)}")
         if self.on_conflict == "error" and assignment.passed_over:
-            raise AxisConflictError(
-                f"Axis names {entries}: {explain_conflicts(assignment)}"
-            )
+            raise AxisConflictError(f"Axis names {entries}: {explain_conflicts(assignment)}")
         return assignment.spec
 
     def extend(self, more: RulesLike) -> Rules:
@@ -201,17 +195,9 @@ class Rules:
         )
 
     def __repr__(self) -> str:
-        pairs = ", ".join(
-            f"({name!r}, {_format_target(target)})" for name, target in self.pairs
-        )
-        conflict = (
-            "" if self.on_conflict == "first" else f", on_conflict={self.on_conflict!r}"
-        )
-        unmapped = (
-            ""
-            if self.on_unmapped == "replicate"
-            else f", on_unmapped={self.on_unmapped!r}"
-        )
+        pairs = ", ".join(f"({name!r}, {_format_target(target)})" for name, target in self.pairs)
+        conflict = "" if self.on_conflict == "first" else f", on_conflict={self.on_conflict!r}"
+        unmapped = "" if self.on_unmapped == "replicate" else f", on_unmapped={self.on_unmapped!r}"
         return f"Rules([{pairs}]{conflict}{unmapped})"
 
     def __reduce__(self) -> Any:
@@ -258,13 +244,15 @@ def _check_pairs(pairs: Any) -> tuple[Rule, ...]:
                 f"Rule {position} is {tuple(pair)!r}: the logical name {name!r} is of type "
                 f"{type(name).__name__}; names are strings."
             )
-        checked.append((name, _check_target(position, name, target)))
+        checked.append((_plain(name), _check_target(position, name, target)))
     return tuple(checked)
 
 
 def _check_target(position: int, name: str, target: Any) -> Target:
-    if target is None or target is UNCONSTRAINED or isinstance(target, str):
+    if target is None or target is UNCONSTRAINED:
         return target
+    if isinstance(target, str):
+        return _plain(target)
     where = f"Rule {position} for {name!r}"
     if not isinstance(target, (tuple, list)):
         raise RulesError(
@@ -282,7 +270,12 @@ def _check_target(position: int, name: str, target: Any) -> Target:
             f"{where} has the target {axes!r}, which holds a mesh axis twice; one array "
             f"can use a mesh axis only once. Write {tuple(dict.fromkeys(axes))!r}."
         )
-    return axes or None
+    return tuple(map(_plain, axes)) or None
+
+
+def _plain(name: str) -> str:
+    """The name as a ``str`` proper: a member of a string enumeration becomes its value."""
+    return str.__str__(name)
 
 
 def _format_target(target: Target) -> str:
@@ -318,9 +311,7 @@ def explain_unmapped(assignment: Assignment, rules: Rules) -> str:
     ]
     hint = f" Did you mean {' and '.join(near)}?" if near else ""
     known = (
-        f"names with rules: {', '.join(map(repr, rules.names))}"
-        if rules
-        else "there are no rules"
+        f"names with rules: {', '.join(map(repr, rules.names))}" if rules else "there are no rules"
     )
     return (
         f"no rule mentions {names} ({known}).{hint} Add the rule ({assignment.unmapped[0]!r}, "

@@ -55,9 +55,7 @@ class AxisRulesScope:
         self.rules = rules
         self._text = repr(rules)
         _rules_by_text.setdefault(self._text, rules)
-        self._local = (
-            threading.local()
-        )  # one scope object may be entered by many threads at once
+        self._local = threading.local()  # one scope object may be entered by many threads at once
 
     def __enter__(self) -> Rules:
         if not hasattr(self._local, "entered"):
