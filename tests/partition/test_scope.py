@@ -82,11 +82,12 @@ def test_scopes_belong_to_a_thread() -> None:
         seen["after"] = current_rules()
 
     thread = threading.Thread(target=other)
-    with scope:
-        thread.start()
-        assert inside.wait(10)
-    assert current_rules() == Rules()
-    leave.set()
+    with axis_rules(B):
+        with scope:
+            thread.start()
+            assert inside.wait(10)
+        assert current_rules() == B
+        leave.set()
     thread.join(10)
     assert seen == {"before": Rules(), "inside": A, "after": Rules()}
 
@@ -196,6 +197,12 @@ def test_mesh_of_set_mesh_is_concrete_outside_of_tracing_and_abstract_inside(mes
 def test_mesh_of_use_abstract_mesh_is_found(mesh: Mesh) -> None:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert resolve_mesh() == mesh.abstract_mesh
+
+
+def test_use_abstract_mesh_inside_set_mesh_comes_first(mesh: Mesh) -> None:
+    inner = AbstractMesh((8,), ("z",))
+    with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(inner):
+        assert resolve_mesh() == inner
 
 
 def test_inside_shard_map_the_mesh_has_manual_axes(mesh: Mesh) -> None:
