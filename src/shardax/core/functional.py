@@ -7,16 +7,19 @@ write values by path. All take any *tree*: a Module, a Variable, a tracked conta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
+from shardax.core.arraylike import as_value
 from shardax.core.containers import Dict, List, box, unbox
-from shardax.core.errors import StateMismatchError
+from shardax.core.errors import FilterError, StateMismatchError, VariableValueError
 from shardax.core.filters import Filter, first_match, no_match_error, to_predicates
-from shardax.core.frames import local, owner_here, resolve
+from shardax.core.frames import check_structural_write, local, owner_here, resolve
 from shardax.core.lazy import LazyValue
 from shardax.core.modules import Module
 from shardax.core.node import Object
@@ -24,7 +27,7 @@ from shardax.core.paths import Path, format_path
 from shardax.core.pytree import values_of
 from shardax.core.state import Origin, State, merged_values
 from shardax.core.structure import Flat, GraphDef, Walk, build, flatten, flatten_roots
-from shardax.core.variables import Variable
+from shardax.core.variables import ArrayAttribute, Variable
 
 T = TypeVar("T")
 
@@ -58,11 +61,27 @@ def _origin(definition: Any) -> Origin:
     return Origin(definition.type, definition.metadata)
 
 
-def _read(flat: Flat) -> State:
-    paths = flat.leaf_paths
-    values = dict(zip(paths, values_of(flat.leaves), strict=True))
-    definitions = (flat.graphdef.objects[index] for index in flat.graphdef.leaves)
-    return State.from_flat(values, dict(zip(paths, map(_origin, definitions), strict=True)))
+def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
+    """Reads the values of the Variables at some positions (None: all); others stay lazy if they are."""
+    chosen = range(len(flat.leaves)) if positions is None else list(positions)
+    paths = [flat.leaf_paths[i] for i in chosen]
+    values = values_of(flat.leaves[i] for i in chosen)
+    definitions = (flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen)
+    return State.from_flat(
+        dict(zip(paths, values, strict=True)),
+        dict(zip(paths, map(_origin, definitions), strict=True)),
+    )
+
+
+def _groups(flat: Flat, filters: tuple[Filter, ...]) -> list[list[int]]:
+    """Returns for each filter the positions of the Variables that it is the first to match."""
+    predicates = to_predicates(filters)
+    groups: list[list[int]] = [[] for _ in predicates]
+    for i, (path, variable) in enumerate(zip(flat.leaf_paths, flat.leaves, strict=True)):
+        position = first_match(predicates, path, variable)
+        if position is not None:
+            groups[position].append(i)
+    return groups
 
 
 def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
@@ -87,8 +106,10 @@ def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
         (2, 3)
     """
     flat = flatten_tree(tree)
-    whole = _read(flat)
-    return (flat.graphdef, *(whole.split(*filters) if filters else (whole,)))
+    if not filters:
+        return (flat.graphdef, _read(flat))
+    check_covered(flat, filters)
+    return (flat.graphdef, *(_read(flat, group) for group in _groups(flat, filters)))
 
 
 def merge(graphdef: GraphDef, *states: Any) -> Any:
@@ -105,13 +126,7 @@ def merge(graphdef: GraphDef, *states: Any) -> Any:
         StateMismatchError: If values are missing or unexpected; all are listed.
     """
     paths = graphdef.leaf_paths
-    values = merged_values(states, paths)
-    missing = [path for path in paths if path not in values]
-    if missing:
-        shown = "\n".join(f"  {format_path(path)}" for path in missing)
-        raise StateMismatchError(
-            f"Cannot merge: {len(missing)} of {len(paths)} values are missing:\n{shown}\nPass every State that split returned."
-        )
+    values = merged_values(states, paths, complete=True)
     roots, _ = build(graphdef, [values[path] for path in paths], owner_here())
     return _unboxed(roots[0])
 
@@ -135,12 +150,11 @@ def state(tree: Any, *filters: Filter) -> Any:
           .bias: float32[3]
         )
     """
-    whole = _read(flatten_tree(tree))
+    flat = flatten_tree(tree)
     if not filters:
-        return whole
-    if len(filters) == 1:
-        return whole.filter(filters[0])
-    return whole.split(*filters, ...)[:-1] if filters[-1] is not ... else whole.split(*filters)
+        return _read(flat)
+    states = tuple(_read(flat, group) for group in _groups(flat, filters))
+    return states[0] if len(states) == 1 else states
 
 
 def graphdef(tree: Any) -> GraphDef:
@@ -165,17 +179,27 @@ def update(tree: Any, *states: Any) -> None:
         >>> layer.bias.value.tolist()
         [1.0, 1.0, 1.0]
     """
+    tree = tree if isinstance(tree, Object) else _boxed(tree)
     flat = flatten_tree(tree)
-    values = merged_values(states, flat.leaf_paths)
+    given = merged_values(states, flat.leaf_paths)
     variables = dict(zip(flat.leaf_paths, flat.leaves, strict=True))
-    wrong = [
-        f"  {format_path(path)}: has {tuple(variables[path].shape)}, given {tuple(np.shape(value))}"
-        for path, value in values.items()
-        if hasattr(value, "shape") and _shape(variables[path]) not in (None, tuple(value.shape))
-    ]
+    loose = {id(item) for item in _directly_in(tree) if isinstance(item, ArrayAttribute)}
+    values: dict[Path, Any] = {}
+    wrong = []
+    for path, value in given.items():
+        variable = variables[path]
+        try:
+            values[path] = as_value(value, type(variable).__name__)
+            problem = _misfit(variable, values[path])
+        except VariableValueError as error:
+            problem = str(error)
+        if id(variable) in loose:
+            problem = "is a plain array outside any Module; it cannot be written, only replaced"
+        if problem:
+            wrong.append(f"  {format_path(path)}: {problem}")
     if wrong:
         raise StateMismatchError(
-            "Shapes differ; nothing was changed:\n"
+            f"{len(wrong)} of {len(given)} values do not fit; nothing was changed:\n"
             + "\n".join(wrong)
             + "\nTo change a shape on purpose, assign to the Variable: model.path.value = array."
         )
@@ -183,9 +207,32 @@ def update(tree: Any, *states: Any) -> None:
         variables[path].value = value
 
 
-def _shape(variable: Variable[Any]) -> tuple[int, ...] | None:
-    value = resolve(variable, local.frame)._value
-    return tuple(value.shape) if hasattr(value, "shape") else None
+def _misfit(variable: Variable[Any], new: Any) -> str | None:
+    """Says why a value cannot replace that of a Variable, or returns None."""
+    old = resolve(variable, local.frame)._value
+    if not hasattr(old, "shape"):
+        return None
+    if not hasattr(new, "shape"):
+        return f"has shape {tuple(old.shape)}, given a {type(new).__name__}"
+    if tuple(old.shape) != tuple(new.shape):
+        return f"has shape {tuple(old.shape)}, given {tuple(new.shape)}"
+    return None
+
+
+def _directly_in(value: Any) -> Iterator[Object]:
+    """Yields the objects in a value without looking into them."""
+    if isinstance(value, Object):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _directly_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _directly_in(item)
+    elif isinstance(value, functools.partial):
+        yield from _directly_in((value.func, *value.args, *value.keywords.values()))
+    elif isinstance(value, types.MethodType):
+        yield from _directly_in(value.__self__)
 
 
 def clone(tree: T) -> T:
@@ -224,7 +271,9 @@ def pop(tree: Any, *filters: Filter) -> Any:
         A State, or a tuple of States.
 
     Raises:
-        StateMismatchError: If a matching Variable sits in a list or tuple, where removing it would shift the others.
+        FilterError: If no filter is given.
+        StateMismatchError: If a matching Variable sits in a list or tuple, where removing it would shift the others; nothing is
+            removed then.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -239,39 +288,45 @@ def pop(tree: Any, *filters: Filter) -> Any:
           .seen: (float32[])
         ), False)
     """
-    flat = flatten_tree(tree)
-    predicates = to_predicates(filters)
-    chosen: dict[int, Path] = {}
-    for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
-        if first_match(predicates, path, variable) is not None:
-            chosen[id(variable)] = path
-    popped = _read(flat)._take(chosen.values()).split(*filters)
+    if not filters:
+        raise FilterError(
+            "pop needs at least one filter, to say which Variables to remove: sx.pop(model, sx.Intermediate)."
+        )
+    root = tree if isinstance(tree, Object) else _boxed(tree)
+    flat = flatten_tree(root)
+    groups = _groups(flat, filters)
+    chosen = {id(flat.leaves[i]): flat.leaf_paths[i] for group in groups for i in group}
+    removals = list(_removals(root, chosen))
+    popped = tuple(_read(flat, group) for group in groups)
+    for holder, key in removals:
+        if isinstance(holder, Module):
+            delattr(holder, key)
+        else:
+            del holder[key]
+    return popped if len(popped) != 1 else popped[0]
+
+
+def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]]:
+    """Yields (Module or Dict, key) for every place that holds a chosen Variable.
+
+    Raises:
+        StateMismatchError: If one sits where removing it would shift others, or cannot be removed.
+    """
     walk = Walk()
-    walk.encode(tree if isinstance(tree, Object) else _boxed(tree), ())
-    places = list(_places(walk, chosen))
-    for remove in places:
-        remove()
-    return popped if len(filters) != 1 else popped[0]
-
-
-def _places(walk: Walk, chosen: Mapping[int, Path]) -> Iterator[Any]:
-    """Yields one action per place that holds a chosen Variable, each of which removes it there."""
-    for item in walk.objects:
-        if isinstance(item, Module):
-            for name, value in (*vars(item).items(), *item._boxed.items()):
-                if id(value) in chosen:
-                    yield lambda item=item, name=name: delattr(item, name)
-        elif isinstance(item, Dict):
-            for key, value in item._items.items():
-                if id(value) in chosen:
-                    yield lambda item=item, key=key: item.__delitem__(key)
-        elif isinstance(item, List):
-            for value in item._items:
-                if id(value) in chosen:
-                    raise StateMismatchError(
-                        f"Cannot pop {format_path(chosen[id(value)])}: it is an item of a list, and removing it would shift the items after "
-                        f"it. Nothing was removed. Remove it yourself with `del`, or narrow the filter."
-                    )
+    walk.encode(root, ())
+    places = [(None, None, root), *((item, key, child) for item in walk.objects for key, child in _parts(item))]
+    for holder, key, child in places:
+        found = [item for item in _directly_in(child) if id(item) in chosen]
+        if not found:
+            continue
+        if child is not found[0] or not isinstance(holder, (Module, Dict)):
+            where = "what was given" if holder is None else f"a {type(child if isinstance(holder, (Module, Dict)) else holder).__name__}"
+            raise StateMismatchError(
+                f"Cannot pop {format_path(chosen[id(found[0])])}: it is part of {where}, and removing it there would shift or break "
+                f"what is around it. Nothing was removed. Remove it yourself, or narrow the filter."
+            )
+        check_structural_write(holder, f"{key!r} of a {type(holder).__name__}")
+        yield holder, key
 
 
 def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable[Any]]]:
@@ -334,10 +389,12 @@ def _occurrences(
     if id(value) in above:
         return
     for key, child in _parts(value):
-        yield from _occurrences(child, (*path, key), (*above, id(value)))
+        below = path if key is None else (*path, key)
+        yield from _occurrences(child, below, (*above, id(value)))
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields (key, child) of an object or plain container; key None adds no step to the path."""
     if isinstance(value, Module):
         yield from vars(value).items()
         yield from value._boxed.items()
@@ -348,6 +405,10 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from value.items()
     elif isinstance(value, (tuple, list)):
         yield from enumerate(value)
+    elif isinstance(value, functools.partial):
+        yield from ((None, value.func), *enumerate(value.args), *value.keywords.items())
+    elif isinstance(value, types.MethodType):
+        yield None, value.__self__
 
 
 def check_covered(flat: Flat, filters: tuple[Filter, ...]) -> list[int]:

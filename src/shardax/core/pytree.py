@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from shardax.core.frames import READ_ONLY, local, owner_here, resolve
 from shardax.core.lazy import LazyValue
@@ -48,13 +49,13 @@ def is_object(value: Any) -> bool:
 
 
 def values_of(leaves: Iterable[Any]) -> list[Any]:
-    """Reads the values of Variables as seen from the current frame, materialising lazy ones."""
+    """Reads the values of Variables as seen from the current frame, as JAX arrays: lazy ones materialise, NumPy ones convert."""
     frame = local.frame
     found = []
     for variable in leaves:
         target = variable if frame is None else resolve(variable, frame)
         value = target._value
-        found.append(target.value if isinstance(value, LazyValue) else value)
+        found.append(target.value if isinstance(value, (LazyValue, np.ndarray)) else value)
     return found
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.core.errors import UnknownStreamError
+from shardax.core.errors import ReservedNameError, SeedError, UnknownStreamError
 from shardax.core.frames import local, owner_here, resolve
 from shardax.core.lazy import KeySource, LazyKey
 from shardax.core.metadata import Metadata
@@ -92,15 +92,27 @@ class RngStream(Module):
         return key
 
 
+def _is_integer(source: Any) -> bool:
+    return isinstance(source, (int, np.integer)) and not isinstance(source, bool)
+
+
 def _key_value(source: Any) -> Any:
     if isinstance(source, KeySource):
         return LazyKey(source)
-    if isinstance(source, (int, np.integer)) and not isinstance(source, bool):
+    if _is_integer(source):
         return LazyKey(KeySource(int(source)))
-    key = jnp.asarray(source) if not isinstance(source, jax.Array) else source
-    if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    return key
+    if isinstance(source, (jax.Array, np.ndarray)):
+        if jax.dtypes.issubdtype(source.dtype, jax.dtypes.prng_key):
+            return source
+        if source.ndim == 0 and jax.dtypes.issubdtype(source.dtype, np.integer):
+            return jax.random.key(source)
+        if source.ndim > 0 and source.dtype == np.uint32:
+            return jax.random.wrap_key_data(source)
+    shown = f"an array {source.dtype}{list(source.shape)}" if hasattr(source, "dtype") else repr(source)
+    raise SeedError(
+        f"A random stream needs an integer seed or a random key, but was given {shown} of type {type(source).__name__}. "
+        f"Use Rngs(0), or Rngs(jax.random.key(0)), or name the stream: Rngs(params=0)."
+    )
 
 
 class Rngs(Module):
@@ -126,6 +138,10 @@ class Rngs(Module):
         if default is not None:
             self.default = RngStream(default, "default")
         for name, source in streams.items():
+            if hasattr(Rngs, name):
+                raise ReservedNameError(
+                    f"A random stream cannot be named {name!r}, which is a method of Rngs; choose another name."
+                )
             setattr(self, name, RngStream(_named(source, name), name))
 
     def __getattr__(self, name: str) -> Any:
@@ -203,7 +219,9 @@ _SCOPE = 0x5C09E
 
 
 def _named(source: Any, name: str) -> Any:
-    """Folds a stream's name into an integer seed, so that equal seeds give different streams."""
-    if isinstance(source, (int, np.integer)) and not isinstance(source, bool):
+    """Folds a stream's name into a seed, so that equal seeds give different streams."""
+    if _is_integer(source):
         return KeySource(int(source), (_name_hash(name),))
-    return source
+    key = _key_value(source)
+    is_seed = key is not source and getattr(source, "ndim", None) == 0
+    return jax.random.fold_in(key, _name_hash(name)) if is_seed else key

@@ -166,7 +166,9 @@ class State(Mapping[Any, Any]):
         return State.from_flat(values, origins)
 
     def to_pure_dict(self) -> dict[Any, Any]:
-        """Returns nested plain dicts of the values."""
+        """Returns nested plain dicts of the values. The State of a bare Variable gives ``{(): value}``."""
+        if () in self._values:
+            return dict(self._values)
         nested: dict[Any, Any] = {}
         for path, value in self._values.items():
             place = nested
@@ -237,35 +239,50 @@ def _unflatten(aux: tuple[tuple[Path, Origin], ...], children: Sequence[Any]) ->
 jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
 
 
-def merged_values(states: Sequence[Any], known: Sequence[Path]) -> dict[Path, Any]:
+def merged_values(states: Sequence[Any], known: Sequence[Path], complete: bool = False) -> dict[Path, Any]:
     """Joins States or nested mappings into values by path, with the paths spelled as in ``known``.
 
     Formats that only have string keys turn ``0`` into ``"0"``; such a step is understood where the model has no other reading.
 
-    Raises:
-        StateMismatchError: If an entry fits no known path; all such entries are listed.
-    """
-    import difflib
+    Args:
+        states: States or nested mappings; later ones win.
+        known: Paths of the model's Variables.
+        complete: Whether every known path must be given.
 
-    spelled = {tuple(str(step) for step in path): path for path in known}
+    Raises:
+        StateMismatchError: If an entry fits no known path, or one is missing; all such entries are listed.
+    """
+    spelled = {tuple(map(str, path)): path for path in known}
+    known_set = set(known)
     values: dict[Path, Any] = {}
     unexpected: list[Path] = []
-    known_set = set(known)
     for entries in states:
         for path, value in flatten_mapping(entries, known_set).items():
-            place = path if path in known_set else spelled.get(tuple(str(step) for step in path))
+            place = path if path in known_set else spelled.get(tuple(map(str, path)))
             if place is None:
                 unexpected.append(path)
             else:
                 values[place] = value
-    if unexpected:
-        names = [format_path(path) for path in known]
-        lines = []
-        for path in unexpected:
-            near = difflib.get_close_matches(format_path(path), names, n=1)
-            lines.append(f"  {format_path(path)}" + (f" (did you mean {near[0]}?)" if near else ""))
-        raise StateMismatchError(
-            f"{len(unexpected)} entr{'y does' if len(unexpected) == 1 else 'ies do'} not belong to any Variable of the model; nothing was "
-            f"changed:\n" + "\n".join(lines)
-        )
+    missing = [path for path in known if path not in values] if complete else []
+    if unexpected or missing:
+        raise StateMismatchError(_mismatch(unexpected, missing, missing or known))
     return values
+
+
+def _mismatch(unexpected: Sequence[Path], missing: Sequence[Path], candidates: Sequence[Path]) -> str:
+    import difflib
+
+    names = [format_path(path) for path in candidates]
+    parts = []
+    if unexpected:
+        lines = []
+        for path in map(format_path, unexpected):
+            near = difflib.get_close_matches(path, names, n=1)
+            lines.append(f"  {path}" + (f" (did you mean {near[0]}?)" if near else ""))
+        counted = "1 entry does" if len(unexpected) == 1 else f"{len(unexpected)} entries do"
+        parts.append(f"{counted} not belong to any Variable of the model:\n" + "\n".join(lines))
+    if missing:
+        lines = [f"  {format_path(path)}" for path in missing]
+        counted = "1 value is" if len(missing) == 1 else f"{len(missing)} values are"
+        parts.append(f"{counted} missing (pass every State that split returned):\n" + "\n".join(lines))
+    return "The State does not fit the model; nothing was changed. " + "\n".join(parts)
