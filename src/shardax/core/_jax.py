@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.core import Tracer as Tracer
 from jax.extend.core import get_opaque_trace_state
 
 

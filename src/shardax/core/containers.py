@@ -157,7 +157,7 @@ class _Container(Object):
             epoch.advance()
 
     def __copy__(self) -> Self:
-        return type(self)(self)
+        return type(self)(self)  # pyright: ignore[reportCallIssue] (both containers take their items)
 
     def __getstate__(self) -> Any:
         return self._items

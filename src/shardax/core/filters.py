@@ -170,7 +170,7 @@ def to_predicate(item: Filter) -> Predicate:
     if isinstance(item, (list, tuple)):
         return Any(*item)
     if callable(item):
-        return item
+        return typing.cast(Predicate, item)
     raise FilterError(
         f"{item!r} of type {type(item).__name__} is not a filter. Use a Variable type (sx.Param), a tag string, ..., None, a "
         f"callable (path, variable) -> bool, or sx.All / sx.Any / sx.Not / sx.PathContains."

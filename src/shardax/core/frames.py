@@ -164,18 +164,20 @@ def check_structural_write(target: Any, what: str) -> None:
         what: What was about to be changed, for the message.
 
     Raises:
-        ForeignMutationError: If the object belongs outside the current transform.
+        ForeignMutationError: If the object belongs outside the current shardax transform.
         ReadOnlyCopyError: If it was rebuilt by JAX inside a plain transform.
+        TraceLeakError: If the object belongs outside a plain JAX transform that is tracing now.
     """
     if target._lock is not None:
         check_unlocked(target, what)
     owner, frame = target._owner, local.frame
     if owner is frame or (type(owner) is PlainTrace and owner.parent is frame):
+        check_trace(target, f"the structure of {what}")
         return
-    if (
-        frame is None
-    ):  # made inside a transform and kept by the user: its structure is ordinary Python
+    if frame is None and _jax.is_eager():  # made in a transform and kept by the user: its structure is ordinary Python
         return
+    if frame is None:
+        check_trace(target, f"the structure of {what}")
     raise ForeignMutationError(
         f"Cannot change the structure of {what} inside sx.{frame.name}: the {type(target).__name__} was reached through a closure or "
         f"global, so the change would happen once, while tracing, and not when the compiled function runs. Pass the "
@@ -184,21 +186,22 @@ def check_structural_write(target: Any, what: str) -> None:
     )
 
 
-def check_trace(variable: Any) -> None:
-    """Raises if writing ``variable`` now would let a tracer of an inner plain JAX transform escape into it.
+def check_trace(target: Any, what: str) -> None:
+    """Raises if writing ``target`` now would let a tracer of an inner plain JAX transform escape, or the write be lost.
 
     Args:
-        variable: A resolved Variable.
+        target: A resolved Variable, or a Module or container.
+        what: What was about to be written, for the message.
 
     Raises:
-        TraceLeakError: If a plain JAX transform is tracing inside the Variable's own scope.
+        TraceLeakError: If a plain JAX transform is tracing inside the target's own scope.
     """
-    owner = variable._owner
+    owner = target._owner
     home = _jax.EAGER if owner is None else owner.trace
     if _jax.trace_state() == home:
         return
     raise TraceLeakError(
-        f"Cannot write a traced value into a {type(variable).__name__} of shape {variable.shape} from inside a plain JAX transform "
-        f"that did not receive it: the tracer would outlive its trace. Use the shardax transform of the same name "
-        f"(sx.jit, sx.grad, ...) and pass the Module as an argument, or return the new value and write it outside."
+        f"Cannot write {what} from inside a plain JAX transform that did not receive it: the write would happen once, while tracing, "
+        f"and a traced value would outlive its trace. Use the shardax transform of the same name (sx.jit, sx.grad, ...) and "
+        f"pass the Module as an argument; or return the new value and write it outside."
     )

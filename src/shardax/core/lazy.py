@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shardax.core._jax import Tracer
 from shardax.core.errors import MissingRngsError
 from shardax.core.static import Static
 
@@ -49,7 +50,8 @@ class KeySource(NamedTuple):
 
 
 def _prng_name() -> str:
-    return str(jax.config.jax_default_prng_impl)
+    # JAX makes its settings attributes at run time, so the type checker cannot know them.
+    return str(jax.config.jax_default_prng_impl)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.lru_cache(maxsize=256)
@@ -137,7 +139,7 @@ class Init(LazyValue):
     @property
     def is_traced(self) -> bool:
         """Whether the key is a tracer, so that the value must be computed where it is made."""
-        return self.source is not None and isinstance(self.source.root, jax.core.Tracer)
+        return self.source is not None and isinstance(self.source.root, Tracer)
 
     def compute(self, sharding: Any = None) -> jax.Array:
         """Runs the initializer; with a sharding, straight into its shards.

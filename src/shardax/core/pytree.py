@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from shardax.core._jax import Tracer
 from shardax.core.frames import READ_ONLY, local, owner_here, resolve
 from shardax.core.lazy import LazyValue
 from shardax.core.metadata import Metadata
@@ -61,7 +62,7 @@ def values_of(leaves: Iterable[Any]) -> list[Any]:
 
 def _lock_for(children: Sequence[Any]) -> str | None:
     traced = any(
-        isinstance(leaf, jax.core.Tracer) for child in children for leaf in jax.tree.leaves(child)
+        isinstance(leaf, Tracer) for child in children for leaf in jax.tree.leaves(child)
     )
     return READ_ONLY if traced else None
 
@@ -78,8 +79,9 @@ def _flatten_graph_with_keys(root: Any) -> tuple[list[tuple[PathKey, Any]], Grap
     return list(zip(map(PathKey, flatten(root).leaf_paths), values, strict=True)), graphdef
 
 
-def _unflatten_graph(graphdef: GraphDef, children: Sequence[Any]) -> Any:
-    return build(graphdef, children, owner_here(), _lock_for(children))[0][0]
+def _unflatten_graph(graphdef: GraphDef, children: Iterable[Any]) -> Any:
+    values = list(children)
+    return build(graphdef, values, owner_here(), _lock_for(values))[0][0]
 
 
 def register_graph(cls: type) -> None:
@@ -101,8 +103,9 @@ def register_variable(cls: Any) -> None:
         values, metadata = flatten_variable(variable)
         return [(PathKey(("value",)), values[0])], metadata
 
-    def unflatten_variable(metadata: Metadata, children: Sequence[Any]) -> Any:
-        return cls._make(next(iter(children)), metadata, owner_here(), _lock_for(children))
+    def unflatten_variable(metadata: Metadata, children: Iterable[Any]) -> Any:
+        values = list(children)
+        return cls._make(values[0], metadata, owner_here(), _lock_for(values))
 
     jax.tree_util.register_pytree_with_keys(
         cls, flatten_with_keys, unflatten_variable, flatten_variable

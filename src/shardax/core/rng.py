@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax.core._jax import Tracer
 from shardax.core.errors import ReservedNameError, SeedError, UnknownStreamError
 from shardax.core.frames import local, owner_here, resolve
 from shardax.core.lazy import KeySource, LazyKey
@@ -72,10 +73,10 @@ class RngStream(Module):
         """Takes one draw and returns the recipe of its key, without computing the key when it can be helped."""
         key = resolve(self.key, local.frame)._value
         count = resolve(self.count, local.frame)._value
-        known = not isinstance(count, jax.core.Tracer)
+        known = not isinstance(count, Tracer)
         if known and isinstance(key, LazyKey):
             source = key.source.fold(int(count))
-        elif known and not isinstance(key, jax.core.Tracer) and key.ndim == 0:
+        elif known and not isinstance(key, Tracer) and key.ndim == 0:
             source = KeySource(key, (int(count),))
         else:
             return KeySource(self())
@@ -102,12 +103,12 @@ def _key_value(source: Any) -> Any:
     if _is_integer(source):
         return LazyKey(KeySource(int(source)))
     if isinstance(source, (jax.Array, np.ndarray)):
-        if jax.dtypes.issubdtype(source.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(source.dtype, jax.dtypes.prng_key):
             return source
-        if source.ndim == 0 and jax.dtypes.issubdtype(source.dtype, np.integer):
+        if source.ndim == 0 and jnp.issubdtype(source.dtype, np.integer):
             return jax.random.key(source)
         if source.ndim > 0 and source.dtype == np.uint32:
-            return jax.random.wrap_key_data(source)
+            return jax.random.wrap_key_data(jnp.asarray(source))
     shown = f"an array {source.dtype}{list(source.shape)}" if hasattr(source, "dtype") else repr(source)
     raise SeedError(
         f"A random stream needs an integer seed or a random key, but was given {shown} of type {type(source).__name__}. "

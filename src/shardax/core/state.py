@@ -120,7 +120,7 @@ class State(Mapping[Any, Any]):
         return any(path[:1] == (key,) for path in self._values)
 
     __eq__ = object.__eq__  # comparing arrays inside would be ambiguous; compare with jax.tree.map
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] (identity, like __eq__)
 
     def filter(self, *filters: Filter) -> State:
         """Returns the entries that match any of the filters.
@@ -232,7 +232,7 @@ def _flatten_with_keys(
     ], aux
 
 
-def _unflatten(aux: tuple[tuple[Path, Origin], ...], children: Sequence[Any]) -> State:
+def _unflatten(aux: tuple[tuple[Path, Origin], ...], children: Iterable[Any]) -> State:
     return State.from_flat(dict(zip((path for path, _ in aux), children, strict=True)), dict(aux))
 
 

@@ -27,7 +27,7 @@ from shardax.core.static import Static
 class Ref(NamedTuple):
     """A child that is an object: its position in the graph's ``objects``."""
 
-    index: int
+    position: int
     kind: str = "ref"
 
 
@@ -148,9 +148,9 @@ def definition_paths(graphdef: GraphDef) -> dict[int, Path]:
 
     def visit(child: Any, path: Path) -> None:
         if type(child) is Ref:
-            if child.index not in found:
-                found[child.index] = path
-                for key, below in definition_children(graphdef.objects[child.index]):
+            if child.position not in found:
+                found[child.position] = path
+                for key, below in definition_children(graphdef.objects[child.position]):
                     visit(below, (*path, key))
         elif type(child) in (TupleDef, MappingDef, PartialDef):
             for key, below in definition_children(child):
@@ -340,7 +340,7 @@ class Decoder:
     def __call__(self, child: Any) -> Any:
         kind = type(child)
         if kind is Ref:
-            return self.objects[child.index]
+            return self.objects[child.position]
         if kind is Static:
             return child.value
         if kind is TupleDef:

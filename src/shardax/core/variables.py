@@ -117,7 +117,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         target = self if self._owner is local.frame else resolve(self, local.frame)
         if target._lock is not None:
             check_unlocked(target, f"to a {type(self).__name__}")
-        check_trace(target)
+        check_trace(target, f"to a {type(self).__name__}")
         target._value = value
 
     def __getitem__(self, index: Any) -> Any:
@@ -173,6 +173,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         target = self._here()
         if target._lock is not None:
             check_unlocked(target, f"metadata of a {type(self).__name__}")
+        check_trace(target, f"metadata of a {type(self).__name__}")
         metadata = target._metadata.replace(**changes)
         _check_rank(target, metadata.axes)
         if metadata == target._metadata:

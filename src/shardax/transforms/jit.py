@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from shardax.core import epoch
+from shardax.core._jax import Tracer
 from shardax.core.frames import local
 from shardax.core.node import Object
 from shardax.core.pytree import has_objects
@@ -391,16 +392,16 @@ class BoundJit:
 
 def _note_types(arg: Any) -> bool:
     """Learns JAX's concrete array type; returns whether the argument holds tracers."""
-    if isinstance(arg, jax.Array) and not isinstance(arg, jax.core.Tracer):
+    if isinstance(arg, jax.Array) and not isinstance(arg, Tracer):
         _ARRAY_TYPES.add(type(arg))
         return False
     leaves = jax.tree.leaves(arg)
     if _ARRAY_TYPES.issuperset(map(type, leaves)):
         return False
     for leaf in leaves:
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
             _ARRAY_TYPES.add(type(leaf))
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    return any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
 def jit(

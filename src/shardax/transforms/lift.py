@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from shardax.core import _jax, epoch
+from shardax.core._jax import Tracer
 from shardax.core.containers import unbox
 from shardax.core.errors import OutputError, TraceLeakError
 from shardax.core.frames import Frame, check_structural_write, local, resolve
@@ -417,7 +418,7 @@ def check_no_leak(graph: Graph, carried: Carried) -> None:
     for position, value in zip(carried.record.written, carried.written, strict=True):
         variable = graph.leaves[position]
         home = _jax.EAGER if variable._owner is None else variable._owner.trace
-        if here != home and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+        if here != home and any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
             path = graph.flat.leaf_paths[position]
             raise TraceLeakError(
                 f"The {type(variable).__name__} at {format_path(path)} would be written with a traced value, because this call runs inside a "

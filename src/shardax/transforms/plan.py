@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from shardax.core._jax import Tracer
 from shardax.core.errors import AbstractValueError, DonationError, PrefixError
 from shardax.core.frames import Frame, local
 from shardax.core.node import Object
@@ -361,7 +362,7 @@ class Plan:
 
 def _is_deleted(leaf: Any) -> bool:
     return (
-        isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+        isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
     )
 
 
