@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames: who owns a Variable while functions are being traced.
 
-Every lifted transform runs the user's function on a private copy of the objects it was given. A *frame* is one such run. It
-knows its *parent* (the frame that called the transform, or ``None`` outside all of them), the JAX trace that it runs under, and
-which copy stands for which *original*. An object made or copied inside a frame is *owned* by it.
+Every lifted transform runs the user's function on a private copy of the objects it was given. A
+*frame* is one such run. It knows its *parent* (the frame that called the transform, or ``None``
+outside all of them), the JAX trace that it runs under, and which copy stands for which *original*.
+An object made or copied inside a frame is *owned* by it.
 
-User code may also touch an original inside a frame, through a closure or a global. *Resolving* finds the object that
-stands for it here: the object itself if this frame owns it, its copy if it was passed in, or else what the parent resolves it to,
+User code may also touch an original inside a frame, through a closure or a global. *Resolving*
+finds the object that stands for it here: the object itself if this frame owns it, its copy if it
+was passed in, or else what the parent resolves it to,
 *adopted* by this frame. What adoption means is each transform's own rule (``Frame.adopt``).
 """
 
@@ -35,7 +37,8 @@ class Frame:
         parent: The frame that called the transform, or None.
         trace: Token of the JAX trace that the function runs under.
         adopted: The Variables that were touched without being passed in.
-        copies: From ``id(original)`` to ``(original, copy)``; holding the original keeps its id from being reused.
+        copies: From ``id(original)`` to ``(original, copy)``; holding the original keeps its id
+            from being reused.
         closed: True once the run is over; a Variable owned by a closed frame has leaked.
     """
 
@@ -59,10 +62,11 @@ class Frame:
         self.copies = {}  # a Variable that leaked from the trace must not keep the caller's model alive
 
     def adopt(self, outer: Any) -> Any:
-        """Returns the stand-in, owned by this frame, for a Variable of the parent that was not passed in.
+        """Returns the stand-in, owned by this frame, for a Variable of the parent that was not
+        passed in.
 
-        The default copies it: reads see the value as of now, and ``adopted`` lists it so that the transform can
-        hand written values back. Transforms with a stricter rule override this.
+        The default copies it: reads see the value as of now, and ``adopted`` lists it so that the
+        transform can hand written values back. Transforms with a stricter rule override this.
         """
         copy = outer._copy_into(self)
         self.adopted.append(Adopted(outer, copy, copy._value))
@@ -107,15 +111,18 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
         The Variable to read or write instead; ``variable`` itself when it belongs here.
 
     Raises:
-        TraceLeakError: If the Variable belongs to a frame that is over, so its value is a tracer that nobody can use.
+        TraceLeakError: If the Variable belongs to a frame that is over, so its value is a tracer
+            that nobody can use.
     """
     owner = variable._owner
     if owner is frame or (type(owner) is PlainTrace and owner.parent is frame):
         return variable
     if owner is not None and owner.closed:
         raise TraceLeakError(
-            f"A {type(variable).__name__} made inside sx.{owner.name} was used after that call ended. Its value exists only "
-            f"during the trace. Return it from the function (or assign it to an attribute of a Module that is an "
+            f"A {type(variable).__name__} made inside sx.{owner.name} was used after that call "
+            f"ended. Its value exists only "
+            f"during the trace. Return it from the function (or assign it to an attribute of a "
+            f"Module that is an "
             f"argument); then the caller gets it with a real array."
         )
     if frame is None:
@@ -147,9 +154,12 @@ def check_unlocked(target: Any, what: str) -> None:
     """
     if target._lock is READ_ONLY:
         raise ReadOnlyCopyError(
-            f"Cannot write {what}: this {type(target).__name__} is a copy that JAX rebuilt inside a plain transform (jax.jit, "
-            f"jax.grad, jax.vmap, ...), so the write would be lost when the function returns. Use the shardax transform of the "
-            f"same name (sx.jit, sx.grad, ...), which carries writes back; or, if you return the copy, make it writable "
+            f"Cannot write {what}: this {type(target).__name__} is a copy that JAX rebuilt inside "
+            f"a plain transform (jax.jit, "
+            f"jax.grad, jax.vmap, ...), so the write would be lost when the function returns. Use "
+            f"the shardax transform of the "
+            f"same name (sx.jit, sx.grad, ...), which carries writes back; or, if you return the "
+            f"copy, make it writable "
             f"first:\n\n    model = sx.mutable(model)\n    ...\n    return model"
         )
     if target._lock is not None:
@@ -174,20 +184,26 @@ def check_structural_write(target: Any, what: str) -> None:
     if owner is frame or (type(owner) is PlainTrace and owner.parent is frame):
         check_trace(target, f"the structure of {what}")
         return
-    if frame is None and _jax.is_eager():  # made in a transform and kept by the user: its structure is ordinary Python
+    if (
+        frame is None and _jax.is_eager()
+    ):  # made in a transform and kept by the user: its structure is ordinary Python
         return
     if frame is None:
         check_trace(target, f"the structure of {what}")
     raise ForeignMutationError(
-        f"Cannot change the structure of {what} inside sx.{frame.name}: the {type(target).__name__} was reached through a closure or "
-        f"global, so the change would happen once, while tracing, and not when the compiled function runs. Pass the "
-        f"Module as an argument of the function; then its structural changes are carried back. (Writing values of its Variables "
+        f"Cannot change the structure of {what} inside sx.{frame.name}: the "
+        f"{type(target).__name__} was reached through a closure or "
+        f"global, so the change would happen once, while tracing, and not when the compiled "
+        f"function runs. Pass the "
+        f"Module as an argument of the function; then its structural changes are carried back. "
+        f"(Writing values of its Variables "
         f"works either way.)"
     )
 
 
 def check_trace(target: Any, what: str) -> None:
-    """Raises if writing ``target`` now would let a tracer of an inner plain JAX transform escape, or the write be lost.
+    """Raises if writing ``target`` now would let a tracer of an inner plain JAX transform escape,
+    or the write be lost.
 
     Args:
         target: A resolved Variable, or a Module or container.
@@ -201,7 +217,9 @@ def check_trace(target: Any, what: str) -> None:
     if _jax.trace_state() == home:
         return
     raise TraceLeakError(
-        f"Cannot write {what} from inside a plain JAX transform that did not receive it: the write would happen once, while tracing, "
-        f"and a traced value would outlive its trace. Use the shardax transform of the same name (sx.jit, sx.grad, ...) and "
+        f"Cannot write {what} from inside a plain JAX transform that did not receive it: the write "
+        f"would happen once, while tracing, "
+        f"and a traced value would outlive its trace. Use the shardax transform of the same name "
+        f"(sx.jit, sx.grad, ...) and "
         f"pass the Module as an argument; or return the new value and write it outside."
     )

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variables: the mutable cells of a model.
 
-A *Variable* is a cell with identity. It holds a *value* (an array, or any pytree of arrays) and *metadata* (axis names and
-whatever else the user attached). Its class is its *type*: ``Param`` for what is trained, ``BatchStat`` for running
-statistics, and so on; users subclass for their own kinds, and filters select by class.
+A *Variable* is a cell with identity. It holds a *value* (an array, or any pytree of arrays) and
+*metadata* (axis names and whatever else the user attached). Its class is its *type*: ``Param`` for
+what is trained, ``BatchStat`` for running statistics, and so on; users subclass for their own
+kinds, and filters select by class.
 
-Identity is what makes sharing meaningful. The same Variable reached by two paths is one cell: it is written once, has one gradient
-and one entry in a checkpoint. Two Variables with equal values are still two.
+Identity is what makes sharing meaningful. The same Variable reached by two paths is one cell: it is
+written once, has one gradient and one entry in a checkpoint. Two Variables with equal values are
+still two.
 
-A value may be *lazy* (a recipe, see ``core.lazy``) or *abstract* (a ``jax.ShapeDtypeStruct``, as inside a model restored or
-planned without arrays). Reading a lazy value materialises it; an abstract one has no numbers to read.
+A value may be *lazy* (a recipe, see ``core.lazy``) or *abstract* (a ``jax.ShapeDtypeStruct``, as
+inside a model restored or planned without arrays). Reading a lazy value materialises it; an
+abstract one has no numbers to read.
 
-Inside a lifted transform a Variable reads and writes the stand-in that the transform made for it (see ``core.frames``), so
-the same code works whether a Variable was passed in or is reached through a closure.
+Inside a lifted transform a Variable reads and writes the stand-in that the transform made for it
+(see ``core.frames``), so the same code works whether a Variable was passed in or is reached through
+a closure.
 """
 
 from __future__ import annotations
@@ -62,10 +66,11 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     """A mutable cell with identity: a value and metadata.
 
     Args:
-        value: An array, a number, a pytree of arrays, an ``Init``, a ``jax.ShapeDtypeStruct``, or another Variable (whose
-            value is taken).
+        value: An array, a number, a pytree of arrays, an ``Init``, a ``jax.ShapeDtypeStruct``, or
+            another Variable (whose value is taken).
         axes: Logical axis names, one per dimension of the array.
-        **metadata: Any hashable entries. ``tag="name"`` (or ``tags=("a", "b")``) can be selected by the filter ``"name"``.
+        **metadata: Any hashable entries. ``tag="name"`` (or ``tags=("a", "b")``) can be selected by
+            the filter ``"name"``.
 
     Raises:
         VariableValueError: If the value is not made of arrays.
@@ -139,7 +144,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             self.value = value
         else:
             raise VariableValueError(
-                f"Cannot write at index {index!r} of a value of type {type(value).__name__}; write it whole: v[...] = new."
+                f"Cannot write at index {index!r} of a value of type {type(value).__name__}; write "
+                f"it whole: v[...] = new."
             )
 
     # --- metadata --------------------------------------------------------------------------------
@@ -314,7 +320,8 @@ def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
         return
     if len(axes) != variable._value.ndim:
         raise MetadataError(
-            f"A {type(variable).__name__} of shape {tuple(variable._value.shape)} has {variable._value.ndim} dimensions but was given "
+            f"A {type(variable).__name__} of shape {tuple(variable._value.shape)} has "
+            f"{variable._value.ndim} dimensions but was given "
             f"{len(axes)} axis names: {axes}. Give one name per dimension, None for an unnamed one."
         )
 
@@ -357,6 +364,6 @@ class MetricState(Variable[T]):
 class ArrayAttribute(Variable[T]):
     """The hidden Variable behind an array that was assigned to an attribute as it is.
 
-    Plain arrays have no identity; this gives the place one, so that arrays in attributes are read, written, lifted and
-    saved exactly as Variables are. Users see the array.
+    Plain arrays have no identity; this gives the place one, so that arrays in attributes are read,
+    written, lifted and saved exactly as Variables are. Users see the array.
     """
