@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lets a Variable stand where its array could: operators, conversions, and the values that are allowed.
+"""What lets a Variable stand where its array could: operators, conversions, and the values that are
+allowed.
 
-A *value* is a JAX array (or tracer), a NumPy array, a lazy value, an abstract ``jax.ShapeDtypeStruct``, or a pytree of these. Numbers
-become NumPy arrays of JAX's canonical dtype, because making a Variable must not run a JAX operation.
+A *value* is a JAX array (or tracer), a NumPy array, a lazy value, an abstract
+``jax.ShapeDtypeStruct``, or a pytree of these. Numbers become NumPy arrays of JAX's canonical
+dtype, because making a Variable must not run a JAX operation.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def _as_leaf(leaf: Any, owner: str) -> Any:
     if isinstance(leaf, ArrayLike):  # a Variable stands for its value
         return leaf.value
     raise VariableValueError(
-        f"A {owner} holds arrays, but was given {leaf!r} of type {type(leaf).__name__}. Assign configuration to a plain attribute "
+        f"A {owner} holds arrays, but was given {leaf!r} of type {type(leaf).__name__}. Assign "
+        f"configuration to a plain attribute "
         f"of the Module instead: self.name = {leaf!r}."
     )
 
@@ -60,21 +63,25 @@ def _canonical(value: Any, owner: str) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype.kind in "OUSMm" or array.dtype.names is not None:
         raise VariableValueError(
-            f"A {owner} holds arrays of numbers, but was given an array of dtype {array.dtype}. JAX has no such dtype; encode it "
+            f"A {owner} holds arrays of numbers, but was given an array of dtype {array.dtype}. "
+            f"JAX has no such dtype; encode it "
             f"as integers first."
         )
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if isinstance(value, int) and int(array.astype(dtype)) != value:
         raise VariableValueError(
-            f"The number {value} does not fit into {np.dtype(dtype).name}, the widest integer that JAX uses now. Give the dtype yourself, "
-            f"as in np.uint32({value}), use a float, or enable 64 bits: jax.config.update('jax_enable_x64', True)."
+            f"The number {value} does not fit into {np.dtype(dtype).name}, the widest integer that "
+            f"JAX uses now. Give the dtype yourself, "
+            f"as in np.uint32({value}), use a float, or enable 64 bits: "
+            f"jax.config.update('jax_enable_x64', True)."
         )
     # The caller may go on writing into its NumPy array; a Variable changes only when it is written.
     return array.astype(dtype, copy=isinstance(value, np.ndarray))
 
 
 def realise(value: Any, owner: Any) -> Any:
-    """Turns a lazy or NumPy value into a JAX array, outside of any trace when the Variable lives outside.
+    """Turns a lazy or NumPy value into a JAX array, outside of any trace when the Variable lives
+    outside.
 
     Args:
         value: A ``LazyValue`` or ``numpy.ndarray``.
@@ -101,7 +108,8 @@ def leaf_of(value: Any, owner: str) -> Any:
     if len(leaves) == 1:
         return leaves[0]
     raise AttributeError(
-        f"This {owner} holds a pytree of {len(leaves)} arrays, which has no single shape or dtype; look at jax.tree.leaves(v.value)."
+        f"This {owner} holds a pytree of {len(leaves)} arrays, which has no single shape or dtype; "
+        f"look at jax.tree.leaves(v.value)."
     )
 
 
@@ -141,7 +149,8 @@ def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 class ArrayLike:
     """Operators of an object whose ``value`` is an array.
 
-    An in-place operator writes into the object: ``m.count += 1`` keeps the Variable and changes its value.
+    An in-place operator writes into the object: ``m.count += 1`` keeps the Variable and changes its
+    value.
     """
 
     __slots__ = ()
@@ -153,8 +162,10 @@ class ArrayLike:
         value = self.value
         if isinstance(value, jax.ShapeDtypeStruct):
             raise AbstractValueError(
-                f"This {type(self).__name__} is abstract ({value.dtype}{list(value.shape)}): it has a shape but no numbers. "
-                f"Materialise the model first, for instance with sx.shard(model, mesh, rules) or by restoring a checkpoint."
+                f"This {type(self).__name__} is abstract ({value.dtype}{list(value.shape)}): it "
+                f"has a shape but no numbers. "
+                f"Materialise the model first, for instance with sx.shard(model, mesh, rules) or "
+                f"by restoring a checkpoint."
             )
         return value
 

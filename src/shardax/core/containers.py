@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tracked containers: what lists and dicts become when they are assigned to a Module.
 
-A plain list that holds Variables could be changed behind the model's back. So assigning a list or dict to an attribute stores a
-``List`` or ``Dict`` with the same items, which tells the model when it changes. They compare and behave like ``list`` and
-``dict``. The list that was assigned is *not* tracked: ``layers = []; self.layers = layers; layers.append(x)`` changes only the
-local list; append to ``self.layers``.
+A plain list that holds Variables could be changed behind the model's back. So assigning a list or
+dict to an attribute stores a ``List`` or ``Dict`` with the same items, which tells the model when
+it changes. They compare and behave like ``list`` and ``dict``. The list that was assigned is *not*
+tracked: ``layers = []; self.layers = layers; layers.append(x)`` changes only the local list; append
+    to ``self.layers``.
 
-Arrays inside a container are *boxed*: held in a hidden Variable, so that they can be lifted and written like any other data,
-and unboxed when read.
+Arrays inside a container are *boxed*: held in a hidden Variable, so that they can be lifted and
+written like any other data, and unboxed when read.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def box(value: Any, where: str) -> Any:
         where: The place, for messages, such as ``attribute 'scale' of Encoder``.
 
     Returns:
-        Objects as they are; arrays (and pytrees of arrays) in an ``ArrayAttribute``; lists and dicts as ``List`` and ``Dict``;
-        tuples with their items boxed; everything else as it is.
+        Objects as they are; arrays (and pytrees of arrays) in an ``ArrayAttribute``; lists and
+        dicts as ``List`` and ``Dict``; tuples with their items boxed; everything else as it is.
 
     Raises:
         StaticAttributeError: If the value is neither data nor hashable.
@@ -81,7 +82,8 @@ def _box_arrays(value: Any, where: str) -> ArrayAttribute[Any]:
         return ArrayAttribute(value)
     except VariableValueError as error:
         raise StaticAttributeError(
-            f"Cannot use an array of dtype {getattr(value, 'dtype', 'object')} as {where}: JAX has no such dtype. Encode it as numbers; or, if "
+            f"Cannot use an array of dtype {getattr(value, 'dtype', 'object')} as {where}: JAX has "
+            f"no such dtype. Encode it as numbers; or, if "
             f"it is configuration, keep it as a tuple: tuple(array.tolist())."
         ) from error
 
@@ -96,9 +98,12 @@ def _check_static(value: Any, where: str) -> None:
         exact_key(value)
     except TypeError as error:
         raise StaticAttributeError(
-            f"Cannot use {value!r} of type {type(value).__name__} as {where}: it is neither data (an array, Variable, Module, or "
-            f"list, dict, tuple of these) nor hashable configuration ({error}). Ways out: wrap arrays that live inside it in "
-            f"sx.Variable(...); use a tuple or frozenset instead of a set; make a class of your own a frozen dataclass, a "
+            f"Cannot use {value!r} of type {type(value).__name__} as {where}: it is neither data "
+            f"(an array, Variable, Module, or "
+            f"list, dict, tuple of these) nor hashable configuration ({error}). Ways out: wrap "
+            f"arrays that live inside it in "
+            f"sx.Variable(...); use a tuple or frozenset instead of a set; make a class of your "
+            f"own a frozen dataclass, a "
             f"sx.Module, or give it __hash__ and __eq__."
         ) from error
 
@@ -423,7 +428,8 @@ def write_through(old: Any, new: Any, where: str) -> bool:
         where: The place, for messages.
 
     Raises:
-        StaticAttributeError: If an array was assigned over a Variable, which would silently drop the Variable.
+        StaticAttributeError: If an array was assigned over a Variable, which would silently drop
+            the Variable.
     """
     if not isinstance(old, Variable) or isinstance(new, Object):
         return False
@@ -439,8 +445,10 @@ def write_through(old: Any, new: Any, where: str) -> bool:
         return False
     if is_array:
         raise StaticAttributeError(
-            f"Cannot assign an array over the {type(old).__name__} in {where}: the Variable with its type and metadata would be "
-            f"lost. Write into it instead (name[...] = array, or name.value = array); to really replace it, assign a new "
+            f"Cannot assign an array over the {type(old).__name__} in {where}: the Variable with "
+            f"its type and metadata would be "
+            f"lost. Write into it instead (name[...] = array, or name.value = array); to really "
+            f"replace it, assign a new "
             f"Variable: sx.{type(old).__name__}(array)."
         )
     return False

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error that shardax raises on purpose.
 
-An error here says four things: what was found, at which path (both paths where two things collide), why it
-cannot work, and the code that would. Each class stands under ``ShardaxError`` and under the builtin exception that
-a caller would naturally catch (``ValueError``, ``TypeError``, ...). All survive pickling, because errors cross
-process boundaries (workers, data loaders).
+An error here says four things: what was found, at which path (both paths where two things collide),
+why it cannot work, and the code that would. Each class stands under ``ShardaxError`` and under the
+builtin exception that a caller would naturally catch (``ValueError``, ``TypeError``, ...). All
+survive pickling, because errors cross process boundaries (workers, data loaders).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filters: how to say which Variables are meant.
 
-A *filter* is one of: a Variable type (matches by ``isinstance``); a string (matches a metadata ``tag``); ``...`` or ``True``
-(everything); ``None`` or ``False`` (nothing); a callable ``(path, variable) -> bool``; a list or tuple of filters (any of them); or a
-combination made of ``All``, ``Any``, ``Not``, ``PathContains``. Where several are given, the first that matches decides.
+A *filter* is one of: a Variable type (matches by ``isinstance``); a string (matches a metadata
+``tag``); ``...`` or ``True`` (everything); ``None`` or ``False`` (nothing); a callable ``(path,
+variable) -> bool``; a list or tuple of filters (any of them); or a combination made of ``All``,
+``Any``, ``Not``, ``PathContains``. Where several are given, the first that matches decides.
 
 A *predicate* is a filter turned into a callable ``(path, variable) -> bool``.
 """
@@ -172,7 +173,8 @@ def to_predicate(item: Filter) -> Predicate:
     if callable(item):
         return typing.cast(Predicate, item)
     raise FilterError(
-        f"{item!r} of type {type(item).__name__} is not a filter. Use a Variable type (sx.Param), a tag string, ..., None, a "
+        f"{item!r} of type {type(item).__name__} is not a filter. Use a Variable type (sx.Param), "
+        f"a tag string, ..., None, a "
         f"callable (path, variable) -> bool, or sx.All / sx.Any / sx.Not / sx.PathContains."
     )
 
@@ -189,7 +191,8 @@ def to_predicates(filters: Sequence[Filter]) -> list[Predicate]:
             isinstance(p, (Everything, Nothing)) for p in predicates[position + 1 :]
         ):
             raise FilterError(
-                f"Filter {position + 1} of {len(filters)} is `...`, which matches everything, so {filters[position + 1]!r} after it could "
+                f"Filter {position + 1} of {len(filters)} is `...`, which matches everything, so "
+                f"{filters[position + 1]!r} after it could "
                 f"never match. Put `...` last."
             )
     return predicates
@@ -208,6 +211,7 @@ def no_match_error(path: Path, variable: typing.Any, filters: Sequence[Filter]) 
     kind = variable.variable_type.__name__ if _is_info(variable) else type(variable).__name__
     shown = ", ".join(item.__name__ if isinstance(item, type) else repr(item) for item in filters)
     return FilterError(
-        f"No filter matches the {kind} at {format_path(path)}; the filters are ({shown}). Add `...` as the last filter to take "
+        f"No filter matches the {kind} at {format_path(path)}; the filters are ({shown}). Add "
+        f"`...` as the last filter to take "
         f"what remains."
     )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functional side of models: splitting into structure and values, and back.
 
-``split`` takes a model apart into a ``GraphDef`` and one or more ``State``; ``merge`` puts one together; ``state`` and ``update`` read and
-write values by path. All take any *tree*: a Module, a Variable, a tracked container, or a pytree (tuple, list, dict) of these.
+``split`` takes a model apart into a ``GraphDef`` and one or more ``State``; ``merge`` puts one
+together; ``state`` and ``update`` read and write values by path. All take any *tree*: a Module, a
+Variable, a tracked container, or a pytree (tuple, list, dict) of these.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
 
     Args:
         tree: A Module, Variable, container or pytree of them.
-        *filters: One State is returned per filter; the first matching filter takes a Variable. None: one State with all.
+        *filters: One State is returned per filter; the first matching filter takes a Variable.
+            None: one State with all.
 
     Returns:
         (graphdef, state, ...).
@@ -136,8 +138,9 @@ def state(tree: Any, *filters: Filter) -> Any:
 
     Args:
         tree: A Module, Variable, container or pytree of them.
-        *filters: With none, everything. With one, the matching values. With several, a tuple with one State each, where
-            the first matching filter takes a value and what matches none is left out.
+        *filters: With none, everything. With one, the matching values. With several, a tuple with
+            one State each, where the first matching filter takes a value and what matches none is
+            left out.
 
     Returns:
         A State, or a tuple of States.
@@ -170,7 +173,8 @@ def update(tree: Any, *states: Any) -> None:
         *states: States or nested mappings; later ones win.
 
     Raises:
-        StateMismatchError: If a path does not exist in the model, or a shape differs; all are listed and nothing is changed.
+        StateMismatchError: If a path does not exist in the model, or a shape differs; all are
+            listed and nothing is changed.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -236,7 +240,8 @@ def _directly_in(value: Any) -> Iterator[Object]:
 
 
 def clone(tree: T) -> T:
-    """Returns a copy with new objects and equal structure, sharing and values. Lazy values stay lazy.
+    """Returns a copy with new objects and equal structure, sharing and values. Lazy values stay
+    lazy.
 
     Args:
         tree: A Module, Variable, container or pytree of them.
@@ -272,8 +277,8 @@ def pop(tree: Any, *filters: Filter) -> Any:
 
     Raises:
         FilterError: If no filter is given.
-        StateMismatchError: If a matching Variable sits in a list or tuple, where removing it would shift the others; nothing is
-            removed then.
+        StateMismatchError: If a matching Variable sits in a list or tuple, where removing it would
+            shift the others; nothing is removed then.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -290,7 +295,8 @@ def pop(tree: Any, *filters: Filter) -> Any:
     """
     if not filters:
         raise FilterError(
-            "pop needs at least one filter, to say which Variables to remove: sx.pop(model, sx.Intermediate)."
+            "pop needs at least one filter, to say which Variables to remove: sx.pop(model, "
+            "sx.Intermediate)."
         )
     root = tree if isinstance(tree, Object) else _boxed(tree)
     flat = flatten_tree(root)
@@ -314,15 +320,23 @@ def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]
     """
     walk = Walk()
     walk.encode(root, ())
-    places = [(None, None, root), *((item, key, child) for item in walk.objects for key, child in _parts(item))]
+    places = [
+        (None, None, root),
+        *((item, key, child) for item in walk.objects for key, child in _parts(item)),
+    ]
     for holder, key, child in places:
         found = [item for item in _directly_in(child) if id(item) in chosen]
         if not found:
             continue
         if child is not found[0] or not isinstance(holder, (Module, Dict)):
-            where = "what was given" if holder is None else f"a {type(child if isinstance(holder, (Module, Dict)) else holder).__name__}"
+            where = (
+                "what was given"
+                if holder is None
+                else f"a {type(child if isinstance(holder, (Module, Dict)) else holder).__name__}"
+            )
             raise StateMismatchError(
-                f"Cannot pop {format_path(chosen[id(found[0])])}: it is part of {where}, and removing it there would shift or break "
+                f"Cannot pop {format_path(chosen[id(found[0])])}: it is part of {where}, and "
+                f"removing it there would shift or break "
                 f"what is around it. Nothing was removed. Remove it yourself, or narrow the filter."
             )
         check_structural_write(holder, f"{key!r} of a {type(holder).__name__}")
@@ -330,7 +344,8 @@ def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]
 
 
 def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable[Any]]]:
-    """Yields (path, Variable) pairs in order, each Variable once; with filters, those that match any.
+    """Yields (path, Variable) pairs in order, each Variable once; with filters, those that match
+    any.
 
     Example:
         >>> import shardax as sx
@@ -345,7 +360,8 @@ def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable
 
 
 def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
-    """Yields (path, Module) pairs in order, each Module once, the tree itself included if it is one.
+    """Yields (path, Module) pairs in order, each Module once, the tree itself included if it is
+    one.
 
     Example:
         >>> import shardax as sx

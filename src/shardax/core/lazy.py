@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy values: parameters that exist as a recipe until someone needs the array.
 
-A *lazy value* knows its shape and dtype and how to compute its array, but holds none. Building a model from lazy values runs
-no JAX operation and takes no memory. To *materialise* is to run the recipe: on first read, when a model is first passed to a
-compiled function, or by ``shardax.shard``, which writes each array straight into its shards.
+A *lazy value* knows its shape and dtype and how to compute its array, but holds none. Building a
+model from lazy values runs no JAX operation and takes no memory. To *materialise* is to run the
+recipe: on first read, when a model is first passed to a compiled function, or by ``shardax.shard``,
+    which writes each array straight into its shards.
 
-A *key source* is the recipe of a random key: a root (an integer seed or a key) and the integers to fold into it. It
-needs no JAX operation either, until its key is asked for.
+A *key source* is the recipe of a random key: a root (an integer seed or a key) and the integers to
+fold into it. It needs no JAX operation either, until its key is asked for.
 
-Every recipe runs as one small compiled program per distinct (initializer, shape, dtype, sharding); the same program
-whether sharded or not, so that the numbers are the same to the last bit.
+Every recipe runs as one small compiled program per distinct (initializer, shape, dtype, sharding);
+the same program whether sharded or not, so that the numbers are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -103,9 +104,11 @@ class Init(LazyValue):
         initializer: Called as ``initializer(key, shape, dtype)``.
         shape: Shape of the array.
         dtype: Its dtype; made canonical (float64 becomes float32 unless x64 is enabled).
-        stream: Name of the random stream to draw the key from, or a stream itself (``rngs.params``).
-        rngs: The ``Rngs`` that holds the stream. One draw is taken from it here, so the order in which a model's
-            values are later materialised does not matter. Without it only initializers that ignore their key work.
+        stream: Name of the random stream to draw the key from, or a stream itself
+            (``rngs.params``).
+        rngs: The ``Rngs`` that holds the stream. One draw is taken from it here, so the order in
+            which a model's values are later materialised does not matter. Without it only
+            initializers that ignore their key work.
 
     Example:
         >>> import jax, shardax as sx
@@ -151,7 +154,8 @@ class Init(LazyValue):
             The array.
 
         Raises:
-            MissingRngsError: If the initializer needs a key and this value was made without ``rngs``.
+            MissingRngsError: If the initializer needs a key and this value was made without
+                ``rngs``.
         """
         if self.source is None:
             return self._compute_without_key(sharding)
@@ -172,7 +176,8 @@ class Init(LazyValue):
             return program(None, None)
         except TypeError as error:
             raise MissingRngsError(
-                f"The initializer {self.initializer!r} for a value of shape {self.shape} needs a random key, but Init was given "
+                f"The initializer {self.initializer!r} for a value of shape {self.shape} needs a "
+                f"random key, but Init was given "
                 f"no stream to draw it from. Pass one: Init(initializer, shape, dtype, rngs=rngs)."
             ) from error
 
@@ -191,7 +196,8 @@ class LazyKey(LazyValue):
         """Folds the integers into the root key."""
         count = len(self.source.folds)
         if count == 0 and sharding is None:
-            # A copy: the root key is shared by all streams of that seed, and this one may be donated.
+            # A copy: the root key is shared by all streams of that seed, and this one may be
+            # donated.
             return jax.random.clone(self.source.root_key())
         folds = np.asarray(self.source.folds, np.uint32)
         return _key_program(count, sharding)(self.source.root_key(), folds)

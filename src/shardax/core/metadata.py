@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metadata of Variables: what is known about a value besides its numbers.
 
-*Axes* are the logical names of an array's dimensions, one per dimension, ``None`` for an unnamed one: ``("embed", "mlp")``.
-The remaining *entries* are whatever the user attached by keyword. Both are static: they are part of a model's structure, so
+*Axes* are the logical names of an array's dimensions, one per dimension, ``None`` for an unnamed
+one: ``("embed", "mlp")``. The remaining *entries* are whatever the user attached by keyword. Both
+    are static: they are part of a model's structure, so
 they must be hashable, and two models whose metadata differ are compiled apart.
 """
 
@@ -41,8 +42,10 @@ class Metadata:
         except TypeError as error:
             culprits = [name for name, item in self.entries.items() if not _is_hashable(item)]
             raise MetadataError(
-                f"Metadata entries {culprits or 'axes'} are not hashable ({error}). Metadata is part of a model's structure, by "
-                f"which compiled programs are found. Use tuples instead of lists, frozen dataclasses instead of dicts, and put "
+                f"Metadata entries {culprits or 'axes'} are not hashable ({error}). Metadata is "
+                f"part of a model's structure, by "
+                f"which compiled programs are found. Use tuples instead of lists, frozen "
+                f"dataclasses instead of dicts, and put "
                 f"arrays into a Variable of their own."
             ) from error
         self._hash = hash(self._key)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules: mutable Python objects that hold a model's Variables and configuration.
 
-A Module is an ordinary object: attributes are set in ``__init__`` or anywhere else. Assigning sorts the value. Variables, Modules and
-arrays are *data*; lists and dicts become tracked containers; tuples stay tuples; everything else is *static configuration* and
-must be hashable, which is checked here, where the mistake is made, rather than at the first compiled call.
+A Module is an ordinary object: attributes are set in ``__init__`` or anywhere else. Assigning sorts
+the value. Variables, Modules and arrays are *data*; lists and dicts become tracked containers;
+tuples stay tuples; everything else is *static configuration* and must be hashable, which is checked
+here, where the mistake is made, rather than at the first compiled call.
 
-Arrays are kept in hidden Variables (*boxed*), so that they too can be read through closures, written inside transforms and saved.
-Attribute access shows the array.
+Arrays are kept in hidden Variables (*boxed*), so that they too can be read through closures,
+written inside transforms and saved. Attribute access shows the array.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ _RESERVED = frozenset({"_boxed", "_flat", "_lock", "_marked", "_owner"})
 
 
 class Module(Object):
-    """Base of models and layers: a mutable object whose attributes are Variables, Modules, arrays, containers and configuration.
+    """Base of models and layers: a mutable object whose attributes are Variables, Modules, arrays,
+    containers and configuration.
 
-    Subclasses write an ordinary ``__init__``; there is nothing to call or declare. A Module is also a pytree (``core.pytree``).
+    Subclasses write an ordinary ``__init__``; there is nothing to call or declare. A Module is also
+    a pytree (``core.pytree``).
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -61,7 +64,8 @@ class Module(Object):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "__slots__" in vars(cls):
             raise ReservedNameError(
-                f"{cls.__name__} defines __slots__, but shardax finds a Module's data in its attributes. Remove __slots__."
+                f"{cls.__name__} defines __slots__, but shardax finds a Module's data in its "
+                f"attributes. Remove __slots__."
             )
         super().__init_subclass__(**kwargs)
         register_graph(cls)
@@ -163,10 +167,12 @@ class Module(Object):
 
         return module_repr(self)
 
-    # --- recording and modes -----------------------------------------------------------------------
+    # --- recording and modes
+    # -----------------------------------------------------------------------
 
     def sow(self, name: str, value: Any, type: type[Variable[Any]] = Intermediate) -> None:
-        """Records a value under ``name``: appends it to the tuple held by the Variable of that name, making it if absent.
+        """Records a value under ``name``: appends it to the tuple held by the Variable of that
+        name, making it if absent.
 
         Args:
             name: Attribute of the Variable.
@@ -193,15 +199,18 @@ class Module(Object):
             present.value = (*present.value, value)
         else:
             raise StateMismatchError(
-                f"sow({name!r}) on {self.__class__.__name__} needs a {type.__name__} holding a tuple, but .{name} is {present!r}. Sow under "
+                f"sow({name!r}) on {self.__class__.__name__} needs a {type.__name__} holding a "
+                f"tuple, but .{name} is {present!r}. Sow under "
                 f"another name, or remove the attribute first."
             )
 
     def perturb(self, name: str, value: Any, type: type[Variable[Any]] = Perturbation) -> Any:
-        """Adds a Variable of zeros to ``value``, so that the gradient with respect to ``value`` can be read.
+        """Adds a Variable of zeros to ``value``, so that the gradient with respect to ``value`` can
+        be read.
 
         Args:
-            name: Attribute of the Variable, made on first use with the shape and dtype of ``value``.
+            name: Attribute of the Variable, made on first use with the shape and dtype of
+                ``value``.
             value: An array.
             type: Variable type to make; differentiate with ``sx.grad(f, wrt=sx.Perturbation)``.
 
@@ -228,7 +237,8 @@ class Module(Object):
         """Sets attributes on this Module and every Module below that already has them.
 
         Args:
-            *filters: Module classes or predicates ``(path, module) -> bool``; a Module matching any is changed. None: all.
+            *filters: Module classes or predicates ``(path, module) -> bool``; a Module matching any
+                is changed. None: all.
             raise_if_not_found: Whether an attribute that no chosen Module has is an error.
             **attributes: New values.
 
@@ -260,14 +270,16 @@ class Module(Object):
         missing = attributes.keys() - {name for _, name in targets}
         if missing and raise_if_not_found:
             raise MissingAttributeError(
-                f"No Module in this {type(self).__name__} has the attribute(s) {sorted(missing)}; nothing was changed. Check the spelling, or "
+                f"No Module in this {type(self).__name__} has the attribute(s) {sorted(missing)}; "
+                f"nothing was changed. Check the spelling, or "
                 f"pass raise_if_not_found=False."
             )
         for module, name in targets:
             setattr(module, name, attributes[name])
 
     def train(self, **attributes: Any) -> None:
-        """Puts the model into training mode: ``deterministic=False, use_running_average=False`` where layers have them.
+        """Puts the model into training mode: ``deterministic=False, use_running_average=False``
+        where layers have them.
 
         Args:
             **attributes: Further attributes to set where present.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects: the things in a model that have identity.
 
-An *object* is a Variable, a Module or a tracked container. Two names for one object are one object everywhere: in transforms, in
-checkpoints, in gradients. Everything else in a model is a static value, or an immutable container (tuple, bound
+An *object* is a Variable, a Module or a tracked container. Two names for one object are one object
+everywhere: in transforms, in checkpoints, in gradients. Everything else in a model is a static
+    value, or an immutable container (tuple, bound
 method, ``functools.partial``) of objects and static values.
 """
 
@@ -12,14 +13,16 @@ from typing import Any
 
 
 class Object:
-    """Base of everything with identity. What follows is the contract by which the core walks, copies and guards objects.
+    """Base of everything with identity. What follows is the contract by which the core walks,
+    copies and guards objects.
 
     Attributes:
         _owner: The frame that made the object (``core.frames``), or None.
         _lock: Why the object must not be written, or None.
         _marked: Whether some remembered walk has seen the object (``core.epoch``).
 
-    Modules and containers also have ``_flat``: how they were last flattened (``core.structure.flatten``), or None.
+    Modules and containers also have ``_flat``: how they were last flattened
+    (``core.structure.flatten``), or None.
     """
 
     __slots__ = ()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paths: how shardax names a place inside a model.
 
-A *path* is a tuple of attribute names (``str``), list positions (``int``) and dict keys (any hashable). Its text form is what a
-user would type after the model: ``("layers", 0, "kernel")`` is ``.layers[0].kernel``.
+A *path* is a tuple of attribute names (``str``), list positions (``int``) and dict keys (any
+hashable). Its text form is what a user would type after the model: ``("layers", 0, "kernel")`` is
+``.layers[0].kernel``.
 """
 
 from __future__ import annotations

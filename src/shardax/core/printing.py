@@ -21,7 +21,8 @@ def module_repr(module: Module) -> str:
         module: The Module to draw.
 
     Returns:
-        Class names, attributes in order, Variables with dtype, shape and axes; an object met again is named only.
+        Class names, attributes in order, Variables with dtype, shape and axes; an object met again
+        is named only.
 
     Example:
         >>> import shardax as sx

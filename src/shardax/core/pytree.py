@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models as JAX pytrees.
 
-A Module (or tracked container) is one pytree node: its children are the values of its Variables, each shared Variable once, and its
-structure is static. So ``jax.jit``, ``jax.grad``, ``jax.tree.map`` and the rest work on models as they are, and tied weights get
-their one summed gradient. A Variable on its own is a node with its value as the child.
+A Module (or tracked container) is one pytree node: its children are the values of its Variables,
+each shared Variable once, and its structure is static. So ``jax.jit``, ``jax.grad``,
+``jax.tree.map`` and the rest work on models as they are, and tied weights get their one summed
+gradient. A Variable on its own is a node with its value as the child.
 
-What JAX rebuilds inside a plain transform is a *read-only copy*: reading works, but a write would be lost when the function returns,
-so it is refused (``core.frames.READ_ONLY``). What JAX rebuilds outside, from concrete arrays, is an ordinary model.
+What JAX rebuilds inside a plain transform is a *read-only copy*: reading works, but a write would
+be lost when the function returns, so it is refused (``core.frames.READ_ONLY``). What JAX rebuilds
+outside, from concrete arrays, is an ordinary model.
 """
 
 from __future__ import annotations
@@ -61,9 +63,7 @@ def values_of(leaves: Iterable[Any]) -> list[Any]:
 
 
 def _lock_for(children: Sequence[Any]) -> str | None:
-    traced = any(
-        isinstance(leaf, Tracer) for child in children for leaf in jax.tree.leaves(child)
-    )
+    traced = any(isinstance(leaf, Tracer) for child in children for leaf in jax.tree.leaves(child))
     return READ_ONLY if traced else None
 
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random state: named streams of keys that behave under every transform.
 
-A *stream* hands out keys: its n-th key is its base key with n folded in. Base key and counter are Variables (``RngState``), so a
-stream advances through ``jit``, splits under ``vmap`` and replays under ``remat`` like any other state. ``Rngs`` is a set of streams by name
-(``params`` for initialisation, ``dropout``, ...), with an optional default for names it does not hold.
+A *stream* hands out keys: its n-th key is its base key with n folded in. Base key and counter are
+Variables (``RngState``), so a stream advances through ``jit``, splits under ``vmap`` and replays
+under ``remat`` like any other state. ``Rngs`` is a set of streams by name (``params`` for
+initialisation, ``dropout``, ...), with an optional default for names it does not hold.
 
-A *scope* is a child whose keys depend on its name and not on how many keys were drawn before, so that inserting a layer does not
-reshuffle the others. Names enter keys through a stable hash, so the same program draws the same numbers in every process.
+A *scope* is a child whose keys depend on its name and not on how many keys were drawn before, so
+that inserting a layer does not reshuffle the others. Names enter keys through a stable hash, so the
+same program draws the same numbers in every process.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class RngStream(Module):
 
     Args:
         source: An integer seed, a key (typed, or raw uint32), or a ``KeySource``.
-        name: The stream's name; also the metadata tag of its Variables, so the filter ``"dropout"`` selects them.
+        name: The stream's name; also the metadata tag of its Variables, so the filter ``"dropout"``
+            selects them.
 
     Example:
         >>> import shardax as sx
@@ -109,9 +112,12 @@ def _key_value(source: Any) -> Any:
             return jax.random.key(source)
         if source.ndim > 0 and source.dtype == np.uint32:
             return jax.random.wrap_key_data(jnp.asarray(source))
-    shown = f"an array {source.dtype}{list(source.shape)}" if hasattr(source, "dtype") else repr(source)
+    shown = (
+        f"an array {source.dtype}{list(source.shape)}" if hasattr(source, "dtype") else repr(source)
+    )
     raise SeedError(
-        f"A random stream needs an integer seed or a random key, but was given {shown} of type {type(source).__name__}. "
+        f"A random stream needs an integer seed or a random key, but was given {shown} of type "
+        f"{type(source).__name__}. "
         f"Use Rngs(0), or Rngs(jax.random.key(0)), or name the stream: Rngs(params=0)."
     )
 
@@ -121,7 +127,8 @@ class Rngs(Module):
 
     Args:
         default: Seed or key of the stream used for names that are not given; None for no default.
-        **streams: Seed or key by stream name. Two streams with the same seed are still different streams.
+        **streams: Seed or key by stream name. Two streams with the same seed are still different
+            streams.
 
     Example:
         >>> import shardax as sx
@@ -132,7 +139,8 @@ class Rngs(Module):
         >>> sx.Rngs(params=0).noise
         Traceback (most recent call last):
             ...
-        shardax.core.errors.UnknownStreamError: Rngs has no stream 'noise' and no default; it has: params. Make it with Rngs(params=..., noise=0), or give a default: Rngs(0, params=...).
+        shardax.core.errors.UnknownStreamError: Rngs has no stream 'noise' and no default; it has:
+        params. Make it with Rngs(params=..., noise=0), or give a default: Rngs(0, params=...).
     """
 
     def __init__(self, default: Any = None, **streams: Any) -> None:
@@ -141,7 +149,8 @@ class Rngs(Module):
         for name, source in streams.items():
             if hasattr(Rngs, name):
                 raise ReservedNameError(
-                    f"A random stream cannot be named {name!r}, which is a method of Rngs; choose another name."
+                    f"A random stream cannot be named {name!r}, which is a method of Rngs; choose "
+                    f"another name."
                 )
             setattr(self, name, RngStream(_named(source, name), name))
 
@@ -154,7 +163,8 @@ class Rngs(Module):
         present = ", ".join(self.__dict__) or "none"
         raise UnknownStreamError(
             f"Rngs has no stream {name!r} and no default; it has: {present}. Make it with "
-            f"Rngs({'=..., '.join(self.__dict__)}{'=..., ' if self.__dict__ else ''}{name}=0), or give a default: "
+            f"Rngs({'=..., '.join(self.__dict__)}{'=..., ' if self.__dict__ else ''}{name}=0), or "
+            f"give a default: "
             f"Rngs(0{''.join(f', {known}=...' for known in self.__dict__)})."
         )
 
@@ -197,7 +207,8 @@ class Rngs(Module):
         """Returns a child with streams of its own, taking one draw from each stream.
 
         Args:
-            split: If given, each stream of the child has ``split`` keys on a leading axis, for ``vmap`` and ``scan``.
+            split: If given, each stream of the child has ``split`` keys on a leading axis, for
+                ``vmap`` and ``scan``.
 
         Example:
             >>> import shardax as sx

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """State: the values of a model, by path.
 
-A ``State`` maps paths to values. It looks like a nested mapping (``state["layers"][0]["kernel"]``, ``state.layers[0].kernel``) and is
-stored flat. It is immutable, and a pytree whose leaves are the values, so optimizers and ``jax.tree.map`` work on it. For each path it
-remembers what kind of Variable the value came from, so that it can be filtered by the same filters as a model.
+A ``State`` maps paths to values. It looks like a nested mapping (``state["layers"][0]["kernel"]``,
+``state.layers[0].kernel``) and is stored flat. It is immutable, and a pytree whose leaves are the
+values, so optimizers and ``jax.tree.map`` work on it. For each path it remembers what kind of
+Variable the value came from, so that it can be filtered by the same filters as a model.
 """
 
 from __future__ import annotations
@@ -204,7 +205,8 @@ def flatten_mapping(
 
     Args:
         entries: Nested mappings of values; a State inside contributes its entries.
-        known: Paths at which to stop although the value is a mapping (a Variable may hold a dict), or None.
+        known: Paths at which to stop although the value is a mapping (a Variable may hold a dict),
+            or None.
         path: Where ``entries`` stands.
     """
     if isinstance(entries, State):
@@ -239,10 +241,13 @@ def _unflatten(aux: tuple[tuple[Path, Origin], ...], children: Iterable[Any]) ->
 jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
 
 
-def merged_values(states: Sequence[Any], known: Sequence[Path], complete: bool = False) -> dict[Path, Any]:
+def merged_values(
+    states: Sequence[Any], known: Sequence[Path], complete: bool = False
+) -> dict[Path, Any]:
     """Joins States or nested mappings into values by path, with the paths spelled as in ``known``.
 
-    Formats that only have string keys turn ``0`` into ``"0"``; such a step is understood where the model has no other reading.
+    Formats that only have string keys turn ``0`` into ``"0"``; such a step is understood where the
+    model has no other reading.
 
     Args:
         states: States or nested mappings; later ones win.
@@ -250,7 +255,8 @@ def merged_values(states: Sequence[Any], known: Sequence[Path], complete: bool =
         complete: Whether every known path must be given.
 
     Raises:
-        StateMismatchError: If an entry fits no known path, or one is missing; all such entries are listed.
+        StateMismatchError: If an entry fits no known path, or one is missing; all such entries are
+            listed.
     """
     spelled = {tuple(map(str, path)): path for path in known}
     known_set = set(known)
@@ -269,7 +275,9 @@ def merged_values(states: Sequence[Any], known: Sequence[Path], complete: bool =
     return values
 
 
-def _mismatch(unexpected: Sequence[Path], missing: Sequence[Path], candidates: Sequence[Path]) -> str:
+def _mismatch(
+    unexpected: Sequence[Path], missing: Sequence[Path], candidates: Sequence[Path]
+) -> str:
     import difflib
 
     names = [format_path(path) for path in candidates]
@@ -284,5 +292,7 @@ def _mismatch(unexpected: Sequence[Path], missing: Sequence[Path], candidates: S
     if missing:
         lines = [f"  {format_path(path)}" for path in missing]
         counted = "1 value is" if len(missing) == 1 else f"{len(missing)} values are"
-        parts.append(f"{counted} missing (pass every State that split returned):\n" + "\n".join(lines))
+        parts.append(
+            f"{counted} missing (pass every State that split returned):\n" + "\n".join(lines)
+        )
     return "The State does not fit the model; nothing was changed. " + "\n".join(parts)

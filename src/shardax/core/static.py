@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Static values: everything in a model or a call that is configuration rather than data.
 
-Compiled programs are looked up by their static values, so two values that behave differently must never be equal here. Python's
-own equality is too coarse for that: ``1 == True == 1.0`` and ``0.0 == -0.0``, also inside tuples and frozen dataclasses. An
+Compiled programs are looked up by their static values, so two values that behave differently must
+never be equal here. Python's own equality is too coarse for that: ``1 == True == 1.0`` and ``0.0 ==
+-0.0``, also inside tuples and frozen dataclasses. An
 *exact key* is a hashable stand-in that keeps types apart at every depth.
 
-It is also, on purpose, finer in one direction and coarser in another: two functions made by running the same ``def`` twice with
-the same closed-over values get equal keys, since they do the same thing. That is why making ``optax.adam(1e-3)`` anew does not
-recompile a train step.
+It is also, on purpose, finer in one direction and coarser in another: two functions made by running
+the same ``def`` twice with the same closed-over values get equal keys, since they do the same
+thing. That is why making ``optax.adam(1e-3)`` anew does not recompile a train step.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ def exact_key(value: Any) -> Hashable:
     """Returns a hashable key that is equal only for values of the same types all the way down.
 
     Args:
-        value: A hashable value: number, string, tuple, frozen dataclass, enum, function, type, dtype, ...
+        value: A hashable value: number, string, tuple, frozen dataclass, enum, function, type,
+            dtype, ...
 
     Returns:
-        A key for dictionaries. Two keys are equal when the values have the same type and content, recursively.
+        A key for dictionaries. Two keys are equal when the values have the same type and content,
+        recursively.
 
     Raises:
         TypeError: If the value, or something inside it, is not hashable.

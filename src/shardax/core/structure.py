@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structure: everything about a model but its values, as one hashable thing.
 
-To *flatten* is to walk from some *roots* and split what is found into a ``GraphDef`` and a list of Variables. The walk is
-depth first, in the order in which attributes were first set, and sees each object once, so shared objects and cycles are
-ordinary. A *definition* describes one object by its type and its children; a child is a ``Ref`` to another object of the graph, a
-``Static`` value, or an immutable container of such. ``build`` is the inverse: it makes new objects from a ``GraphDef`` and values.
+To *flatten* is to walk from some *roots* and split what is found into a ``GraphDef`` and a list of
+Variables. The walk is depth first, in the order in which attributes were first set, and sees each
+object once, so shared objects and cycles are ordinary. A *definition* describes one object by its
+type and its children; a child is a ``Ref`` to another object of the graph, a ``Static`` value, or
+an immutable container of such. ``build`` is the inverse: it makes new objects from a ``GraphDef``
+and values.
 
-Flattening a single Module or container is remembered, on the object itself, until the structure epoch advances (``core.epoch``).
+Flattening a single Module or container is remembered, on the object itself, until the structure
+epoch advances (``core.epoch``).
 """
 
 from __future__ import annotations
@@ -207,10 +210,12 @@ class Flat:
 
 
 class Walk:
-    """One walk over objects; can be continued from further roots, so that sharing between roots is seen.
+    """One walk over objects; can be continued from further roots, so that sharing between roots is
+    seen.
 
     Args:
-        marking: Whether to mark every object that is met (``core.epoch``), because the result will be remembered.
+        marking: Whether to mark every object that is met (``core.epoch``), because the result will
+            be remembered.
     """
 
     def __init__(self, marking: bool = False) -> None:
@@ -247,8 +252,10 @@ class Walk:
             return Static(value)
         except TypeError as error:
             raise StaticAttributeError(
-                f"The {type(value).__name__} at {format_path(path)} is neither data nor hashable configuration ({error}), and came there "
-                f"without being assigned as an attribute (through vars(), functools.cached_property, or by changing after it was "
+                f"The {type(value).__name__} at {format_path(path)} is neither data nor hashable "
+                f"configuration ({error}), and came there "
+                f"without being assigned as an attribute (through vars(), "
+                f"functools.cached_property, or by changing after it was "
                 f"assigned). Assign it: model.name = value."
             ) from error
 
@@ -317,8 +324,8 @@ def walk_objects(roots: Sequence[Any]) -> list[Any]:
 def flatten(root: Object) -> Flat:
     """Flattens one object; for Modules and containers remembered while the structure epoch stays.
 
-    The memory is kept on the root, so that it keeps nothing alive: static values in a structure may lead back to the model (a
-    function that closes over it).
+    The memory is kept on the root, so that it keeps nothing alive: static values in a structure may
+    lead back to the model (a function that closes over it).
     """
     known: Flat | None = getattr(root, "_flat", None)
     if known is not None and known.epoch == epoch.current:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differentiation of functions over Modules.
 
-What is differentiated is chosen by argument and, for a Module, by filter: its ``Param`` Variables unless told otherwise. The gradient
-of a Module is a ``State`` with the paths of those Variables; a Variable that is reached twice is one, so it has one gradient, the
-sum over all its uses.
+What is differentiated is chosen by argument and, for a Module, by filter: its ``Param`` Variables
+unless told otherwise. The gradient of a Module is a ``State`` with the paths of those Variables; a
+Variable that is reached twice is one, so it has one gradient, the sum over all its uses.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class _Target:
         count = len(arguments.templates)
         if not -count <= chosen.argnum < count:
             raise DifferentiationError(
-                f"argnums={chosen.argnum} is out of range: the call has {count} positional arguments. Arguments to differentiate must be "
+                f"argnums={chosen.argnum} is out of range: the call has {count} positional "
+                f"arguments. Arguments to differentiate must be "
                 f"passed by position."
             )
         self.position = chosen.argnum % count
@@ -66,8 +67,10 @@ class _Target:
         if self.roots and not any(self.states) and not self.has_plain:
             shown = getattr(chosen.filter, "__name__", repr(chosen.filter))
             raise DifferentiationError(
-                f"The argument {self.label!r} ({type(self.roots[0]).__name__}) has no Variable that the filter {shown} matches, so there is nothing to "
-                f"differentiate. Choose others with wrt=... or argnums=sx.DiffState({chosen.argnum}, filter)."
+                f"The argument {self.label!r} ({type(self.roots[0]).__name__}) has no Variable "
+                f"that the filter {shown} matches, so there is nothing to "
+                f"differentiate. Choose others with wrt=... or "
+                f"argnums=sx.DiffState({chosen.argnum}, filter)."
             )
 
     def _choose(
@@ -87,8 +90,11 @@ class _Target:
             for value in jax.tree.leaves(once.graph.leaves[index]._value):
                 if not allow_int and not jnp.issubdtype(value.dtype, wanted):
                     raise DifferentiationError(
-                        f"The {type(leaf).__name__} at .{self.label}{format_path(path) if path else ''} has dtype {value.dtype}, which has no "
-                        f"gradient. Leave it out by a filter (wrt=...), give it a Variable type of its own, or pass allow_int=True."
+                        f"The {type(leaf).__name__} at "
+                        f".{self.label}{format_path(path) if path else ''} has dtype "
+                        f"{value.dtype}, which has no "
+                        f"gradient. Leave it out by a filter (wrt=...), give it a Variable type of "
+                        f"its own, or pass allow_int=True."
                     )
 
     def gradient(self, by_index: dict[int, Any], plain: Any) -> Any:
@@ -149,7 +155,8 @@ def _value_and_grad(
             return _as_array(result), None
         if not (isinstance(result, tuple) and len(result) == 2):
             raise DifferentiationError(
-                f"With has_aux=True the function must return (value, aux), but it returned {type(result).__name__}."
+                f"With has_aux=True the function must return (value, aux), but it returned "
+                f"{type(result).__name__}."
             )
         return _as_array(result[0]), result[1]
 
@@ -181,7 +188,8 @@ def _chosen(argnums: Any, wrt: Any) -> tuple[list[DiffState], bool]:
     positions = [item.argnum for item in items]
     if len(set(positions)) != len(positions):
         raise DifferentiationError(
-            f"argnums names an argument twice: {positions}. Join the filters instead: sx.DiffState({positions[0]}, (sx.Param, ...))."
+            f"argnums names an argument twice: {positions}. Join the filters instead: "
+            f"sx.DiffState({positions[0]}, (sx.Param, ...))."
         )
     return items, many
 
@@ -200,7 +208,8 @@ def value_and_grad(
     Values that the function writes into Variables are carried back, as by every lifted transform.
 
     Args:
-        function: Returns a real scalar, or (scalar, aux) with ``has_aux``. Left out: returns a decorator.
+        function: Returns a real scalar, or (scalar, aux) with ``has_aux``. Left out: returns a
+            decorator.
         argnums: Position of the argument to differentiate, a ``DiffState``, or a sequence of these.
         has_aux: Whether the function returns (value, aux); aux may hold Modules and Variables.
         wrt: Filter of the Variables to differentiate in Module arguments given by position alone.
@@ -208,11 +217,13 @@ def value_and_grad(
         allow_int: As in ``jax.value_and_grad``.
 
     Returns:
-        A function of the same arguments that returns (value, gradient), or ((value, aux), gradient). The gradient of a
-        Module is a ``State``; of a Variable, an array like its value; of anything else, as in JAX. A sequence of argnums gives a tuple.
+        A function of the same arguments that returns (value, gradient), or ((value, aux),
+        gradient). The gradient of a Module is a ``State``; of a Variable, an array like its value;
+        of anything else, as in JAX. A sequence of argnums gives a tuple.
 
     Raises:
-        DifferentiationError: When called, if nothing matches the filter or a matching Variable is not of a differentiable dtype.
+        DifferentiationError: When called, if nothing matches the filter or a matching Variable is
+            not of a differentiable dtype.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -250,7 +261,8 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Any:
-    """Makes a function that returns the gradient of a scalar function over Modules; see ``value_and_grad``.
+    """Makes a function that returns the gradient of a scalar function over Modules; see
+    ``value_and_grad``.
 
     Args:
         function: As for ``value_and_grad``.

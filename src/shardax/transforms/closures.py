@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Closures: finding the objects that a function uses without being given them.
 
-A *source* is a place outside a function from which it takes an object: a closure cell, or a name in its globals. Compiled functions
-look through their sources at every call, so that a model which was rebound to the name is noticed.
+A *source* is a place outside a function from which it takes an object: a closure cell, or a name in
+its globals. Compiled functions look through their sources at every call, so that a model which was
+rebound to the name is noticed.
 """
 
 from __future__ import annotations

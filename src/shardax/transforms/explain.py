@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Explaining retraces: why a compiled function was traced again.
 
-A function is traced anew when the structure of its arguments, a static value, or a shape or dtype differs
-from every earlier call. ``explain_retraces`` tells which, by path, compared with the most similar earlier call.
+A function is traced anew when the structure of its arguments, a static value, or a shape or dtype
+differs from every earlier call. ``explain_retraces`` tells which, by path, compared with the most
+similar earlier call.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ def key_differences(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
     for place in dict.fromkeys([*before, *after]):
         if before.get(place) != after.get(place):
             reasons.append(
-                f"static argument {place!r}: {_exact(before.get(place))} -> {_exact(after.get(place))}"
+                f"static argument {place!r}: {_exact(before.get(place))} -> "
+                f"{_exact(after.get(place))}"
             )
     return reasons
 

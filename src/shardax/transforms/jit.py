@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """``jit``: compiled functions over Modules, at the cost of ``jax.jit`` on bare arrays.
 
-A *plan* is what one structure of arguments compiles to: a ``jax.jit`` of the pure function on flat lists of values. A *call entry*
-remembers, for particular objects, the plan and the flat list of their Variables. It is valid while the structure epoch stays. So a
-steady call checks one integer, gathers values, calls the plan's function, and stores what the trace wrote.
+A *plan* is what one structure of arguments compiles to: a ``jax.jit`` of the pure function on flat
+lists of values. A *call entry* remembers, for particular objects, the plan and the flat list of
+their Variables. It is valid while the structure epoch stays. So a steady call checks one integer,
+gathers values, calls the plan's function, and stores what the trace wrote.
 
-Two things are found while tracing. *Captured* Variables, which the function uses without being given them, become hidden inputs: sources
-in closures and globals are known beforehand, anything else is noticed by the trace, which then runs again. And the ``Record`` of what the
-function did leaves the compiled program as a node of its output tree, so that each executable carries its own.
+Two things are found while tracing. *Captured* Variables, which the function uses without being
+given them, become hidden inputs: sources in closures and globals are known beforehand, anything
+else is noticed by the trace, which then runs again. And the ``Record`` of what the function did
+leaves the compiled program as a node of its output tree, so that each executable carries its own.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class CallEntry:
         kept: Variables whose values are passed.
         donated: Variables whose values are passed and donated.
         leaves: All of them, in graph order.
-        roots: Called, each returns a root; held weakly, so that remembering a call keeps no model alive.
+        roots: Called, each returns a root; held weakly, so that remembering a call keeps no model
+            alive.
         plan: The plan.
         last: The record of the last call and the Variables it wrote.
     """
@@ -313,7 +316,8 @@ class Jit:
         named = {name: arg for name, arg in kwargs.items() if name not in self.static_names}
         return Signature(dynamic, named, tuple(static))
 
-    # --- the rest of the interface ------------------------------------------------------------------
+    # --- the rest of the interface
+    # ------------------------------------------------------------------
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """Traces the function for these arguments without compiling; returns a ``Traced``."""
@@ -417,21 +421,26 @@ def jit(
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
-    """Compiles a function over Modules; values that it writes into Variables are stored back after each call.
+    """Compiles a function over Modules; values that it writes into Variables are stored back after
+    each call.
 
-    Modules and Variables may stand anywhere in the arguments, in the result, or be used through closures. Structural
-    changes (attributes added, removed, swapped) are carried back too, and objects that come back are the caller's own: ``f(m) is
-    m``. A call whose structure was seen before costs what ``jax.jit`` costs on the bare arrays.
+    Modules and Variables may stand anywhere in the arguments, in the result, or be used through
+    closures. Structural changes (attributes added, removed, swapped) are carried back too, and
+    objects that come back are the caller's own: ``f(m) is m``. A call whose structure was seen
+    before costs what ``jax.jit`` costs on the bare arrays.
 
     Args:
-        function: A function, method, ``functools.partial`` or callable Module. Left out: returns a decorator.
-        in_shardings: A prefix of the positional arguments (without static ones). For a Module: one sharding, a ``State`` of
-            shardings, or a ``StateSharding``. Variables that are written keep theirs.
+        function: A function, method, ``functools.partial`` or callable Module. Left out: returns a
+            decorator.
+        in_shardings: A prefix of the positional arguments (without static ones). For a Module: one
+            sharding, a ``State`` of shardings, or a ``StateSharding``. Variables that are written
+            keep theirs.
         out_shardings: A prefix of the result, likewise.
-        static_argnums: Positions of arguments to compile for by value. Types count at every depth: 1, True and 1.0 differ.
+        static_argnums: Positions of arguments to compile for by value. Types count at every depth:
+            1, True and 1.0 differ.
         static_argnames: The same by name.
-        donate_argnums: Positions of arguments whose memory may be reused. Variables of a donated Module stay usable, since all
-            are returned.
+        donate_argnums: Positions of arguments whose memory may be reused. Variables of a donated
+            Module stay usable, since all are returned.
         donate_argnames: The same by name.
         keep_unused: As in ``jax.jit``.
         inline: As in ``jax.jit``.

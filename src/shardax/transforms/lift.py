@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lift: the one engine that turns a JAX transform of pure functions into one of functions over Modules.
+"""The lift: the one engine that turns a JAX transform of pure functions into one of functions over
+Modules.
 
 Every lifted call has the same four steps.
 
-1. *Take apart* (``Arguments``): the arguments are split into *roots* (the objects in them) and *plain* values, with a hashable
-   *template* that says how to put them together again. The roots are flattened together, so sharing between arguments counts.
-2. *Bind* (``bind``): inside the transform, the graph is rebuilt as a private copy whose Variables hold the transform's
-   tracers, owned by a frame.
+1. *Take apart* (``Arguments``): the arguments are split into *roots* (the objects in them) and
+   *plain* values, with a hashable
+   *template* that says how to put them together again. The roots are flattened together, so sharing
+   between arguments counts.
+2. *Bind* (``bind``): inside the transform, the graph is rebuilt as a private copy whose Variables
+   hold the transform's tracers, owned by a frame.
 3. *Run* the user's function on the copy.
-4. *Carry back* (``carry_out`` inside, ``carry_in`` outside): a ``Record`` says what the function did besides returning arrays: which Variables
-   it wrote, how the structure of the given objects changed, which objects are new, and where objects stand in the result.
+4. *Carry back* (``carry_out`` inside, ``carry_in`` outside): a ``Record`` says what the function
+   did besides returning arrays: which Variables it wrote, how the structure of the given objects
+   changed, which objects are new, and where objects stand in the result.
 
 A transform adds only what is its own: how values enter and leave the pure function.
 """
@@ -42,7 +46,8 @@ from shardax.core.structure import (
 )
 from shardax.core.variables import Variable
 
-# --- step 1: take apart ------------------------------------------------------------------------------
+# --- step 1: take apart
+# ------------------------------------------------------------------------------
 
 
 class Root(NamedTuple):
@@ -140,7 +145,8 @@ class Graph:
     Attributes:
         roots: The callable, if it is bound to objects, and all objects in the arguments.
         flat: Their joint flattening.
-        leaves: The Variables that stand for ``flat.leaves`` in the calling frame; what is read and written.
+        leaves: The Variables that stand for ``flat.leaves`` in the calling frame; what is read and
+            written.
     """
 
     __slots__ = ("flat", "leaves", "roots")
@@ -179,7 +185,8 @@ def abstract(leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
-# --- step 2: bind ------------------------------------------------------------------------------------
+# --- step 2: bind
+# ------------------------------------------------------------------------------------
 
 
 def bind(
@@ -189,7 +196,8 @@ def bind(
     originals: Sequence[Any],
     leaves: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Rebuilds the graph inside a transform and tells the frame which copy stands for which original.
+    """Rebuilds the graph inside a transform and tells the frame which copy stands for which
+    original.
 
     Args:
         frame: The frame of this run.
@@ -209,18 +217,21 @@ def bind(
     return roots, copies
 
 
-# --- step 4: carry back ------------------------------------------------------------------------------
+# --- step 4: carry back
+# ------------------------------------------------------------------------------
 
 
 class Record:
-    """What a function did besides returning arrays. A pytree without leaves, so that it can leave a compiled function.
+    """What a function did besides returning arrays. A pytree without leaves, so that it can leave a
+    compiled function.
 
     Attributes:
         written: Positions, among the graph's Variables, of those whose values changed.
         updates: New definitions of given objects whose structure changed, by position in the graph.
         fresh: Definitions of new objects; their positions follow the given ones.
         result: None if the result holds no objects; else its template.
-        foreign: Objects from outside that the function put into its result or arguments, by position.
+        foreign: Objects from outside that the function put into its result or arguments, by
+            position.
         fresh_ids: ``id`` of each new Variable's stand-in while the trace lasts.
         shardings: Declared shardings of (result, written, fresh), set by transforms that have such.
     """
@@ -355,9 +366,11 @@ def same_value(before: Any, after: Any) -> bool:
 
 
 def carry_in(graph: Graph, carried: Carried) -> Any:
-    """Applies, outside the transform, what the function did; returns its result with objects in place.
+    """Applies, outside the transform, what the function did; returns its result with objects in
+    place.
 
-    Given objects that come back are the caller's own objects. Nothing is changed if something about it is refused.
+    Given objects that come back are the caller's own objects. Nothing is changed if something about
+    it is refused.
 
     Args:
         graph: The caller's objects.
@@ -409,7 +422,8 @@ def _add_fresh(objects: list[Any], record: Record, values: Sequence[Any]) -> Non
 
 
 def check_no_leak(graph: Graph, carried: Carried) -> None:
-    """Raises if a plain JAX transform around this call would leave its tracers in Variables that outlive it.
+    """Raises if a plain JAX transform around this call would leave its tracers in Variables that
+    outlive it.
 
     Raises:
         TraceLeakError: Naming the Variable that was about to be written.
@@ -421,8 +435,10 @@ def check_no_leak(graph: Graph, carried: Carried) -> None:
         if here != home and any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
             path = graph.flat.leaf_paths[position]
             raise TraceLeakError(
-                f"The {type(variable).__name__} at {format_path(path)} would be written with a traced value, because this call runs inside a "
-                f"plain JAX transform (jax.vmap, jax.grad, jax.jit, ...) that does not carry Variables. Nothing was written. Use the "
+                f"The {type(variable).__name__} at {format_path(path)} would be written with a "
+                f"traced value, because this call runs inside a "
+                f"plain JAX transform (jax.vmap, jax.grad, jax.jit, ...) that does not carry "
+                f"Variables. Nothing was written. Use the "
                 f"shardax transform of the same name outside, with the Module as its argument."
             )
 
@@ -442,6 +458,8 @@ def check_result(result: Any, name: str) -> None:
             continue
         where = jax.tree_util.keystr(key_path) or "the result itself"
         raise OutputError(
-            f"The function given to sx.{name} returned {leaf!r} of type {type(leaf).__name__} at {where}. A result holds arrays, numbers, Modules and "
-            f"Variables. Return such a value from outside the transform, or keep it as static configuration of a Module."
+            f"The function given to sx.{name} returned {leaf!r} of type {type(leaf).__name__} at "
+            f"{where}. A result holds arrays, numbers, Modules and "
+            f"Variables. Return such a value from outside the transform, or keep it as static "
+            f"configuration of a Module."
         )

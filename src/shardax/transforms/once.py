@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lifted calls that run once: the part shared by ``grad``, ``eval_shape`` and other transforms that are not cached.
+"""Lifted calls that run once: the part shared by ``grad``, ``eval_shape`` and other transforms that
+are not cached.
 
-The user's function is run one time per call, so what it did can be kept in this object instead of leaving the transform. Variables that
-the function uses without being given them are read as they are in the calling frame; written values leave beside the result
-and are stored back.
+The user's function is run one time per call, so what it did can be kept in this object instead of
+leaving the transform. Variables that the function uses without being given them are read as they
+are in the calling frame; written values leave beside the result and are stored back.
 """
 
 from __future__ import annotations
@@ -69,11 +70,12 @@ class Once:
             values: One value per Variable of the graph.
             plain: Plain parts of the positional arguments.
             plain_named: Plain parts of the keyword arguments.
-            split: Separates the function's result into a part that the transform itself needs (arrays only) and the rest, which
-                may hold objects.
+            split: Separates the function's result into a part that the transform itself needs
+                (arrays only) and the rest, which may hold objects.
 
         Returns:
-            (the transform's part, what else must leave the transform: a tuple of pytrees of arrays).
+            (the transform's part, what else must leave the transform: a tuple of pytrees of
+            arrays).
         """
         graphdef = self.graph.flat.graphdef
         with self.make_frame(self.name) as frame:
@@ -89,7 +91,8 @@ class Once:
         return head, (carried.result, carried.written, carried.fresh, captured)
 
     def finish(self, leaving: tuple[Any, ...], keep_captured: bool = False) -> Any:
-        """Stores what was written and returns the rest of the function's result, with objects in place.
+        """Stores what was written and returns the rest of the function's result, with objects in
+        place.
 
         Args:
             leaving: The second part of what ``run`` returned, as it came out of the transform.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans: what one structure of arguments compiles to.
 
-A plan wraps one ``jax.jit`` of the *pure function*, whose arguments are flat lists: the values of the Variables that are kept, of those that
-are donated, and the plain arguments likewise. It returns a ``Carried``: result, written values, values of new Variables, and the
-record. When shardings are declared, the shape of that result must be known before compiling, so the function is traced once first
-(JAX keeps the trace, so it is not traced again).
+A plan wraps one ``jax.jit`` of the *pure function*, whose arguments are flat lists: the values of
+the Variables that are kept, of those that are donated, and the plain arguments likewise. It returns
+a ``Carried``: result, written values, values of new Variables, and the record. When shardings are
+declared, the shape of that result must be known before compiling, so the function is traced once
+first (JAX keeps the trace, so it is not traced again).
 """
 
 from __future__ import annotations
@@ -335,7 +336,8 @@ class Plan:
         absent = [path for path, v in pairs if v.is_abstract]
         if absent:
             raise AbstractValueError(
-                f"{len(absent)} Variables hold only shapes, not arrays: {_listed(absent)}. Materialise the model first (sx.shard, or restore a "
+                f"{len(absent)} Variables hold only shapes, not arrays: {_listed(absent)}. "
+                f"Materialise the model first (sx.shard, or restore a "
                 f"checkpoint), or look at shapes only with sx.eval_shape."
             ) from error
         gone = [
@@ -345,8 +347,10 @@ class Plan:
         ]
         if gone:
             raise DonationError(
-                f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. A donated array may be used only once; if two "
-                f"models share arrays (sx.clone does), copy them first: sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
+                f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. "
+                f"A donated array may be used only once; if two "
+                f"models share arrays (sx.clone does), copy them first: sx.update(copy, "
+                f"jax.tree.map(jnp.copy, sx.state(copy)))."
             ) from error
         if self.donated_leaves and "donate" in str(error):
             owners: dict[int, list[Path]] = {}
@@ -356,14 +360,13 @@ class Plan:
             if twice:
                 raise DonationError(
                     f"Two Variables hold one and the same array, which cannot be donated twice: "
-                    f"{'; '.join(_listed(paths) for paths in twice)}. Copy one of them: v[...] = jnp.copy(v)."
+                    f"{'; '.join(_listed(paths) for paths in twice)}. Copy one of them: v[...] = "
+                    f"jnp.copy(v)."
                 ) from error
 
 
 def _is_deleted(leaf: Any) -> bool:
-    return (
-        isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
-    )
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def _listed(paths: Sequence[Path]) -> str:
@@ -382,7 +385,8 @@ class ArgumentLayout:
     """Where the dynamic and static arguments of a call stand.
 
     Attributes:
-        positional: (position in the user's signature, parameter name) of each dynamic positional argument.
+        positional: (position in the user's signature, parameter name) of each dynamic positional
+            argument.
         donated: Which of these (by index) are donated.
         static: (position, value) of static positional arguments.
         static_named: Static keyword arguments.
@@ -428,6 +432,7 @@ class ArgumentLayout:
             return [entry for position, entry in enumerate(prefix) if position not in static]
         labels = ", ".join(label for _, label in self.positional)
         raise PrefixError(
-            f"{name} has {len(prefix)} entries, but the call has {count} non-static positional arguments ({labels}). Give one entry per "
+            f"{name} has {len(prefix)} entries, but the call has {count} non-static positional "
+            f"arguments ({labels}). Give one entry per "
             f"argument; keyword arguments take the sharding of what is passed."
         )

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefixes: one entry of a caller's option, spread over every Variable it covers.
 
-Options such as ``in_shardings`` and ``in_axes`` are given per argument. For an argument that is a Module, an *entry* may be one
-value for all its Variables, a ``State`` or nested mapping with one value per path, or a *filter mapping* (``StateSharding``,
-``StateAxes``): an ordered mapping from filters to values, of which the first that matches a Variable gives its value.
+Options such as ``in_shardings`` and ``in_axes`` are given per argument. For an argument that is a
+Module, an *entry* may be one value for all its Variables, a ``State`` or nested mapping with one
+value per path, or a *filter mapping* (``StateSharding``, ``StateAxes``): an ordered mapping from
+filters to values, of which the first that matches a Variable gives its value.
 
-A Variable that is reached twice is one Variable, so it must get one value; if two entries disagree, that is an error.
+A Variable that is reached twice is one Variable, so it must get one value; if two entries disagree,
+that is an error.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from shardax.core.variables import Variable
 
 
 class FilterMapping(Mapping[Any, Any]):
-    """An ordered mapping from filters to values; the first filter that matches a Variable gives its value.
+    """An ordered mapping from filters to values; the first filter that matches a Variable gives its
+    value.
 
     Args:
-        entries: A mapping or iterable of (filter, value) pairs; ``...`` last covers what remains. A ``State`` of values is
-            taken path by path.
+        entries: A mapping or iterable of (filter, value) pairs; ``...`` last covers what remains. A
+            ``State`` of values is taken path by path.
 
     Raises:
         FilterError: If ``...`` is not last or something is not a filter.
@@ -127,7 +130,8 @@ def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tupl
         where: Path of ``tree``.
 
     Yields:
-        (path, Variable or plain leaf, entry) for every Variable of every object and every plain leaf.
+        (path, Variable or plain leaf, entry) for every Variable of every object and every plain
+        leaf.
 
     Raises:
         PrefixError: If the prefix does not fit.
@@ -149,7 +153,8 @@ def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tupl
     parts = _one_level(prefix)
     if type(prefix) is not type(tree) or len(children) != len(parts):
         raise PrefixError(
-            f"{name} does not fit the argument at {format_path(where)}: it has {_shape(prefix)} where the argument has {_shape(tree)}. "
+            f"{name} does not fit the argument at {format_path(where)}: it has {_shape(prefix)} "
+            f"where the argument has {_shape(tree)}. "
             f"Give one entry for the whole argument, or the same containers with one entry each."
         )
     for (key, child), (_, part) in zip(children, parts, strict=True):
@@ -199,12 +204,14 @@ def _expand_object(
         for path, variable in pairs:
             if path not in by_path:
                 raise PrefixError(
-                    f"{name} has no entry for the {type(variable).__name__} at {format_path((*where, *path))}."
+                    f"{name} has no entry for the {type(variable).__name__} at "
+                    f"{format_path((*where, *path))}."
                 )
             yield (*where, *path), variable, by_path[path]
     elif isinstance(prefix, (Variable, Object)):
         raise PrefixError(
-            f"{name} at {format_path(where)} is a {type(prefix).__name__}; give one entry, a State of entries, or a filter mapping."
+            f"{name} at {format_path(where)} is a {type(prefix).__name__}; give one entry, a State "
+            f"of entries, or a filter mapping."
         )
     else:
         for path, variable in pairs:
@@ -224,8 +231,10 @@ def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int,
         first = found.setdefault(id(leaf), (path, entry))
         if first[1] is not entry and first[1] != entry:
             raise InconsistentAliasingError(
-                f"One {type(leaf).__name__} is reached by two paths with different {name}:\n  {format_path(first[0])}: {first[1]}\n"
-                f"  {format_path(path)}: {entry}\nA shared Variable is one Variable and needs one entry. Give both paths the same, "
+                f"One {type(leaf).__name__} is reached by two paths with different {name}:\n  "
+                f"{format_path(first[0])}: {first[1]}\n"
+                f"  {format_path(path)}: {entry}\nA shared Variable is one Variable and needs one "
+                f"entry. Give both paths the same, "
                 f"or untie them with sx.clone."
             )
     return found

@@ -34,13 +34,15 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns the shapes and dtypes of what a function would return.
 
     Args:
-        function: A function over Modules; it may write Variables, but the given Modules are not changed.
+        function: A function over Modules; it may write Variables, but the given Modules are not
+            changed.
         *args: Its arguments: Modules (lazy ones stay lazy), arrays, or ``jax.ShapeDtypeStruct``.
         **kwargs: Its keyword arguments.
 
     Returns:
-        The result with ``jax.ShapeDtypeStruct`` in place of arrays. A Module in it is an abstract copy: it knows shapes,
-        dtypes and axes, and counts as the model for ``partition_specs``, ``shardings``, ``checkpoint.restore`` and the like.
+        The result with ``jax.ShapeDtypeStruct`` in place of arrays. A Module in it is an abstract
+        copy: it knows shapes, dtypes and axes, and counts as the model for ``partition_specs``,
+            ``shardings``, ``checkpoint.restore`` and the like.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of compilation: ``Traced``, ``Lowered``, ``Compiled``, as in JAX, for functions over Modules.
+"""Stages of compilation: ``Traced``, ``Lowered``, ``Compiled``, as in JAX, for functions over
+Modules.
 
-Each wraps JAX's own stage and offers everything that it does. What JAX reports per argument is arranged as the user passed it: a Module
-appears as a ``State`` with one entry per Variable. A ``Compiled`` is called like the function (without static arguments), on any objects of
-the structure it was compiled for, and writes state back.
+Each wraps JAX's own stage and offers everything that it does. What JAX reports per argument is
+arranged as the user passed it: a Module appears as a ``State`` with one entry per Variable. A
+``Compiled`` is called like the function (without static arguments), on any objects of the structure
+it was compiled for, and writes state back.
 """
 
 from __future__ import annotations
@@ -226,11 +228,13 @@ class Compiled(_Stage):
         """Runs the program.
 
         Args:
-            *args: As for the function, without static arguments; objects may be others than those it was compiled for.
+            *args: As for the function, without static arguments; objects may be others than those
+                it was compiled for.
             **kwargs: Likewise.
 
         Raises:
-            StructureMismatchError: If the structure of the arguments differs from what was compiled; the message says where.
+            StructureMismatchError: If the structure of the arguments differs from what was
+                compiled; the message says where.
         """
         arguments = Arguments(args, kwargs)
         graph = Graph([self._jit.__wrapped__, *arguments.roots, *self._jit.hidden_objects()], None)
@@ -256,14 +260,17 @@ class Compiled(_Stage):
             )
             differences.insert(
                 0,
-                f"{len(arguments.templates)} positional arguments given, compiled for {len(plan.templates)} ({expected})",
+                f"{len(arguments.templates)} positional arguments given, compiled for "
+                f"{len(plan.templates)} ({expected})",
             )
         listed = (
             "\n".join(f"  {line}" for line in differences)
             or "  the arguments have other containers"
         )
         raise StructureMismatchError(
-            f"This Compiled of {self._jit!r} was called with arguments of another structure than it was compiled for (compiled -> "
-            f"given):\n{listed}\nStatic arguments are not passed to a Compiled. To accept any structure, call the jitted function instead; it "
+            f"This Compiled of {self._jit!r} was called with arguments of another structure than "
+            f"it was compiled for (compiled -> "
+            f"given):\n{listed}\nStatic arguments are not passed to a Compiled. To accept any "
+            f"structure, call the jitted function instead; it "
             f"compiles again when needed."
         )

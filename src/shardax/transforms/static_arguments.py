@@ -14,7 +14,8 @@ from shardax.transforms.closures import parameter_name, parameters_of
 def resolve_static(
     function: Any, argnums: Any, argnames: Any
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Resolves static positions and names from each other by the function's signature, as ``jax.jit`` does.
+    """Resolves static positions and names from each other by the function's signature, as
+    ``jax.jit`` does.
 
     Args:
         function: The user's function.
@@ -42,7 +43,8 @@ def resolve_static(
     for position in positions:
         if not variadic and not -count <= position < count:
             raise StaticArgumentError(
-                f"static_argnums={position} is out of range: {getattr(function, '__name__', function)} has {count} positional parameters "
+                f"static_argnums={position} is out of range: "
+                f"{getattr(function, '__name__', function)} has {count} positional parameters "
                 f"({', '.join(positional)})."
             )
     known = {p.name for p in parameters}
@@ -50,7 +52,8 @@ def resolve_static(
         for name in names:
             if name not in known:
                 raise StaticArgumentError(
-                    f"static_argnames has {name!r}, but {getattr(function, '__name__', function)} has only ({', '.join(known)})."
+                    f"static_argnames has {name!r}, but {getattr(function, '__name__', function)} "
+                    f"has only ({', '.join(known)})."
                 )
     positions = tuple(p % count if p < 0 else p for p in positions)
     all_positions = {
@@ -81,13 +84,17 @@ def static_argument(value: Any, function: Any, place: int | str) -> Static:
     label = parameter_name(function, place) if isinstance(place, int) else place
     if isinstance(value, Object):
         raise StaticArgumentError(
-            f"The argument {label!r} is static, but a {type(value).__name__} was passed: its values would be frozen into the program and "
-            f"changes missed. Pass it as an ordinary argument: a Module's configuration is static by itself."
+            f"The argument {label!r} is static, but a {type(value).__name__} was passed: its "
+            f"values would be frozen into the program and "
+            f"changes missed. Pass it as an ordinary argument: a Module's configuration is static "
+            f"by itself."
         )
     try:
         return Static(value)
     except TypeError as error:
         raise StaticArgumentError(
-            f"The static argument {label!r} of {getattr(function, '__name__', function)} is {value!r} of type {type(value).__name__}, which is "
-            f"not hashable ({error}). Pass arrays as ordinary arguments; use tuples instead of lists and frozen dataclasses instead of dicts."
+            f"The static argument {label!r} of {getattr(function, '__name__', function)} is "
+            f"{value!r} of type {type(value).__name__}, which is "
+            f"not hashable ({error}). Pass arrays as ordinary arguments; use tuples instead of "
+            f"lists and frozen dataclasses instead of dicts."
         ) from error
