@@ -184,12 +184,10 @@ def check_structural_write(target: Any, what: str) -> None:
     if owner is frame or (type(owner) is PlainTrace and owner.parent is frame):
         check_trace(target, f"the structure of {what}")
         return
-    if (
-        frame is None and _jax.is_eager()
-    ):  # made in a transform and kept by the user: its structure is ordinary Python
+    if frame is None:  # made in a transform and kept by the user: its structure is ordinary Python
+        if not _jax.is_eager():
+            check_trace(target, f"the structure of {what}")
         return
-    if frame is None:
-        check_trace(target, f"the structure of {what}")
     raise ForeignMutationError(
         f"Cannot change the structure of {what} inside sx.{frame.name}: the "
         f"{type(target).__name__} was reached through a closure or "
