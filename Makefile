@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything one does with a clone of shardax. Needs python3 (3.11 or newer, with venv) and make.
+#
+#   make demo    train a small language model over a mesh of 8 virtual devices
+#   make test    checks and tests, all of them
+#   make bench   the measurements, against their opponents
+#   make docs    the pages, into docs/_build/html
+#   make help    the rest
+#
+# Each command installs what it needs into .venv, the first time and whenever pyproject.toml has
+# changed. PYTHON=python3.12 chooses another interpreter, PYTEST_ARGS="-k name -x" goes to pytest.
+
+PYTHON ?= python3
+WORKERS ?= auto
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 $(BIN)/python -m pip install -qq --retries 8
+PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
+# loadgroup: what belongs together (the examples of one page) stays on one worker.
+PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist loadgroup
+
+# Stamps: empty files that say which extras were installed, and when.
+STAMPS := $(VENV)/.installed
+PYTHON_STAMP := $(STAMPS)-python
+RUN := $(STAMPS)-train
+TEST := $(STAMPS)-test
+DOCS := $(STAMPS)-docs
+BENCH := $(STAMPS)-bench
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Two installs at once into one environment would break it.
+.NOTPARALLEL:
+.PHONY: help demo test bench docs test-fast test-core test-house test-pages lint types format api \
+	install clean
+
+help:
+	@echo "make demo        train a small language model over a mesh of 8 virtual devices"
+	@echo "make test        checks and tests, all of them"
+	@echo "make bench       the measurements (BENCH_ARGS=--quick: only show that they run)"
+	@echo "make docs        the pages, into docs/_build/html"
+	@echo "make test-fast   the tests without the slow ones and without the benchmarks'"
+	@echo "make test-core   tests and doctests of core and transforms"
+	@echo "make test-house  tests that keep the house: imports, sizes, public names"
+	@echo "make test-pages  the code of README.md and docs/"
+	@echo "make lint        format and lint, without changing anything"
+	@echo "make types       the type checker"
+	@echo "make format      format, and mend what the linter can mend"
+	@echo "make api         write down the public names anew (after changing them on purpose)"
+	@echo "make install     everything into .venv, for working on shardax"
+	@echo "make clean       remove caches and builds; .venv and runs/ stay"
+
+# --- What a user runs ---
+
+demo: $(RUN)
+	$(BIN)/shardax train --preset demo --mesh data=2,model=4 --devices 8
+
+# pytest comes last, so that its summary is what one sees at the end.
+test: lint types
+	$(PYTEST) $(PARALLEL)
+
+bench: $(BENCH)
+	@for program in dispatch program trace_time init; do \
+		$(BIN)/python benchmarks/$$program.py $(BENCH_ARGS) || exit 1; done
+
+docs: $(DOCS) test-pages
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+# --- While working ---
+
+test-fast: $(TEST)
+	$(PYTEST) $(PARALLEL) -m "not slow" --ignore tests/benchmarks
+
+test-core: $(TEST)
+	$(PYTEST) $(PARALLEL) $(wildcard tests/core tests/transforms) src/shardax/core src/shardax/transforms
+
+test-house: $(TEST)
+	$(PYTEST) tests/house
+
+test-pages: $(TEST)
+	$(PYTEST) README.md docs
+
+lint: $(TEST)
+	$(BIN)/ruff format --quiet --check || { echo "make format would reformat these files"; exit 1; }
+	$(BIN)/ruff check --quiet
+
+types: $(TEST)
+	$(BIN)/basedpyright
+
+format: $(TEST)
+	$(BIN)/ruff format --quiet
+	$(BIN)/ruff check --quiet --fix
+
+api: $(TEST)
+	$(BIN)/python -m tests.house.public_api
+
+install: $(TEST) $(DOCS) $(BENCH)
+
+clean:
+	rm -rf docs/_build .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- The environment ---
+
+$(PYTHON_STAMP):
+	@command -v "$(PYTHON)" > /dev/null || { \
+		echo "shardax needs Python 3.11 or newer, and there is no '$(PYTHON)' here."; \
+		echo "Install it, or name another one: make PYTHON=/path/to/python3 ..."; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "shardax needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" -V 2>&1)."; \
+		echo "Name a newer one: make PYTHON=python3.12 ..."; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2> /dev/null || { \
+		echo "'$(PYTHON)' cannot make virtual environments: its module venv or ensurepip is missing."; \
+		echo "On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@$(BIN)/python -c 'import pip' 2> /dev/null || "$(PYTHON)" -m venv --clear $(VENV)
+	@touch $@
+
+# Installed in place: what is edited in src/ is what runs.
+$(RUN) $(TEST) $(DOCS) $(BENCH): $(STAMPS)-%: $(PYTHON_STAMP) pyproject.toml
+	@echo "installing shardax[$*] into $(VENV)"
+	@$(PIP) -e '.[$*]'
+	@touch $@
