@@ -12,7 +12,16 @@ import pytest
 import raw_decoder
 from raw_decoder import Config
 
-CONFIG = Config(vocab=17, embed=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=24)
+CONFIG = Config(vocab=17, embed=16, layers=1, heads=4, kv_heads=2, head_dim=8, mlp=24)
+
+
+# Compiled whole: one program an example instead of one per operation.
+forward = jax.jit(raw_decoder.forward, static_argnums=0)
+
+
+@pytest.fixture(scope="module")
+def params() -> raw_decoder.Params:
+    return raw_decoder.init(CONFIG, jax.random.key(0))
 
 
 @pytest.fixture
@@ -23,7 +32,7 @@ def tokens() -> jax.Array:
 @pytest.mark.parametrize("tied", [False, True])
 def test_axes_name_every_dimension_of_every_parameter(tied):
     config = replace(CONFIG, tied=tied)
-    params = raw_decoder.init(config, jax.random.key(0))
+    params = jax.eval_shape(lambda key: raw_decoder.init(config, key), jax.random.key(0))
     names = raw_decoder.axes(config)
     ranks = jax.tree.map(lambda array: array.ndim, params)
     lengths = jax.tree.map(len, names, is_leaf=lambda node: isinstance(node, tuple))
@@ -31,11 +40,10 @@ def test_axes_name_every_dimension_of_every_parameter(tied):
     assert ("head" in params) == (not tied)
 
 
-def test_a_later_token_changes_no_earlier_logits(tokens):
-    params = raw_decoder.init(CONFIG, jax.random.key(0))
-    before = raw_decoder.forward(CONFIG, params, tokens)
+def test_a_later_token_changes_no_earlier_logits(params, tokens):
+    before = forward(CONFIG, params, tokens)
     changed = tokens.at[:, 8].set((tokens[:, 8] + 1) % CONFIG.vocab)
-    after = raw_decoder.forward(CONFIG, params, changed)
+    after = forward(CONFIG, params, changed)
     same = np.isclose(before, after, rtol=1e-5, atol=1e-5).all(axis=-1)
     assert same.tolist() == [[True] * 8 + [False] * 4] * 3
 
@@ -53,8 +61,7 @@ def test_rotation_keeps_norms_and_depends_on_distance_only():
     assert not np.isclose(product(5, 2), product(5, 3), rtol=1e-3)
 
 
-def test_grouped_heads_equal_full_heads_with_each_kv_head_repeated(tokens):
-    params = raw_decoder.init(CONFIG, jax.random.key(0))
+def test_grouped_heads_equal_full_heads_with_each_kv_head_repeated(params, tokens):
     full = replace(CONFIG, kv_heads=CONFIG.heads)
     group = CONFIG.heads // CONFIG.kv_heads
     repeated = dict(params)
@@ -63,8 +70,8 @@ def test_grouped_heads_equal_full_heads_with_each_kv_head_repeated(tokens):
         for layer in params["layers"]
     ]
     np.testing.assert_allclose(
-        raw_decoder.forward(CONFIG, params, tokens),
-        raw_decoder.forward(full, repeated, tokens),
+        forward(CONFIG, params, tokens),
+        forward(full, repeated, tokens),
         rtol=1e-4,
         atol=1e-5,
     )
@@ -83,16 +90,14 @@ def test_cross_entropy_of_equal_logits_is_the_log_of_the_vocabulary():
     assert float(value) == pytest.approx(math.log(17), rel=1e-6)
 
 
-def test_compute_dtype_is_kept_apart_from_parameter_dtype(tokens):
+def test_compute_dtype_is_kept_apart_from_parameter_dtype(params, tokens):
     config = replace(CONFIG, dtype="bfloat16")
-    params = raw_decoder.init(config, jax.random.key(0))
     assert {array.dtype for array in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    assert raw_decoder.forward(config, params, tokens).dtype == jnp.bfloat16
+    assert forward(config, params, tokens).dtype == jnp.bfloat16
 
 
-def test_train_step_learns_a_fixed_batch(tokens):
+def test_train_step_learns_a_fixed_batch(params, tokens):
     tx = optax.adamw(1e-2)
-    params = raw_decoder.init(CONFIG, jax.random.key(0))
     state = tx.init(params)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     step = jax.jit(lambda params, state: raw_decoder.train_step(CONFIG, tx, params, state, batch))
