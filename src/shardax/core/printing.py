@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import types
 from typing import Any
 
-from shardax.core.containers import Dict, List, _Container, unbox
+from shardax.core.containers import _Container
 from shardax.core.modules import Module
-from shardax.core.variables import Param, Variable
+from shardax.core.node import Object
+from shardax.core.structure import has_parts
+from shardax.core.variables import ArrayAttribute, Param, Variable
 
 _INDENT = "  "
 _MAX_LINES = 200
@@ -32,8 +36,11 @@ def module_repr(module: Module) -> str:
           ...
         )
     """
-    lines: list[str] = []
-    _draw(module, "", "", lines, {})
+    drawing = _Drawing()
+    drawing.draw(module, "", 0)
+    lines = drawing.lines
+    if drawing.parameters:
+        lines[0] += f"  # {drawing.parameters:,} parameters"
     if len(lines) > _MAX_LINES:
         lines = [
             *lines[:_MAX_LINES],
@@ -42,66 +49,76 @@ def module_repr(module: Module) -> str:
     return "\n".join(lines)
 
 
-def _draw(value: Any, prefix: str, indent: str, lines: list[str], seen: dict[int, str]) -> None:
-    end = "," if indent else ""
-    if isinstance(value, (Module, _Container, Variable)):
-        if id(value) in seen:
-            lines.append(f"{indent}{prefix}<same {type(value).__name__} as above>{end}")
+class _Drawing:
+    """A picture in the making.
+
+    Attributes:
+        lines: What was drawn so far.
+        parameters: Number of elements of all ``Param`` drawn so far.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.parameters = 0
+        self._seen: set[int] = set()
+
+    def draw(self, value: Any, label: str, depth: int) -> None:
+        """Draws one value and everything below it."""
+        if isinstance(value, Object):
+            if id(value) in self._seen:
+                self._line(f"{label}<same {type(value).__name__} as above>", depth)
+                return
+            self._seen.add(id(value))
+        if isinstance(value, Param) and hasattr(value._value, "shape"):
+            self.parameters += math.prod(value._value.shape)
+        if isinstance(value, Module) or (not isinstance(value, Variable) and _has_objects(value)):
+            self._draw_parts(value, label, depth)
+        else:
+            shown = repr(value)
+            if isinstance(value, ArrayAttribute):  # hidden: users see the array
+                shown = shown.removeprefix(f"{type(value).__name__}(").removesuffix(")")
+            self._line(label + shown.replace("\n", " "), depth)
+
+    def _draw_parts(self, value: Any, label: str, depth: int) -> None:
+        name, parts = _parts(value)
+        if not parts:
+            self._line(f"{label}{name}()", depth)
             return
-        seen[id(value)] = prefix
-    if isinstance(value, Module):
-        children = [
-            (f"{name}=", child) for name, child in (*vars(value).items(), *value._boxed.items())
-        ]
-        _draw_children(value, children, prefix, indent, lines, seen)
-    elif isinstance(value, List) and _has_structure(value._items):
-        _draw_children(value, [("", item) for item in value._items], prefix, indent, lines, seen)
-    elif isinstance(value, Dict) and _has_structure(value._items.values()):
-        _draw_children(
-            value,
-            [(f"{k!r}: ", v) for k, v in value._items.items()],
-            prefix,
-            indent,
-            lines,
-            seen,
-        )
-    else:
-        shown = repr(value) if isinstance(value, Variable) else repr(unbox(value))
-        lines.append(f"{indent}{prefix}{shown.replace(chr(10), ' ')}{end}")
+        self.lines.append(f"{_INDENT * depth}{label}{name}(")
+        for part_label, part in parts:
+            self.draw(part, part_label, depth + 1)
+        self._line(")", depth)
+
+    def _line(self, text: str, depth: int) -> None:
+        self.lines.append(f"{_INDENT * depth}{text}{',' if depth else ''}")
 
 
-def _has_structure(items: Any) -> bool:
-    return any(isinstance(item, (Module, Variable, _Container)) for item in items)
+def _has_objects(value: Any) -> bool:
+    items = value._items if isinstance(value, _Container) else value
+    if isinstance(items, list):
+        return any(map(has_parts, items))
+    if isinstance(items, dict):
+        return any(map(has_parts, items.values()))
+    return has_parts(items)
 
 
-def _draw_children(
-    value: Any,
-    children: list[tuple[str, Any]],
-    prefix: str,
-    indent: str,
-    lines: list[str],
-    seen: dict[int, str],
-) -> None:
+def _parts(value: Any) -> tuple[str, list[tuple[str, Any]]]:
+    """Returns the name under which a value is drawn and its labelled parts."""
     name = type(value).__name__
-    end = "," if indent else ""
-    if not children:
-        lines.append(f"{indent}{prefix}{name}(){end}")
-        return
-    count = _count_parameters(value) if isinstance(value, Module) and not indent else None
-    comment = f"  # {count:,} parameters" if count else ""
-    lines.append(f"{indent}{prefix}{name}({comment}")
-    for label, child in children:
-        _draw(child, label, indent + _INDENT, lines, seen)
-    lines.append(f"{indent}){end}")
-
-
-def _count_parameters(module: Module) -> int:
-    from shardax.core.functional import (
-        iter_variables,
-    )  # the functional interface stands above printing's users
-
-    total = 0
-    for _, variable in iter_variables(module):
-        if isinstance(variable, Param) and hasattr(variable._value, "shape"):
-            total += math.prod(variable.shape)
-    return total
+    if isinstance(value, Module):
+        attributes = (*vars(value).items(), *value._boxed.items())
+        return name, [(f"{attribute}=", part) for attribute, part in attributes]
+    if isinstance(value, _Container):
+        items = value._items
+        if isinstance(items, dict):
+            return name, [(f"{key!r}: ", part) for key, part in items.items()]
+        return name, [("", part) for part in items]
+    if isinstance(value, types.MethodType):
+        return f"method {value.__name__}", [("", value.__self__)]
+    if isinstance(value, functools.partial):
+        named = [(f"{keyword}=", part) for keyword, part in value.keywords.items()]
+        return name, [("", value.func), *(("", part) for part in value.args), *named]
+    fields = getattr(value, "_fields", None)
+    return name, [
+        (f"{f}=" if f else "", p) for f, p in zip(fields or ("",) * len(value), value, strict=True)
+    ]
