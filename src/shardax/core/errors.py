@@ -182,3 +182,18 @@ class PrefetchError(ShardaxError, RuntimeError):
 
 class LogError(ShardaxError, ValueError):
     """A log record has no standard JSON form or goes back in steps, or a log file is damaged."""
+
+
+# --- running a training job ------------------------------------------------------------------------
+
+
+class TrainerError(ShardaxError, RuntimeError):
+    """A training run cannot start or go on: settings out of range, a directory in use, a loss that is not finite."""
+
+
+class GenerationError(ShardaxError, ValueError):
+    """Tokens cannot be generated: empty prompt, or a length, window or temperature out of range."""
+
+
+class CommandError(ShardaxError, ValueError):
+    """A command line asks for something that cannot be done; the message says what would."""

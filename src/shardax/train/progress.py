@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a training run shows where it is: a live bar on a terminal, plain lines elsewhere.
+
+A *display* is told about steps, evaluations and checkpoints and shows them. ``make_display`` chooses: a bar (by rich) when the
+output is a terminal, else one line every so often, so that log files stay readable.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+
+class Display(Protocol):
+    """What the trainer tells about its progress."""
+
+    def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
+        """A step is done; loss and speed are given when they are known anew."""
+        ...
+
+    def note(self, message: str) -> None:
+        """Something worth a line happened."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Lines:
+    """A display of plain lines: one per known loss, and one per note.
+
+    Args:
+        first: Step from which the run starts.
+        total: Step at which it ends.
+        file: Where to print.
+
+    Example:
+        >>> import sys
+        >>> with Lines(0, 10, sys.stdout) as display:
+        ...     display.step(5, 2.5, 1000.0)  # doctest: +ELLIPSIS
+        step 5/10  loss 2.5000  1,000 tokens/s  ETA ...
+    """
+
+    def __init__(self, first: int, total: int, file: TextIO) -> None:
+        self._first, self._total, self._file = first, total, file
+        self._start = time.monotonic()
+
+    def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
+        """See ``Display``; steps without a loss print nothing."""
+        if loss is None:
+            return
+        done = step - self._first
+        eta = (time.monotonic() - self._start) / done * (self._total - step) if done else 0.0
+        speed = f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
+        self.note(f"step {step}/{self._total}  loss {loss:.4f}{speed}  ETA {_duration(eta)}")
+
+    def note(self, message: str) -> None:
+        """See ``Display``."""
+        print(message, file=self._file, flush=True)  # noqa: T201 (this is the display)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+
+class Bar:
+    """A display with a live bar: steps, loss, tokens per second, time left.
+
+    Args:
+        first: Step from which the run starts.
+        total: Step at which it ends.
+        file: The terminal.
+    """
+
+    def __init__(self, first: int, total: int, file: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._progress = Progress(
+            TextColumn("[bold]train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=Console(file=file),
+        )
+        self._task = self._progress.add_task("train", total=total, completed=first, loss="-", speed="-")
+
+    def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
+        """See ``Display``."""
+        fields: dict[str, Any] = {}
+        if loss is not None:
+            fields["loss"] = f"{loss:.4f}"
+        if tokens_per_second:
+            fields["speed"] = f"{tokens_per_second:,.0f}"
+        self._progress.update(self._task, completed=step, **fields)
+
+    def note(self, message: str) -> None:
+        """See ``Display``."""
+        self._progress.console.print(message, highlight=False, markup=False)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._progress.stop()
+
+
+def make_display(first: int, total: int, file: TextIO | None = None) -> Display:
+    """Chooses a display: a bar on a terminal, else lines.
+
+    Args:
+        first: Step from which the run starts.
+        total: Step at which it ends.
+        file: Where to show it; by default standard output.
+
+    Example:
+        >>> import io
+        >>> type(make_display(0, 10, io.StringIO())).__name__
+        'Lines'
+    """
+    target = sys.stdout if file is None else file
+    return Bar(first, total, target) if target.isatty() else Lines(first, total, target)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

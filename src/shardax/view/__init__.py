@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking at models: tables of parameters and pictures of shardings."""
+
+from shardax.view.pictures import sharding_svg as sharding_svg
+from shardax.view.pictures import show_sharding as show_sharding
+from shardax.view.report import write_report as write_report
+from shardax.view.table import ParameterRow as ParameterRow
+from shardax.view.table import ParameterTable as ParameterTable
+from shardax.view.table import table as table

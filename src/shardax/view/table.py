@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout table: every Variable of a model with its shape, axes, spec and memory.
+
+*Bytes per device* is what the largest shard of an array takes; a replicated array costs its whole size on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardax.core.functional import iter_variables
+from shardax.core.paths import format_path
+from shardax.core.variables import Variable
+from shardax.partition import partition_specs, resolve_mesh, shardings
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One Variable.
+
+    Attributes:
+        path: Where it stands, as text.
+        type: Its Variable type's name.
+        shape: Shape of its array.
+        dtype: Dtype of its array.
+        axes: Logical axis names, as text.
+        spec: Mesh axis per dimension, as text; empty without rules.
+        size: Number of elements.
+        nbytes: Bytes of the whole array.
+        bytes_per_device: Bytes of its largest shard.
+    """
+
+    path: str
+    type: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: str
+    spec: str
+    size: int
+    nbytes: int
+    bytes_per_device: int
+
+
+@dataclass(frozen=True)
+class ParameterTable:
+    """A model's Variables, one row each; ``str()`` is the table as text.
+
+    Attributes:
+        rows: The rows, in the model's order; a shared Variable once.
+        devices: Number of devices of the mesh, or 1.
+
+    Example:
+        >>> import shardax as sx
+        >>> print(sx.view.table(sx.nn.Linear(2, 3, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))))
+        ... # doctest: +NORMALIZE_WHITESPACE
+        path      type   shape  dtype    axes        spec  bytes/device
+        .kernel   Param  2x3    float32  embed, mlp                24 B
+        .bias     Param  3      float32  mlp                       12 B
+        9 elements, 36 B; 36 B per device on 1 device
+    """
+
+    rows: tuple[ParameterRow, ...]
+    devices: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements of all arrays."""
+        return sum(row.size for row in self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, each once."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes on the fullest device."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    def totals(self) -> str:
+        """Returns the summary line."""
+        devices = f"{self.devices} device" + ("s" if self.devices != 1 else "")
+        return (
+            f"{self.size:,} elements, {format_bytes(self.nbytes)}; "
+            f"{format_bytes(self.bytes_per_device)} per device on {devices}"
+        )
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Returns the header and one tuple of texts per row."""
+        header = ("path", "type", "shape", "dtype", "axes", "spec", "bytes/device")
+        return [header, *(_cells(row) for row in self.rows)]
+
+    def __str__(self) -> str:
+        cells = self.cells()
+        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+        lines = []
+        for line in cells:
+            padded = [text.ljust(width) for text, width in zip(line[:-1], widths[:-1], strict=True)]
+            lines.append("  ".join([*padded, line[-1].rjust(widths[-1])]).rstrip())
+        return "\n".join([*lines, self.totals()])
+
+
+def _cells(row: ParameterRow) -> tuple[str, ...]:
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    return (row.path, row.type, shape, row.dtype, row.axes, row.spec, format_bytes(row.bytes_per_device))
+
+
+def table(tree: Any, *filters: Any, mesh: Any = None, rules: Any = None) -> ParameterTable:
+    """Makes the layout table of a model, without allocating anything for lazy or abstract Variables.
+
+    Args:
+        tree: A Module or pytree of Modules.
+        *filters: Which Variables to show (any of the filters); none: all.
+        mesh: The mesh; by default the one in scope, if any.
+        rules: Rules from axis names to mesh axes; by default those in scope.
+
+    Returns:
+        The table.
+    """
+    found = resolve_mesh(mesh)
+    specs = partition_specs(tree, rules)
+    places = None if found is None else shardings(tree, found, rules)
+    flat_specs = _by_path(specs)
+    flat_places = {} if places is None else _by_path(places)
+    rows = []
+    for path, variable in iter_variables(tree, *filters):
+        for row in _rows(path, variable, flat_specs.get(path), flat_places.get(path)):
+            rows.append(row)
+    return ParameterTable(tuple(rows), 1 if found is None else found.size)
+
+
+def _by_path(tree: Any) -> dict[Any, Any]:
+    """Returns the entries of States (also inside tuples, lists and dicts) by full path."""
+    if hasattr(tree, "flat"):
+        return tree.flat()
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (tuple, list)) else ()
+    return {(key, *path): value for key, child in items for path, value in _by_path(child).items()}
+
+
+def _rows(path: Any, variable: Variable[Any], spec: Any, sharding: Any) -> list[ParameterRow]:
+    value = variable._value
+    arrays = [((), value)] if hasattr(value, "shape") else jax.tree_util.tree_leaves_with_path(value)
+    rows = []
+    for key_path, array in arrays:
+        shape = tuple(array.shape)
+        shard = shape if sharding is None else sharding.shard_shape(shape)
+        item = _item_bytes(array.dtype)
+        axes = ", ".join("-" if name is None else str(name) for name in variable.axes or ())
+        rows.append(
+            ParameterRow(
+                path=format_path(path) + jax.tree_util.keystr(key_path),
+                type=type(variable).__name__,
+                shape=shape,
+                dtype=str(array.dtype),
+                axes=axes,
+                spec=_spec_text(spec),
+                size=math.prod(shape),
+                nbytes=math.prod(shape) * item,
+                bytes_per_device=math.prod(shard) * item,
+            )
+        )
+    return rows
+
+
+def _item_bytes(dtype: Any) -> int:
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):  # pyright: ignore[reportPrivateImportUsage] (documented)
+        return 8
+    return np.dtype(dtype).itemsize
+
+
+def _spec_text(spec: Any) -> str:
+    if spec is None or all(entry is None for entry in spec):
+        return ""
+    return ", ".join("-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry) for entry in spec)
+
+
+def format_bytes(count: float) -> str:
+    """Formats a number of bytes in binary units.
+
+    Example:
+        >>> format_bytes(1536), format_bytes(12)
+        ('1.5 KiB', '12 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
