@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How Sphinx builds the pages. Their code is run by pytest (see the root ``conftest.py``)."""
+
+import os
+
+# The pages import shardax to read its docstrings; no accelerator should be taken for that.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+project = "shardax"
+author = "The shardax authors"
+project_copyright = "The shardax authors"
+html_title = "shardax"
+html_theme = "furo"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+# Attributes as fields of the class, so that those of dataclasses are not described twice.
+napoleon_use_ivar = True
