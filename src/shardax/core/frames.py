@@ -131,10 +131,10 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
     if known is not None:
         return known[1]
     outer = resolve(variable, frame.parent)
-    stand_in = frame.adopt(outer)
+    known = frame.copies.get(id(outer))  # passed in by the parent under the name it has there
+    stand_in = frame.adopt(outer) if known is None else known[1]
     frame.copies[id(variable)] = (variable, stand_in)
-    if outer is not variable:
-        frame.copies[id(outer)] = (outer, stand_in)
+    frame.copies[id(outer)] = (outer, stand_in)
     return stand_in
 
 

@@ -20,7 +20,9 @@ from shardax.core.node import Object
 _MAX_DEPTH = 4
 """How many calls deep to look for sources in helper functions."""
 _MAX_ITEMS = 64
-"""Largest plain container in a closure that is looked into."""
+"""Largest holder that is looked into."""
+_MAX_HOLDERS = 3
+"""How many holders (containers, instances of user classes) deep to look for objects."""
 
 
 class Source(NamedTuple):
@@ -54,18 +56,28 @@ def _search(value: Any, depth: int, seen: set[int], found: dict[Any, Source]) ->
         return
     seen.add(id(value))
     if isinstance(value, types.MethodType):
+        if not isinstance(value.__self__, Object):  # an Object owner is an argument, not a source
+            _add_holder(value.__self__, found)
         _search(value.__func__, depth, seen, found)
     elif isinstance(value, functools.partial):
         _search(value.func, depth, seen, found)
     elif isinstance(value, types.FunctionType):
         for key, source in _places(value):
             held = source.read()
-            if _holds_object(held):
+            if any(True for _ in objects_in(held)):
                 found.setdefault(key, source)
-            elif callable(held):
+            if callable(held):
                 _search(held, depth + 1, seen, found)
     elif hasattr(value, "__wrapped__") and not isinstance(value, type):
         _search(value.__wrapped__, depth, seen, found)
+    elif _is_plain_instance(value) and callable(value):
+        _add_holder(value, found)
+        _search(type(value).__call__, depth, seen, found)
+
+
+def _add_holder(holder: Any, found: dict[Any, Source]) -> None:
+    if any(True for _ in objects_in(holder)):
+        found.setdefault(id(holder), Source("self", lambda: holder))
 
 
 def _places(function: types.FunctionType) -> Iterator[tuple[Any, Source]]:
@@ -97,24 +109,42 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _holds_object(value: Any) -> bool:
-    return next(objects_in(value), None) is not None
+def objects_in(value: Any, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
+    """Yields the objects that a source holds.
 
-
-def objects_in(value: Any) -> Iterator[Object]:
-    """Yields the objects that a source holds, directly or as items of small plain containers, or as owners of methods."""
+    Args:
+        value: What the source holds: an object, a method of one, or a *holder*, that is a small
+            list, tuple or dict, or an instance of a user's class with objects in its attributes.
+        depth: How many holders deep to look.
+    """
     if isinstance(value, Object):
         yield value
-    elif isinstance(value, types.MethodType) and isinstance(value.__self__, Object):
-        yield value.__self__
-    elif isinstance(value, (tuple, list)) and len(value) <= _MAX_ITEMS:
-        for item in value:
-            if isinstance(item, Object):
-                yield item
-    elif isinstance(value, dict) and len(value) <= _MAX_ITEMS:
-        for item in value.values():
-            if isinstance(item, Object):
-                yield item
+        return
+    if depth == 0:
+        return
+    if isinstance(value, types.MethodType):
+        yield from objects_in(value.__self__, depth)
+        return
+    if isinstance(value, (tuple, list)):
+        items: Any = value
+    elif isinstance(value, dict):
+        items = value.values()
+    elif _is_plain_instance(value):
+        items = vars(value).values()
+    else:
+        return
+    if len(items) <= _MAX_ITEMS:
+        for item in list(items):
+            yield from objects_in(item, depth - 1)
+
+
+def _is_plain_instance(value: Any) -> bool:
+    """Whether ``value`` is an instance of an ordinary user class, whose attributes may hold objects."""
+    return (
+        not isinstance(value, (Object, type, types.ModuleType, types.FunctionType))
+        and not hasattr(value, "__wrapped__")
+        and isinstance(getattr(value, "__dict__", None), dict)
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -24,13 +24,16 @@ import numpy as np
 
 from shardax.core import epoch
 from shardax.core._jax import Tracer
+from shardax.core.errors import OutputError
 from shardax.core.frames import local
 from shardax.core.node import Object
 from shardax.core.pytree import has_objects
 from shardax.core.static import Static
+from shardax.core.structure import walk_objects
 from shardax.core.variables import Variable
 from shardax.transforms import explain
 from shardax.transforms.closures import (
+    Source,
     find_sources,
     objects_in,
     parameter_name,
@@ -114,7 +117,9 @@ class Jit:
         self.static_positions, self.static_names = resolve_static(
             function, options.static_argnums, options.static_argnames
         )
-        self.sources = find_sources(function)
+        self.sources: list[Source] | None = (
+            None  # looked for at the first call: names may be bound later
+        )
         self.captured: list[weakref.ref[Any]] = []
         self.plans: dict[Any, Plan] = {}
         self.calls: dict[Any, CallEntry] = {}
@@ -141,8 +146,11 @@ class Jit:
                 traced = traced or _note_types(arg)
                 key.append(0)
                 plain.append(arg)
+        if self.sources is None:
+            self.sources = find_sources(self.__wrapped__)
         for source in self.sources:
-            key.append(id(source.read()))
+            key.append(-1)
+            key.extend([id(item) for item in objects_in(source.read())])
         entry = self.calls.get(tuple(key))
         if entry is None or traced or entry.epoch != epoch.current:
             return self._call_slowly(args, kwargs, tuple(key))
@@ -159,11 +167,18 @@ class Jit:
         if record is not known:
             targets = [entry.leaves[position] for position in record.written]
             entry.last = (record, targets)
-        if not record.simple:
-            return carry_in(entry.graph(), Carried(result, written, fresh, record))
+        if not record.simple or (written and type(written[0]) not in _ARRAY_TYPES):
+            return self._finish_slowly(entry, Carried(result, written, fresh, record))
         for variable, value in zip(targets, written):
             variable._value = value
         return result
+
+    def _finish_slowly(self, entry: CallEntry, carried: Carried) -> Any:
+        """Carries back more than plain values: structure, pytree values, or tracers of a plain JAX transform."""
+        graph = entry.graph()
+        if _note_types(carried.written):
+            check_no_leak(graph, carried)
+        return carry_in(graph, carried)
 
     def _call_slowly(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None) -> Any:
         """Calls without a remembered entry, and remembers one if ``key`` says under what."""
@@ -226,8 +241,19 @@ class Jit:
 
     def capture(self, objects: Sequence[Any]) -> None:
         """Makes objects that a trace used without being given them hidden inputs of later calls."""
+        before = {id(item) for item in self.hidden_objects()}
+        self.sources = find_sources(self.__wrapped__)  # names may have been bound since
         self.captured = [ref for ref in self.captured if ref() is not None]
-        self.captured.extend(weakref.ref(item) for item in objects)
+        hidden = self.hidden_objects()
+        reached = {id(item) for item in (*walk_objects(hidden), *Graph(hidden).leaves)}
+        missed = [item for item in objects if id(item) not in reached]
+        self.captured.extend(weakref.ref(item) for item in missed)
+        if not missed and before == {id(item) for item in hidden}:
+            raise OutputError(
+                f"sx.jit of {self!r} used {len(objects)} objects that were not passed in and could not "
+                f"make them inputs ({', '.join(sorted({type(item).__name__ for item in objects}))}). Pass "
+                f"them as arguments."
+            )
 
     # --- preparing -------------------------------------------------------------------------------
 
@@ -250,7 +276,7 @@ class Jit:
         graph = Graph([self.__wrapped__, *arguments.roots, *hidden], names)
         key = (
             graph.flat.graphdef,
-            len(arguments.roots),
+            (len(arguments.roots), *(len(list(objects_in(s.read()))) for s in self.sources or ())),
             arguments.templates,
             arguments.named,
             signature.static,
@@ -276,6 +302,8 @@ class Jit:
 
     def hidden_objects(self) -> list[Any]:
         """Returns the objects that the function uses without being given them, as far as known."""
+        if self.sources is None:
+            self.sources = find_sources(self.__wrapped__)
         found = [item for source in self.sources for item in objects_in(source.read())]
         found.extend(item for ref in self.captured if (item := ref()) is not None)
         return found
