@@ -27,7 +27,6 @@ STAMPS := $(VENV)/.installed
 PYTHON_STAMP := $(STAMPS)-python
 RUN := $(STAMPS)-train
 TEST := $(STAMPS)-test
-DOCS := $(STAMPS)-docs
 BENCH := $(STAMPS)-bench
 
 .DEFAULT_GOAL := help
@@ -66,7 +65,7 @@ bench: $(BENCH)
 	@for program in dispatch program trace_time init; do \
 		$(BIN)/python benchmarks/$$program.py $(BENCH_ARGS) || exit 1; done
 
-docs: $(DOCS) test-pages
+docs: test-pages
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
@@ -85,7 +84,8 @@ test-pages: $(TEST)
 	$(PYTEST) README.md docs
 
 lint: $(TEST)
-	$(BIN)/ruff format --quiet --check || { echo "make format would reformat these files"; exit 1; }
+	@$(BIN)/ruff format --quiet --check || { \
+		echo "These files are not formatted; make format does it:"; $(BIN)/ruff format --check; exit 1; }
 	$(BIN)/ruff check --quiet
 
 types: $(TEST)
@@ -98,7 +98,7 @@ format: $(TEST)
 api: $(TEST)
 	$(BIN)/python -m tests.house.public_api
 
-install: $(TEST) $(DOCS) $(BENCH)
+install: $(TEST) $(BENCH)
 
 clean:
 	rm -rf docs/_build .pytest_cache .ruff_cache .hypothesis
@@ -120,7 +120,7 @@ $(PYTHON_STAMP):
 	@touch $@
 
 # Installed in place: what is edited in src/ is what runs.
-$(RUN) $(TEST) $(DOCS) $(BENCH): $(STAMPS)-%: $(PYTHON_STAMP) pyproject.toml
+$(RUN) $(TEST) $(BENCH): $(STAMPS)-%: $(PYTHON_STAMP) pyproject.toml
 	@echo "installing shardax[$*] into $(VENV)"
 	@$(PIP) -e '.[$*]'
 	@touch $@

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``import shardax`` is cheap: little time over ``import jax``, no optional package, no backend.
+
+The bound is 80 ms over the 450 ms that ``import jax`` took on the machine it was set on, kept as a
+ratio, which holds on slower machines too. Both are taken in one process, one after the other, as
+processor time, which other processes running beside do not add to; the smallest of several
+processes counts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from tests.house.sources import faces
+
+MOST_OVER_JAX = 0.080 / 0.450
+PROCESSES = 7
+
+OPTIONAL = ["optax", "orbax", "rich", "treescope", "tyro", "flax", "equinox", "penzai"]
+
+TIME_BOTH = """
+import json, time
+start = time.process_time()
+import jax
+after_jax = time.process_time()
+import shardax
+print(json.dumps([after_jax - start, time.process_time() - after_jax]))
+"""
+
+LOAD_ALL = """
+import importlib, json, sys
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+"""
+
+CONFIGURE_LATE = """
+import json, jax
+import shardax
+jax.config.update("jax_num_cpu_devices", 3)
+print(json.dumps(len(jax.devices())))
+"""
+
+
+def printed_by(program: str, *arguments: str) -> Any:
+    """What a program printed as JSON in a fresh process."""
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_adds_little_to_that_of_jax() -> None:
+    times = [printed_by(TIME_BOTH) for _ in range(PROCESSES)]
+    jax_seconds = min(jax for jax, _ in times)
+    added_seconds = min(added for _, added in times)
+    assert added_seconds / jax_seconds <= MOST_OVER_JAX, (
+        f"import jax {1e3 * jax_seconds:.0f} ms, import shardax {1e3 * added_seconds:.0f} ms more"
+    )
+
+
+def test_no_face_imports_an_optional_package() -> None:
+    modules = [face.module for face in faces() if face.module != "shardax.cli"]
+    loaded = printed_by(LOAD_ALL, json.dumps(modules))
+    assert "shardax" in loaded
+    assert sorted(set(loaded) & set(OPTIONAL)) == []
+
+
+def test_import_starts_no_backend() -> None:
+    """Devices can still be chosen after the import, so nothing ran on one during it."""
+    assert printed_by(CONFIGURE_LATE) == 3

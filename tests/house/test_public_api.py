@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Public names change on purpose only, exist, show an example, and are on the page."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import types
+
+import pytest
+
+from tests.house.public_api import names_on, public_names, remembered_names
+from tests.house.sources import ROOT, Source, faces
+
+
+def test_public_names_are_those_remembered() -> None:
+    """After a change on purpose: ``make api``, and commit the file with the change."""
+    now, before = set(public_names()), set(remembered_names())
+    assert {"added": sorted(now - before), "removed": sorted(before - now)} == {
+        "added": [],
+        "removed": [],
+    }
+
+
+@pytest.mark.parametrize("face", faces(), ids=lambda face: face.module)
+def test_a_face_shows_what_it_lists_and_nothing_else(face: Source) -> None:
+    module = importlib.import_module(face.module)
+    listed = set(names_on(face))
+    shown = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and name != "annotations"
+        # A submodule becomes an attribute once something has imported it.
+        and not (isinstance(value, types.ModuleType) and value.__name__ == f"{face.module}.{name}")
+    }
+    assert {name for name in listed if not hasattr(module, name)} == set()
+    assert shown - listed == set()
+
+
+def test_every_face_with_public_names_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    on_page = set(re.findall(r"^\.\. automodule:: (\S+)$", page, flags=re.MULTILINE))
+    with_names = {face.module for face in faces() if any(names_on(face))}
+    assert with_names - {"shardax.cli"} == on_page
+
+
+def test_public_classes_and_functions_show_an_example() -> None:
+    without = set()
+    for name in public_names():
+        module, _, attribute = name.rpartition(".")
+        value = getattr(importlib.import_module(module), attribute)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            where = f"{value.__module__}.{value.__qualname__}"
+            if where.startswith("shardax.") and ">>> " not in (value.__doc__ or ""):
+                without.add(where)
+    assert sorted(without) == []
