@@ -215,7 +215,7 @@ class ArrayLike:
         return format(self._operand(), spec) if spec else str(self)
 
     def __round__(self, digits: int | None = None) -> Any:
-        return round(self._operand(), digits or 0)
+        return round(self._operand(), digits)
 
     __eq__ = _binary(operator.eq)  # pyright: ignore[reportAssignmentType] (elementwise, like arrays)
     __ne__ = _binary(operator.ne)  # pyright: ignore[reportAssignmentType] (elementwise, like arrays)
