@@ -197,3 +197,52 @@ class GenerationError(ShardaxError, ValueError):
 
 class CommandError(ShardaxError, ValueError):
     """A command line asks for something that cannot be done; the message says what would."""
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+class GradientMismatchError(ShardaxError, ValueError):
+    """Gradients given to an optimizer do not fit the parameters that it trains; lists every path."""
+
+
+class OptimizerStateError(ShardaxError, ValueError):
+    """An optimizer's state does not fit its model or transformation, or there is nothing to train."""
+
+
+class AccumulationError(ShardaxError, ValueError):
+    """Gradients cannot be accumulated (rows that do not divide, state that changes its form)."""
+
+
+class MetricError(ShardaxError, ValueError):
+    """A metric lacks an argument that it needs, or was merged with one of another kind."""
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+class CheckpointMismatchError(ShardaxError, ValueError):
+    """A checkpoint does not fit what it is to be restored into; lists every path."""
+
+
+class CheckpointNotFoundError(ShardaxError, FileNotFoundError):
+    """There is no complete checkpoint at a path."""
+
+
+class CheckpointExistsError(ShardaxError, FileExistsError):
+    """A checkpoint would overwrite another."""
+
+
+class CheckpointValueError(ShardaxError, TypeError):
+    """Something cannot be saved in a checkpoint, or a checkpoint has a form that is not known."""
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+class LayerConfigError(ShardaxError, ValueError):
+    """A layer or model cannot be built as asked: sizes, names or options that do not fit together."""
+
+
+class LayerInputError(ShardaxError, ValueError):
+    """A layer was called on an input that it cannot take: a shape, rank or dtype that does not fit."""

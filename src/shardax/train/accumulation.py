@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient accumulation: the gradient of a large batch from several small ones.
+
+A *microbatch* is one of the equal parts that a batch is cut into. Only one is in work at a time, so
+the memory for activations is that of a microbatch. The loss of a batch is the mean over its rows,
+so the mean over microbatches is the same number, up to rounding.
+
+Microbatch i of k takes the rows i, i + k, i + 2k, ... A batch that is sharded over its rows is cut
+on each device by itself that way; no row moves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax.core.errors import AccumulationError
+from shardax.core.paths import format_path
+from shardax.core.pytree import has_objects
+from shardax.core.variables import Param
+from shardax.transforms.autodiff import value_and_grad
+from shardax.transforms.once import Once
+
+
+def accumulate(
+    function: Callable[..., Any],
+    steps: int,
+    *,
+    has_aux: bool = False,
+    wrt: Any = Param,
+    reduce: str = "mean",
+) -> Callable[..., Any]:
+    """Makes ``sx.value_and_grad(function)`` go through the batch in microbatches.
+
+    State that the function writes (running statistics, random streams) goes from one microbatch to
+    the next. Sums are kept in float32 at least. The loop is one ``lax.scan``, so the program does
+    not grow with ``steps``.
+
+    Args:
+        function: Called as ``function(model, batch, *rest)``; returns a real scalar, or (scalar,
+            aux) with ``has_aux``. The scalar is a mean over rows (or, for ``reduce="sum"``, a sum).
+        steps: Number of microbatches. With 1 this is ``sx.value_and_grad``.
+        has_aux: Whether the function returns (value, aux); aux holds arrays only.
+        wrt: Filter of the Variables to differentiate.
+        reduce: ``"mean"`` or ``"sum"``: what becomes of the values and gradients of the
+            microbatches.
+
+    Returns:
+        A function of ``(model, batch, *rest)``, where ``batch`` is a pytree of arrays with rows in
+        their first dimension. It returns (value, gradient), or ((value, aux), gradient) with aux
+        stacked: each array has a new first dimension of size ``steps``.
+
+    Raises:
+        AccumulationError: Here if ``steps`` or ``reduce`` is not valid; when called, if rows cannot
+            be divided by ``steps``, or the function changes the structure, a shape or a dtype of
+            the model.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> from shardax.train.accumulation import accumulate
+        >>> weight = sx.Variable(jnp.float32(2))
+        >>> loss = lambda weight, x: jnp.mean(weight * x)
+        >>> value, gradient = accumulate(loss, 2, wrt=...)(weight, jnp.arange(4.0))
+        >>> float(value), float(gradient)
+        (3.0, 1.5)
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise AccumulationError(
+            f"steps={steps!r} is not a number of microbatches; use an integer of at least 1."
+        )
+    if reduce not in ("mean", "sum"):
+        raise AccumulationError(f'reduce={reduce!r} is not known; use "mean" or "sum".')
+    whole = value_and_grad(function, has_aux=has_aux, wrt=wrt)
+    if steps == 1:
+        return _with_leading_dimension(whole) if has_aux else whole
+
+    @functools.wraps(function)
+    def accumulated(model: Any, batch: Any, *rest: Any) -> Any:
+        parts = split_batch(batch, steps)
+        first = jax.tree.map(lambda part: part[0], parts)
+        loop = _Loop(whole, (model, first, *rest), has_aux)
+        return loop.run(parts, steps, 1.0 if reduce == "sum" else 1.0 / steps)
+
+    return accumulated
+
+
+def split_batch(batch: Any, steps: int) -> Any:
+    """Cuts a batch into microbatches.
+
+    Args:
+        batch: A pytree of arrays with rows in their first dimension.
+        steps: Number of microbatches.
+
+    Returns:
+        The pytree with arrays of shape (steps, rows / steps, ...).
+
+    Raises:
+        AccumulationError: If an array has no rows, or their number cannot be divided by ``steps``;
+            all such are listed.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from shardax.train.accumulation import split_batch
+        >>> split_batch({"x": jnp.arange(6)}, 3)["x"].tolist()
+        [[0, 3], [1, 4], [2, 5]]
+    """
+    if has_objects(batch):
+        raise AccumulationError(
+            "The batch (the second argument) holds a Module or Variable, which cannot be cut into "
+            "microbatches. Pass it as a later argument: later ones are given whole to every "
+            "microbatch."
+        )
+    wrong = []
+    for key, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        shape = np.shape(leaf)
+        if not shape or shape[0] % steps:
+            wrong.append(f"batch{jax.tree_util.keystr(key)} of shape {shape}")
+    if wrong:
+        raise AccumulationError(
+            f"Cannot cut the batch into {steps} microbatches of equal size: {', '.join(wrong)}. "
+            f"The first dimension of every array must be a multiple of {steps}."
+        )
+    return jax.tree.map(lambda leaf: _split_rows(jnp.asarray(leaf), steps), batch)
+
+
+def _split_rows(rows: jax.Array, steps: int) -> jax.Array:
+    return jnp.swapaxes(rows.reshape(rows.shape[0] // steps, steps, *rows.shape[1:]), 0, 1)
+
+
+class _Loop:
+    """One accumulation: the lifted gradient function, run in a scan over microbatches."""
+
+    def __init__(self, whole: Callable[..., Any], args: Sequence[Any], has_aux: bool) -> None:
+        self.once = Once("accumulate", whole, args, {})
+        self.has_aux = has_aux
+        self.values = self.once.graph.values()
+        # Compiled as a unit so that JAX traces it once, for its shapes and for the loop.
+        self.one = jax.jit(self._one)
+
+    def _one(self, values: list[Any], microbatch: Any) -> tuple[Any, Any, list[Any]]:
+        """Runs one microbatch; returns (value and gradient, aux, all values afterwards)."""
+        plain = list(self.once.arguments.plain)
+        plain[1] = microbatch
+        head, leaving = self.once.run(values, plain, {}, self._split)
+        aux, written, fresh, _ = leaving
+        record = self.once._record
+        assert record is not None
+        if record.updates or fresh or record.result is not None or self.once._adopted:
+            self._refuse()
+        after = list(values)
+        for position, value in zip(record.written, written, strict=True):
+            self._check_form(position, values[position], value)
+            after[position] = value
+        return head, aux, after
+
+    def _split(self, result: Any) -> tuple[Any, Any]:
+        value, gradient = result
+        value, aux = value if self.has_aux else (value, None)
+        return (value, gradient), aux
+
+    def run(self, parts: Any, steps: int, scale: float) -> Any:
+        first = jax.tree.map(lambda part: part[0], parts)
+        shapes, _, _ = jax.eval_shape(self.one, self.values, first)
+        zeros = jax.tree.map(_zeros_for_sum, shapes)
+
+        def body(carry: tuple[Any, list[Any]], microbatch: Any) -> tuple[Any, Any]:
+            total, values = carry
+            head, aux, after = self.one(values, microbatch)
+            total = jax.tree.map(lambda t, h: t + h.astype(t.dtype), total, head)
+            return (total, after), aux
+
+        (total, after), aux = jax.lax.scan(body, (zeros, self.values), parts, length=steps)
+        record = self.once._record
+        assert record is not None
+        aux = self.once.finish((aux, [after[i] for i in record.written], [], []))
+        value, gradient = jax.tree.map(lambda t, s: (t * scale).astype(s.dtype), total, shapes)
+        return ((value, aux) if self.has_aux else value), gradient
+
+    def _refuse(self) -> None:
+        if self.once._adopted:
+            raise AccumulationError(
+                "The function writes Variables that were not passed in, which cannot go from one "
+                "microbatch to the next. Pass the Module that holds them: function(model, batch, "
+                "module)."
+            )
+        raise AccumulationError(
+            "The function changes the structure of its Modules (sow, a new attribute) or returns "
+            "Modules in aux, which a loop over microbatches cannot do. Return arrays in aux "
+            "instead, or prepare the attributes before the call."
+        )
+
+    def _check_form(self, position: int, before: Any, after: Any) -> None:
+        form = [[(np.shape(x), x.dtype) for x in jax.tree.leaves(tree)] for tree in (before, after)]
+        if form[0] != form[1] or jax.tree.structure(before) != jax.tree.structure(after):
+            path = format_path(self.once.graph.flat.leaf_paths[position])
+            raise AccumulationError(
+                f"{path} changes its shape or dtype from {form[0]} to {form[1]} during a "
+                "microbatch; what goes from one to the next must keep them. Write it with its own "
+                "dtype: v[...] = new.astype(v.dtype)."
+            )
+
+
+def _zeros_for_sum(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    dtype = shape.dtype
+    if jnp.issubdtype(dtype, jnp.inexact):
+        dtype = jnp.promote_types(dtype, jnp.float32)
+    # Under Explicit mesh axes the sharding is part of the type, and what is summed must start with
+    # it.
+    return jnp.zeros(shape.shape, dtype, out_sharding=shape.sharding)
+
+
+def _with_leading_dimension(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def with_stacked_aux(*args: Any) -> Any:
+        (value, aux), gradient = function(*args)
+        return (value, jax.tree.map(lambda item: jnp.asarray(item)[None], aux)), gradient
+
+    return with_stacked_aux

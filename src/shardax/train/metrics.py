@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics: Modules that sum up numbers over many batches.
+
+A metric holds its sums in ``MetricState`` Variables, so it can be passed to a compiled function,
+updated there, and read afterwards. ``update`` takes what it needs by keyword and ignores the rest,
+so that several metrics can be given the same keywords.
+
+``weights`` say how much each value counts, broadcast against the values from the left: weights of
+shape (rows,) for values of shape (rows, length) count whole rows. A boolean mask is a weight of 0
+or 1. A value of weight zero does not count at all, even if it is NaN.
+
+The mean of n values is kept as a mean and a total weight in float32, not as a sum, so it stays
+exact to rounding however many values there are (the update is that of Chan, Golub and LeVeque,
+1979, which also gives the variance).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax.core.errors import MetricError
+from shardax.core.functional import iter_variables
+from shardax.core.modules import Module
+from shardax.core.variables import MetricState
+
+
+class Metric(Module):
+    """Base of metrics. A subclass holds ``MetricState`` Variables and defines the four methods."""
+
+    def update(self, **kwargs: Any) -> None:
+        """Takes in one batch."""
+        raise NotImplementedError
+
+    def compute(self) -> Any:
+        """Returns the metric of everything taken in since the last reset."""
+        raise NotImplementedError
+
+    def merge(self, other: Any) -> None:
+        """Takes in everything that another metric of this kind has taken in."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Forgets everything taken in."""
+        for _, variable in iter_variables(self, MetricState):
+            variable.value = jnp.zeros_like(variable.value)
+
+    def _take(self, name: str, given: dict[str, Any]) -> jax.Array:
+        if name not in given:
+            raise MetricError(
+                f"{type(self).__name__}.update needs {name}=..., but was given "
+                f"{', '.join(given) or 'nothing'}. Pass it, or say under which name it comes when "
+                "making the metric."
+            )
+        return jnp.asarray(given[name])
+
+
+class Welford(Metric):
+    """Mean and standard deviation of values.
+
+    Args:
+        argname: Keyword under which the values come.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> spread = Welford()
+        >>> spread.update(values=jnp.array([1.0, 2.0]))
+        >>> spread.update(values=jnp.array([3.0, 100.0]), weights=jnp.array([1, 0]))
+        >>> {name: round(float(value), 4) for name, value in spread.compute().items()}
+        {'mean': 2.0, 'std': 0.8165}
+    """
+
+    def __init__(self, argname: str = "values") -> None:
+        self.argname = argname
+        self.weight = MetricState(np.zeros((), np.float32))
+        self.mean = MetricState(np.zeros((), np.float32))
+        self.spread = MetricState(np.zeros((), np.float32))
+
+    def update(self, **kwargs: Any) -> None:
+        """Takes in values (any shape, real) and, if given, their ``weights``."""
+        values = self._take(self.argname, kwargs).astype(jnp.float32)
+        weights = _weights(kwargs.get("weights"), values.shape)
+        values = jnp.where(weights == 0, 0, values)
+        weight = weights.sum()
+        mean = (weights * values).sum() / jnp.where(weight == 0, 1, weight)
+        spread = (weights * (values - mean) ** 2).sum()
+        self._combine(weight, mean, spread)
+
+    def _combine(self, weight: Any, mean: Any, spread: Any) -> None:
+        total = self.weight + weight
+        share = weight / jnp.where(total == 0, 1, total)
+        difference = mean - self.mean
+        self.spread.value = self.spread + spread + difference**2 * self.weight * share
+        self.mean.value = self.mean + difference * share
+        self.weight.value = total
+
+    def compute(self) -> Any:
+        """Returns ``{"mean", "std"}``, float32 scalars; NaN if nothing was taken in."""
+        return {
+            "mean": jnp.where(self.weight == 0, jnp.nan, self.mean.value),
+            "std": jnp.sqrt(self.spread / self.weight.value),
+        }
+
+    def merge(self, other: Any) -> None:
+        """Takes in everything that another metric of this kind has taken in."""
+        _check_kind(self, other)
+        self._combine(other.weight.value, other.mean.value, other.spread.value)
+
+
+class Average(Welford):
+    """Mean of values.
+
+    Args:
+        argname: Keyword under which the values come.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> loss = Average("loss")
+        >>> loss.update(loss=jnp.array([1.0, 3.0]))
+        >>> loss.update(loss=5.0)
+        >>> float(loss.compute())
+        3.0
+    """
+
+    def compute(self) -> Any:
+        """Returns the mean, a float32 scalar; NaN if nothing was taken in."""
+        return super().compute()["mean"]
+
+
+class Perplexity(Average):
+    """Exponential of the mean loss in nats.
+
+    It says between how many equally likely choices one would be as unsure as the model is.
+
+    Args:
+        argname: Keyword under which losses come, one per token, or a mean with the number of tokens
+            as ``weights``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> perplexity = Perplexity()
+        >>> perplexity.update(loss=jnp.log(jnp.array([2.0, 8.0])))
+        >>> round(float(perplexity.compute()), 4)
+        4.0
+    """
+
+    def __init__(self, argname: str = "loss") -> None:
+        super().__init__(argname)
+
+    def compute(self) -> Any:
+        """Returns the perplexity, a float32 scalar of at least 1; NaN if nothing was taken in."""
+        return jnp.exp(super().compute())
+
+
+class Accuracy(Average):
+    """Share of rows where the largest of ``logits`` is at the ``labels``.
+
+    ``logits`` have shape (..., classes), ``labels`` are integers of shape (...).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> accuracy = Accuracy()
+        >>> accuracy.update(logits=jnp.array([[2.0, 1.0], [0.0, 1.0]]), labels=jnp.array([0, 0]))
+        >>> float(accuracy.compute())
+        0.5
+    """
+
+    def update(self, **kwargs: Any) -> None:
+        """Takes in ``logits`` and ``labels`` and, if given, their ``weights``."""
+        logits, labels = self._take("logits", kwargs), self._take("labels", kwargs)
+        if logits.shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
+            raise MetricError(
+                "Accuracy needs integer labels of the shape of the logits without the last "
+                f"dimension, but logits have shape {logits.shape} and labels "
+                f"{labels.dtype}{list(labels.shape)}. One-hot labels: pass labels.argmax(-1)."
+            )
+        correct = jnp.argmax(logits, axis=-1) == labels
+        super().update(values=correct, weights=kwargs.get("weights"))
+
+
+class MultiMetric(Metric):
+    """Several metrics by name, updated with the same keywords.
+
+    Args:
+        **metrics: The metrics; each is also an attribute.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> metrics = MultiMetric(loss=Average("loss"), perplexity=Perplexity())
+        >>> metrics.update(loss=jnp.zeros(4))
+        >>> {name: float(value) for name, value in metrics.compute().items()}
+        {'loss': 0.0, 'perplexity': 1.0}
+    """
+
+    def __init__(self, **metrics: Metric) -> None:
+        taken = [name for name in metrics if hasattr(MultiMetric, name)]
+        if taken:
+            raise MetricError(
+                f"A metric cannot be named {taken[0]!r}, which is a method of MultiMetric; choose "
+                "another name."
+            )
+        self.names = tuple(metrics)
+        for name, metric in metrics.items():
+            setattr(self, name, metric)
+
+    def update(self, **kwargs: Any) -> None:
+        """Updates every metric with the same keywords."""
+        for name in self.names:
+            getattr(self, name).update(**kwargs)
+
+    def compute(self) -> Any:
+        """Returns a dict of what each metric computes."""
+        return {name: getattr(self, name).compute() for name in self.names}
+
+    def merge(self, other: Any) -> None:
+        """Merges every metric with the one of the same name."""
+        _check_kind(self, other)
+        if self.names != other.names:
+            raise MetricError(
+                f"Cannot merge metrics named {other.names} into metrics named {self.names}."
+            )
+        for name in self.names:
+            getattr(self, name).merge(getattr(other, name))
+
+
+def _weights(weights: Any, shape: tuple[int, ...]) -> jax.Array:
+    if weights is None:
+        return jnp.ones(shape, jnp.float32)
+    weights = jnp.asarray(weights).astype(jnp.float32)
+    if weights.ndim > len(shape) or any(
+        w not in (1, s) for w, s in zip(weights.shape, shape, strict=False)
+    ):
+        raise MetricError(
+            f"Weights of shape {weights.shape} do not fit values of shape {shape}: they must have "
+            "its first dimensions (or 1)."
+        )
+    return jnp.broadcast_to(
+        weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim)), shape
+    )
+
+
+def _check_kind(metric: Metric, other: Metric) -> None:
+    if type(metric) is not type(other):
+        raise MetricError(f"Cannot merge a {type(other).__name__} into a {type(metric).__name__}.")

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Optimizer``: a gradient transformation applied to a model in place.
+
+An optimizer refers to its model and holds the state of a *transformation* (any of optax's, or any
+object with the same ``init`` and ``update``). That state is kept as ``OptState`` Variables, one per
+array, so it is lifted, sharded and saved like the rest of a model. A leaf that belongs to a
+parameter carries the parameter's axes, so the rules that lay out the parameter lay out its moments.
+
+Because the optimizer refers to the very Variables of the model, passing both to a compiled function
+passes each Variable once. Passing the optimizer alone, or neither and closing over them, works the
+same.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax.core._jax import Tracer
+from shardax.core.errors import GradientMismatchError, OptimizerStateError
+from shardax.core.frames import local, resolve
+from shardax.core.functional import iter_variables
+from shardax.core.modules import Module
+from shardax.core.paths import Path, format_path
+from shardax.core.state import Origin, State, flatten_mapping
+from shardax.core.variables import OptState, Param, Variable
+from shardax.train.optimizer_layout import (
+    Fill,
+    StateLayout,
+    StateLeaf,
+    layout_of,
+    separate_arrays,
+)
+from shardax.train.optimizer_values import Parameters, StateValue
+
+
+class Optimizer(Module):
+    """A gradient transformation, its state, and the model that it updates.
+
+    Making one computes nothing on a lazy model and allocates nothing: the state is lazy until it is
+        first used, and then goes where
+    the parameters are (or where ``sx.shard((model, optimizer), mesh, rules)`` puts it).
+
+    Args:
+        model: The model; referred to, not copied.
+        tx: The transformation, for instance ``optax.adamw(1e-3)``. Configuration: two that were
+            made the same way count as equal, so making one anew does not compile a train step
+            again.
+        wrt: Filter of the Variables to train; the same as given to ``grad``.
+
+    Attributes:
+        step: Number of updates so far, int32 of shape ().
+        opt_state: The transformation's state as nested Dicts of ``OptState``, by the names in it:
+            ``optimizer.opt_state[0]["mu"]["layers"][0]["kernel"]``.
+
+    Raises:
+        OptimizerStateError: If no Variable matches ``wrt``.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, shardax as sx
+        >>> from shardax.train.optimizer import Optimizer
+        >>> class Line(sx.Module):
+        ...     def __init__(self):
+        ...         self.slope = sx.Param(jnp.zeros(()))
+        ...     def __call__(self, x):
+        ...         return self.slope * x
+        >>> model = Line()
+        >>> optimizer = Optimizer(model, optax.sgd(0.1))
+        >>> @sx.jit
+        ... def train_step(model, optimizer, x, y):
+        ...     loss, grads = sx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
+        ...     optimizer.update(grads)
+        ...     return loss
+        >>> x = jnp.array([1.0, 2.0])
+        >>> losses = [float(train_step(model, optimizer, x, 3 * x)) for _ in range(20)]
+        >>> round(losses[0], 2), round(float(model.slope), 2), int(optimizer.step)
+        (22.5, 3.0, 20)
+    """
+
+    def __init__(self, model: Any, tx: Any, wrt: Any = Param) -> None:
+        self.model = model
+        self.tx = tx
+        self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
+        variables = [variable for _, variable in self._chosen()]
+        if not variables:
+            shown = getattr(wrt, "__name__", repr(wrt))
+            raise OptimizerStateError(
+                f"No Variable of the {type(model).__name__} matches wrt={shown}, so there is "
+                f"nothing to train. Choose others: Optimizer(model, tx, wrt=filter)."
+            )
+        shapes = jax.tree.map(_shape_of, self._state_of([v._value for v in variables]))
+        layout = layout_of(tx, shapes)
+        parameters = Parameters(tx, variables, jax.tree.structure(shapes))
+        self.step = OptState(StateValue(_STEP, parameters, -1))
+        self.opt_state = self._make_state(layout, parameters, variables)
+
+    def update(self, grads: Any, **extra: Any) -> None:
+        """Applies one update to the model's parameters, in place.
+
+        Args:
+            grads: Gradients by path, as ``sx.grad(..., wrt=...)`` gives them: a ``State`` or nested
+                mapping with the shapes of the parameters.
+            **extra: What the transformation takes besides (``value=loss`` for
+            ``optax.contrib.reduce_on_plateau``, say); as in
+                optax, a transformation that does not take them ignores them.
+
+        Raises:
+            GradientMismatchError: If gradients are missing, unexpected or of another shape; nothing
+                is changed.
+            OptimizerStateError: If the model or ``tx`` changed since the optimizer was made.
+        """
+        chosen = self._chosen()
+        params = self._state_of([variable.value for _, variable in chosen])
+        aligned = _align(grads, params)
+        layout = layout_of(self.tx, jax.tree.map(_shape_of, params))
+        places = self._places(layout)
+        state = layout.join(place.value for place in places)
+        update = self.tx.update
+        if extra:
+            import optax
+
+            update = optax.with_extra_args_support(self.tx).update
+        updates, new_state = update(aligned, state, params, **extra)
+        new_params = jax.tree.map(_apply, updates, params, is_leaf=lambda item: item is None)
+        new_leaves = _check_state(new_state, layout)
+        for path, variable in chosen:
+            variable.value = new_params.flat()[path]
+        for place, leaf, value in zip(places, layout.leaves, new_leaves, strict=True):
+            place.value = jnp.asarray(value, leaf.dtype)
+        self.step.value = self.step.value + 1
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _chosen(self) -> list[tuple[Path, Variable[Any]]]:
+        """Returns (path, Variable) of what is trained; a bare Variable as the model always is."""
+        if isinstance(self.model, Variable):
+            return [((), self.model)]
+        return list(iter_variables(self.model, self.wrt))
+
+    def _state_of(self, values: Sequence[Any]) -> State:
+        chosen = self._chosen()
+        paths = [path for path, _ in chosen]
+        origins = {path: Origin(type(v), resolve(v, local.frame)._metadata) for path, v in chosen}
+        return State.from_flat(dict(zip(paths, values, strict=True)), origins)
+
+    def _make_state(
+        self, layout: StateLayout, parameters: Parameters, variables: Sequence[Variable[Any]]
+    ) -> dict[Any, Any]:
+        """Makes the nested mapping of ``OptState``, lazy where the values can wait."""
+        owners = [v for v in variables for _ in jax.tree.leaves(v._value)]
+        now = self._values_now(layout, parameters)
+        nested: dict[Any, Any] = {}
+        for position, leaf in enumerate(layout.leaves):
+            value = now.get(position)
+            value = StateValue(leaf, parameters, position) if value is None else value
+            place = nested
+            for step in leaf.path[:-1]:
+                place = place.setdefault(step, {})
+            place[leaf.path[-1]] = OptState(value, axes=_axes_of(leaf, owners))
+        return nested
+
+    def _values_now(self, layout: StateLayout, parameters: Parameters) -> dict[int, Any]:
+        """Computes the leaves that cannot wait: made from traced parameters, or present ones."""
+        known = [parameters.peek(position) for position in range(len(parameters.places))]
+        if any(isinstance(value, Tracer) for value in known):
+            params = self._state_of([variable.value for _, variable in self._chosen()])
+            return dict(enumerate(separate_arrays(self.tx.init(params)).arrays))
+        return {
+            position: StateValue(leaf, parameters, position).compute()
+            for position, leaf in enumerate(layout.leaves)
+            if not isinstance(leaf.origin, Fill)
+            and leaf.origin.needs
+            and all(isinstance(known[needed], jax.Array) for needed in leaf.origin.needs)
+        }
+
+    def _places(self, layout: StateLayout) -> list[Variable[Any]]:
+        """Returns the Variables of the state in the order of the layout."""
+        present = dict(iter_variables(self.opt_state))
+        wrong = [
+            format_path(leaf.path)
+            for leaf in layout.leaves
+            if leaf.path not in present or tuple(present[leaf.path].shape) != leaf.shape
+        ]
+        wrong += [
+            format_path(path) for path in present.keys() - {leaf.path for leaf in layout.leaves}
+        ]
+        if wrong:
+            raise OptimizerStateError(
+                "The optimizer's state does not fit the model and transformation any more; "
+                f"nothing was changed. {len(wrong)} entries differ: {_listed(wrong)}. Parameters "
+                "were added, removed or reshaped, or tx was replaced, since the optimizer was "
+                "made. Make a new one: Optimizer(model, tx)."
+            )
+        return [present[leaf.path] for leaf in layout.leaves]
+
+
+_STEP = StateLeaf(("step",), (), np.dtype(np.int32), None, (), Fill(np.zeros((), np.int32)))
+
+
+def _axes_of(leaf: StateLeaf, owners: Sequence[Variable[Any]]) -> tuple[Any, ...] | None:
+    """Returns the axes of the parameter that a leaf follows, in the order of its dimensions."""
+    if leaf.follows is None:
+        return None
+    axes = owners[leaf.follows].axes
+    if axes is None or (
+        leaf.dims and max((d for d in leaf.dims if d is not None), default=-1) >= len(axes)
+    ):
+        return None
+    return tuple(None if d is None else axes[d] for d in leaf.dims)
+
+
+def _shape_of(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(value.shape), value.dtype)
+
+
+def _apply(update: Any, param: Any) -> Any:
+    return param if update is None else (param + update).astype(param.dtype)
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _align(grads: Any, params: State) -> State:
+    """Returns the gradients in the order of the parameters.
+
+    Raises:
+        GradientMismatchError: If they do not fit; every difference is listed.
+    """
+    wanted = params.flat()
+    given: dict[Path, Any] = {(): grads}
+    if isinstance(grads, Mapping):
+        given = flatten_mapping(grads, wanted)
+    names = [format_path(path) for path in wanted]
+    lines = []
+    for path in given.keys() - wanted.keys():
+        near = difflib.get_close_matches(format_path(path), names, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        lines.append(f"  {format_path(path)}: has a gradient but is not trained{hint}")
+    for path, param in wanted.items():
+        if path not in given:
+            lines.append(f"  {format_path(path)}: is trained but has no gradient")
+        elif _shapes(given[path]) != _shapes(param):
+            lines.append(
+                f"  {format_path(path)}: has shape {_shown(param)}, its gradient "
+                f"{_shown(given[path])}"
+            )
+    if lines:
+        raise GradientMismatchError(
+            "The gradients do not fit the trained parameters; nothing was changed:\n"
+            + "\n".join(sorted(lines))
+            + "\nTake them with the optimizer's own filter and of the same model: "
+            "sx.grad(loss, wrt=optimizer.wrt)(optimizer.model, ...)."
+        )
+    return State.from_flat({path: given[path] for path in wanted}, params.origins())
+
+
+def _shapes(value: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(value)
+    return treedef, [np.shape(leaf) for leaf in leaves]
+
+
+def _shown(value: Any) -> str:
+    shapes = [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(value)]
+    return str(shapes[0] if len(shapes) == 1 else shapes)
+
+
+def _check_state(state: Any, layout: StateLayout) -> list[Any]:
+    """Returns the arrays of a new state.
+
+    Raises:
+        OptimizerStateError: If the transformation changed the form of its state.
+    """
+    separated = separate_arrays(state)
+    if separated.treedef != layout.treedef or separated.static.keys() != layout.static.keys():
+        raise OptimizerStateError(
+            "The transformation returned a state of another structure than its init made, so it "
+            f"cannot be kept: {separated.treedef} instead of {layout.treedef}. Its update must "
+            "keep the structure (use zeros for what is not known yet)."
+        )
+    wrong = [
+        f"{format_path(leaf.path)} from {leaf.shape} to {tuple(np.shape(value))}"
+        for leaf, value in zip(layout.leaves, separated.arrays, strict=True)
+        if tuple(np.shape(value)) != leaf.shape
+    ]
+    if wrong:
+        raise OptimizerStateError(
+            f"The transformation changed the shape of its state: {_listed(wrong)}. Its update must "
+            "keep all shapes."
+        )
+    return separated.arrays
+
+
+def _listed(items: Sequence[str], limit: int = 8) -> str:
+    more = f", and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

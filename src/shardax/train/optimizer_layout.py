@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of an optimizer's state: what it will hold, found without computing it.
+
+A *transformation* is a gradient transformation in the sense of optax: an object with ``init(params)
+    -> state`` and
+``update(updates, state, params) -> (updates, state)``. Its state is some pytree. A *state leaf* is
+one array in it. The layout says for each leaf where it is, its shape and dtype, which parameter it
+*follows* (it stands at that parameter's path, so it should be laid out like it), and its *origin*:
+what ``init`` computes it from.
+
+All of it comes from tracing ``init`` on shapes. Nothing is computed and nothing is allocated, so an
+optimizer can be made for a model that does not exist yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from shardax.core.paths import Path, PathKey
+from shardax.core.static import Static
+
+
+class Fill(NamedTuple):
+    """Origin of a leaf whose elements are all one number, whatever the parameters are."""
+
+    value: Any
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """Positions of the parameters that the leaf depends on."""
+        return ()
+
+
+class CopyOf(NamedTuple):
+    """Origin of a leaf that starts as a copy of a parameter."""
+
+    position: int
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """Positions of the parameters that the leaf depends on."""
+        return (self.position,)
+
+
+class Computed(NamedTuple):
+    """Origin of every other leaf: ``init`` must be run, with the parameters it needs."""
+
+    needs: tuple[int, ...]
+
+
+Origin = Fill | CopyOf | Computed
+
+
+class StateLeaf(NamedTuple):
+    """One array of an optimizer's state.
+
+    Attributes:
+        path: Where it is in the state; for a leaf that follows a parameter it ends in that
+            parameter's path.
+        shape: Its shape.
+        dtype: Its dtype.
+        follows: Position of the parameter it follows, or None.
+        dims: For each dimension the dimension of that parameter it corresponds to, or None.
+        origin: What ``init`` computes it from.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: Any
+    follows: int | None
+    dims: tuple[int | None, ...]
+    origin: Origin
+
+
+class StateLayout(NamedTuple):
+    """The state of a transformation for parameters of given shapes.
+
+    Attributes:
+        leaves: The arrays, in the order of the state's pytree.
+        treedef: The state's pytree, with arrays and static leaves.
+        static: The leaves that are not arrays (strings, functions, ...), by position.
+    """
+
+    leaves: tuple[StateLeaf, ...]
+    treedef: Any
+    static: dict[int, Any]
+
+    def join(self, arrays: Iterable[Any]) -> Any:
+        """Makes the state from its arrays: the inverse of ``separate_arrays``."""
+        remaining = iter(arrays)
+        count = len(self.leaves) + len(self.static)
+        leaves = [self.static[i] if i in self.static else next(remaining) for i in range(count)]
+        return self.treedef.unflatten(leaves)
+
+
+class Separated(NamedTuple):
+    """A state taken apart.
+
+    Attributes:
+        keys: JAX key path of each array.
+        arrays: The arrays.
+        treedef: The state's pytree.
+        static: The leaves that are not arrays, by position.
+    """
+
+    keys: list[Any]
+    arrays: list[Any]
+    treedef: Any
+    static: dict[int, Any]
+
+
+def separate_arrays(state: Any) -> Separated:
+    """Takes a transformation's state apart into arrays and everything else."""
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(state)
+    keys = [key for key, leaf in keyed if _is_array(leaf)]
+    arrays = [leaf for _, leaf in keyed if _is_array(leaf)]
+    static = {i: leaf for i, (_, leaf) in enumerate(keyed) if not _is_array(leaf)}
+    return Separated(keys, arrays, treedef, static)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+
+
+def layout_of(transformation: Any, params: Any) -> StateLayout:
+    """Finds what the state of a transformation holds.
+
+    Args:
+        transformation: An object with ``init``.
+        params: The parameters as a ``State``, of arrays or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+        The layout, remembered for transformations that do the same and parameters of the same
+        paths, shapes and dtypes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, shardax as sx
+        >>> params = sx.State({"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)})
+        >>> for leaf in layout_of(optax.sgd(0.1, momentum=0.9), params).leaves:
+        ...     print(leaf.path, leaf.shape, leaf.dims, float(leaf.origin.value))
+        (0, 'trace', 'kernel') (2, 3) (0, 1) 0.0
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    kinds = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+    return _layout_of(Static(transformation), treedef, kinds)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout_of(transformation: Static, treedef: Any, kinds: tuple[Any, ...]) -> StateLayout:
+    separated = Separated([], [], None, {})
+
+    def init(leaves: list[Any]) -> list[Any]:
+        nonlocal separated
+        separated = separate_arrays(transformation.value.init(treedef.unflatten(leaves)))
+        return separated.arrays
+
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
+    closed = jax.make_jaxpr(init)(shapes)
+    inputs = [CopyOf(position) for position in range(len(shapes))]
+    origins = _origins(closed.jaxpr, closed.consts, inputs)
+    keyed = jax.tree_util.tree_flatten_with_path(treedef.unflatten(shapes))[0]
+    known = {_steps(key): position for position, (key, _) in enumerate(keyed)}
+    paths = _unique([_steps(key) for key in separated.keys])
+    leaves = []
+    for path, key, aval, origin in zip(
+        paths, separated.keys, closed.out_avals, origins, strict=True
+    ):
+        follows = _followed(key, known)
+        dims = _dimensions(aval.shape, None if follows is None else kinds[follows][0])
+        if dims is None:
+            follows, dims = None, (None,) * len(aval.shape)
+        if isinstance(origin, Fill):
+            origin = Fill(np.asarray(origin.value).astype(aval.dtype))
+        leaves.append(StateLeaf(path, tuple(aval.shape), aval.dtype, follows, dims, origin))
+    return StateLayout(tuple(leaves), separated.treedef, separated.static)
+
+
+# --- paths ----------------------------------------------------------------------------------------
+
+
+def _steps(key_path: Sequence[Any]) -> Path:
+    """Turns a JAX key path into a path."""
+    steps: list[Any] = []
+    for key in key_path:
+        if isinstance(key, PathKey):
+            steps.extend(key.path)
+            continue
+        names = (getattr(key, name, _ABSENT) for name in ("idx", "key", "name"))
+        steps.append(next((name for name in names if name is not _ABSENT), str(key)))
+    return tuple(steps)
+
+
+_ABSENT = object()
+
+
+def _unique(paths: list[Path]) -> list[Path]:
+    """Returns the paths, changed where two leaves collide or one would stand above another."""
+    taken: set[Path] = set()
+    above = {path[:end] for path in paths for end in range(len(path))}
+    found = []
+    for position, path in enumerate(paths):
+        if not path or path in taken or path in above:
+            path = (*path, f"leaf_{position}")
+        taken.add(path)
+        found.append(path)
+    return found
+
+
+def _followed(key_path: Sequence[Any], known: dict[Path, int]) -> int | None:
+    """Finds the parameter whose path a leaf's key path ends in (or passes through)."""
+    for start, key in enumerate(key_path):
+        if isinstance(key, PathKey):
+            steps = _steps(key_path[start:])
+            for end in range(len(steps), -1, -1):
+                if steps[:end] in known:
+                    return known[steps[:end]]
+    return None
+
+
+def _dimensions(
+    shape: tuple[int, ...], parameter: tuple[int, ...] | None
+) -> tuple[int | None, ...] | None:
+    """Says which dimension of the parameter each dimension of a leaf is; None if it is unclear.
+
+    Three forms occur: the parameter's shape; leading dimensions before it (a history); and one
+        dimension less (row and
+    column statistics), where the missing one must be clear from the sizes.
+    """
+    if parameter is None:
+        return None
+    extra = len(shape) - len(parameter)
+    if extra >= 0 and shape[extra:] == parameter:
+        return (*((None,) * extra), *range(len(parameter)))
+    if extra != -1:
+        return None
+    positions = range(len(parameter))
+    fits = [p for p in positions if (*parameter[:p], *parameter[p + 1 :]) == shape]
+    return tuple(p for p in positions if p != fits[0]) if len(fits) == 1 else None
+
+
+# --- origins --------------------------------------------------------------------------------------
+
+
+def _origins(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Origin]) -> list[Origin]:
+    """Finds the origin of each output of a jaxpr, given those of its inputs."""
+    known: dict[Any, Origin] = dict(zip(jaxpr.invars, inputs, strict=True))
+    known.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
+
+    def read(atom: Any) -> Origin:
+        return _constant(atom.val) if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        found = _outputs(equation, [read(atom) for atom in equation.invars])
+        known.update(zip(equation.outvars, found, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _constant(value: Any) -> Origin:
+    return Fill(value) if np.ndim(value) == 0 and _has_number(value) else Computed(())
+
+
+def _has_number(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is None or not jax.numpy.issubdtype(dtype, jax.dtypes.extended)
+
+
+def _outputs(equation: Any, inputs: Sequence[Origin]) -> list[Origin]:
+    name, params = equation.primitive.name, equation.params
+    if name in ("jit", "pjit", "closed_call"):
+        inner = params.get("jaxpr", params.get("call_jaxpr"))
+        return _origins(inner.jaxpr, inner.consts, inputs)
+    if len(inputs) == 1 and name == "copy":
+        return [inputs[0]]
+    if len(inputs) == 1 and isinstance(inputs[0], Fill):
+        if name == "broadcast_in_dim":
+            return [inputs[0]]
+        if name == "convert_element_type":
+            return [Fill(np.asarray(inputs[0].value).astype(params["new_dtype"]))]
+    needs = tuple(sorted({position for origin in inputs for position in origin.needs}))
+    return [Computed(needs)] * len(equation.outvars)
