@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generating tokens from a language model, one at a time.
 
-Each token is sampled from the model's distribution over a *window*: the last tokens, at a fixed length so that one program serves
-every position. The whole window is computed anew for each token, which suits small models and short samples.
+Each token is sampled from the model's distribution over a *window*: the last tokens, at a fixed
+length so that one program serves every position. The whole window is computed anew for each token,
+which suits small models and short samples.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def generate(
     """Continues a prompt.
 
     Args:
-        model: Called as ``model(tokens)`` with int32 tokens of shape (1, window); returns logits of shape (1, window, vocab).
+        model: Called as ``model(tokens)`` with int32 tokens of shape (1, window); returns logits of
+            shape (1, window, vocab).
             Causal: logits at a position depend on tokens up to it.
         prompt: Tokens, a sequence of at least one integer.
         length: How many tokens to add.
@@ -35,7 +37,8 @@ def generate(
         int32 array of shape (len(prompt) + length,).
 
     Raises:
-        GenerationError: If the prompt is empty, or ``length``, ``window`` or ``temperature`` is out of range.
+        GenerationError: If the prompt is empty, or ``length``, ``window`` or ``temperature`` is out
+            of range.
 
     Example:
         >>> import jax, shardax as sx
@@ -48,7 +51,8 @@ def generate(
         raise GenerationError("The prompt is empty; give at least one token to continue from.")
     if length < 0 or window < 1 or temperature < 0:
         raise GenerationError(
-            f"length={length}, window={window}, temperature={temperature}: length and temperature must not be negative, and "
+            f"length={length}, window={window}, temperature={temperature}: length and temperature "
+            f"must not be negative, and "
             f"window must be at least 1."
         )
     result = np.zeros(tokens.size + length, np.int32)
@@ -65,7 +69,9 @@ def generate(
 
 
 @jit
-def _next_token(model: Any, tokens: Any, last: Any, key: Any, position: Any, temperature: Any) -> Any:
+def _next_token(
+    model: Any, tokens: Any, last: Any, key: Any, position: Any, temperature: Any
+) -> Any:
     logits = model(tokens)[0, last].astype(jnp.float32)
     noise = jax.random.gumbel(jax.random.fold_in(key, position), logits.shape)
     return jnp.argmax(logits + noise * temperature)

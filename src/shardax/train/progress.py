@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a training run shows where it is: a live bar on a terminal, plain lines elsewhere.
 
-A *display* is told about steps, evaluations and checkpoints and shows them. ``make_display`` chooses: a bar (by rich) when the
-output is a terminal, else one line every so often, so that log files stay readable.
+A *display* is told about steps, evaluations and checkpoints and shows them. ``make_display``
+chooses: a bar (by rich) when the output is a terminal, else one line every so often, so that log
+    files stay readable.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Lines:
 
     def note(self, message: str) -> None:
         """See ``Display``."""
-        print(message, file=self._file, flush=True)  # noqa: T201 (this is the display)
+        print(message, file=self._file, flush=True)
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +104,9 @@ class Bar:
             TimeRemainingColumn(),
             console=Console(file=file),
         )
-        self._task = self._progress.add_task("train", total=total, completed=first, loss="-", speed="-")
+        self._task = self._progress.add_task(
+            "train", total=total, completed=first, loss="-", speed="-"
+        )
 
     def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
         """See ``Display``."""

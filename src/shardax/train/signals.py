@@ -10,7 +10,8 @@ from typing import Any, Self
 
 
 class StopRequest:
-    """Notes SIGINT and SIGTERM while its ``with`` block runs; a second SIGINT interrupts at once, as usual.
+    """Notes SIGINT and SIGTERM while its ``with`` block runs; a second SIGINT interrupts at once,
+    as usual.
 
     Outside the main thread, where Python delivers no signals, it does nothing.
 

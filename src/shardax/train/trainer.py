@@ -2,8 +2,9 @@
 """The training loop: steps, held-out evaluation, checkpoints, log, progress, stopping on request.
 
 A run is determined by its model, optimizer, data and settings. After each step its whole state is
-the Variables of model and optimizer and the position in the data. That is what a checkpoint holds, so
-a run that was killed and resumed ends in the same parameters, to the last bit, as one that was not.
+the Variables of model and optimizer and the position in the data. That is what a checkpoint holds,
+so a run that was killed and resumed ends in the same parameters, to the last bit, as one that was
+not.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class TrainerSettings:
         eval_every: Steps between held-out evaluations; 0: only at the end.
         checkpoint_every: Steps between checkpoints; 0: only at the end.
         keep_checkpoints: How many checkpoints to keep.
-        grad_accumulation: Parts into which each batch is split to save memory; the update is that of
-            the whole batch.
+        grad_accumulation: Parts into which each batch is split to save memory; the update is that
+            of the whole batch.
     """
 
     steps: int
@@ -135,7 +136,9 @@ class Trainer:
         self.directory = Path(directory)
         self.mesh = resolve_mesh(mesh)
         self.rules = rules
-        self.train_step = jit(_make_train_step(loss, settings.grad_accumulation), donate_argnums=(0, 1))
+        self.train_step = jit(
+            _make_train_step(loss, settings.grad_accumulation), donate_argnums=(0, 1)
+        )
         self.eval_step = jit(loss)
 
     @property
@@ -150,7 +153,9 @@ class Trainer:
 
     # --- running ---------------------------------------------------------------------------------
 
-    def run(self, *, resume: bool = False, display: Callable[[int, int], Display] = make_display) -> RunResult:
+    def run(
+        self, *, resume: bool = False, display: Callable[[int, int], Display] = make_display
+    ) -> RunResult:
         """Trains until ``settings.steps``, or until SIGINT or SIGTERM asks to stop.
 
         Args:
@@ -158,10 +163,12 @@ class Trainer:
             display: Makes the progress display from (first step, last step).
 
         Returns:
-            How it ended. After a request to stop, the state is saved and ``stopped`` tells the signal.
+            How it ended. After a request to stop, the state is saved and ``stopped`` tells the
+            signal.
 
         Raises:
-            TrainerError: If the directory already holds a run and ``resume`` is False, or the loss is not finite.
+            TrainerError: If the directory already holds a run and ``resume`` is False, or the loss
+                is not finite.
         """
         with self._scope(), contextlib.closing(self._open_checkpoints()) as checkpoints:
             first = self._start(checkpoints, resume)
@@ -175,7 +182,13 @@ class Trainer:
                 return self._loop(first, checkpoints, log, source, shown, stop)
 
     def _loop(
-        self, first: int, checkpoints: Checkpoints, log: JsonlLog, source: Any, shown: Display, stop: StopRequest
+        self,
+        first: int,
+        checkpoints: Checkpoints,
+        log: JsonlLog,
+        source: Any,
+        shown: Display,
+        stop: StopRequest,
     ) -> RunResult:
         settings = self.settings
         step, saved, loss = first, first if first else -1, math.nan
@@ -200,21 +213,30 @@ class Trainer:
             self._save(checkpoints, step, source)
         checkpoints.wait()
         if stop:
-            shown.note(f"stopped by {stop.signal.name if stop.signal else 'request'}; saved at step {step}")
+            shown.note(
+                f"stopped by {stop.signal.name if stop.signal else 'request'}; saved at step {step}"
+            )
         done = step >= settings.steps
-        eval_loss = self._evaluate_and_record(step, log, shown) if done and self.held_out is not None else None
+        eval_loss = (
+            self._evaluate_and_record(step, log, shown)
+            if done and self.held_out is not None
+            else None
+        )
         if math.isnan(loss) and pending is not None:
             loss = float(pending)
         return RunResult(step, loss, eval_loss, stop.signal, checkpoints.path(step), self.log_path)
 
-    def _record(self, step: int, pending: Any, clock: _Clock, log: JsonlLog, shown: Display) -> float:
+    def _record(
+        self, step: int, pending: Any, clock: _Clock, log: JsonlLog, shown: Display
+    ) -> float:
         loss = float(pending)
         speed = clock.speed()
         log.write(step=step, loss=loss, tokens_per_second=speed)
         shown.step(step, loss, speed)
         if not math.isfinite(loss):
             raise TrainerError(
-                f"The loss at step {step} is {loss}. The last good state is the checkpoint before; lower the learning rate, or look for the "
+                f"The loss at step {step} is {loss}. The last good state is the checkpoint before; "
+                f"lower the learning rate, or look for the "
                 f"operation with jax.config.update('jax_debug_nans', True)."
             )
         return loss
@@ -250,7 +272,8 @@ class Trainer:
         shown.note(f"step {step}: held-out loss {eval_loss:.4f}")
         return eval_loss
 
-    # --- placement and checkpoints -----------------------------------------------------------------
+    # --- placement and checkpoints
+    # -----------------------------------------------------------------
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
@@ -262,7 +285,9 @@ class Trainer:
             yield
 
     def _batch_sharding(self) -> Any:
-        return None if self.mesh is None else batch_sharding(("batch", "seq"), self.mesh, self.rules)
+        return (
+            None if self.mesh is None else batch_sharding(("batch", "seq"), self.mesh, self.rules)
+        )
 
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(self.checkpoint_directory, keep=self.settings.keep_checkpoints)
@@ -272,14 +297,17 @@ class Trainer:
         latest = checkpoints.latest()
         if latest is not None and not resume:
             raise TrainerError(
-                f"{self.directory} already holds a run, at step {latest}. Go on with it (resume=True, on the command line --resume), or choose "
+                f"{self.directory} already holds a run, at step {latest}. Go on with it "
+                f"(resume=True, on the command line --resume), or choose "
                 f"another directory."
             )
         if latest is None:
             if self.mesh is not None:
                 shard((self.model, self.optimizer), self.mesh, self.rules)
             return 0
-        extra = checkpoints.restore((self.model, self.optimizer), latest, mesh=self.mesh, rules=self.rules)
+        extra = checkpoints.restore(
+            (self.model, self.optimizer), latest, mesh=self.mesh, rules=self.rules
+        )
         self.batches.restore(extra["data"])
         return latest
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of shardings: which device holds which part of an array.
 
-Text pictures for terminals come from JAX (``jax.debug.visualize_sharding``); this module adds SVG for
-pages. Arrays of more than two dimensions are shown by their *face*: the two dimensions that are
+Text pictures for terminals come from JAX (``jax.debug.visualize_sharding``); this module adds SVG
+for pages. Arrays of more than two dimensions are shown by their *face*: the two dimensions that are
 sharded, or the first two.
 """
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a training run: one HTML page without scripts or outside files.
 
-It shows the settings, the loss curve beside reference lines, the layout table, pictures of shardings, and a sample.
+It shows the settings, the loss curve beside reference lines, the layout table, pictures of
+shardings, and a sample.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import Any
 from shardax.view.table import ParameterTable
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem;
+color: #222; } h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-size: 13px; width: 100%; }
-th, td { text-align: left; padding: 2px 10px 2px 0; border-bottom: 1px solid #eee; font-family: ui-monospace, monospace; }
-td:last-child, th:last-child { text-align: right; }
+th, td { text-align: left; padding: 2px 10px 2px 0; border-bottom: 1px solid #eee; font-family:
+ui-monospace, monospace; } td:last-child, th:last-child { text-align: right; }
 pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; }
 figure { display: inline-block; margin: 0 1.5rem 1rem 0; } figcaption { font-size: 13px; }
-@media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } pre { background: #222; } th, td { border-color: #333; } }
+@media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } pre { background:
+#222; } th, td { border-color: #333; } }
 """
 _WIDTH, _HEIGHT, _MARGIN = 720, 300, 45
 
@@ -46,7 +48,8 @@ def write_report(
         summary: Facts to list first, by name.
         parameters: The layout table.
         pictures: SVG text by caption (``sharding_svg``).
-        records: Log records: dicts with ``step`` and ``loss`` (training) or ``eval_loss`` (held-out).
+        records: Log records: dicts with ``step`` and ``loss`` (training) or ``eval_loss``
+            (held-out).
         references: Horizontal lines in the loss plot, by name, in the unit of the loss.
         sample: Generated text to show.
 
@@ -58,14 +61,18 @@ def write_report(
         >>> page = write_report(
         ...     pathlib.Path(tempfile.mkdtemp()) / "report.html", title="Run", summary={"steps": 2},
         ...     parameters=sx.view.table(sx.nn.Linear(2, 3, rngs=sx.Rngs(0))), pictures={},
-        ...     records=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}], references={"bigram": 1.8})
+        ...     records=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}], references={"bigram":
+        1.8})
         >>> "<svg" in page.read_text(), "bigram" in page.read_text()
         (True, True)
     """
     target = Path(path)
-    facts = "".join(f"<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>" for k, v in summary.items())
+    facts = "".join(
+        f"<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>" for k, v in summary.items()
+    )
     figures = "".join(
-        f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" for caption, svg in pictures.items()
+        f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+        for caption, svg in pictures.items()
     )
     sections = [
         f"<h1>{escape(title)}</h1><table>{facts}</table>",
@@ -87,7 +94,9 @@ def write_report(
 def _table_html(parameters: ParameterTable) -> str:
     header, *rows = parameters.cells()
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
     return f"<table><tr>{head}</tr>{body}</table><p>{escape(parameters.totals())}</p>"
 
 
@@ -127,19 +136,29 @@ def loss_svg(records: Sequence[Mapping[str, Any]], references: Mapping[str, floa
     for series, color, name in ((train, "#4e79a7", "training"), (held_out, "#e15759", "held out")):
         if series:
             line = " ".join(point(step, loss) for step, loss in series)
-            parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+            parts.append(
+                f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.6"/>'
+            )
             dots = series if name == "held out" else []
             parts.extend(
-                '<circle cx="{}" cy="{}" r="3" fill="{}"/>'.format(*point(step, loss).split(","), color)
+                '<circle cx="{}" cy="{}" r="3" fill="{}"/>'.format(
+                    *point(step, loss).split(","), color
+                )
                 for step, loss in dots
             )
             x, y = point(*series[-1]).split(",")
-            parts.append(f'<text x="{x}" y="{float(y) + 14:.1f}" text-anchor="end" font-size="11" fill="{color}">{name}</text>')
+            parts.append(
+                f'<text x="{x}" y="{float(y) + 14:.1f}" text-anchor="end" font-size="11" fill="{color}">{name}</text>'
+            )
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
 
 
 def _series(records: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
-    found = [(int(record["step"]), float(record[name])) for record in records if name in record and "step" in record]
+    found = [
+        (int(record["step"]), float(record[name]))
+        for record in records
+        if name in record and "step" in record
+    ]
     return [(step, loss) for step, loss in found if math.isfinite(loss)]
 
 
@@ -152,6 +171,7 @@ def _axes(first: float, last: float, low: float, high: float) -> str:
         (_MARGIN - 6, bottom, "end", f"{low:.2f}"),
     ]
     texts = "".join(
-        f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="11" fill="#888">{text}</text>' for x, y, anchor, text in labels
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="11" fill="#888">{text}</text>'
+        for x, y, anchor, text in labels
     )
     return f'<path d="M{_MARGIN},{_MARGIN / 2} V{bottom} H{_WIDTH - _MARGIN}" fill="none" stroke="#bbb"/>{texts}'

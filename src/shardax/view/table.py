@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout table: every Variable of a model with its shape, axes, spec and memory.
 
-*Bytes per device* is what the largest shard of an array takes; a replicated array costs its whole size on every device.
+*Bytes per device* is what the largest shard of an array takes; a replicated array costs its whole
+size on every device.
 """
 
 from __future__ import annotations
@@ -107,11 +108,20 @@ class ParameterTable:
 
 def _cells(row: ParameterRow) -> tuple[str, ...]:
     shape = "x".join(map(str, row.shape)) or "scalar"
-    return (row.path, row.type, shape, row.dtype, row.axes, row.spec, format_bytes(row.bytes_per_device))
+    return (
+        row.path,
+        row.type,
+        shape,
+        row.dtype,
+        row.axes,
+        row.spec,
+        format_bytes(row.bytes_per_device),
+    )
 
 
 def table(tree: Any, *filters: Any, mesh: Any = None, rules: Any = None) -> ParameterTable:
-    """Makes the layout table of a model, without allocating anything for lazy or abstract Variables.
+    """Makes the layout table of a model, without allocating anything for lazy or abstract
+    Variables.
 
     Args:
         tree: A Module or pytree of Modules.
@@ -138,13 +148,21 @@ def _by_path(tree: Any) -> dict[Any, Any]:
     """Returns the entries of States (also inside tuples, lists and dicts) by full path."""
     if hasattr(tree, "flat"):
         return tree.flat()
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (tuple, list)) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, (tuple, list))
+        else ()
+    )
     return {(key, *path): value for key, child in items for path, value in _by_path(child).items()}
 
 
 def _rows(path: Any, variable: Variable[Any], spec: Any, sharding: Any) -> list[ParameterRow]:
     value = variable._value
-    arrays = [((), value)] if hasattr(value, "shape") else jax.tree_util.tree_leaves_with_path(value)
+    arrays = (
+        [((), value)] if hasattr(value, "shape") else jax.tree_util.tree_leaves_with_path(value)
+    )
     rows = []
     for key_path, array in arrays:
         shape = tuple(array.shape)
@@ -176,7 +194,10 @@ def _item_bytes(dtype: Any) -> int:
 def _spec_text(spec: Any) -> str:
     if spec is None or all(entry is None for entry in spec):
         return ""
-    return ", ".join("-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry) for entry in spec)
+    return ", ".join(
+        "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
+        for entry in spec
+    )
 
 
 def format_bytes(count: float) -> str:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices and meshes as the command line names them."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from shardax.core.errors import CommandError
+
+
+def use_devices(count: int | None) -> None:
+    """Makes this process use ``count`` virtual CPU devices; None leaves JAX's own choice.
+
+    Args:
+        count: Number of devices.
+
+    Raises:
+        CommandError: If JAX already runs with another number of devices.
+    """
+    if count is None:
+        return
+    if count < 1:
+        raise CommandError(f"--devices {count}: give at least 1.")
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # the backend is up: fine if it is what was asked for
+        pass
+    if jax.device_count() != count:
+        raise CommandError(
+            f"--devices {count}, but JAX already runs with {jax.device_count()} in this process. "
+            f"Set it in a new process."
+        )
+
+
+def parse_mesh(text: str) -> Mesh | None:
+    """Makes the mesh that a text such as ``data=2,model=4`` describes, with Auto axes.
+
+    Args:
+        text: Comma-separated ``name=size``; empty: no mesh.
+
+    Raises:
+        CommandError: If the text cannot be read or the devices do not suffice.
+
+    Example:
+        >>> parse_mesh("data=1,model=1").shape
+        OrderedDict({'data': 1, 'model': 1})
+    """
+    if not text:
+        return None
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name.strip().isidentifier() or not size.strip().isdigit() or int(size) < 1:
+            raise CommandError(
+                f"--mesh {text!r}: {part!r} is not name=size, as in --mesh data=2,model=4."
+            )
+        if name.strip() in sizes:
+            raise CommandError(f"--mesh {text!r}: the axis {name.strip()!r} is given twice.")
+        sizes[name.strip()] = int(size)
+    needed = math.prod(sizes.values())
+    if needed > jax.device_count():
+        raise CommandError(
+            f"--mesh {text} needs {needed} devices, but there are {jax.device_count()}. For "
+            f"virtual CPU devices add --devices {needed}."
+        )
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=jax.devices()[:needed],
+    )

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presets: named sizes of model and training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardax.core.errors import CommandError
+from shardax.models import DecoderConfig
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model and how to train it.
+
+    Attributes:
+        model: The decoder's configuration.
+        steps: Optimizer steps.
+        batch_size: Windows a step.
+        seq_len: Bytes a window.
+        learning_rate: Peak learning rate.
+        eval_batches: Held-out batches an evaluation reads, spread evenly over the text.
+    """
+
+    model: DecoderConfig
+    steps: int
+    batch_size: int
+    seq_len: int
+    learning_rate: float
+    eval_batches: int
+
+
+def _decoder(layers: int, embed: int, heads: int, kv_heads: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=256,
+        num_layers=layers,
+        embed_dim=embed,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=embed // heads,
+        mlp_dim=4 * embed,
+        tied=True,
+    )
+
+
+PRESETS = {
+    "tiny": Preset(_decoder(2, 64, 4, 4), 40, 16, 64, 1e-2, 4),
+    "demo": Preset(_decoder(4, 128, 8, 4), 300, 32, 128, 6e-3, 24),
+    "small": Preset(_decoder(8, 512, 8, 4), 20_000, 64, 512, 1e-3, 64),
+}
+
+
+def find_preset(name: str) -> Preset:
+    """Returns a preset by name.
+
+    Raises:
+        CommandError: If there is none; the message lists them.
+
+    Example:
+        >>> find_preset("demo").model.vocab_size
+        256
+    """
+    if name not in PRESETS:
+        raise CommandError(f"--preset {name!r} is unknown; there are: {', '.join(PRESETS)}.")
+    return PRESETS[name]

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: what it was started with, so that it can be resumed, shown and sampled.
+
+``run.json`` holds the settings; beside it are ``log.jsonl``, ``report.html`` and ``checkpoints/``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from shardax.core.errors import CommandError
+from shardax.core.rng import Rngs
+from shardax.models import Decoder, DecoderConfig
+
+RUN_FILE = "run.json"
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """Everything that determines a run's numbers, and how it was laid out.
+
+    Attributes:
+        model: The decoder's configuration.
+        text: Path of the text, or None for Python's standard library.
+        batch_size: Windows a step.
+        seq_len: Bytes a window.
+        steps: Optimizer steps.
+        learning_rate: Peak learning rate.
+        seed: Seed of parameters and data order.
+        mesh: The mesh as text.
+        devices: Number of virtual CPU devices, or None.
+        eval_batches: Held-out batches an evaluation reads.
+        checkpoint_every: Steps between checkpoints.
+    """
+
+    model: DecoderConfig
+    text: str | None
+    batch_size: int
+    seq_len: int
+    steps: int
+    learning_rate: float
+    seed: int
+    mesh: str
+    devices: int | None
+    eval_batches: int
+    checkpoint_every: int
+
+    def make_model(self) -> Decoder:
+        """Makes the model, lazy."""
+        return Decoder(self.model, rngs=Rngs(params=self.seed))
+
+
+def write_settings(directory: Path, settings: RunSettings) -> None:
+    """Writes ``run.json``, replacing it in one step."""
+    directory.mkdir(parents=True, exist_ok=True)
+    draft = directory / (RUN_FILE + ".partial")
+    record = {"format": _FORMAT, **dataclasses.asdict(settings)}
+    draft.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+    draft.replace(directory / RUN_FILE)
+
+
+def read_settings(directory: Path) -> RunSettings:
+    """Reads ``run.json``.
+
+    Raises:
+        CommandError: If the folder holds no run, or one of a newer format.
+    """
+    file = directory / RUN_FILE
+    if not file.is_file():
+        raise CommandError(
+            f"{directory} holds no run: there is no {RUN_FILE}. Start one with: shardax train "
+            f"--out {directory}"
+        )
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if record.pop("format", None) != _FORMAT:
+        raise CommandError(
+            f"{file} was written by another version of shardax; train anew or use that version."
+        )
+    model = DecoderConfig(**record.pop("model"))
+    return RunSettings(model=model, **record)
+
+
+def find_run(path: Path) -> Path:
+    """Returns the run's folder for a path to it, to its checkpoints, or to one checkpoint.
+
+    Raises:
+        CommandError: If there is no run.
+    """
+    for folder in (path, *path.parents[:2]):
+        if (folder / RUN_FILE).is_file():
+            return folder
+    raise CommandError(
+        f"{path} is no run and no checkpoint of one (there is no {RUN_FILE} in it or above it)."
+    )

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``shardax train``: train a byte-level decoder on text, data and tensor parallel over a mesh."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardax.cli.devices import parse_mesh, use_devices
+from shardax.cli.presets import find_preset
+from shardax.cli.run_files import RunSettings, read_settings, write_settings
+from shardax.core.errors import CommandError
+
+_SAMPLE_PROMPT = "def "
+_SAMPLE_LENGTH = 240
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a byte-level decoder on text.
+
+    Attributes:
+        preset: Size of model and training: tiny, demo or small.
+        mesh: Mesh axes and sizes, such as data=2,model=4. Empty: one device.
+        devices: Use this many virtual CPU devices.
+        text: A text file or a folder of them. By default the source of Python's standard library.
+        out: Folder of the run.
+        resume: Go on with the run in the folder, with the settings it was started with.
+        steps: Optimizer steps, instead of the preset's.
+        batch_size: Windows a step, instead of the preset's.
+        seq_len: Bytes a window, instead of the preset's.
+        learning_rate: Peak learning rate, instead of the preset's.
+        checkpoint_every: Steps between checkpoints.
+        seed: Seed of parameters and data order.
+    """
+
+    preset: str = "demo"
+    mesh: str = ""
+    devices: int | None = None
+    text: Path | None = None
+    out: Path = Path("runs/demo")
+    resume: bool = False
+    steps: int | None = None
+    batch_size: int | None = None
+    seq_len: int | None = None
+    learning_rate: float | None = None
+    checkpoint_every: int = 50
+    seed: int = 0
+
+    def run(self) -> int:
+        """Runs the command; returns the exit status."""
+        settings = self._settings()
+        use_devices(settings.devices)
+        job = _Job(settings, self.out)
+        job.check_free(self.resume)
+        write_settings(self.out, settings)
+        return job.run(self.resume)
+
+    def _settings(self) -> RunSettings:
+        if self.resume:
+            return read_settings(self.out)
+        preset = find_preset(self.preset)
+        return RunSettings(
+            model=preset.model,
+            text=None if self.text is None else str(self.text),
+            batch_size=self.batch_size or preset.batch_size,
+            seq_len=self.seq_len or preset.seq_len,
+            steps=self.steps or preset.steps,
+            learning_rate=self.learning_rate or preset.learning_rate,
+            seed=self.seed,
+            mesh=self.mesh,
+            devices=self.devices,
+            eval_batches=preset.eval_batches,
+            checkpoint_every=self.checkpoint_every,
+        )
+
+
+class _Job:
+    """One run of the training command: the library's parts put together."""
+
+    def __init__(self, settings: RunSettings, out: Path) -> None:
+        import optax
+
+        from shardax import models, train
+
+        self.settings = settings
+        self.out = out
+        self.mesh = parse_mesh(settings.mesh)
+        text = train.open_text(settings.text)
+        training, held_out = text.split()
+        shape = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
+        self.held_out = train.EvalBatches(held_out, **shape, max_batches=settings.eval_batches)
+        self.model = settings.make_model()
+        warmup = max(1, settings.steps // 15)
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0,
+            settings.learning_rate,
+            warmup,
+            max(settings.steps, warmup + 1),
+            settings.learning_rate / 20,
+        )
+        optimizer = optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01)
+        )
+        self.trainer = train.Trainer(
+            self.model,
+            train.Optimizer(self.model, optimizer),
+            models.next_token_loss,
+            train.TrainBatches(training, **shape, seed=settings.seed),
+            directory=out,
+            settings=train.TrainerSettings(
+                steps=settings.steps,
+                eval_every=max(1, settings.steps // 4),
+                checkpoint_every=settings.checkpoint_every,
+            ),
+            held_out=self.held_out,
+            mesh=self.mesh,
+            rules=models.DECODER_RULES,
+        )
+
+    def check_free(self, resume: bool) -> None:
+        """Raises if the folder holds a run that would be overwritten."""
+        if (
+            not resume
+            and self.trainer.checkpoint_directory.exists()
+            and any(self.trainer.checkpoint_directory.iterdir())
+        ):
+            raise CommandError(
+                f"{self.out} already holds a run. Go on with it (--resume), choose another folder "
+                f"(--out), or delete it."
+            )
+
+    def run(self, resume: bool) -> int:
+        from shardax import train, view
+
+        table = view.table(self.model, mesh=self.mesh, rules=self.trainer.rules)
+        print(table, "\n", sep="")
+        baselines = train.byte_entropy(self.held_out.part)
+        started = time.monotonic()
+        result = self.trainer.run(resume=resume)
+        if result.stopped is not None:
+            print(
+                f"Stopped by {result.stopped.name} at step {result.step}. Go on with: shardax "
+                f"train --resume --out {self.out}"
+            )
+            return 128 + result.stopped
+        pictures = self._show_shardings()
+        print(_comparison(result.eval_loss, baselines))
+        sample = self._sample()
+        print(f"\nSample:\n{sample}\n")
+        report = view.write_report(
+            self.out / "report.html",
+            title=f"shardax run {self.out.name}",
+            summary=self._summary(result, baselines, time.monotonic() - started),
+            parameters=table,
+            pictures=pictures,
+            records=train.read_jsonl(result.log),
+            references={"unigram": baselines.unigram, "bigram": baselines.bigram},
+            sample=sample,
+        )
+        print(f"checkpoint  {result.checkpoint}\nlog         {result.log}\nreport      {report}")
+        return 0
+
+    def _show_shardings(self) -> dict[str, str]:
+        """Prints pictures of two parameters and returns them as SVG by caption."""
+        from shardax import view
+
+        block = self.model.layers[0]
+        chosen = {
+            ".embed.embedding": self.model.embed.embedding,
+            ".layers[0].mlp.down.kernel": block.mlp.down.kernel,
+        }
+        for path, variable in chosen.items():
+            print(f"\n{path} {variable.axes} {tuple(variable.shape)} over the devices:")
+            view.show_sharding(variable)
+        return {
+            f"{path} {variable.axes}": view.sharding_svg(variable)
+            for path, variable in chosen.items()
+        }
+
+    def _sample(self) -> str:
+        from shardax import models
+
+        self.model.eval()
+        tokens = models.generate(
+            self.model,
+            list(_SAMPLE_PROMPT.encode()),
+            _SAMPLE_LENGTH,
+            window=self.settings.seq_len,
+            temperature=0.7,
+            seed=self.settings.seed,
+        )
+        return bytes(tokens.astype("uint8")).decode(errors="replace")
+
+    def _summary(self, result: Any, baselines: Any, seconds: float) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "text": settings.text or "Python's standard library",
+            "model": settings.model,
+            "mesh": settings.mesh or "one device",
+            "steps": f"{result.step} of {settings.batch_size} x {settings.seq_len} bytes",
+            "held-out loss": f"{result.eval_loss:.4f} nats per byte",
+            "bigram entropy": f"{baselines.bigram:.4f} nats per byte",
+            "unigram entropy": f"{baselines.unigram:.4f} nats per byte",
+            "seconds": f"{seconds:.0f}",
+        }
+
+
+def _comparison(eval_loss: float | None, baselines: Any) -> str:
+    return (
+        f"\nheld-out loss     {eval_loss:.4f} nats per byte\n"
+        f"bigram entropy    {baselines.bigram:.4f} of the same text\n"
+        f"unigram entropy   {baselines.unigram:.4f} of the same text"
+    )
