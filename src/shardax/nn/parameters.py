@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all layers share: making parameters and checking what they are given.
+
+A layer's parameters are lazy (``core.lazy``): building a layer runs no JAX operation. Each has an
+axis name per dimension. The names have defaults, the same for layers that are meant to be joined
+("embed" is what goes from layer to layer), and every layer lets its caller choose others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from shardax.core.errors import LayerConfigError, LayerInputError
+from shardax.core.lazy import Init, Initializer
+from shardax.core.rng import Rngs
+from shardax.core.variables import Param
+
+ones = jax.nn.initializers.ones
+zeros = jax.nn.initializers.zeros
+
+AxisNames = tuple[str | None, ...]
+Sizes = int | tuple[int, ...]
+
+
+def make_parameter(
+    layer: str,
+    initializer: Initializer,
+    shape: tuple[int, ...],
+    dtype: Any,
+    axes: Sequence[str | None],
+    rngs: Rngs | None,
+) -> Param[Any]:
+    """Makes a lazy parameter.
+
+    Constants draw nothing from the random streams, so adding a bias or a norm to a model leaves its
+    other parameters as they were.
+
+    Args:
+        layer: The layer's name, for messages.
+        initializer: Called as ``initializer(key, shape, dtype)``.
+        shape: Shape of the parameter.
+        dtype: The parameter dtype.
+        axes: One name per dimension.
+        rngs: Where the key is drawn from, the stream ``params``.
+
+    Raises:
+        LayerConfigError: If there is not one name per dimension.
+    """
+    names = as_axes(layer, "axis names", axes, len(shape))
+    source = None if initializer in (ones, zeros) else rngs
+    return Param(Init(initializer, shape, dtype, rngs=source), axes=names)
+
+
+@functools.lru_cache(maxsize=256)
+def lecun_normal(inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Initializer:
+    """Returns the initializer of variance 1 / fan-in for a kernel with the given input and output
+    dimensions (LeCun et al., "Efficient BackProp", 1998)."""
+    return jax.nn.initializers.lecun_normal(in_axis=inputs, out_axis=outputs)
+
+
+def as_sizes(layer: str, name: str, sizes: Any) -> tuple[int, ...]:
+    """Returns one size or several as a tuple of positive integers.
+
+    Raises:
+        LayerConfigError: If one of them is not a positive integer.
+    """
+    found = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
+    if not found or not all(_is_positive_integer(size) for size in found):
+        raise LayerConfigError(f"{layer} needs {name} to be positive, but {name}={sizes!r}.")
+    return tuple(int(size) for size in found)
+
+
+def as_size(layer: str, name: str, size: Any) -> int:
+    """Returns one positive integer.
+
+    Raises:
+        LayerConfigError: If it is not one.
+    """
+    if not _is_positive_integer(size):
+        raise LayerConfigError(
+            f"{layer} needs {name} to be a positive integer, but {name}={size!r}."
+        )
+    return int(size)
+
+
+def _is_positive_integer(size: Any) -> bool:
+    return isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size > 0
+
+
+def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> AxisNames:
+    """Returns axis names as a tuple of ``count`` of them.
+
+    Raises:
+        LayerConfigError: If there are more or fewer, or a single string was given.
+    """
+    if isinstance(axes, str) or len(axes) != count:
+        raise LayerConfigError(
+            f"{layer} needs {count} {name}, one per dimension, but was given {axes!r}."
+        )
+    return tuple(axes)
+
+
+def shown_sizes(sizes: tuple[int, ...]) -> str:
+    """Formats the trailing dimensions that a layer expects, such as ``(..., 4, 16)``."""
+    return f"({', '.join(['...', *map(str, sizes)])})"
+
+
+def refuse_input(layer: str, expected: str, found: Any, hint: str) -> NoReturn:
+    """Raises the error for an input that a layer cannot take."""
+    shape = f"{found.dtype}{list(found.shape)}" if hasattr(found, "shape") else repr(found)
+    raise LayerInputError(f"{layer} takes {expected}, but was given {shape}. {hint}")
