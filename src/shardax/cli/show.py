@@ -15,8 +15,7 @@ from shardax.cli.run_files import find_run, read_settings
 
 @dataclass(frozen=True)
 class Show:
-    """Print the table of a run's parameters: path, shape, dtype, axes, spec, bytes per device;
-    totals.
+    """Print the table of a run's parameters.
 
     Attributes:
         path: Folder of a run, or of one of its checkpoints.

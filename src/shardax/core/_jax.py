@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where shardax leans on parts of JAX that are public but not in the ``jax``
-namespace itself.
+"""The parts of JAX that are public but not in the ``jax`` namespace itself, all in one place.
 
 *Trace state*: an opaque token for "which transform is tracing right now". Two tokens are equal
 exactly when they were taken under the same trace. ``jax.extend.core`` offers it for libraries that

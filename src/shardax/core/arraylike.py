@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lets a Variable stand where its array could: operators, conversions, and the values that are
-allowed.
+"""What lets a Variable stand where its array could.
 
 A *value* is a JAX array (or tracer), a NumPy array, a lazy value, an abstract
 ``jax.ShapeDtypeStruct``, or a pytree of these. Numbers become NumPy arrays of JAX's canonical
@@ -80,8 +79,9 @@ def _canonical(value: Any, owner: str) -> np.ndarray:
 
 
 def realise(value: Any, owner: Any) -> Any:
-    """Turns a lazy or NumPy value into a JAX array, outside of any trace when the Variable lives
-    outside.
+    """Turns a lazy or NumPy value into a JAX array.
+
+    Outside of any trace when the Variable lives outside.
 
     Args:
         value: A ``LazyValue`` or ``numpy.ndarray``.
@@ -179,7 +179,13 @@ class ArrayLike:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self._operand(), name)
+        operand = self._operand()
+        try:
+            return getattr(operand, name)
+        except AttributeError:
+            if hasattr(jax.Array, name):
+                leaf_of(operand, type(self).__name__)  # says why there is no such thing
+            raise
 
     def __bool__(self) -> bool:
         return bool(self._operand())

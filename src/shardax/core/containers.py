@@ -373,7 +373,10 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
         return key, self.pop(key)
 
     def setdefault(self, key: K, default: Any = None) -> Any:
-        """Returns the entry, setting it first if absent; a list or dict comes back as what was stored: tracked."""
+        """Returns the entry, setting it first if absent.
+
+        A list or dict comes back as what was stored: tracked.
+        """
         if key not in self._items:
             self[key] = default
         return self[key]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure epoch: one integer that tells whether any flattened model may have changed its
-structure.
+"""The structure epoch: one integer that tells whether a model may have changed its structure.
 
 Walking a model on every call is what makes stateful libraries slow. shardax walks once, *marks*
 every object it saw, and remembers the *epoch* at which it walked. A structural write (an attribute

@@ -27,7 +27,7 @@ class ShardaxError(Exception):
 
 
 class StaticAttributeError(ShardaxError, TypeError):
-    """An attribute is neither data (arrays, Variables, Modules) nor hashable static configuration."""
+    """An attribute is neither data (arrays, Variables, Modules) nor hashable configuration."""
 
 
 class ReadOnlyCopyError(ShardaxError, RuntimeError):
@@ -39,7 +39,7 @@ class TraceLeakError(ShardaxError, RuntimeError):
 
 
 class ForeignMutationError(ShardaxError, RuntimeError):
-    """A Module from outside a transform was structurally changed inside it without being passed in."""
+    """A Module from outside a transform was structurally changed inside it."""
 
 
 class AbstractValueError(ShardaxError, TypeError):
@@ -78,7 +78,7 @@ class FilterError(ShardaxError, ValueError):
 
 
 class StateMismatchError(ShardaxError, ValueError):
-    """A State does not fit the structure it is merged into (missing, unexpected, or wrong entries)."""
+    """A State does not fit a structure: missing, unexpected, or wrong entries."""
 
 
 class MetadataError(ShardaxError, ValueError):
@@ -109,11 +109,11 @@ class OutputError(ShardaxError, TypeError):
 
 
 class DifferentiationError(ShardaxError, TypeError):
-    """The differentiated argument holds nothing that can be differentiated, or the output is not a real scalar."""
+    """The differentiated argument or the output has no gradient."""
 
 
 class StructureMismatchError(ShardaxError, ValueError):
-    """A compiled function was called with arguments whose structure differs from the one it was compiled for."""
+    """A compiled function was called with arguments of another structure."""
 
 
 # --- partitioning --------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class TextSourceError(ShardaxError, ValueError):
 
 
 class WindowError(ShardaxError, ValueError):
-    """Batches of windows cannot be drawn as asked (too little text, or sizes that do not divide)."""
+    """Batches of windows cannot be drawn: too little text, or sizes that do not divide."""
 
 
 class DataPositionError(ShardaxError, ValueError):
@@ -184,11 +184,11 @@ class LogError(ShardaxError, ValueError):
     """A log record has no standard JSON form or goes back in steps, or a log file is damaged."""
 
 
-# --- running a training job ------------------------------------------------------------------------
+# --- running a training job ----------------------------------------------------------------------
 
 
 class TrainerError(ShardaxError, RuntimeError):
-    """A training run cannot start or go on: settings out of range, a directory in use, a loss that is not finite."""
+    """A training run cannot start or go on: bad settings, a used directory, a loss not finite."""
 
 
 class GenerationError(ShardaxError, ValueError):
@@ -203,11 +203,11 @@ class CommandError(ShardaxError, ValueError):
 
 
 class GradientMismatchError(ShardaxError, ValueError):
-    """Gradients given to an optimizer do not fit the parameters that it trains; lists every path."""
+    """Gradients do not fit the parameters that an optimizer trains; lists every path."""
 
 
 class OptimizerStateError(ShardaxError, ValueError):
-    """An optimizer's state does not fit its model or transformation, or there is nothing to train."""
+    """An optimizer's state does not fit its model, or there is nothing to train."""
 
 
 class AccumulationError(ShardaxError, ValueError):
@@ -241,8 +241,8 @@ class CheckpointValueError(ShardaxError, TypeError):
 
 
 class LayerConfigError(ShardaxError, ValueError):
-    """A layer or model cannot be built as asked: sizes, names or options that do not fit together."""
+    """A layer or model cannot be built: sizes, names or options that do not fit."""
 
 
 class LayerInputError(ShardaxError, ValueError):
-    """A layer was called on an input that it cannot take: a shape, rank or dtype that does not fit."""
+    """A layer was called on an input of a wrong shape, rank or dtype."""

@@ -96,7 +96,7 @@ class PathContains:
 
 
 class _Combination:
-    """Holds filters as predicates; equal combinations compare and hash equal, so they can be static."""
+    """Holds filters as predicates; equal combinations are equal, so they can be static."""
 
     def __init__(self, *filters: Filter) -> None:
         self.predicates = tuple(to_predicate(item) for item in filters)

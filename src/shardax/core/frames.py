@@ -22,7 +22,7 @@ from shardax.core.errors import ForeignMutationError, ReadOnlyCopyError, TraceLe
 
 
 class Adopted(NamedTuple):
-    """A Variable that a frame took over from its parent: the parent's, the stand-in, and the value it was given."""
+    """A Variable that a frame took over: the parent's, the stand-in, the value it was given."""
 
     outer: Any
     stand_in: Any
@@ -59,11 +59,11 @@ class Frame:
     def __exit__(self, *exc_info: object) -> None:
         local.frame = self.parent
         self.closed = True
-        self.copies = {}  # a Variable that leaked from the trace must not keep the caller's model alive
+        # A Variable that leaked from the trace must not keep the caller's model alive.
+        self.copies = {}
 
     def adopt(self, outer: Any) -> Any:
-        """Returns the stand-in, owned by this frame, for a Variable of the parent that was not
-        passed in.
+        """Returns this frame's stand-in for a Variable of the parent that was not passed in.
 
         The default copies it: reads see the value as of now, and ``adopted`` lists it so that the
         transform can hand written values back. Transforms with a stricter rule override this.
@@ -139,7 +139,7 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
 
 
 READ_ONLY = "copy inside a plain JAX transform"
-"""Lock of objects that JAX rebuilt inside ``jax.jit``, ``jax.grad``, ...: reading is fine, writing would be lost."""
+"""Lock of objects that JAX rebuilt inside a plain transform: reading is fine, writing would be lost."""
 
 
 def check_unlocked(target: Any, what: str) -> None:
@@ -200,8 +200,7 @@ def check_structural_write(target: Any, what: str) -> None:
 
 
 def check_trace(target: Any, what: str) -> None:
-    """Raises if writing ``target`` now would let a tracer of an inner plain JAX transform escape,
-    or the write be lost.
+    """Raises if writing ``target`` now would let a tracer escape, or the write be lost.
 
     Args:
         target: A resolved Variable, or a Module or container.

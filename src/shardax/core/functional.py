@@ -63,7 +63,10 @@ def _origin(definition: Any) -> Origin:
 
 
 def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
-    """Reads the values of the Variables at some positions (None: all); others stay lazy if they are."""
+    """Reads the values of the Variables at some positions (None: all).
+
+    Others stay lazy if they are.
+    """
     chosen = range(len(flat.leaves)) if positions is None else list(positions)
     paths = [flat.leaf_paths[i] for i in chosen]
     values = values_of(flat.leaves[i] for i in chosen)
@@ -240,8 +243,9 @@ def _directly_in(value: Any) -> Iterator[Object]:
 
 
 def clone(tree: T) -> T:
-    """Returns a copy with new objects and equal structure, sharing and values. Lazy values stay
-    lazy.
+    """Returns a copy with new objects and equal structure, sharing and values.
+
+    Lazy values stay lazy.
 
     Args:
         tree: A Module, Variable, container or pytree of them.
@@ -344,8 +348,9 @@ def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]
 
 
 def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable[Any]]]:
-    """Yields (path, Variable) pairs in order, each Variable once; with filters, those that match
-    any.
+    """Yields (path, Variable) pairs in order, each Variable once.
+
+    With filters, those that match any.
 
     Example:
         >>> import shardax as sx
@@ -360,8 +365,7 @@ def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable
 
 
 def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
-    """Yields (path, Module) pairs in order, each Module once, the tree itself included if it is
-    one.
+    """Yields (path, Module) pairs in order, each Module once, the tree itself included.
 
     Example:
         >>> import shardax as sx

@@ -6,65 +6,34 @@ model from lazy values runs no JAX operation and takes no memory. To *materialis
 recipe: on first read, when a model is first passed to a compiled function, or by ``shardax.shard``,
     which writes each array straight into its shards.
 
-A *key source* is the recipe of a random key: a root (an integer seed or a key) and the integers to
-fold into it. It needs no JAX operation either, until its key is asked for.
-
-Every recipe runs as one small compiled program per distinct (initializer, shape, dtype, sharding);
-the same program whether sharded or not, so that the numbers are the same to the last bit.
+A recipe's key is folded from a key source (``core.keys``), and the array is made by one small
+compiled program per distinct (initializer, shape, dtype, sharding) (``core.initializers``). The
+numbers are the same to the last bit with every sharding.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from shardax.core._jax import Tracer
 from shardax.core.errors import MissingRngsError
+from shardax.core.initializers import (
+    InitializerProgram,
+    compile_together,
+    initializer_program,
+    key_program,
+)
+from shardax.core.keys import KeySource as KeySource
+from shardax.core.keys import all_key_words, key_words, prng_name
 from shardax.core.static import Static
 
 Initializer = Callable[..., Any]
-
-
-class KeySource(NamedTuple):
-    """The recipe of a random key.
-
-    Attributes:
-        root: An integer seed or a typed key array of shape ().
-        folds: Integers folded into the root, in order (``jax.random.fold_in``).
-    """
-
-    root: Any
-    folds: tuple[int, ...] = ()
-
-    def fold(self, *data: int) -> KeySource:
-        """Returns the source with more integers folded in."""
-        return KeySource(self.root, self.folds + data)
-
-    def root_key(self) -> jax.Array:
-        """Returns the root as a typed key array of shape ()."""
-        return _seed_key(self.root, _prng_name()) if isinstance(self.root, int) else self.root
-
-
-def _prng_name() -> str:
-    # JAX makes its settings attributes at run time, so the type checker cannot know them.
-    return str(jax.config.jax_default_prng_impl)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@functools.lru_cache(maxsize=256)
-def _seed_key(seed: int, impl: str) -> jax.Array:
-    with jax.ensure_compile_time_eval():
-        return jax.random.key(seed, impl=impl)
-
-
-def _fold_all(key: jax.Array, folds: Any, count: int) -> jax.Array:
-    for position in range(count):
-        key = jax.random.fold_in(key, folds[position])
-    return key
 
 
 class LazyValue:
@@ -113,7 +82,8 @@ class Init(LazyValue):
     Example:
         >>> import jax, shardax as sx
         >>> rngs = sx.Rngs(0)
-        >>> kernel = sx.Param(sx.Init(jax.nn.initializers.normal(), (2, 3), rngs=rngs), axes=("embed", "mlp"))
+        >>> normal = jax.nn.initializers.normal()
+        >>> kernel = sx.Param(sx.Init(normal, (2, 3), rngs=rngs), axes=("embed", "mlp"))
         >>> kernel.is_lazy, kernel.shape
         (True, (2, 3))
         >>> kernel.value.shape, kernel.is_lazy
@@ -157,24 +127,30 @@ class Init(LazyValue):
             MissingRngsError: If the initializer needs a key and this value was made without
                 ``rngs``.
         """
-        if self.source is None:
-            return self._compute_without_key(sharding)
-        program = _initializer_program(
-            Static(self.initializer),
-            self.shape,
-            self.dtype,
-            len(self.source.folds),
-            sharding,
-        )
-        return program(self.source.root_key(), np.asarray(self.source.folds, np.uint32))
+        words = None if self.source is None else key_words(self.source)
+        return self.run(self.program(sharding), words)
 
-    def _compute_without_key(self, sharding: Any) -> jax.Array:
-        program = _initializer_program(
-            Static(self.initializer), self.shape, self.dtype, None, sharding
-        )
+    def program(self, sharding: Any = None) -> InitializerProgram:
+        """Returns the program that makes the array of the words of the key."""
+        impl = None if self.source is None else self.source.impl
         try:
-            return program(None, None)
+            return initializer_program(
+                Static(self.initializer), self.shape, self.dtype, impl, sharding
+            )
         except TypeError as error:
+            self._explain(error)
+            raise
+
+    def run(self, program: InitializerProgram, words: Any) -> jax.Array:
+        """Runs the program, explaining what goes wrong without a key."""
+        try:
+            return program(words)
+        except TypeError as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: TypeError) -> None:
+        if self.source is None:
             raise MissingRngsError(
                 f"The initializer {self.initializer!r} for a value of shape {self.shape} needs a "
                 f"random key, but Init was given "
@@ -190,17 +166,15 @@ class LazyKey(LazyValue):
     def __init__(self, source: KeySource) -> None:
         self.source = source
         self.shape = ()
-        self.dtype = _key_dtype(_prng_name()) if isinstance(source.root, int) else source.root.dtype
+        self.dtype = _key_dtype(prng_name()) if isinstance(source.root, int) else source.root.dtype
 
     def compute(self, sharding: Any = None) -> jax.Array:
         """Folds the integers into the root key."""
-        count = len(self.source.folds)
-        if count == 0 and sharding is None:
-            # A copy: the root key is shared by all streams of that seed, and this one may be
-            # donated.
-            return jax.random.clone(self.source.root_key())
-        folds = np.asarray(self.source.folds, np.uint32)
-        return _key_program(count, sharding)(self.source.root_key(), folds)
+        return self.program(sharding)(key_words(self.source))
+
+    def program(self, sharding: Any = None) -> InitializerProgram:
+        """Returns the program that makes the key of its words."""
+        return key_program(self.source.impl, sharding)
 
 
 @functools.lru_cache(maxsize=8)
@@ -208,21 +182,38 @@ def _key_dtype(impl: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
-@functools.lru_cache(maxsize=4096)
-def _initializer_program(
-    initializer: Static,
-    shape: tuple[int, ...],
-    dtype: Any,
-    folds: int | None,
-    sharding: Any,
-) -> Callable[[Any, Any], jax.Array]:
-    def initialise(root: Any, data: Any) -> jax.Array:
-        key = None if folds is None else _fold_all(root, data, folds)
-        return initializer.value(key, shape, dtype)
+def compute_all(values: Sequence[LazyValue], shardings: Sequence[Any]) -> Iterator[jax.Array]:
+    """Runs many recipes: keys together, programs compiled together, arrays one after another.
 
-    return jax.jit(initialise, out_shardings=sharding)
+    Only outside of traces. Everything is compiled before the first array is made, so an initializer
+    that does not trace fails before anything changed.
+
+    Args:
+        values: The recipes.
+        shardings: Where each array goes, or None for the default device.
+
+    Yields:
+        The arrays, in order; each is made when it is asked for, so that the caller decides what is
+        alive at the same time.
+    """
+    known = [(v, v.program(s)) for v, s in zip(values, shardings, strict=True) if _is_known(v)]
+    programs = {id(value): program for value, program in known}
+    compile_together(programs.values())
+    keyed = [value for value, _ in known if value.source is not None]
+    words = all_key_words([value.source for value in keyed])
+    words_of = {id(value): row for value, row in zip(keyed, words, strict=True)}
+    for value, sharding in zip(values, shardings, strict=True):
+        program = programs.get(id(value))
+        if program is None:
+            yield value.compute(sharding)
+        elif isinstance(value, Init):
+            yield value.run(program, words_of.get(id(value)))
+        else:
+            yield program(words_of[id(value)])
 
 
-@functools.lru_cache(maxsize=64)
-def _key_program(count: int, sharding: Hashable) -> Callable[[Any, Any], jax.Array]:
-    return jax.jit(lambda root, data: _fold_all(root, data, count), out_shardings=sharding)
+def _is_known(value: Any) -> bool:
+    """Whether the recipe's program and key are known before it runs."""
+    if not isinstance(value, (Init, LazyKey)):
+        return False
+    return value.source is None or not isinstance(value.source.root, Tracer)

@@ -35,8 +35,7 @@ _RESERVED = frozenset({"_boxed", "_flat", "_lock", "_marked", "_owner"})
 
 
 class Module(Object):
-    """Base of models and layers: a mutable object whose attributes are Variables, Modules, arrays,
-    containers and configuration.
+    """Base of models and layers: a mutable object with data and configuration as attributes.
 
     Subclasses write an ordinary ``__init__``; there is nothing to call or declare. A Module is also
     a pytree (``core.pytree``).
@@ -143,7 +142,7 @@ class Module(Object):
         )
 
     def __copy__(self) -> Self:
-        """A Module with attributes of its own that share what they hold; arrays are values, so it gets them by value."""
+        """Returns a Module with attributes of its own that share what they hold, but for arrays."""
         copied = self._allocate(owner_here(), None)
         copied.__dict__.update(self.__dict__)
         where = f"a copy of {type(self).__name__}"
@@ -171,8 +170,7 @@ class Module(Object):
     # -----------------------------------------------------------------------
 
     def sow(self, name: str, value: Any, type: type[Variable[Any]] = Intermediate) -> None:
-        """Records a value under ``name``: appends it to the tuple held by the Variable of that
-        name, making it if absent.
+        """Records a value under ``name``: appends it to the tuple in the Variable of that name.
 
         Args:
             name: Attribute of the Variable.
@@ -205,8 +203,7 @@ class Module(Object):
             )
 
     def perturb(self, name: str, value: Any, type: type[Variable[Any]] = Perturbation) -> Any:
-        """Adds a Variable of zeros to ``value``, so that the gradient with respect to ``value`` can
-        be read.
+        """Adds a Variable of zeros to ``value``, so that the gradient there can be read.
 
         Args:
             name: Attribute of the Variable, made on first use with the shape and dtype of
@@ -278,8 +275,9 @@ class Module(Object):
             setattr(module, name, attributes[name])
 
     def train(self, **attributes: Any) -> None:
-        """Puts the model into training mode: ``deterministic=False, use_running_average=False``
-        where layers have them.
+        """Puts the model into training mode.
+
+        That is ``deterministic=False, use_running_average=False`` where layers have them.
 
         Args:
             **attributes: Further attributes to set where present.

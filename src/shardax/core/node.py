@@ -13,8 +13,9 @@ from typing import Any
 
 
 class Object:
-    """Base of everything with identity. What follows is the contract by which the core walks,
-    copies and guards objects.
+    """Base of everything with identity.
+
+    What follows is the contract by which the core walks, copies and guards objects.
 
     Attributes:
         _owner: The frame that made the object (``core.frames``), or None.
@@ -31,12 +32,12 @@ class Object:
     _marked: bool
 
     def _describe(self, encode: Any) -> Any:
-        """Returns the object's definition, calling ``encode(child, key)`` for each child in order."""
+        """Returns the object's definition, calling ``encode(child, key)`` for each child."""
         raise NotImplementedError
 
     @classmethod
     def _allocate(cls, owner: Any, lock: str | None) -> Any:
-        """Makes an empty object, to be filled once all objects of a graph exist (cycles need this)."""
+        """Makes an empty object, to be filled once all objects of a graph exist."""
         raise NotImplementedError
 
     def _fill(self, definition: Any, decode: Any) -> None:

@@ -42,7 +42,10 @@ def _format_key(key: Hashable) -> str:
 
 
 class PathKey(NamedTuple):
-    """One entry of a JAX key path that stands for a whole shardax path, because a model is one pytree node."""
+    """One entry of a JAX key path that stands for a whole shardax path.
+
+    It does because a model is one pytree node.
+    """
 
     path: Path
 

@@ -35,7 +35,7 @@ class _ObjectFound(Exception):
 
 
 def has_objects(tree: Any) -> bool:
-    """Whether a pytree holds a Module, container or Variable anywhere. Runs at the speed of JAX's own flattening."""
+    """Whether a pytree holds a Module, container or Variable anywhere, at the speed of JAX."""
     local.probing = True
     try:
         jax.tree.structure(tree)
@@ -52,7 +52,10 @@ def is_object(value: Any) -> bool:
 
 
 def values_of(leaves: Iterable[Any]) -> list[Any]:
-    """Reads the values of Variables as seen from the current frame, as JAX arrays: lazy ones materialise, NumPy ones convert."""
+    """Reads the values of Variables as seen from the current frame, as JAX arrays.
+
+    Lazy ones materialise, NumPy ones convert.
+    """
     frame = local.frame
     found = []
     for variable in leaves:

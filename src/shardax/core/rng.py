@@ -73,7 +73,7 @@ class RngStream(Module):
         )
 
     def draw_source(self) -> KeySource:
-        """Takes one draw and returns the recipe of its key, without computing the key when it can be helped."""
+        """Takes one draw and returns the recipe of its key, computing it only if it must."""
         key = resolve(self.key, local.frame)._value
         count = resolve(self.count, local.frame)._value
         known = not isinstance(count, Tracer)
@@ -87,7 +87,7 @@ class RngStream(Module):
         return source
 
     def derive(self, *data: int) -> Any:
-        """Returns a source whose key is this stream's base key with ``data`` folded in; takes no draw."""
+        """Returns a source: this stream's base key with ``data`` folded in; takes no draw."""
         key = resolve(self.key, local.frame)._value
         if isinstance(key, LazyKey):
             return key.source.fold(*data)

@@ -167,7 +167,7 @@ class State(Mapping[Any, Any]):
         return State.from_flat(values, origins)
 
     def to_pure_dict(self) -> dict[Any, Any]:
-        """Returns nested plain dicts of the values. The State of a bare Variable gives ``{(): value}``."""
+        """Returns nested plain dicts of the values; of a bare Variable's State, ``{(): value}``."""
         if () in self._values:
             return dict(self._values)
         nested: dict[Any, Any] = {}

@@ -35,7 +35,7 @@ class Ref(NamedTuple):
 
 
 class TupleDef(NamedTuple):
-    """A child that is a tuple or NamedTuple (among the roots also a list) with objects somewhere inside."""
+    """A child that is a tuple (among the roots also a list) with objects somewhere inside."""
 
     type: type
     items: tuple[Any, ...]
@@ -57,14 +57,17 @@ class PartialDef(NamedTuple):
 
 
 class MappingDef(NamedTuple):
-    """A plain dict among the roots, with objects somewhere inside (attributes hold tracked dicts instead)."""
+    """A plain dict among the roots, with objects somewhere inside.
+
+    Attributes hold tracked dicts instead.
+    """
 
     type: type
     items: tuple[tuple[Static, Any], ...]
 
 
 class ModuleDef(NamedTuple):
-    """A Module: its class, its attributes in order, and its attributes that are arrays (``boxed``)."""
+    """A Module: its class, its attributes, and its array attributes (``boxed``), in order."""
 
     type: type
     attributes: tuple[tuple[str, Any], ...]
@@ -146,7 +149,7 @@ class GraphDef:
 
 
 def definition_paths(graphdef: GraphDef) -> dict[int, Path]:
-    """Returns the path of every object, found by walking definitions in the order in which objects were walked."""
+    """Returns the path of every object, by walking definitions as objects were walked."""
     found: dict[int, Path] = {}
 
     def visit(child: Any, path: Path) -> None:
@@ -210,8 +213,7 @@ class Flat:
 
 
 class Walk:
-    """One walk over objects; can be continued from further roots, so that sharing between roots is
-    seen.
+    """One walk over objects; continued from further roots, it sees what they share.
 
     Args:
         marking: Whether to mark every object that is met (``core.epoch``), because the result will

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class _VariableType(type):
-    """Gives subclasses empty slots, so that a stray attribute is an error rather than state that nobody tracks."""
+    """Gives subclasses empty slots, so that a stray attribute is an error."""
 
     def __new__(
         mcs,
@@ -107,7 +107,10 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     @property
     def value(self) -> Any:
-        """The value; reading a lazy one materialises it. Setting checks that the write cannot be lost or leak."""
+        """The value; reading a lazy one materialises it.
+
+        Setting checks that the write cannot be lost or leak.
+        """
         target = self if self._owner is local.frame else resolve(self, local.frame)
         value = target._value
         if isinstance(value, (np.ndarray, LazyValue)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stopping on request: SIGINT and SIGTERM end a run after the current step instead of in the middle of one."""
+"""Stopping on request: SIGINT and SIGTERM end a run after the current step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, Self
 
 
 class StopRequest:
-    """Notes SIGINT and SIGTERM while its ``with`` block runs; a second SIGINT interrupts at once,
-    as usual.
+    """Notes SIGINT and SIGTERM while its ``with`` block runs.
+
+    A second SIGINT interrupts at once, as usual.
 
     Outside the main thread, where Python delivers no signals, it does nothing.
 

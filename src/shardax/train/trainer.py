@@ -104,7 +104,8 @@ class Trainer:
         >>> import tempfile, jax.numpy as jnp, optax, shardax as sx
         >>> text = sx.train.ByteText.from_bytes(b"so it goes. " * 200)
         >>> train, held_out = text.split(0.1)
-        >>> model = sx.nn.Sequential(sx.nn.Embed(256, 8, rngs=sx.Rngs(0)), sx.nn.Linear(8, 256, rngs=sx.Rngs(1)))
+        >>> rngs = sx.Rngs(0)
+        >>> model = sx.nn.Sequential(sx.nn.Embed(256, 8, rngs=rngs), sx.nn.Linear(8, 256, rngs=rngs))
         >>> trainer = sx.train.Trainer(
         ...     model, sx.train.Optimizer(model, optax.adam(1e-2)), sx.models.next_token_loss,
         ...     sx.train.TrainBatches(train, batch_size=4, seq_len=16),
@@ -293,7 +294,7 @@ class Trainer:
         return Checkpoints(self.checkpoint_directory, keep=self.settings.keep_checkpoints)
 
     def _start(self, checkpoints: Checkpoints, resume: bool) -> int:
-        """Places model and optimizer: from the last checkpoint, or freshly made. Returns the step."""
+        """Places model and optimizer, from the last checkpoint or fresh; returns the step."""
         latest = checkpoints.latest()
         if latest is not None and not resume:
             raise TrainerError(

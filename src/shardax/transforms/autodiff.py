@@ -98,7 +98,10 @@ class _Target:
                     )
 
     def gradient(self, by_index: dict[int, Any], plain: Any) -> Any:
-        """Arranges gradients like the argument: a State per Module, a value per Variable, plain parts as they are."""
+        """Arranges gradients like the argument.
+
+        A State per Module, a value per Variable, plain parts as they are.
+        """
         found: list[Any] = []
         for root, state in zip(self.roots, self.states, strict=True):
             if isinstance(root, Variable):
@@ -227,9 +230,11 @@ def value_and_grad(
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
-        >>> layer = sx.nn.Linear(2, 1, kernel_init=lambda key, shape, dtype: jnp.ones(shape, dtype), rngs=sx.Rngs(0))
-        >>> loss, grads = sx.value_and_grad(lambda layer, x: layer(x).sum())(layer, jnp.array([1.0, 2.0]))
-        >>> float(loss), grads["kernel"].ravel().tolist()
+        >>> layer = sx.nn.Linear(2, 1, rngs=sx.Rngs(0))
+        >>> layer.kernel[...] = jnp.ones((2, 1))
+        >>> loss = lambda layer, x: layer(x).sum()
+        >>> value, grads = sx.value_and_grad(loss)(layer, jnp.array([1.0, 2.0]))
+        >>> float(value), grads["kernel"].ravel().tolist()
         (3.0, [1.0, 2.0])
     """
     if function is None:
@@ -261,8 +266,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Any:
-    """Makes a function that returns the gradient of a scalar function over Modules; see
-    ``value_and_grad``.
+    """Makes a function that returns the gradient of a scalar function; see ``value_and_grad``.
 
     Args:
         function: As for ``value_and_grad``.

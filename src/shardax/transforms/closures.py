@@ -139,7 +139,7 @@ def objects_in(value: Any, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
 
 
 def _is_plain_instance(value: Any) -> bool:
-    """Whether ``value`` is an instance of an ordinary user class, whose attributes may hold objects."""
+    """Whether ``value`` is an instance of an ordinary user class."""
     return (
         not isinstance(value, (Object, type, types.ModuleType, types.FunctionType))
         and not hasattr(value, "__wrapped__")

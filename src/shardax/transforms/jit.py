@@ -51,7 +51,7 @@ from shardax.transforms.shapes import eval_shape
 from shardax.transforms.static_arguments import resolve_static, static_argument
 
 _ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
-"""Types of arguments that are surely plain, extended by JAX's concrete array type when it is first met."""
+"""Types of arguments that are surely plain; JAX's concrete array type joins when first met."""
 
 
 class CallEntry:
@@ -169,12 +169,12 @@ class Jit:
             entry.last = (record, targets)
         if not record.simple or (written and type(written[0]) not in _ARRAY_TYPES):
             return self._finish_slowly(entry, Carried(result, written, fresh, record))
-        for variable, value in zip(targets, written):
+        for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
             variable._value = value
         return result
 
     def _finish_slowly(self, entry: CallEntry, carried: Carried) -> Any:
-        """Carries back more than plain values: structure, pytree values, or tracers of a plain JAX transform."""
+        """Carries back structure, pytree values, or notices tracers of a plain JAX transform."""
         graph = entry.graph()
         if _note_types(carried.written):
             check_no_leak(graph, carried)
@@ -228,7 +228,7 @@ class Jit:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """A retrace inside a steady call found captured objects or another result; otherwise explains the error."""
+        """Calls again after a retrace found captured objects; otherwise explains the error."""
         if isinstance(error, Captured):
             self.capture(error.objects)
         elif isinstance(error, Replan):
@@ -250,9 +250,9 @@ class Jit:
         self.captured.extend(weakref.ref(item) for item in missed)
         if not missed and before == {id(item) for item in hidden}:
             raise OutputError(
-                f"sx.jit of {self!r} used {len(objects)} objects that were not passed in and could not "
-                f"make them inputs ({', '.join(sorted({type(item).__name__ for item in objects}))}). Pass "
-                f"them as arguments."
+                f"{self!r} used {len(objects)} objects that were not passed in, and could not make "
+                f"them inputs ({', '.join(sorted({type(item).__name__ for item in objects}))}). "
+                f"Pass them as arguments."
             )
 
     # --- preparing -------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ class Jit:
         return trace_jit(self, args, kwargs)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the function for these arguments; returns a ``Lowered``. Lazy Modules stay lazy."""
+        """Lowers the function for these arguments, lazy Modules as they are."""
         return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -392,7 +392,7 @@ _MAX_CALLS_WITH_SOURCES = 64
 
 
 class BoundJit:
-    """A jitted method bound to its object: everything a ``Jit`` offers, with the object as first argument."""
+    """A jitted method bound to its object: a ``Jit`` with its first argument given."""
 
     __slots__ = ("__func__", "__self__")
 
@@ -449,8 +449,7 @@ def jit(
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
-    """Compiles a function over Modules; values that it writes into Variables are stored back after
-    each call.
+    """Compiles a function over Modules; what it writes into Variables is stored back.
 
     Modules and Variables may stand anywhere in the arguments, in the result, or be used through
     closures. Structural changes (attributes added, removed, swapped) are carried back too, and

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lift: the one engine that turns a JAX transform of pure functions into one of functions over
-Modules.
+"""The lift: the one engine that makes JAX's transforms work on functions over Modules.
 
 Every lifted call has the same four steps.
 
@@ -176,7 +175,7 @@ def read(leaves: Sequence[Any]) -> list[Any]:
 
 
 def abstract(leaves: Sequence[Any]) -> list[Any]:
-    """Returns the values of resolved Variables with lazy ones as ``jax.ShapeDtypeStruct``, allocating nothing."""
+    """Returns the values of resolved Variables, lazy ones as ``jax.ShapeDtypeStruct``."""
     return [
         jax.ShapeDtypeStruct(v._value.shape, v._value.dtype)
         if isinstance(v._value, LazyValue)
@@ -196,8 +195,7 @@ def bind(
     originals: Sequence[Any],
     leaves: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Rebuilds the graph inside a transform and tells the frame which copy stands for which
-    original.
+    """Rebuilds the graph inside a transform; the frame learns which copy stands for what.
 
     Args:
         frame: The frame of this run.
@@ -222,8 +220,9 @@ def bind(
 
 
 class Record:
-    """What a function did besides returning arrays. A pytree without leaves, so that it can leave a
-    compiled function.
+    """What a function did besides returning arrays.
+
+    A pytree without leaves, so that it can leave a compiled function.
 
     Attributes:
         written: Positions, among the graph's Variables, of those whose values changed.
@@ -264,7 +263,7 @@ class Record:
 
     @property
     def layout(self) -> Any:
-        """What determines the tree of arrays that leaves: which Variables, how many new ones, and the result's template."""
+        """What determines the tree of arrays that leaves."""
         return self.written, len(self.fresh_ids), self.result
 
     @property
@@ -277,7 +276,7 @@ jax.tree_util.register_pytree_node(Record, lambda record: ((), record), lambda r
 
 
 class Carried(NamedTuple):
-    """What leaves the pure function: the result (or the arrays in it), written values, values of new Variables, and the record."""
+    """What leaves the pure function."""
 
     result: Any
     written: list[Any]
@@ -366,8 +365,7 @@ def same_value(before: Any, after: Any) -> bool:
 
 
 def carry_in(graph: Graph, carried: Carried) -> Any:
-    """Applies, outside the transform, what the function did; returns its result with objects in
-    place.
+    """Applies, outside the transform, what the function did; returns its result.
 
     Given objects that come back are the caller's own objects. Nothing is changed if something about
     it is refused.
@@ -422,8 +420,7 @@ def _add_fresh(objects: list[Any], record: Record, values: Sequence[Any]) -> Non
 
 
 def check_no_leak(graph: Graph, carried: Carried) -> None:
-    """Raises if a plain JAX transform around this call would leave its tracers in Variables that
-    outlive it.
+    """Raises if a plain JAX transform around this call would leave tracers in Variables.
 
     Raises:
         TraceLeakError: Naming the Variable that was about to be written.

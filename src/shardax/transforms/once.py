@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lifted calls that run once: the part shared by ``grad``, ``eval_shape`` and other transforms that
-are not cached.
+"""Lifted calls that run once: what ``grad``, ``eval_shape`` and the like share.
 
 The user's function is run one time per call, so what it did can be kept in this object instead of
 leaving the transform. Variables that the function uses without being given them are read as they
@@ -91,8 +90,7 @@ class Once:
         return head, (carried.result, carried.written, carried.fresh, captured)
 
     def finish(self, leaving: tuple[Any, ...], keep_captured: bool = False) -> Any:
-        """Stores what was written and returns the rest of the function's result, with objects in
-        place.
+        """Stores what was written and returns the result, with objects in place.
 
         Args:
             leaving: The second part of what ``run`` returned, as it came out of the transform.

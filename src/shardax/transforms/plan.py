@@ -74,7 +74,7 @@ class Captured(Exception):
 
 
 class Replan(Exception):
-    """Stops a trace whose result has another layout than the one its plan declared shardings for."""
+    """Stops a trace whose result has another layout than the declared shardings."""
 
 
 class Plan:
@@ -129,7 +129,7 @@ class Plan:
         return kept, [leaf for i, leaf in enumerate(leaves) if i in donated]
 
     def run(self, kept: list[Any], donated: list[Any], plain: list[Any]) -> Any:
-        """Calls the compiled function; the path of steady calls, which have no keyword arguments."""
+        """Calls the compiled function in a steady call, which has no keyword arguments."""
         if self._full:
             return self._jitted(kept, donated, *self._separate_plain(plain, {}))
         return self._jitted(kept, donated, plain)
@@ -185,7 +185,7 @@ class Plan:
         return jax.jit(self._program, **options)
 
     def _named_program(self) -> Callable[..., Any]:
-        """Returns the pure function under the user's name, which is what profiles and compiler dumps show."""
+        """Returns the pure function under the user's name, which profiles show."""
 
         def program(*flat: Any) -> tuple[Any, ...]:
             return self._pure(*flat)
@@ -262,7 +262,10 @@ class Plan:
         return frozenset(i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in ids)
 
     def _emitted(self, result: Any, copies: Sequence[Any]) -> frozenset[int]:
-        """Positions of Variables to return even if unchanged: donated ones, and ones in the result with declared shardings."""
+        """Positions of Variables to return even if unchanged.
+
+        They are the donated ones, and those in the result when its shardings are declared.
+        """
         if self.options.out_shardings is None:
             return self.donated_leaves
         inside = {
@@ -331,7 +334,7 @@ class Plan:
     # --- messages ---------------------------------------------------------------------------------
 
     def explain(self, error: Exception, graph: Graph) -> None:
-        """Raises a clearer error for what JAX says about values, naming Variables; returns if it has nothing to add."""
+        """Raises a clearer error for what JAX says about values, if there is one."""
         pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
         absent = [path for path, v in pairs if v.is_abstract]
         if absent:

@@ -32,8 +32,7 @@ from shardax.core.variables import Variable
 
 
 class FilterMapping(Mapping[Any, Any]):
-    """An ordered mapping from filters to values; the first filter that matches a Variable gives its
-    value.
+    """An ordered mapping from filters to values; the first match gives a Variable's value.
 
     Args:
         entries: A mapping or iterable of (filter, value) pairs; ``...`` last covers what remains. A

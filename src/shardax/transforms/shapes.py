@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``eval_shape``: what a function over Modules would return, without computing or changing anything."""
+"""``eval_shape``: what a function would return, computing and changing nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from shardax.transforms.once import Once
 
 
 class AbstractFrame(Frame):
-    """A frame in which a lazy Variable that was not passed in is computed as part of the trace, which allocates nothing."""
+    """A frame that computes lazy Variables from outside as part of the trace.
+
+    So nothing is allocated for them.
+    """
 
     __slots__ = ()
 
@@ -47,7 +50,8 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
         >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
-        >>> sx.eval_shape(lambda layer, x: layer(x), layer, jax.ShapeDtypeStruct((8, 2), jnp.float32)).shape, layer.kernel.is_lazy
+        >>> batch = jax.ShapeDtypeStruct((8, 2), jnp.float32)
+        >>> sx.eval_shape(lambda layer, x: layer(x), layer, batch).shape, layer.kernel.is_lazy
         ((8, 3), True)
     """
     given = Arguments(args, kwargs)

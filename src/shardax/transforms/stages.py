@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of compilation: ``Traced``, ``Lowered``, ``Compiled``, as in JAX, for functions over
-Modules.
+"""Stages of compilation, as in JAX, for functions over Modules.
 
 Each wraps JAX's own stage and offers everything that it does. What JAX reports per argument is
 arranged as the user passed it: a Module appears as a ``State`` with one entry per Variable. A
@@ -94,7 +93,10 @@ class _ArgumentView:
 
 
 def _result_view(plan: Plan, tree: Any) -> Any:
-    """Returns the user's result from a tree shaped like a ``Carried``; a Module appears as the State of what the function returns of it."""
+    """Returns the user's result from a tree shaped like a ``Carried``.
+
+    A Module appears as the State of what the function returns of it.
+    """
     result, written, fresh, record = tree
     if record.result is None:
         return result
@@ -137,7 +139,7 @@ class _Stage:
 
     @property
     def args_info(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) as the user passed them, with JAX's ``ArgInfo`` (shape, dtype, donated) for each array."""
+        """(args, kwargs) as the user passed them, with JAX's ``ArgInfo`` for each array."""
         return self._view(self._stage.args_info)
 
     @property

@@ -14,8 +14,7 @@ from shardax.transforms.closures import parameter_name, parameters_of
 def resolve_static(
     function: Any, argnums: Any, argnames: Any
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Resolves static positions and names from each other by the function's signature, as
-    ``jax.jit`` does.
+    """Resolves static positions and names from each other, as ``jax.jit`` does.
 
     Args:
         function: The user's function.

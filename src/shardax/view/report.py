@@ -129,8 +129,9 @@ def loss_svg(records: Sequence[Mapping[str, Any]], references: Mapping[str, floa
     for name, value in references.items():
         (left, y), (right, _) = (point(step, value).split(",") for step in (first, last))
         parts.append(
-            f'<line x1="{left}" y1="{y}" x2="{right}" y2="{y}" stroke="#999" stroke-dasharray="4 3"/>'
-            f'<text x="{right}" y="{float(y) - 4:.1f}" text-anchor="end" font-size="11" fill="#888">'
+            f'<line x1="{left}" y1="{y}" x2="{right}" y2="{y}" stroke="#999" '
+            f'stroke-dasharray="4 3"/><text x="{right}" y="{float(y) - 4:.1f}" '
+            f'text-anchor="end" font-size="11" fill="#888">'
             f"{escape(name)} {value:.3f}</text>"
         )
     for series, color, name in ((train, "#4e79a7", "training"), (held_out, "#e15759", "held out")):
@@ -148,7 +149,8 @@ def loss_svg(records: Sequence[Mapping[str, Any]], references: Mapping[str, floa
             )
             x, y = point(*series[-1]).split(",")
             parts.append(
-                f'<text x="{x}" y="{float(y) + 14:.1f}" text-anchor="end" font-size="11" fill="{color}">{name}</text>'
+                f'<text x="{x}" y="{float(y) + 14:.1f}" text-anchor="end" font-size="11" '
+                f'fill="{color}">{name}</text>'
             )
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
 
@@ -174,4 +176,5 @@ def _axes(first: float, last: float, low: float, high: float) -> str:
         f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="11" fill="#888">{text}</text>'
         for x, y, anchor, text in labels
     )
-    return f'<path d="M{_MARGIN},{_MARGIN / 2} V{bottom} H{_WIDTH - _MARGIN}" fill="none" stroke="#bbb"/>{texts}'
+    path = f"M{_MARGIN},{_MARGIN / 2} V{bottom} H{_WIDTH - _MARGIN}"
+    return f'<path d="{path}" fill="none" stroke="#bbb"/>{texts}'

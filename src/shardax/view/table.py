@@ -120,8 +120,7 @@ def _cells(row: ParameterRow) -> tuple[str, ...]:
 
 
 def table(tree: Any, *filters: Any, mesh: Any = None, rules: Any = None) -> ParameterTable:
-    """Makes the layout table of a model, without allocating anything for lazy or abstract
-    Variables.
+    """Makes the layout table of a model, allocating nothing for lazy Variables.
 
     Args:
         tree: A Module or pytree of Modules.
@@ -139,8 +138,7 @@ def table(tree: Any, *filters: Any, mesh: Any = None, rules: Any = None) -> Para
     flat_places = {} if places is None else _by_path(places)
     rows = []
     for path, variable in iter_variables(tree, *filters):
-        for row in _rows(path, variable, flat_specs.get(path), flat_places.get(path)):
-            rows.append(row)
+        rows.extend(_rows(path, variable, flat_specs.get(path), flat_places.get(path)))
     return ParameterTable(tuple(rows), 1 if found is None else found.size)
 
 
