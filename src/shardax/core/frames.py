@@ -139,7 +139,7 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
 
 
 READ_ONLY = "copy inside a plain JAX transform"
-"""Lock of objects that JAX rebuilt inside a plain transform: reading is fine, writing would be lost."""
+"""Lock of objects that JAX rebuilt inside a plain transform: a write would be lost."""
 
 
 def check_unlocked(target: Any, what: str) -> None:

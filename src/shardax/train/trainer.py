@@ -105,7 +105,8 @@ class Trainer:
         >>> text = sx.train.ByteText.from_bytes(b"so it goes. " * 200)
         >>> train, held_out = text.split(0.1)
         >>> rngs = sx.Rngs(0)
-        >>> model = sx.nn.Sequential(sx.nn.Embed(256, 8, rngs=rngs), sx.nn.Linear(8, 256, rngs=rngs))
+        >>> embed, head = sx.nn.Embed(256, 8, rngs=rngs), sx.nn.Linear(8, 256, rngs=rngs)
+        >>> model = sx.nn.Sequential(embed, head)
         >>> trainer = sx.train.Trainer(
         ...     model, sx.train.Optimizer(model, optax.adam(1e-2)), sx.models.next_token_loss,
         ...     sx.train.TrainBatches(train, batch_size=4, seq_len=16),
