@@ -24,7 +24,7 @@ import numpy as np
 
 from shardax.core import epoch
 from shardax.core._jax import Tracer
-from shardax.core.errors import OutputError
+from shardax.core.errors import OutputError, StaticArgumentError
 from shardax.core.frames import local
 from shardax.core.node import Object
 from shardax.core.pytree import has_objects
@@ -32,6 +32,7 @@ from shardax.core.static import Static
 from shardax.core.structure import walk_objects
 from shardax.core.variables import Variable
 from shardax.transforms import explain
+from shardax.transforms.bound import BoundJit
 from shardax.transforms.closures import (
     Source,
     find_sources,
@@ -46,9 +47,10 @@ from shardax.transforms.plan import (
     Plan,
     Replan,
     template_roots,
+    with_resolved_donation,
 )
 from shardax.transforms.shapes import eval_shape
-from shardax.transforms.static_arguments import resolve_static, static_argument
+from shardax.transforms.static_arguments import resolve_arguments, static_argument
 
 _ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
 """Types of arguments that are surely plain; JAX's concrete array type joins when first met."""
@@ -113,9 +115,13 @@ class Jit:
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, function, updated=())
         self.__wrapped__ = function
-        self.options = options
-        self.static_positions, self.static_names = resolve_static(
-            function, options.static_argnums, options.static_argnames
+        self.options = with_resolved_donation(options, function)
+        self.static_positions, self.static_names = resolve_arguments(
+            function,
+            options.static_argnums,
+            options.static_argnames,
+            "static",
+            StaticArgumentError,
         )
         self.sources: list[Source] | None = (
             None  # looked for at the first call: names may be bound later
@@ -389,37 +395,6 @@ class Jit:
 
 
 _MAX_CALLS_WITH_SOURCES = 64
-
-
-class BoundJit:
-    """A jitted method bound to its object: a ``Jit`` with its first argument given."""
-
-    __slots__ = ("__func__", "__self__")
-
-    def __init__(self, function: Jit, instance: Any) -> None:
-        self.__func__ = function
-        self.__self__ = instance
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
-        """See ``Jit.trace``."""
-        return self.__func__.trace(self.__self__, *args, **kwargs)
-
-    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
-        """See ``Jit.lower``."""
-        return self.__func__.lower(self.__self__, *args, **kwargs)
-
-    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        """See ``Jit.eval_shape``."""
-        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__func__, name)
-
-    def __repr__(self) -> str:
-        return f"<bound {self.__func__!r}>"
 
 
 def _note_types(arg: Any) -> bool:

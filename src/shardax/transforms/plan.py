@@ -17,7 +17,12 @@ from typing import Any
 import jax
 
 from shardax.core._jax import Tracer
-from shardax.core.errors import AbstractValueError, DonationError, PrefixError
+from shardax.core.errors import (
+    AbstractValueError,
+    DonationError,
+    PrefixError,
+    StaticArgumentError,
+)
 from shardax.core.frames import Frame, local
 from shardax.core.node import Object
 from shardax.core.paths import Path, format_path
@@ -34,6 +39,7 @@ from shardax.transforms.lift import (
     put_together,
 )
 from shardax.transforms.prefix import consistent, expand
+from shardax.transforms.static_arguments import as_tuple, resolve_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +58,36 @@ class Options:
 
     def donates(self, position: int, name: str) -> bool:
         """Whether the positional argument (by position or parameter name) is donated."""
-        return position in _tuple(self.donate_argnums) or self.donates_name(name)
+        return position in as_tuple(self.donate_argnums) or self.donates_name(name)
 
     def donates_name(self, name: str) -> bool:
         """Whether the keyword argument is donated."""
-        return name in _tuple(self.donate_argnames)
+        return name in as_tuple(self.donate_argnames)
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, (int, str)) else tuple(value)
+def with_resolved_donation(options: Options, function: Callable[..., Any]) -> Options:
+    """Returns the options with every donated argument listed both by position and by name.
+
+    Raises:
+        DonationError: If the function has no such argument, or it is static.
+    """
+    positions, names = resolve_arguments(
+        function, options.donate_argnums, options.donate_argnames, "donate", DonationError
+    )
+    static, static_names = resolve_arguments(
+        function,
+        options.static_argnums,
+        options.static_argnames,
+        "static",
+        StaticArgumentError,
+    )
+    both = sorted({*names} & {*static_names}) or sorted({*positions} & {*static})
+    if both:
+        raise DonationError(
+            f"The arguments {both} are both static and donated; a static argument has no memory to "
+            f"donate. Take them out of one of the two."
+        )
+    return dataclasses.replace(options, donate_argnums=positions, donate_argnames=names)
 
 
 class Captured(Exception):

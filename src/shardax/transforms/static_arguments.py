@@ -1,36 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static arguments of compiled functions: which they are, and what they are compared by."""
+"""Arguments that a compiled function treats in a way of their own (*static* ones, *donated* ones):
+which they are, and what static ones are compared by."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shardax.core.errors import StaticArgumentError
+from shardax.core.errors import ShardaxError, StaticArgumentError
 from shardax.core.node import Object
 from shardax.core.static import Static
 from shardax.transforms.closures import parameter_name, parameters_of
 
 
-def resolve_static(
-    function: Any, argnums: Any, argnames: Any
+def resolve_arguments(
+    function: Any, argnums: Any, argnames: Any, kind: str, error: type[ShardaxError]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Resolves static positions and names from each other, as ``jax.jit`` does.
+    """Resolves positions and names of arguments from each other by the function's signature, as
+    ``jax.jit`` does.
 
     Args:
         function: The user's function.
-        argnums: ``static_argnums`` as given.
-        argnames: ``static_argnames`` as given.
+        argnums: ``static_argnums`` or ``donate_argnums`` as given.
+        argnames: ``static_argnames`` or ``donate_argnames`` as given.
+        kind: ``"static"`` or ``"donate"``, for messages.
+        error: What to raise.
 
     Returns:
         (positions, names), sorted; negative positions are counted from the end.
 
     Raises:
-        StaticArgumentError: If the function has no such argument.
+        ShardaxError: Of the given class, if the function has no such argument.
     """
-    positions, names = (
-        _as_tuple(argnums),
-        _as_tuple(argnames),
-    )
+    positions, names = as_tuple(argnums), as_tuple(argnames)
     parameters = parameters_of(function)
     if parameters is None or not (positions or names):
         return positions, names
@@ -38,21 +39,20 @@ def resolve_static(
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     count = len(positional)
+    shown = getattr(function, "__name__", function)
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     for position in positions:
         if not variadic and not -count <= position < count:
-            raise StaticArgumentError(
-                f"static_argnums={position} is out of range: "
-                f"{getattr(function, '__name__', function)} has {count} positional parameters "
-                f"({', '.join(positional)})."
+            raise error(
+                f"{kind}_argnums={position} is out of range: {shown} has {count} positional "
+                f"parameters ({', '.join(positional)})."
             )
     known = {p.name for p in parameters}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in names:
             if name not in known:
-                raise StaticArgumentError(
-                    f"static_argnames has {name!r}, but {getattr(function, '__name__', function)} "
-                    f"has only ({', '.join(known)})."
+                raise error(
+                    f"{kind}_argnames has {name!r}, but {shown} has only ({', '.join(known)})."
                 )
     positions = tuple(p % count if p < 0 else p for p in positions)
     all_positions = {
@@ -63,7 +63,8 @@ def resolve_static(
     return tuple(sorted(all_positions)), tuple(sorted(all_names))
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """Returns an option that may be None, one entry or several, as a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, (int, str)) else tuple(value)
