@@ -19,8 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 $(BIN)/python -m pip install -qq --retries 8
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
-# loadgroup: what belongs together (the examples of one page) stays on one worker.
-PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist loadgroup
+PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # Stamps: empty files that say which extras were installed, and when.
 STAMPS := $(VENV)/.installed
@@ -84,12 +83,12 @@ test-pages: $(TEST)
 	$(PYTEST) README.md docs
 
 lint: $(TEST)
-	@$(BIN)/ruff format --quiet --check || { \
-		echo "These files are not formatted; make format does it:"; $(BIN)/ruff format --check; exit 1; }
+	@$(BIN)/ruff format --check --output-format concise || { \
+		echo "make format does it"; exit 1; }
 	$(BIN)/ruff check --quiet
 
 types: $(TEST)
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --project pyproject.toml
 
 format: $(TEST)
 	$(BIN)/ruff format --quiet

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test runs under: the tests, the doctests of the sources, and the code of the pages.
 
-*Pages* are the README and the Markdown files of ``docs/``. The examples of one page share a
-namespace and run from top to bottom, as a reader would run them.
+*Pages* are the README and the Markdown files of ``docs/``. The code of one page is one test: its
+examples share a namespace and run from top to bottom, as a reader would run them.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 # Before jax is imported, and also for the processes that tests start. A machine with an accelerator
 # can run the tests on it with JAX_PLATFORMS=cuda.
@@ -17,7 +20,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 from sybil import Sybil
-from sybil.integration.pytest import SybilItem
+from sybil.example import SybilFailure
 from sybil.parsers.markdown import PythonCodeBlockParser
 
 DEVICES = 8
@@ -38,13 +41,41 @@ settings.register_profile(
 )
 settings.load_profile("shardax")
 
-pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser()],
-    patterns=["README.md", "docs/*.md", "docs/**/*.md"],
-).pytest()
+EXAMPLES = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"])
+ROOT = Path(__file__).parent
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keeps the examples of one page on one worker of pytest-xdist: they share a namespace."""
-    if isinstance(item, SybilItem):
-        item.add_marker(pytest.mark.xdist_group(f"page {item.path.name}"))
+class Page(pytest.File):
+    """A page whose code is run."""
+
+    def collect(self) -> Iterator[PageCode]:
+        """Yields one test: the examples build on each other, so they stay on one worker."""
+        yield PageCode.from_parent(self, name="code")
+
+
+class PageCode(pytest.Item):
+    """All the code of one page, from top to bottom, until an example fails."""
+
+    def runtest(self) -> None:
+        """Runs the examples in one namespace."""
+        for example in EXAMPLES.parse(self.path).examples():
+            example.evaluate()
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:
+        """Shows what the example printed beside what it should have; its line is in the text."""
+        if isinstance(excinfo.value, SybilFailure):
+            return str(excinfo.value)
+        return str(super().repr_failure(excinfo, style))
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """Where the report says that the test is."""
+        return self.path, 0, f"the code of {self.path.name}"
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Page | None:
+    """Collects the pages: ``README.md`` and what is under ``docs/``."""
+    in_docs = ROOT / "docs" in file_path.parents and "_build" not in file_path.parts
+    is_page = file_path == ROOT / "README.md" or (in_docs and file_path.suffix == ".md")
+    if is_page and any(EXAMPLES.parse(file_path).examples()):
+        return Page.from_parent(parent, path=file_path)
+    return None
