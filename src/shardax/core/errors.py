@@ -96,6 +96,10 @@ class InconsistentAliasingError(ShardaxError, ValueError):
     """A Variable reached by two paths was given two different prefixes."""
 
 
+class ArgumentError(ShardaxError, TypeError):
+    """An argument of a compiled function is neither arrays nor objects."""
+
+
 class StaticArgumentError(ShardaxError, TypeError):
     """A static argument is not hashable, or a Module was passed as a static argument."""
 

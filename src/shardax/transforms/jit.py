@@ -32,6 +32,7 @@ from shardax.core.static import Static
 from shardax.core.structure import walk_objects
 from shardax.core.variables import Variable
 from shardax.transforms import explain
+from shardax.transforms.blame import explain_error
 from shardax.transforms.bound import BoundJit
 from shardax.transforms.closures import (
     Source,
@@ -199,7 +200,7 @@ class Jit:
             except Replan:
                 self.plans.pop(plan.key, None)
             except Exception as error:
-                plan.explain(error, graph)
+                explain_error(error, plan, graph)
                 raise
             finally:
                 local.call = None
@@ -240,7 +241,7 @@ class Jit:
         elif isinstance(error, Replan):
             self.plans.pop(entry.plan.key, None)
         else:
-            entry.plan.explain(error, entry.graph())
+            explain_error(error, entry.plan, entry.graph())
             raise error
         self.calls.clear()
         return self._call_slowly(args, kwargs)

@@ -16,16 +16,14 @@ from typing import Any
 
 import jax
 
-from shardax.core._jax import Tracer
 from shardax.core.errors import (
-    AbstractValueError,
     DonationError,
     PrefixError,
     StaticArgumentError,
 )
 from shardax.core.frames import Frame, local
 from shardax.core.node import Object
-from shardax.core.paths import Path, format_path
+from shardax.core.paths import Path
 from shardax.core.pytree import is_object
 from shardax.core.variables import Variable
 from shardax.transforms import explain
@@ -355,51 +353,6 @@ class Plan:
             written.append(inputs[position] if entry is None else entry)
         fresh = [by_id.get(key) for key in record.fresh_ids]
         record.shardings = (arrays, written, fresh)
-
-    # --- messages ---------------------------------------------------------------------------------
-
-    def explain(self, error: Exception, graph: Graph) -> None:
-        """Raises a clearer error for what JAX says about values, if there is one."""
-        pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
-        absent = [path for path, v in pairs if v.is_abstract]
-        if absent:
-            raise AbstractValueError(
-                f"{len(absent)} Variables hold only shapes, not arrays: {_listed(absent)}. "
-                f"Materialise the model first (sx.shard, or restore a "
-                f"checkpoint), or look at shapes only with sx.eval_shape."
-            ) from error
-        gone = [
-            path
-            for path, v in pairs
-            if any(_is_deleted(leaf) for leaf in jax.tree.leaves(v._value))
-        ]
-        if gone:
-            raise DonationError(
-                f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. "
-                f"A donated array may be used only once; if two "
-                f"models share arrays (sx.clone does), copy them first: sx.update(copy, "
-                f"jax.tree.map(jnp.copy, sx.state(copy)))."
-            ) from error
-        if self.donated_leaves and "donate" in str(error):
-            owners: dict[int, list[Path]] = {}
-            for path, variable in pairs:
-                owners.setdefault(id(variable._value), []).append(path)
-            twice = [paths for paths in owners.values() if len(paths) > 1]
-            if twice:
-                raise DonationError(
-                    f"Two Variables hold one and the same array, which cannot be donated twice: "
-                    f"{'; '.join(_listed(paths) for paths in twice)}. Copy one of them: v[...] = "
-                    f"jnp.copy(v)."
-                ) from error
-
-
-def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
-
-
-def _listed(paths: Sequence[Path]) -> str:
-    shown = ", ".join(format_path(path) for path in paths[:8])
-    return shown + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
 
 
 def template_roots(template: Any) -> list[int]:

@@ -17,6 +17,7 @@ from shardax.core.frames import local
 from shardax.core.paths import Path
 from shardax.core.state import State
 from shardax.core.structure import GraphDef, Ref, VariableDef, definition_paths, flatten
+from shardax.transforms.blame import explain_places, in_user_terms
 from shardax.transforms.explain import structure_differences
 from shardax.transforms.lift import (
     Arguments,
@@ -53,6 +54,9 @@ def trace_jit(jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
             jit.capture(found.objects)
         except Replan:
             jit.plans.pop(plan.key, None)
+        except Exception as error:
+            explain_places(error, plan)
+            raise
         finally:
             local.call = None
 
@@ -242,7 +246,12 @@ class Compiled(_Stage):
         graph = Graph([self._jit.__wrapped__, *arguments.roots, *self._jit.hidden_objects()], None)
         self._check(arguments, graph)
         full = self._plan.pack(graph.values(), arguments)
-        carried = Carried(*self._stage(*full))
+        try:
+            carried = Carried(*self._stage(*full))
+        except (TypeError, ValueError) as error:  # what JAX raises for other shapes or shardings
+            if "flat[" not in str(error):
+                raise
+            raise StructureMismatchError(in_user_terms(str(error), self._plan)) from error
         check_no_leak(graph, carried)
         return carry_in(graph, carried)
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that a compiled function treats in a way of their own (*static* ones, *donated* ones):
-which they are, and what static ones are compared by."""
+"""Arguments that a compiled function treats in a way of their own.
+
+*Static* arguments are compiled for by value, *donated* ones lend their memory. Here is found which
+they are, and what static ones are compared by.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,7 @@ from shardax.transforms.closures import parameter_name, parameters_of
 def resolve_arguments(
     function: Any, argnums: Any, argnames: Any, kind: str, error: type[ShardaxError]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Resolves positions and names of arguments from each other by the function's signature, as
-    ``jax.jit`` does.
+    """Resolves positions and names of arguments from each other, as ``jax.jit`` does.
 
     Args:
         function: The user's function.
