@@ -27,7 +27,7 @@ from shardax.transforms.autodiff import value_and_grad
 from shardax.transforms.once import Once
 
 
-def accumulate(
+def accumulated_value_and_grad(
     function: Callable[..., Any],
     steps: int,
     *,
@@ -62,10 +62,10 @@ def accumulate(
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
-        >>> from shardax.train.accumulation import accumulate
+        >>> from shardax.train.accumulation import accumulated_value_and_grad
         >>> weight = sx.Variable(jnp.float32(2))
         >>> loss = lambda weight, x: jnp.mean(weight * x)
-        >>> value, gradient = accumulate(loss, 2, wrt=...)(weight, jnp.arange(4.0))
+        >>> value, gradient = accumulated_value_and_grad(loss, 2, wrt=...)(weight, jnp.arange(4.0))
         >>> float(value), float(gradient)
         (3.0, 1.5)
     """

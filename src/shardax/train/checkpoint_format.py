@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint holds: arrays by path, positions, and a description of both.
+
+A *slot* is one array of a model as a checkpoint sees it: the text of its path, and the Variable
+    that holds it. A Variable reached
+twice is one slot, so tied weights are stored once. A *position* is a part of the tree that is not
+made of arrays: a plain dict of JSON values, or an object with ``state()`` and ``restore(state)``,
+    such as an iterator over data. A *record* is what the description says of
+one stored array. Comparing records with slots, before any array is read, finds everything that does
+not fit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax.core.errors import (
+    AbstractValueError,
+    CheckpointMismatchError,
+    CheckpointValueError,
+)
+from shardax.core.frames import local, resolve
+from shardax.core.functional import iter_variables
+from shardax.core.node import Object
+from shardax.core.paths import Path, format_path
+from shardax.core.variables import Variable
+
+FORMAT_VERSION = 1
+"""Version of the description; a reader refuses versions that it does not know."""
+
+
+class Slot(NamedTuple):
+    """One array of a model.
+
+    Attributes:
+        path: Text of its path, which names it in the checkpoint.
+        place: Path of the Variable.
+        variable: The Variable that holds it.
+        value: The array, or its stand-in while it is lazy or abstract.
+    """
+
+    path: str
+    place: Path
+    variable: Variable[Any]
+    value: Any
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype; for random keys such as ``key<fry>``."""
+        return str(self.value.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(self.value.shape)
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it holds random keys, which are stored as their integers."""
+        return jnp.issubdtype(self.value.dtype, jax.dtypes.prng_key)
+
+
+class Contents(NamedTuple):
+    """A tree taken apart: its arrays, and its positions by the text of their paths."""
+
+    slots: list[Slot]
+    positions: dict[str, Any]
+
+
+class Record(NamedTuple):
+    """What the description says of one stored array.
+
+    Attributes:
+        path: Text of its path.
+        shape: Its shape (of random keys, without the integers inside).
+        dtype: Name of its dtype.
+        axes: Axis names of its Variable, or None.
+        key: Implementation of the random keys that it holds, or None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[Any, ...] | None = None
+    key: str | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether there are numbers to store; an array of no elements is its description."""
+        return math.prod(self.shape) > 0
+
+
+# --- taking a tree apart --------------------------------------------------------------------------
+
+
+def contents_of(tree: Any) -> Contents:
+    """Takes a tree apart.
+
+    Args:
+        tree: A Module, Variable or tracked container; a position; or a tuple, list or dict of
+            these.
+
+    Raises:
+        CheckpointValueError: If a part of the tree is none of these.
+    """
+    slots: list[Slot] = []
+    positions: dict[str, Any] = {}
+    objects = _without_positions(tree, (), positions)
+    for path, variable in iter_variables(objects):
+        value = resolve(variable, local.frame)._value
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+            text = format_path(path) + jax.tree_util.keystr(keys)
+            slots.append(Slot(text, path, variable, leaf))
+    return Contents(slots, positions)
+
+
+def _without_positions(tree: Any, path: Path, positions: dict[str, Any]) -> Any:
+    """Returns the tree with None in place of positions, which are put into ``positions``."""
+    if isinstance(tree, Object):
+        return tree
+    if _is_stateful(tree) or (isinstance(tree, dict) and not any(_parts(tree))):
+        positions[format_path(path)] = tree
+        return None
+    if isinstance(tree, (tuple, list)):
+        return tuple(_without_positions(item, (*path, i), positions) for i, item in enumerate(tree))
+    if isinstance(tree, dict):
+        items = tree.items()
+        return {key: _without_positions(item, (*path, key), positions) for key, item in items}
+    raise CheckpointValueError(
+        f"Cannot save or restore {tree!r} at {format_path(path)}, of type {type(tree).__name__}. A "
+        "checkpoint's tree is made of Modules and Variables, positions (dicts of JSON values, or "
+        "objects with state() and restore()), and tuples, lists or dicts of these. Put an array "
+        "into a Variable, and a number or text into extra=."
+    )
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state", None)) and callable(getattr(value, "restore", None))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yields the objects, arrays and stateful things in plain containers."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _parts(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _parts(item)
+    elif isinstance(value, (Object, jax.Array, np.ndarray)) or _is_stateful(value):
+        yield value
+
+
+# --- describing -----------------------------------------------------------------------------------
+
+
+def record_of(slot: Slot) -> Record:
+    """Describes an array that is about to be stored."""
+    key = str(jax.random.key_impl(slot.value)) if slot.is_key else None
+    return Record(slot.path, slot.shape, slot.dtype, slot.variable.axes, key)
+
+
+def describe(slots: Sequence[Slot], positions: Mapping[str, Any], extra: Any) -> dict[str, Any]:
+    """Makes the description that is stored beside the arrays, of JSON values only.
+
+    Args:
+        slots: The arrays.
+        positions: Positions by path.
+        extra: What the caller wants kept.
+
+    Raises:
+        CheckpointValueError: If a position or ``extra`` would not come back from JSON as it is.
+    """
+    saved = {
+        path: position.state() if _is_stateful(position) else position
+        for path, position in positions.items()
+    }
+    for path, position in saved.items():
+        check_json(position, f"The position at {path}")
+    check_json(extra, "extra")
+    return {
+        "format": "shardax",
+        "version": FORMAT_VERSION,
+        "arrays": [_as_json(record_of(slot)) for slot in slots],
+        "positions": saved,
+        "extra": extra,
+    }
+
+
+def _as_json(record: Record) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "path": record.path,
+        "shape": list(record.shape),
+        "dtype": record.dtype,
+    }
+    if record.axes is not None:
+        entry["axes"] = [
+            name if name is None or isinstance(name, str) else repr(name) for name in record.axes
+        ]
+    if record.key is not None:
+        entry["key"] = record.key
+    return entry
+
+
+def records_in(description: Mapping[str, Any], where: str) -> list[Record]:
+    """Reads the records of a description.
+
+    Raises:
+        CheckpointValueError: If the description has another format or a newer version.
+    """
+    if description.get("format") != "shardax" or description.get("version") != FORMAT_VERSION:
+        raise CheckpointValueError(
+            f"The checkpoint {where} has the format {description.get('format')!r}, version "
+            f"{description.get('version')!r}; this shardax reads 'shardax', version "
+            f"{FORMAT_VERSION}. Read it with the version that wrote it."
+        )
+    return [
+        Record(
+            entry["path"],
+            tuple(entry["shape"]),
+            entry["dtype"],
+            tuple(entry["axes"]) if "axes" in entry else None,
+            entry.get("key"),
+        )
+        for entry in description["arrays"]
+    ]
+
+
+def check_json(value: Any, what: str) -> None:
+    """Raises if a value would not come back from JSON as it is.
+
+    Args:
+        value: What is to be saved.
+        what: Its name for the message.
+
+    Raises:
+        CheckpointValueError: If something in it is neither None, bool, int, float, str, nor a list
+            or str-keyed dict of such.
+    """
+    if type(value) in (bool, int, float, str, type(None)):
+        return
+    if type(value) is list:
+        for position, item in enumerate(value):
+            check_json(item, f"{what}[{position}]")
+    elif type(value) is dict and all(type(key) is str for key in value):
+        for key, item in value.items():
+            check_json(item, f"{what}[{key!r}]")
+    else:
+        raise CheckpointValueError(
+            f"{what} is {value!r} of type {type(value).__name__}, which would not come back from "
+            "JSON as it is. Use None, bool, int, float, str, lists, and dicts with str keys: "
+            "int(x) for a NumPy integer, list(x) for a tuple."
+        )
+
+
+def check_saveable(slots: Sequence[Slot]) -> None:
+    """Raises if an array has no numbers to save.
+
+    Raises:
+        AbstractValueError: If Variables are abstract; all are listed.
+    """
+    absent = [slot.path for slot in slots if isinstance(slot.value, jax.ShapeDtypeStruct)]
+    if absent:
+        raise AbstractValueError(
+            f"Cannot save {len(absent)} arrays that are only shapes: {', '.join(absent[:8])}. "
+            f"Materialise the model first (sx.shard, or restore a checkpoint into it)."
+        )
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def check_fit(
+    records: Sequence[Record],
+    contents: Contents,
+    positions: Mapping[str, Any],
+    where: str,
+    *,
+    partial: bool,
+    cast: bool,
+) -> None:
+    """Raises if a checkpoint does not fit a tree.
+
+    Args:
+        records: What the checkpoint holds.
+        contents: The tree.
+        positions: The checkpoint's positions.
+        where: The checkpoint, for the message.
+        partial: Whether the checkpoint may hold more than the tree.
+        cast: Whether floating dtypes may differ.
+
+    Raises:
+        CheckpointMismatchError: Lists everything missing, unexpected, of another shape and of
+            another dtype.
+    """
+    stored = {record.path: record for record in records}
+    wanted = {slot.path: slot for slot in contents.slots}
+    missing = [path for path in wanted if path not in stored]
+    unexpected = [] if partial else [path for path in stored if path not in wanted]
+    shapes, dtypes = [], []
+    for path in wanted.keys() & stored.keys():
+        slot, record = wanted[path], stored[path]
+        if slot.shape != record.shape:
+            shapes.append(f"{path}: {slot.shape}, stored {record.shape}")
+        if slot.dtype != record.dtype and not (cast and _both_floating(slot, record)):
+            dtypes.append(f"{path}: {slot.dtype}, stored {record.dtype}")
+    lost = [path for path in contents.positions if path not in positions]
+    sections = [
+        ("not in the checkpoint", [path + _near(path, unexpected or stored) for path in missing]),
+        ("in the checkpoint only", [path + _near(path, missing) for path in unexpected]),
+        ("of another shape", sorted(shapes)),
+        ("of another dtype", sorted(dtypes)),
+        ("positions not in the checkpoint", lost),
+        (
+            "positions in the checkpoint only",
+            [] if partial else [path for path in positions if path not in contents.positions],
+        ),
+    ]
+    if any(lines for _, lines in sections):
+        raise CheckpointMismatchError(_mismatch(sections, where, len(stored), len(wanted)))
+
+
+def _mismatch(
+    sections: Sequence[tuple[str, Sequence[str]]], where: str, stored: int, wanted: int
+) -> str:
+    lines = [
+        (
+            f"The checkpoint {where} ({stored} arrays) does not fit what it is to be restored into "
+            f"({wanted} arrays); nothing was changed."
+        )
+    ]
+    for title, entries in sections:
+        if entries:
+            lines += [f"{len(entries)} {title}:", *(f"  {entry}" for entry in entries)]
+    lines.append(
+        "Restore into a model of the same configuration. To leave out what only the checkpoint "
+        "has: partial=True. To convert floating dtypes: cast=True."
+    )
+    return "\n".join(lines)
+
+
+def _near(path: str, others: Any) -> str:
+    found = difflib.get_close_matches(path, list(others), n=1, cutoff=0.8)
+    return f" (near: {found[0]})" if found else ""
+
+
+def _both_floating(slot: Slot, record: Record) -> bool:
+    if slot.is_key or record.key is not None:
+        return False
+    return all(jnp.issubdtype(jnp.dtype(name), jnp.floating) for name in (slot.dtype, record.dtype))
