@@ -17,8 +17,7 @@ import numpy as np
 
 
 def canonical_dtype(dtype: Any) -> np.dtype | None:
-    """Returns a dtype as NumPy names it, canonical for JAX (float64 becomes float32 unless x64 is
-    enabled); None stays None.
+    """Returns a dtype as NumPy names it, canonical for JAX.
 
     Example:
         >>> canonical_dtype("bfloat16"), canonical_dtype(float), canonical_dtype(None)
@@ -28,7 +27,7 @@ def canonical_dtype(dtype: Any) -> np.dtype | None:
 
 
 def as_array(value: Any) -> jax.Array:
-    """Returns anything that stands for an array (a number, NumPy array, Variable) as a JAX array."""
+    """Returns what stands for an array (a number, NumPy array, Variable) as a JAX array."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 

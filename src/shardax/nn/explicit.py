@@ -18,7 +18,6 @@ nothing is done.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -84,12 +83,13 @@ def _free(entry: Entry, taken: set[str]) -> Entry:
     return entry
 
 
-def align(parameter: jax.Array, x: jax.Array) -> jax.Array:
-    """Lays a parameter out like the last dimensions of the array it is combined with.
+def align(parameter: jax.Array, x: jax.Array, dimensions: Sequence[int] | None = None) -> jax.Array:
+    """Lays a parameter out like the dimensions of the array that it is combined with.
 
     Args:
-        parameter: Shape equal to that of the last dimensions of ``x``.
+        parameter: The parameter.
         x: The other operand of an elementwise operation.
+        dimensions: The dimensions of ``x`` that those of the parameter meet; None for the last.
 
     Returns:
         The parameter, moved where its layout differs over Explicit axes.
@@ -97,7 +97,9 @@ def align(parameter: jax.Array, x: jax.Array) -> jax.Array:
     entries = explicit_entries(parameter)
     if entries is None:
         return parameter
-    wanted = tuple(jax.typeof(x).sharding.spec)[x.ndim - parameter.ndim :]
+    every = tuple(jax.typeof(x).sharding.spec)
+    last = range(x.ndim - parameter.ndim, x.ndim)
+    wanted = tuple(every[i] for i in (last if dimensions is None else dimensions))
     if wanted == entries:
         return parameter
     mesh = jax.typeof(parameter).sharding.mesh

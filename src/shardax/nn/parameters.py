@@ -57,10 +57,17 @@ def make_parameter(
 
 
 @functools.lru_cache(maxsize=256)
-def lecun_normal(inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Initializer:
-    """Returns the initializer of variance 1 / fan-in for a kernel with the given input and output
-    dimensions (LeCun et al., "Efficient BackProp", 1998)."""
-    return jax.nn.initializers.lecun_normal(in_axis=inputs, out_axis=outputs)
+def lecun_normal(
+    inputs: tuple[int, ...], outputs: tuple[int, ...], batch: tuple[int, ...] = ()
+) -> Initializer:
+    """Returns the initializer of variance 1 / fan-in (LeCun et al., "Efficient BackProp", 1998).
+
+    Args:
+        inputs: The kernel's dimensions that are summed over.
+        outputs: Those of the result.
+        batch: Those along which the kernel is many independent kernels.
+    """
+    return jax.nn.initializers.lecun_normal(in_axis=inputs, out_axis=outputs, batch_axis=batch)
 
 
 def as_sizes(layer: str, name: str, sizes: Any) -> tuple[int, ...]:
@@ -89,7 +96,7 @@ def as_size(layer: str, name: str, size: Any) -> int:
 
 
 def _is_positive_integer(size: Any) -> bool:
-    return isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size > 0
+    return isinstance(size, (int, np.integer)) and not isinstance(size, bool) and bool(size > 0)
 
 
 def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> AxisNames:

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers: Modules whose parameters carry axis names.
+
+A *layer* is an ordinary Module. It is lazy until used (building it runs no JAX operation), keeps
+parameter dtype and compute dtype apart (``shardax.nn.dtypes``), takes arrays with any batch
+dimensions in front, and runs as it is on meshes with Auto and with Explicit axes
+(``shardax.nn.explicit``).
+"""
+
+from shardax.nn.attention import MultiHeadAttention as MultiHeadAttention
+from shardax.nn.attention import QueryKeyValue as QueryKeyValue
+from shardax.nn.dropout import Dropout as Dropout
+from shardax.nn.einsum import Einsum as Einsum
+from shardax.nn.embedding import Embed as Embed
+from shardax.nn.linear import Linear as Linear
+from shardax.nn.mlp import MLP as MLP
+from shardax.nn.normalization import LayerNorm as LayerNorm
+from shardax.nn.normalization import RMSNorm as RMSNorm
+from shardax.nn.rope import Rotation as Rotation
+from shardax.nn.rope import rotate as rotate
+from shardax.nn.rope import rotation as rotation
+from shardax.nn.sequential import Sequential as Sequential

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MultiHeadAttention``: each position reads from others, weighted by how well query and key fit.
+
+Vaswani et al., "Attention Is All You Need", 2017. *Grouped-query* attention (Ainslie et al., 2023)
+has fewer *kv heads*, heads of keys and values, than heads of queries; consecutive query heads share
+one. The weighting itself is ``jax.nn.dot_product_attention``, which picks the device's fused kernel
+where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardax.core.errors import LayerConfigError
+from shardax.core.lazy import Initializer
+from shardax.core.modules import Module
+from shardax.core.rng import Rngs
+from shardax.nn.dtypes import as_array
+from shardax.nn.explicit import explicit_entries
+from shardax.nn.linear import Linear
+from shardax.nn.parameters import as_axes, as_size, refuse_input, zeros
+from shardax.nn.rope import Rotation, check_head_dim, rotate, rotation
+
+
+class QueryKeyValue(NamedTuple):
+    """What attention works on.
+
+    Attributes:
+        query: Shape (..., time, heads, head_dim).
+        key: Shape (..., other time, kv heads, head_dim).
+        value: The shape of ``key``.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+
+
+class MultiHeadAttention(Module):
+    """Attention with several heads, from a sequence to itself or to another.
+
+    Args:
+        features: Size of the last dimension of input and output.
+        num_heads: Heads of queries.
+        num_kv_heads: Heads of keys and values, a divisor of ``num_heads``; None for as many.
+        head_dim: Size of a head; None for ``features / num_heads``.
+        causal: Whether a position reads only from itself and earlier ones.
+        rope_base: Base of the rotary position embedding (``shardax.nn.rope``); None for no
+            positions.
+        use_bias: Whether the four projections have biases.
+        dtype: Compute dtype; None promotes input and parameters.
+        param_dtype: Parameter dtype.
+        kernel_init: Initializer of the kernels; None for LeCun normal.
+        bias_init: Initializer of the biases.
+        axes: Axis names of features, heads, kv heads and head dimension.
+        rngs: Random streams; ``params`` is used.
+
+    Attributes:
+        q: ``Linear`` with a kernel of shape (features, num_heads, head_dim).
+        k: ``Linear`` with a kernel of shape (features, num_kv_heads, head_dim).
+        v: Likewise.
+        out: ``Linear`` with a kernel of shape (num_heads, head_dim, features).
+
+    Raises:
+        LayerConfigError: If sizes are not positive or do not divide.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> attention = sx.nn.MultiHeadAttention(
+        ...     16, 4, num_kv_heads=2, causal=True, rope_base=10_000.0, rngs=sx.Rngs(0))
+        >>> attention(jnp.ones((2, 5, 16))).shape, attention.k.kernel.shape
+        ((2, 5, 16), (16, 2, 4))
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool = False,
+        rope_base: float | None = None,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = np.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer = zeros,
+        axes: Sequence[str | None] = ("embed", "heads", "kv_heads", "head_dim"),
+        rngs: Rngs | None,
+    ) -> None:
+        sizes = attention_sizes(features, num_heads, num_kv_heads, head_dim, rope_base)
+        heads, kv_heads, head_dim = sizes
+        embed_name, heads_name, kv_name, head_name = as_axes(
+            "MultiHeadAttention", "axis names", axes, 4
+        )
+
+        def project(inputs: Any, outputs: Any, *names: str | None) -> Linear:
+            return Linear(
+                inputs,
+                outputs,
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                bias_init=bias_init,
+                kernel_axes=names,
+                rngs=rngs,
+            )
+
+        self.q = project(features, (heads, head_dim), embed_name, heads_name, head_name)
+        self.k = project(features, (kv_heads, head_dim), embed_name, kv_name, head_name)
+        self.v = project(features, (kv_heads, head_dim), embed_name, kv_name, head_name)
+        self.out = project((heads, head_dim), features, heads_name, head_name, embed_name)
+        self.features, self.num_heads, self.num_kv_heads = features, heads, kv_heads
+        self.head_dim = head_dim
+        self.causal = bool(causal)
+        self.rope_base = rope_base
+
+    def __call__(
+        self,
+        x: Any,
+        context: Any = None,
+        *,
+        mask: Any = None,
+        positions: Any = None,
+        context_positions: Any = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """Attends.
+
+        Args:
+            x: Shape (batch, time, features), or (time, features): where queries come from.
+            context: Shape (batch, other time, features): where keys and values come from; None for
+                ``x``.
+            mask: Booleans that broadcast to (batch, heads, time, other time): what may be read.
+            positions: Integers of shape (time,) or (batch, time), for the rotary embedding; None
+                counts from 0.
+            context_positions: Likewise for ``context``.
+            out_sharding: Sharding of the result over Explicit mesh axes; by default that of ``x``
+                in all but the last dimension.
+
+        Returns:
+            The shape of ``x``, in the compute dtype.
+
+        Raises:
+            LayerInputError: If a shape or the mask's dtype does not fit.
+        """
+        x = as_array(x)
+        self._check(x, "x")
+        if context is not None:
+            context = as_array(context)
+            self._check(context, "context", x.ndim)
+        if mask is not None:
+            mask = _check_mask(as_array(mask), x.ndim)
+        qkv = self.project(x, context, positions, context_positions)
+        return self.out(self.attend(qkv, mask), out_sharding=out_sharding)
+
+    def project(
+        self, x: jax.Array, context: Any = None, positions: Any = None, others: Any = None
+    ) -> QueryKeyValue:
+        """Computes queries, keys and values, with their positions; the first half of a call.
+
+        Args:
+            x: As for calling.
+            context: As for calling.
+            positions: As for calling.
+            others: ``context_positions`` for calling.
+
+        Returns:
+            Queries, keys and values.
+        """
+        source = x if context is None else context
+        query, key, value = self.q(x), self.k(source), self.v(source)
+        if self.rope_base is None:
+            return QueryKeyValue(query, key, value)
+        turned = self._rotation(x, positions)
+        other = turned if context is None else self._rotation(source, others)
+        return QueryKeyValue(rotate(query, turned), rotate(key, other), value)
+
+    def attend(self, qkv: QueryKeyValue, mask: Any = None) -> jax.Array:
+        """Weighs the values; the second half of a call, before the output projection.
+
+        Args:
+            qkv: Queries, keys and values.
+            mask: As for calling.
+
+        Returns:
+            The shape of the queries.
+        """
+        query, key, value = qkv
+        key, value = _meet_heads(query, key), _meet_heads(query, value)
+        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=self.causal)
+
+    def _rotation(self, x: jax.Array, positions: Any) -> Rotation:
+        base = 10_000.0 if self.rope_base is None else self.rope_base
+        if positions is None:
+            positions = jnp.arange(x.shape[-2], dtype=jnp.int32)
+        return rotation(as_array(positions), self.head_dim, base)
+
+    def _check(self, x: jax.Array, name: str, ndim: int | None = None) -> None:
+        ranks = (2, 3) if ndim is None else (ndim,)
+        if x.ndim not in ranks or x.shape[-1] != self.features:
+            shapes = {2: f"(time, {self.features})", 3: f"(batch, time, {self.features})"}
+            refuse_input(
+                f"MultiHeadAttention({self.features}, {self.num_heads})",
+                f"{name} of shape {' or '.join(shapes[rank] for rank in ranks)}",
+                x,
+                "Reshape further batch dimensions into one, or use vmap.",
+            )
+
+
+def attention_sizes(
+    features: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    rope_base: float | None,
+) -> tuple[int, int, int]:
+    """Checks the sizes of an attention layer and returns heads, kv heads and head dimension.
+
+    Raises:
+        LayerConfigError: If sizes are not positive or do not divide.
+    """
+    name = "MultiHeadAttention"
+    features = as_size(name, "features", features)
+    heads = as_size(name, "num_heads", num_heads)
+    kv_heads = heads if num_kv_heads is None else as_size(name, "num_kv_heads", num_kv_heads)
+    if heads % kv_heads:
+        raise LayerConfigError(
+            f"{name} shares each kv head among equally many heads, but num_heads={heads} is not "
+            f"divisible by num_kv_heads={kv_heads}."
+        )
+    if head_dim is None and features % heads:
+        raise LayerConfigError(
+            f"{name} cannot split features={features} into num_heads={heads} equal heads. Choose "
+            f"sizes that divide, or give head_dim=."
+        )
+    size = features // heads if head_dim is None else as_size(name, "head_dim", head_dim)
+    if rope_base is not None:
+        check_head_dim(f"{name} with rope_base", size)
+    return heads, kv_heads, size
+
+
+def _check_mask(mask: jax.Array, ndim: int) -> jax.Array:
+    if mask.dtype != jnp.bool_ or mask.ndim != ndim + 1:
+        batch = "batch, " if ndim == 3 else ""
+        refuse_input(
+            "MultiHeadAttention",
+            f"a mask of booleans that broadcasts to ({batch}heads, time, other time)",
+            mask,
+            "True is where a position may read. Give dimensions to broadcast the size 1: "
+            "mask[None, None].",
+        )
+    return mask
+
+
+def _meet_heads(query: jax.Array, key: jax.Array) -> jax.Array:
+    """Repeats kv heads for their query heads where Explicit mesh axes split the two differently.
+
+    A split of query heads that cuts through a group has no counterpart among the kv heads.
+    """
+    queries, keys = explicit_entries(query), explicit_entries(key)
+    if queries is None and keys is None:
+        return key
+    wanted = tuple(jax.typeof(query).sharding.spec)
+    have = tuple(jax.typeof(key).sharding.spec)
+    if wanted[-2] == have[-2]:
+        return key
+    repeats = query.shape[-2] // key.shape[-2]
+    mesh = jax.typeof(query if queries is not None else key).sharding.mesh
+    whole = NamedSharding(mesh, PartitionSpec(*have[:-2], None, have[-1]))
+    split = NamedSharding(mesh, PartitionSpec(*have[:-2], wanted[-2], have[-1]))
+    repeated = jnp.repeat(jax.sharding.reshard(key, whole), repeats, axis=-2)
+    return jax.sharding.reshard(repeated, split)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Embed``: a table of vectors, looked up by integers, and its transpose as an output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax.core.lazy import Initializer
+from shardax.core.modules import Module
+from shardax.core.rng import Rngs
+from shardax.nn.contraction import contract
+from shardax.nn.dtypes import as_array, canonical_dtype, cast_all
+from shardax.nn.explicit import joined_sharding
+from shardax.nn.parameters import as_size, make_parameter, refuse_input, shown_sizes
+
+default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(
+    1.0, "fan_in", "normal", out_axis=0
+)
+"""Normal with variance 1 / features, so that a vector has length one on average."""
+
+
+class Embed(Module):
+    """A table with a vector for each of ``num_embeddings`` integers.
+
+    Args:
+        num_embeddings: Number of vectors.
+        features: Their size.
+        dtype: Compute dtype; None for the parameter dtype (and promotion in ``attend``).
+        param_dtype: Parameter dtype.
+        embedding_init: Initializer of the table; by default normal with variance 1 / features.
+        axes: Axis names of the table.
+        rngs: Random streams; ``params`` is used.
+
+    Attributes:
+        embedding: ``Param`` of shape (num_embeddings, features).
+
+    Raises:
+        LayerConfigError: If a size is not positive or the names do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> embed = sx.nn.Embed(10, 4, rngs=sx.Rngs(0))
+        >>> vectors = embed(jnp.array([[1, 2, 3]]))
+        >>> vectors.shape, embed.attend(vectors).shape
+        ((1, 3, 4), (1, 3, 10))
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        dtype: Any = None,
+        param_dtype: Any = np.float32,
+        embedding_init: Initializer = default_embedding_init,
+        axes: Sequence[str | None] = ("vocab", "embed"),
+        rngs: Rngs | None,
+    ) -> None:
+        shape = (
+            as_size("Embed", "num_embeddings", num_embeddings),
+            as_size("Embed", "features", features),
+        )
+        self.embedding = make_parameter("Embed", embedding_init, shape, param_dtype, axes, rngs)
+        self.num_embeddings, self.features = shape
+        self.dtype = canonical_dtype(dtype)
+
+    def __call__(self, indices: Any, *, out_sharding: Any = None) -> jax.Array:
+        """Looks vectors up.
+
+        Args:
+            indices: Integers of any shape. A negative one counts from the end; one out of range
+                gives NaN, as it must not pass unseen.
+            out_sharding: Sharding of the result over Explicit mesh axes; by default that of the
+                indices, then that of the table's features.
+
+        Returns:
+            Shape (*indices.shape, features), in the compute dtype.
+
+        Raises:
+            LayerInputError: If the indices are not integers.
+        """
+        indices = as_array(indices)
+        if not jnp.issubdtype(indices.dtype, jnp.integer):
+            refuse_input(
+                f"Embed({self.num_embeddings}, {self.features})",
+                "integers to look up",
+                indices,
+                "Cast them: indices.astype(int). For a distribution over the vectors, multiply: "
+                "weights @ embed.embedding.",
+            )
+        (table,) = cast_all(self.dtype, self.embedding.value)
+        if out_sharding is None:
+            out_sharding = joined_sharding(((indices, range(indices.ndim)), (table, (1,))))
+        if out_sharding is None:
+            return jnp.take(table, indices, axis=0)
+        return table.at[indices].get(mode="fill", fill_value=jnp.nan, out_sharding=out_sharding)
+
+    def attend(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
+        """Multiplies by the transposed table: the logits of a model with a tied head.
+
+        Args:
+            x: Shape (..., features).
+            out_sharding: Sharding of the result over Explicit mesh axes; by default each dimension
+                that remains keeps its own.
+
+        Returns:
+            Shape (..., num_embeddings), in the compute dtype.
+
+        Raises:
+            LayerInputError: If the last dimension is not ``features``.
+        """
+        x, table = as_array(x), self.embedding.value
+        if x.shape[-1:] != (self.features,):
+            refuse_input(
+                f"Embed({self.num_embeddings}, {self.features}).attend",
+                f"an input of shape {shown_sizes((self.features,))}",
+                x,
+                "It is the transpose of the lookup, so it takes what the lookup gives.",
+            )
+        x, table = cast_all(self.dtype, x, table)
+        return contract(x, table, (1,), out_sharding)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MLP``: two or three linear maps with a nonlinearity, applied to each position alone.
+
+*Gated* (Shazeer, "GLU Variants Improve Transformer", 2020): ``down(activation(gate(x)) * up(x))``;
+with the activation silu this is SwiGLU. Not gated: ``down(activation(up(x)))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardax.core.errors import LayerConfigError
+from shardax.core.lazy import Initializer
+from shardax.core.modules import Module
+from shardax.core.rng import Rngs
+from shardax.nn.linear import Linear
+from shardax.nn.parameters import as_axes, as_size, zeros
+
+Activation = str | Callable[[Any], Any]
+
+
+class MLP(Module):
+    """A feed-forward layer with one hidden layer, gated by default.
+
+    Args:
+        features: Size of the last dimension of the input.
+        hidden_features: Size of the hidden layer.
+        out_features: Size of the output; None for ``features``.
+        activation: Name of a function of ``jax.nn``, such as ``"silu"`` or ``"gelu"``; or a
+            function. A name can be pickled; some functions cannot.
+        gated: Whether the hidden layer is gated.
+        use_bias: Whether the linear maps have biases.
+        dtype: Compute dtype; None promotes input and parameters.
+        param_dtype: Parameter dtype.
+        kernel_init: Initializer of the kernels; None for LeCun normal.
+        bias_init: Initializer of the biases.
+        axes: Axis names of the features and of the hidden layer.
+        rngs: Random streams; ``params`` is used.
+
+    Attributes:
+        gate: ``Linear`` from features to hidden, or None if not gated.
+        up: ``Linear`` from features to hidden.
+        down: ``Linear`` from hidden to output.
+
+    Raises:
+        LayerConfigError: If a size is not positive or the activation is unknown.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> mlp = sx.nn.MLP(4, 8, rngs=sx.Rngs(0))
+        >>> mlp(jnp.ones((2, 4))).shape, mlp.up.kernel.axes, mlp.down.kernel.axes
+        ((2, 4), ('embed', 'mlp'), ('mlp', 'embed'))
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        *,
+        out_features: int | None = None,
+        activation: Activation = "silu",
+        gated: bool = True,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = np.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer = zeros,
+        axes: Sequence[str | None] = ("embed", "mlp"),
+        rngs: Rngs | None,
+    ) -> None:
+        features = as_size("MLP", "features", features)
+        hidden = as_size("MLP", "hidden_features", hidden_features)
+        outputs = features if out_features is None else as_size("MLP", "out_features", out_features)
+        outer, inner = as_axes("MLP", "axis names", axes, 2)
+        _find_activation(activation)
+
+        def project(inputs: int, outputs: int, *names: str | None) -> Linear:
+            return Linear(
+                inputs,
+                outputs,
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                bias_init=bias_init,
+                kernel_axes=names,
+                rngs=rngs,
+            )
+
+        self.gate = project(features, hidden, outer, inner) if gated else None
+        self.up = project(features, hidden, outer, inner)
+        self.down = project(hidden, outputs, inner, outer)
+        self.activation = activation
+
+    def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
+        """Maps an input.
+
+        Args:
+            x: Shape (..., features).
+            out_sharding: Sharding of the result over Explicit mesh axes; by default each dimension
+                that remains keeps its own.
+
+        Returns:
+            Shape (..., out_features), in the compute dtype.
+
+        Raises:
+            LayerInputError: If the last dimension is not ``features``.
+        """
+        activate = _find_activation(self.activation)
+        gate = None if self.gate is None else activate(self.gate(x))
+        hidden = activate(self.up(x)) if gate is None else gate * self.up(x)
+        return self.down(hidden, out_sharding=out_sharding)
+
+
+def _find_activation(activation: Activation) -> Callable[[Any], Any]:
+    found = getattr(jax.nn, activation, None) if isinstance(activation, str) else activation
+    if not callable(found):
+        raise LayerConfigError(
+            f"MLP has activation={activation!r}, which is neither a function nor the name of one "
+            f"in jax.nn, such as 'silu', 'gelu' or 'relu'."
+        )
+    return found
