@@ -56,8 +56,8 @@ help:
 demo: $(RUN)
 	$(BIN)/shardax train --preset demo --mesh data=2,model=4 --devices 8
 
-# pytest comes last, so that its summary is what one sees at the end.
-test: lint types
+# Format, lint and types are tests too (tests/house/test_style.py), so that one summary says it all.
+test: $(TEST)
 	$(PYTEST) $(PARALLEL)
 
 bench: $(BENCH)
