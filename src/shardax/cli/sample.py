@@ -40,14 +40,11 @@ class Sample:
         settings = read_settings(folder)
         model = settings.make_model()
         with contextlib.closing(train.Checkpoints(folder / "checkpoints")) as checkpoints:
-            step = (
-                int(self.checkpoint.name)
-                if self.checkpoint.name.isdigit()
-                else checkpoints.latest()
-            )
+            chosen = self.checkpoint.name
+            step = int(chosen) if chosen.isdecimal() else checkpoints.latest()
             if step is None:
                 raise CommandError(f"{folder} has no checkpoint yet.")
-            checkpoints.restore_model(model, step)
+            checkpoints.restore((model,), step, partial=True)
         model.eval()
         tokens = models.generate(
             model,

@@ -21,3 +21,6 @@ from shardax.train.prefetch import put_batch as put_batch
 from shardax.train.text import ByteText as ByteText
 from shardax.train.text import TextPart as TextPart
 from shardax.train.text import open_text as open_text
+from shardax.train.trainer import RunResult as RunResult
+from shardax.train.trainer import Trainer as Trainer
+from shardax.train.trainer import TrainerSettings as TrainerSettings

@@ -20,9 +20,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax.core.errors import TrainerError
-from shardax.partition import axis_rules, batch_sharding, resolve_mesh, shard
+from shardax.partition.mesh import resolve_mesh
+from shardax.partition.placement import shard
+from shardax.partition.scope import axis_rules, logical_to_mesh_axes
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.checkpoint import Checkpoints
 from shardax.train.log import JsonlLog
@@ -287,9 +290,10 @@ class Trainer:
             yield
 
     def _batch_sharding(self) -> Any:
-        return (
-            None if self.mesh is None else batch_sharding(("batch", "seq"), self.mesh, self.rules)
-        )
+        if self.mesh is None:
+            return None
+        spec = logical_to_mesh_axes(("batch", "seq"), self.rules) or PartitionSpec()
+        return NamedSharding(self.mesh, spec)
 
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(self.checkpoint_directory, keep=self.settings.keep_checkpoints)

@@ -17,7 +17,8 @@ import numpy as np
 from shardax.core.functional import iter_variables
 from shardax.core.paths import format_path
 from shardax.core.variables import Variable
-from shardax.partition import partition_specs, resolve_mesh, shardings
+from shardax.partition.mesh import resolve_mesh
+from shardax.partition.specs import partition_specs, shardings
 
 
 @dataclass(frozen=True)
