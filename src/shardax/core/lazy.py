@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -170,7 +170,11 @@ class LazyKey(LazyValue):
 
     def compute(self, sharding: Any = None) -> jax.Array:
         """Folds the integers into the root key."""
-        return self.program(sharding)(key_words(self.source))
+        return self.run(self.program(sharding), key_words(self.source))
+
+    def run(self, program: InitializerProgram, words: Any) -> jax.Array:
+        """Runs the program."""
+        return program(words)
 
     def program(self, sharding: Any = None) -> InitializerProgram:
         """Returns the program that makes the key of its words."""
@@ -196,23 +200,24 @@ def compute_all(values: Sequence[LazyValue], shardings: Sequence[Any]) -> Iterat
         The arrays, in order; each is made when it is asked for, so that the caller decides what is
         alive at the same time.
     """
-    known = [(v, v.program(s)) for v, s in zip(values, shardings, strict=True) if _is_known(v)]
-    programs = {id(value): program for value, program in known}
-    compile_together(programs.values())
-    keyed = [value for value, _ in known if value.source is not None]
-    words = all_key_words([value.source for value in keyed])
-    words_of = {id(value): row for value, row in zip(keyed, words, strict=True)}
-    for value, sharding in zip(values, shardings, strict=True):
-        program = programs.get(id(value))
-        if program is None:
+    known = [value if _is_known(value) else None for value in values]
+    programs = [
+        None if value is None else value.program(sharding)
+        for value, sharding in zip(known, shardings, strict=True)
+    ]
+    compile_together(program for program in programs if program is not None)
+    sources = [recipe.source for recipe in known if recipe is not None]
+    words = iter(all_key_words([source for source in sources if source is not None]))
+    for value, recipe, program, sharding in zip(values, known, programs, shardings, strict=True):
+        if recipe is None or program is None:
             yield value.compute(sharding)
-        elif isinstance(value, Init):
-            yield value.run(program, words_of.get(id(value)))
+        elif recipe.source is None:
+            yield recipe.run(program, None)
         else:
-            yield program(words_of[id(value)])
+            yield recipe.run(program, next(words))
 
 
-def _is_known(value: Any) -> bool:
+def _is_known(value: LazyValue) -> TypeGuard[Init | LazyKey]:
     """Whether the recipe's program and key are known before it runs."""
     if not isinstance(value, (Init, LazyKey)):
         return False

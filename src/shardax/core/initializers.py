@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Initializer programs: one small compiled program per (initializer, shape, dtype, sharding).
+
+An *initializer* is a function ``(key, shape, dtype) -> array``, such as those of
+``jax.nn.initializers``. Its program takes the words of the key (``core.keys``) and, given a
+sharding, writes the array straight into its shards: each device computes its own part only.
+
+The numbers must not depend on the sharding. They do not where each element is computed by itself
+(*elementwise*: random bits, and functions of them). A sum, a product of matrices or a decomposition
+may round differently when it is cut in parts; an initializer that has one is computed whole by
+every device, of which each then keeps its part.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardax.core.keys import NO_MESH
+from shardax.core.static import Static
+
+_ELEMENTWISE = """
+abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type broadcast broadcast_in_dim
+cbrt ceil clamp complex concatenate conj convert_element_type copy cos cosh custom_jvp_call
+custom_vjp_call div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag integer_pow iota
+is_finite jit le log log1p logistic lt max min mul ne neg nextafter not or pad pjit population_count
+pow random_bits random_fold_in random_seed random_split random_unwrap random_wrap real
+reduce_precision rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh slice sqrt square squeeze stop_gradient sub tan tanh threefry2x32
+transpose xor
+"""
+"""Primitives whose every element is the same however the array is cut. An unknown one costs
+memory, not correctness: the array is then computed whole."""
+
+
+class InitializerProgram:
+    """A compiled initializer for one shape, dtype and sharding; call it with the key's words.
+
+    Args:
+        function: Takes the key's words (None without a key) and returns the array.
+        words: Shape and dtype of the key's words, or None.
+        sharding: Where the array goes, or None for the default device.
+    """
+
+    __slots__ = ("_call", "_sharding", "_words", "compiled")
+
+    def __init__(self, function: Callable[[Any], jax.Array], words: Any, sharding: Any) -> None:
+        self._sharding = sharding
+        self._words = words
+        self._call = jax.jit(function, out_shardings=sharding)
+        self.compiled = False
+
+    def __call__(self, words: Any) -> jax.Array:
+        if self._sharding is None:
+            return self._call(words)
+        # With explicit mesh axes in scope, JAX would lay out every intermediate array by its own
+        # rules, which means whole on every device.
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            return self._call(words)
+
+    def lower(self) -> Any:
+        """Lowers the program for a key that is in host memory."""
+        if self._sharding is None:
+            return self._call.lower(self._words)
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            return self._call.lower(self._words)
+
+
+@functools.lru_cache(maxsize=4096)
+def initializer_program(
+    initializer: Static, shape: tuple[int, ...], dtype: Any, impl: Any, sharding: Any
+) -> InitializerProgram:
+    """Returns the program of an initializer.
+
+    Args:
+        initializer: The function ``(key, shape, dtype) -> array``.
+        shape: Shape of the array.
+        dtype: Its dtype.
+        impl: The generator of the key; None to call the initializer without a key.
+        sharding: A ``jax.sharding.Sharding``, or None for the default device.
+    """
+    words = None if impl is None else _words_of(impl)
+
+    def initialise(given: Any) -> jax.Array:
+        key = None if impl is None else jax.random.wrap_key_data(given, impl=impl)
+        return initializer.value(key, shape, dtype)
+
+    if impl is None:  # one that needs a key fails here, where it is known whose it is
+        jax.eval_shape(initialise, None)
+    if not isinstance(sharding, NamedSharding) or _cuts_freely(initialise, words, impl):
+        return InitializerProgram(initialise, words, sharding)
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def initialise_whole(given: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(initialise(given), whole)
+
+    return InitializerProgram(initialise_whole, words, sharding)
+
+
+@functools.lru_cache(maxsize=64)
+def key_program(impl: Any, sharding: Any) -> InitializerProgram:
+    """Returns the program that makes the key itself of its words."""
+    return InitializerProgram(
+        lambda words: jax.random.wrap_key_data(words, impl=impl), _words_of(impl), sharding
+    )
+
+
+def compile_together(programs: Iterable[InitializerProgram]) -> None:
+    """Compiles programs at the same time, as far as there are processors; each at most once.
+
+    Args:
+        programs: Programs, possibly repeated or compiled already.
+    """
+    pending = [program for program in dict.fromkeys(programs) if not program.compiled]
+    lowered = [program.lower() for program in pending]
+    if len(lowered) > 1:
+        with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda program: program.compile(), lowered))
+    for program in pending:
+        program.compiled = True
+
+
+@functools.lru_cache(maxsize=16)
+def _words_of(impl: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+
+
+def _cuts_freely(function: Callable[[Any], jax.Array], words: Any, impl: Any) -> bool:
+    """Whether the numbers are the same to the last bit whichever way the array is cut."""
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        names = set(_primitives(jax.make_jaxpr(function)(words).jaxpr))
+    draws = any(name.startswith("random") for name in names)
+    return names <= set(_ELEMENTWISE.split()) and (not draws or impl == "threefry2x32")
+
+
+def _primitives(jaxpr: Any) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for parameter in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from _primitives(inner)
