@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """shardax: stateful JAX models, compiled and sharded by name."""
 
+from shardax import models as models
 from shardax import nn as nn
 from shardax.core import errors as errors
 from shardax.core.containers import Dict as Dict

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models built of ``shardax.nn``, what they are trained by, and what they say."""
+
+from shardax.models.decoder import DECODER_RULES as DECODER_RULES
+from shardax.models.decoder import Decoder as Decoder
+from shardax.models.decoder import DecoderConfig as DecoderConfig
+from shardax.models.decoder import DecoderLayer as DecoderLayer
+from shardax.models.generate import generate as generate
+from shardax.models.loss import cross_entropy as cross_entropy
+from shardax.models.loss import next_token_loss as next_token_loss
