@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ownership: what plain transforms reach through closures, leaked tracers, and threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.strategies import Node, assert_same_model
+
+import shardax as sx
+from shardax.core.errors import ForeignMutationError, ShardaxError, TraceLeakError
+from shardax.core.frames import Frame, local, owner_here, resolve
+
+
+def _model() -> Node:
+    model = Node()
+    model.w = sx.Param(jnp.ones(()), tag="x")
+    model.items, model.entries, model.rate, model.array = [1], {"a": 1}, 0.5, jnp.ones(())
+    return model
+
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "value": lambda m, x: setattr(m.w, "value", x),
+    "index": lambda m, x: m.w.__setitem__(..., x),
+    "in place": lambda m, x: m.w.__iadd__(x),
+    "array attribute": lambda m, x: setattr(m, "array", x),
+    "new array": lambda m, x: setattr(m, "new", x),
+    "new variable": lambda m, x: setattr(m, "new", sx.Param(x)),
+    "append": lambda m, x: m.items.append(x),
+    "list item": lambda m, x: m.items.__setitem__(0, x),
+    "dict entry": lambda m, x: m.entries.update(b=x),
+    "sow": lambda m, x: m.sow("seen", x),
+    "static": lambda m, x: setattr(m, "rate", 1.0),
+    "deletion": lambda m, x: delattr(m, "rate"),
+    "metadata": lambda m, x: m.w.set_metadata(tag="y"),
+}
+PLAIN: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
+    "jit": lambda f: jax.jit(f)(1.0),
+    "grad": lambda f: jax.grad(f)(1.0),
+    "vmap": lambda f: jax.vmap(f)(jnp.ones(2)),
+    "eval_shape": lambda f: jax.eval_shape(f, 1.0),
+    "scan": lambda f: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, jnp.ones(2)),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f))(1.0),
+    "grad in jit": lambda f: jax.jit(jax.grad(f))(1.0),
+}
+each_plain = pytest.mark.parametrize("run", PLAIN.values(), ids=PLAIN.keys())
+
+
+@each_plain
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_a_write_through_a_closure_inside_a_plain_transform_is_refused(
+    write: Callable[[Any, Any], Any], run: Callable[[Any], Any]
+) -> None:
+    model = _model()
+    before = sx.clone(model)
+    with pytest.raises(
+        TraceLeakError, match=r"plain JAX transform that did not receive it.*sx\.jit"
+    ):
+        run(lambda x: (write(model, x), x)[1])
+    assert_same_model(model, before)
+    assert issubclass(TraceLeakError, (ShardaxError, RuntimeError))
+
+
+@each_plain
+def test_reading_through_a_closure_works_in_every_plain_transform(
+    run: Callable[[Any], Any],
+) -> None:
+    model = _model()
+    run(lambda x: model.w * x + model.array + model.rate + len(model.items))
+    assert isinstance(model.array, jax.Array) and not isinstance(model.array, jax.core.Tracer)
+
+
+def test_a_model_made_in_an_outer_trace_is_protected_from_an_inner_one() -> None:
+    @jax.jit
+    def function(x: jax.Array) -> jax.Array:
+        inner = _model()
+        inner.w.value = x
+        for write in WRITES.values():
+            with pytest.raises(TraceLeakError):
+                jax.grad(lambda y: (write(inner, y), y)[1])(x)  # noqa: B023 (called at once)
+        inner.items.append(x)
+        return inner.w + inner.items[1]
+
+    assert float(function(jnp.float32(3))) == 6.0
+
+
+def test_compile_time_evaluation_is_not_a_transform() -> None:
+    model = _model()
+
+    @jax.jit
+    def function(x: jax.Array) -> jax.Array:
+        with jax.ensure_compile_time_eval():
+            model.w.value = jnp.float32(5)
+            model.items.append(2)
+        return x * model.w
+
+    assert float(function(jnp.float32(2))) == 10.0
+    assert (float(model.w), model.items) == (5.0, [1, 2])
+
+
+# --- frames ---
+
+
+def test_an_object_belongs_to_the_frame_in_which_it_was_made() -> None:
+    outside = sx.Param(1.0)
+    with Frame("test") as outer:
+        made = sx.Param(2.0)
+        assert made._owner is owner_here() is outer and outside._owner is None
+        with Frame("test") as inner:
+            assert sx.Param(3.0)._owner is inner and inner.parent is outer
+        assert local.frame is outer
+    assert local.frame is None and owner_here() is None
+
+
+def test_a_variable_from_outside_is_adopted_once_and_stands_in() -> None:
+    variable = sx.Param(1.0)
+    with Frame("test") as frame:
+        variable.value = jnp.float32(5)
+        assert float(variable) == 5.0
+        assert resolve(variable, frame) is resolve(variable, frame) is not variable
+        with Frame("test"):
+            assert float(variable) == 5.0
+            variable.value = jnp.float32(7)
+            assert float(variable) == 7.0
+        assert float(variable) == 5.0  # the inner frame's transform would carry it out
+    assert float(variable) == 1.0
+
+
+def test_a_structural_change_through_a_closure_in_a_frame_is_refused_with_the_way_out() -> None:
+    model = _model()
+    before = sx.clone(model)
+    structural = ["new array", "append", "dict entry", "static", "deletion", "sow"]
+    with Frame("jit"):
+        for name in structural:
+            with pytest.raises(
+                ForeignMutationError, match=r"inside sx\.jit.*Pass the Module as an"
+            ):
+                WRITES[name](model, jnp.ones(()))
+    assert_same_model(model, before)
+
+
+def test_a_variable_that_outlives_its_frame_says_that_it_leaked() -> None:
+    with Frame("jit"):
+        leaked = sx.Param(1.0)
+    for use in (lambda: leaked.value, lambda: leaked + 1, lambda: setattr(leaked, "value", 2.0)):
+        with pytest.raises(TraceLeakError, match=r"made inside sx\.jit was used after.*Return it"):
+            use()
+
+
+def test_a_frame_is_left_on_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), Frame("jit"):
+        _ = 1 / 0
+    assert local.frame is None
+
+
+# --- threads ---
+
+
+def test_threads_have_frames_of_their_own() -> None:
+    seen: list[Any] = []
+    with Frame("test"):
+        thread = threading.Thread(target=lambda: seen.append((local.frame, sx.Param(1.0)._owner)))
+        thread.start()
+        thread.join()
+    assert seen == [(None, None)]
+
+
+def test_one_model_may_be_used_in_plain_transforms_by_several_threads() -> None:
+    model = _model()
+    barrier = threading.Barrier(4)
+
+    def work(number: int) -> float:
+        barrier.wait()
+        total = 0.0
+        for step in range(5):
+            function = jax.jit(lambda m, x: m.w * x + m.array * number)
+            total += float(function(model, float(step)))
+            with pytest.raises(TraceLeakError):
+                jax.jit(lambda x: setattr(model.w, "value", x))(1.0)
+        return total
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [10.0 + 5 * number for number in range(4)]
+
+
+def test_models_built_and_edited_in_several_threads_stay_apart() -> None:
+    barrier = threading.Barrier(4)
+
+    def work(number: int) -> int:
+        barrier.wait()
+        model = Node()
+        for step in range(30):
+            setattr(model, f"p{step}", sx.Param(float(number)))
+            sx.graphdef(model)
+            model.p0.value = float(step)
+        return len(sx.state(model).flat())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [30] * 4

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lazy values: nothing is computed until someone reads, and the numbers never depend on how."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from tests.strategies import assert_equal_values
+
+import shardax as sx
+from shardax.core.errors import MissingRngsError, ShardaxError
+from shardax.core.lazy import Init, KeySource, LazyKey
+
+INITIALIZERS = {
+    "normal": jax.nn.initializers.normal(0.02),
+    "truncated normal": jax.nn.initializers.truncated_normal(),
+    "glorot uniform": jax.nn.initializers.glorot_uniform(),
+    "zeros": jax.nn.initializers.zeros,
+}
+each_initializer = pytest.mark.parametrize(
+    "initializer", INITIALIZERS.values(), ids=INITIALIZERS.keys()
+)
+
+BUILD_WITHOUT_BACKEND = """
+import jax, jax.numpy as jnp, numpy as np, shardax as sx
+
+class Model(sx.Module):
+    def __init__(self, rngs):
+        normal = jax.nn.initializers.lecun_normal()
+        self.kernel = sx.Param(sx.Init(normal, (10**6, 10**6), rngs=rngs), axes=("embed", "mlp"))
+        self.head = self.kernel
+        self.calls = sx.Variable(0)
+        self.table = np.ones(3)
+        self.layers = [rngs.scope("layer"), rngs.fork(), sx.Init(normal, (2, 2), rngs=rngs)]
+
+model = Model(sx.Rngs(0, dropout=1))
+twin = sx.clone(model)
+assert twin.kernel.is_lazy and twin.kernel.shape == (10**6, 10**6)
+assert sx.graphdef(model) == sx.graphdef(twin) and len(sx.find_duplicates(twin)) == 1
+assert "Param(float32[1000000, 1000000], lazy" in repr(model)
+try:
+    jnp.ones(2)
+except RuntimeError as error:
+    print("as expected:", str(error)[:28])
+"""
+
+
+def test_building_cloning_and_printing_a_model_runs_no_jax_operation() -> None:
+    # On a platform that does not exist any operation fails, as the last lines of the program show.
+    environment = {**os.environ, "JAX_PLATFORMS": "none_such"}
+    environment.pop("XLA_FLAGS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD_WITHOUT_BACKEND],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == "as expected: Unable to initialize backend\n", done.stderr
+
+
+def test_building_makes_no_array() -> None:
+    before = len(jax.live_arrays())
+    rngs = sx.Rngs(0)
+    params = [sx.Param(Init(INITIALIZERS["normal"], (50, 50), rngs=rngs)) for _ in range(5)]
+    assert len(jax.live_arrays()) == before
+    _ = params[3].value
+    assert [param.is_lazy for param in params] == [True, True, True, False, True]
+
+
+def test_shape_dtype_and_size_are_known_before_and_dtype_is_canonical() -> None:
+    lazy = Init(INITIALIZERS["normal"], (2, 3), jnp.float64 if jax.config.x64_enabled else float)
+    assert (lazy.shape, lazy.dtype, lazy.ndim, lazy.size) == ((2, 3), jnp.float32, 2, 6)
+    assert repr(lazy) == "Init(float32[2, 3])"
+    assert Init(INITIALIZERS["normal"], (2,), jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_the_order_in_which_values_are_read_does_not_matter() -> None:
+    def make() -> list[sx.Param[Any]]:
+        rngs = sx.Rngs(0)
+        return [sx.Param(Init(INITIALIZERS["normal"], (3,), rngs=rngs)) for _ in range(3)]
+
+    forwards, backwards = make(), make()
+    read = {i: backwards[i].value for i in (2, 0, 1)}
+    for i, param in enumerate(forwards):
+        assert_equal_values(param.value, read[i])
+    assert len({float(param[0]) for param in forwards}) == 3
+
+
+def test_reading_twice_gives_the_same_array() -> None:
+    param = sx.Param(Init(INITIALIZERS["normal"], (3,), rngs=sx.Rngs(0)))
+    assert param.value is param.value
+
+
+@each_initializer
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_values_equal_those_of_the_initializer_with_the_streams_key(
+    initializer: Any, dtype: Any
+) -> None:
+    rngs = sx.Rngs(params=0)
+    lazy = Init(initializer, (6, 4), dtype, rngs=rngs)
+    key = sx.Rngs(params=0).params()
+    assert_equal_values(lazy.compute(), jax.jit(lambda k: initializer(k, (6, 4), dtype))(key))
+
+
+def assert_shards_equal_whole(lazy: Init, sharding: NamedSharding) -> None:
+    sharded = lazy.compute(sharding)
+    assert sharded.sharding == sharding
+    assert_equal_values(jax.device_get(sharded), jax.device_get(lazy.compute()))
+
+
+@each_initializer
+def test_values_written_straight_into_shards_are_bit_identical(
+    initializer: Any, auto_mesh: jax.sharding.Mesh
+) -> None:
+    lazy = Init(initializer, (64, 24), rngs=sx.Rngs(7))
+    assert_shards_equal_whole(lazy, NamedSharding(auto_mesh, PartitionSpec("data", "model")))
+
+
+@pytest.mark.parametrize("spec", [("model",), (None, "data"), (("data", "model"),), ()], ids=str)
+def test_they_are_so_however_they_are_laid_out(spec: Any, mesh: jax.sharding.Mesh) -> None:
+    lazy = Init(INITIALIZERS["normal"], (64, 24), rngs=sx.Rngs(7))
+    assert_shards_equal_whole(lazy, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def test_one_program_serves_all_values_of_one_initializer_shape_and_dtype() -> None:
+    compiled: list[str] = []
+
+    def note(name: str, _: float, **__: Any) -> None:
+        if "backend_compile" in name:
+            compiled.append(name)
+
+    normal, rngs = jax.nn.initializers.normal, sx.Rngs(0)
+    params = [sx.Param(Init(normal(0.0123), (5, 7), rngs=rngs)) for _ in range(4)]
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        _ = params[0].value
+        first = len(compiled)
+        for param in params[1:]:
+            _ = param.value
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert (first >= 1, len(compiled) - first) == (True, 0)
+
+
+def test_a_value_made_inside_a_transform_from_a_traced_key_is_computed_there() -> None:
+    @jax.jit
+    def make(seed: jax.Array) -> jax.Array:
+        param = sx.Param(Init(INITIALIZERS["normal"], (3,), rngs=sx.Rngs(jax.random.key(seed))))
+        assert not param.is_lazy
+        return param.value
+
+    eager = sx.Param(Init(INITIALIZERS["normal"], (3,), rngs=sx.Rngs(jax.random.key(5))))
+    assert_equal_values(make(jnp.asarray(5)), eager.value)
+
+
+def test_reading_through_a_closure_inside_a_transform_materialises_outside_of_it() -> None:
+    param = sx.Param(Init(INITIALIZERS["normal"], (3,), rngs=sx.Rngs(0)))
+    doubled = jax.jit(lambda x: param * x)(2.0)
+    assert not param.is_lazy
+    assert_equal_values(doubled, param.value * 2)  # a real array, not a leaked tracer
+
+
+def test_passing_a_model_to_a_plain_transform_materialises_it() -> None:
+    param = sx.Param(Init(INITIALIZERS["normal"], (3,), rngs=sx.Rngs(0)))
+    total = jax.jit(lambda p: p.sum())(param)
+    assert not param.is_lazy and float(total) == pytest.approx(float(param.sum()))
+
+
+def test_without_a_stream_only_initializers_that_ignore_their_key_work() -> None:
+    assert Init(jax.nn.initializers.ones, (2,)).compute().tolist() == [1.0, 1.0]
+    for initializer in (INITIALIZERS["normal"], INITIALIZERS["glorot uniform"]):
+        with pytest.raises(MissingRngsError, match=r"shape \(2, 2\) needs a random key.*rngs=rngs"):
+            _ = sx.Param(Init(initializer, (2, 2))).value
+    assert issubclass(MissingRngsError, (ShardaxError, ValueError))
+
+
+def test_the_stream_may_be_named_or_given() -> None:
+    def draw(**arguments: Any) -> jax.Array:
+        return Init(INITIALIZERS["normal"], (2,), **arguments).compute()
+
+    rngs = [sx.Rngs(params=0, noise=1) for _ in range(4)]
+    assert_equal_values(draw(rngs=rngs[0]), draw(stream=rngs[1].params))
+    assert_equal_values(draw(stream="noise", rngs=rngs[2]), draw(stream=rngs[3].noise))
+    assert float(draw(rngs=sx.Rngs(params=0))[0]) != float(draw(rngs=sx.Rngs(params=1))[0])
+
+
+# --- key sources ---
+
+
+def test_a_key_source_computes_what_fold_in_computes() -> None:
+    expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), 1), 2)
+    for root in (3, jax.random.key(3)):
+        lazy = LazyKey(KeySource(root).fold(1, 2))
+        assert (lazy.shape, lazy.dtype) == ((), jax.random.key(0).dtype)
+        assert_equal_values(lazy.compute(), expected)
+
+
+def test_deleting_one_streams_key_leaves_other_streams_of_that_seed_alone() -> None:
+    one, other = sx.Rngs(11), sx.Rngs(11)
+    one.default.key.value.delete()  # as donating it would
+    assert_equal_values(other(), sx.Rngs(11)())
+
+
+def test_keys_follow_the_configured_implementation() -> None:
+    default = sx.Rngs(0).default.key.value.dtype
+    jax.config.update("jax_default_prng_impl", "rbg")
+    try:
+        assert sx.Rngs(0).default.key.value.dtype == jax.random.key(0).dtype != default
+        assert sx.Rngs(0)().dtype == jax.random.key(0).dtype
+    finally:
+        jax.config.update("jax_default_prng_impl", "threefry2x32")
+    assert sx.Rngs(0).default.key.value.dtype == default

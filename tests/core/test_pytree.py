@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Module is one pytree node: plain JAX transforms take it, and refuse writes that would be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.strategies import Node, assert_same_model
+
+import shardax as sx
+from shardax.core.errors import ReadOnlyCopyError
+from shardax.core.pytree import has_objects
+
+
+class Attention(sx.Module):
+    def __init__(self) -> None:
+        self.q = Linear(2)
+
+
+class Linear(sx.Module):
+    def __init__(self, size: int) -> None:
+        self.kernel = sx.Param(jnp.arange(float(size)), axes=("embed",), tag="slow")
+        self.calls = [0]
+        self.rate = 0.5
+
+    def __call__(self, x: Any) -> Any:
+        return (self.kernel * x).sum() * self.rate
+
+
+def _tower() -> Node:
+    tower = Node()
+    tower.layers = [Node()]
+    tower.layers[0].attn = Attention()
+    tower.heads = {"en-us": Linear(1)}
+    tower.table = np.ones(3, np.float32)
+    return tower
+
+
+# --- flattening ---
+
+
+def test_key_paths_print_as_the_code_that_reaches_the_place() -> None:
+    paths = jax.tree_util.tree_leaves_with_path(_tower())
+    assert [jax.tree_util.keystr(path) for path, _ in paths] == [
+        ".layers[0].attn.q.kernel",
+        ".heads['en-us'].kernel",
+        ".table",
+    ]
+    inside = jax.tree_util.tree_leaves_with_path({"model": _tower()})
+    assert jax.tree_util.keystr(inside[0][0]) == "['model'].layers[0].attn.q.kernel"
+    variable = jax.tree_util.tree_leaves_with_path([sx.Param(1.0)])
+    assert jax.tree_util.keystr(variable[0][0]) == "[0].value"
+
+
+def test_a_shared_variable_is_one_leaf() -> None:
+    linear = Linear(2)
+    model = Node()
+    model.a, model.b, model.kernel = linear, linear, linear.kernel
+    assert [leaf.tolist() for leaf in jax.tree.leaves(model)] == [[0.0, 1.0]]
+
+
+def test_a_tied_weight_gets_its_summed_gradient() -> None:
+    tied, untied = Node(), Node()
+    tied.embed = tied.head = sx.Param(jnp.asarray([1.0, 2.0]))
+    untied.embed, untied.head = (sx.Param(jnp.asarray([1.0, 2.0])) for _ in range(2))
+
+    def loss(model: Node) -> jax.Array:
+        return (3 * model.embed + model.head**2).sum()
+
+    whole, parts = jax.grad(loss)(tied), jax.grad(loss)(untied)
+    assert whole.embed is whole.head
+    assert whole.embed.value.tolist() == (parts.embed + parts.head).tolist() == [5.0, 7.0]
+
+
+def test_models_of_different_structure_are_different_trees() -> None:
+    one, other = Linear(2), Linear(2)
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    other.rate = 1
+    assert jax.tree.structure(one) != jax.tree.structure(other)
+    tied, untied = sx.List([one.kernel, one.kernel]), sx.List([one.kernel, other.kernel])
+    assert jax.tree.structure(tied) != jax.tree.structure(untied)
+
+
+def test_jax_tree_map_gives_a_writable_model_of_its_own() -> None:
+    tower = _tower()
+    before = sx.clone(tower)
+    doubled = jax.tree.map(lambda x: 2 * x, tower)
+    assert doubled.layers[0].attn.q.kernel.value.tolist() == [0.0, 2.0]
+    doubled.heads["en-us"].kernel[...] = jnp.ones(1)
+    doubled.heads["de"] = Linear(1)
+    doubled.table = jnp.zeros(3)
+    doubled.layers.append(1)
+    doubled.layers[0].attn.q.kernel.set_metadata(tag="fast")
+    assert_same_model(tower, before)
+
+
+def test_what_leaves_a_plain_transform_is_writable() -> None:
+    returned = jax.jit(lambda model: model)(_tower())
+    returned.layers[0].attn.q.kernel[0] = 9.0
+    returned.layers.append(sx.Param(1.0))
+    assert returned.layers[0].attn.q.kernel.value.tolist() == [9.0, 1.0]
+
+
+def test_leaves_may_be_anything_as_jax_trees_allow() -> None:
+    model = Linear(2)
+    shapes = jax.tree.map(lambda x: x.shape, model, is_leaf=None)
+    assert shapes.kernel.value == (2,)
+    assert jax.tree.map(lambda _: None, model).kernel.value is None
+    abstract = jax.eval_shape(lambda m: m, model)
+    assert isinstance(abstract, Linear) and abstract.kernel.is_abstract
+    assert (abstract.kernel.shape, abstract.kernel.axes) == ((2,), ("embed",))
+
+
+def test_has_objects_finds_objects_at_any_depth_and_nothing_else() -> None:
+    class Holder:
+        """Registered below: a user's own pytree node."""
+
+        def __init__(self, content: Any) -> None:
+            self.content = content
+
+    jax.tree_util.register_pytree_node(
+        Holder, lambda h: ((h.content,), None), lambda _, c: Holder(*c)
+    )
+    for found in (Linear(1), sx.Param(1.0), sx.List(), [{"a": (sx.Dict(),)}], Holder([Linear(1)])):
+        assert has_objects(found)
+    for plain in (1, "x", None, [jnp.ones(1), {"a": ()}], Holder(1), sx.state(Linear(1)), Linear):
+        assert not has_objects(plain)
+
+
+# --- plain transforms ---
+
+PLAIN_TRANSFORMS: dict[str, Callable[[Callable[[Any], Any]], Callable[[Any], Any]]] = {
+    "jit": jax.jit,
+    "grad": lambda f: jax.grad(lambda m: f(m).sum()),
+    "vmap": jax.vmap,
+    "eval_shape": lambda f: lambda m: jax.eval_shape(f, m),
+    "checkpoint": lambda f: jax.grad(lambda m: jax.checkpoint(f)(m).sum()),
+    "scan": lambda f: lambda m: jax.lax.scan(lambda c, _: (c, f(c)), m, None, length=2),
+    "cond": lambda f: jax.jit(lambda m: jax.lax.cond(m.rate > 0, f, f, m)),
+}
+each_transform = pytest.mark.parametrize(
+    "transform", PLAIN_TRANSFORMS.values(), ids=PLAIN_TRANSFORMS.keys()
+)
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "value": lambda m: setattr(m.kernel, "value", m.kernel.value + 1),
+    "whole": lambda m: m.kernel.__setitem__(..., m.kernel.value + 1),
+    "in place": lambda m: m.kernel.__iadd__(1.0),
+    "static attribute": lambda m: setattr(m, "rate", 0.1),
+    "new attribute": lambda m: setattr(m, "new", sx.Param(1.0)),
+    "array attribute": lambda m: setattr(m, "table", m.kernel.value),
+    "deletion": lambda m: delattr(m, "rate"),
+    "append": lambda m: m.calls.append(1),
+    "list item": lambda m: m.calls.__setitem__(0, 5),
+    "dict entry": lambda m: m.names.__setitem__("b", 1),
+    "metadata": lambda m: m.kernel.set_metadata(tag="fast"),
+    "sow": lambda m: m.sow("seen", m.kernel.value),
+    "update": lambda m: sx.update(m, {"kernel": m.kernel.value + 1}),
+    "pop": lambda m: sx.pop(m, sx.Param),
+    "eval mode": lambda m: m.set_attributes(rate=0.0),
+}
+each_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+
+
+def _with_table() -> Linear:
+    model = Linear(2)
+    model.table, model.names = jnp.ones(2), {"a": 1}
+    return model
+
+
+@each_transform
+def test_plain_transforms_take_a_model_and_may_read_all_of_it(transform: Any) -> None:
+    def read(model: Linear) -> jax.Array:
+        model.calls.index(0)
+        return model.kernel * model.table + model.rate + len(model.names)
+
+    transform(read)(_with_table())
+
+
+@each_write
+def test_a_write_to_the_copy_inside_a_plain_transform_is_refused(
+    write: Callable[[Any], Any],
+) -> None:
+    model = _with_table()
+    before = sx.clone(model)
+
+    def function(copied: Linear) -> jax.Array:
+        with pytest.raises(ReadOnlyCopyError, match=r"would be lost.*sx\.jit.*(?s:.*)sx\.mutable"):
+            write(copied)
+        return copied.kernel.value
+
+    jax.jit(function)(model)
+    assert_same_model(model, before)
+
+
+@each_transform
+def test_every_plain_transform_refuses_writes(transform: Any) -> None:
+    refused: list[str] = []
+
+    def function(copied: Linear) -> jax.Array:
+        for name, write in WRITES.items():
+            with pytest.raises(ReadOnlyCopyError):
+                write(copied)
+            refused.append(name)
+        return copied.kernel.value
+
+    transform(function)(_with_table())
+    assert refused[: len(WRITES)] == list(WRITES)
+
+
+def test_a_variable_passed_on_its_own_is_read_only_too() -> None:
+    def function(variable: sx.Param[Any]) -> jax.Array:
+        with pytest.raises(ReadOnlyCopyError):
+            variable[...] = 0.0
+        with pytest.raises(ReadOnlyCopyError):
+            variable.set_metadata(tag="x")
+        return variable * 2
+
+    assert float(jax.jit(function)(sx.Param(2.0))) == 4.0
+
+
+# --- mutable ---
+
+
+@each_write
+def test_mutable_makes_the_copy_writable_and_the_returned_model_has_the_write(
+    write: Callable[[Any], Any],
+) -> None:
+    model, expected = _with_table(), _with_table()
+
+    @jax.jit
+    def function(copied: Linear) -> Linear:
+        copied = sx.mutable(copied)
+        write(copied)
+        return copied
+
+    before = sx.clone(model)
+    returned = function(model)
+    write(expected)
+    assert_same_model(returned, expected)
+    assert_same_model(model, before)
+
+
+def test_mutable_reaches_every_object_of_a_tree_and_returns_it() -> None:
+    @jax.jit
+    def function(models: dict[str, Any]) -> dict[str, Any]:
+        assert sx.mutable(models) is models
+        models["a"][0].layers[0].attn.q.kernel[...] = jnp.zeros(2)
+        models["b"][...] = 2.0
+        return models
+
+    returned = function({"a": (_tower(),), "b": sx.Param(1.0)})
+    assert returned["a"][0].layers[0].attn.q.kernel.value.tolist() == [0.0, 0.0]
+    assert float(returned["b"]) == 2.0
+
+
+def test_mutable_outside_of_transforms_changes_nothing() -> None:
+    model = _with_table()
+    assert sx.mutable(model) is model
+    assert sx.mutable([1, jnp.ones(2)])[0] == 1
+
+
+def test_new_objects_inside_a_plain_transform_are_writable() -> None:
+    @jax.jit
+    def build(x: jax.Array) -> Linear:
+        model = Linear(2)
+        model.kernel[...] = model.kernel + x
+        model.calls.append(1)
+        model.table = x
+        return model
+
+    built = build(jnp.ones(2))
+    assert (built.kernel.value.tolist(), built.calls) == ([1.0, 2.0], [0, 1])
+    built.table = jnp.zeros(2)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State: values by path, seen as a nested mapping, stored flat, a pytree."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from tests.strategies import Node, assert_equal_values, models
+
+import shardax as sx
+from shardax.core.errors import FilterError
+
+
+def _model() -> Node:
+    model = Node()
+    model.layers = [Node(), Node()]
+    for number, layer in enumerate(model.layers):
+        layer.kernel = sx.Param(jnp.full(2, float(number)), axes=("embed",), tag="slow")
+        layer.mean = sx.BatchStat(jnp.zeros(()))
+    model.scale = jnp.ones(3)
+    return model
+
+
+PATHS = [
+    ("layers", 0, "kernel"),
+    ("layers", 0, "mean"),
+    ("layers", 1, "kernel"),
+    ("layers", 1, "mean"),
+    ("scale",),
+]
+
+
+def test_entries_are_reached_by_key_and_by_attribute_at_every_depth() -> None:
+    state = sx.state(_model())
+    assert state["layers"][1]["kernel"].tolist() == state.layers[1].kernel.tolist() == [1.0, 1.0]
+    assert isinstance(state.layers, sx.State) and isinstance(state["layers"][0], sx.State)
+    assert (list(state), len(state), list(state.layers)) == (["layers", "scale"], 2, [0, 1])
+    assert "layers" in state and 0 in state.layers and "kernel" not in state
+    assert dict(state.layers[0].items()).keys() == {"kernel", "mean"}
+
+
+def test_an_entry_that_is_not_there_names_those_that_are() -> None:
+    state = sx.state(_model())
+    with pytest.raises(KeyError, match=r"'heads' \(present: 'layers', 'scale'\)"):
+        state["heads"]
+    with pytest.raises(AttributeError, match=r"no entry 'bias' \(present: 'kernel', 'mean'\)"):
+        _ = state.layers[0].bias
+    assert state.get("heads") is None and not hasattr(state, "heads")
+
+
+def test_flat_gives_full_paths_in_the_models_order() -> None:
+    state = sx.state(_model())
+    assert list(state.flat()) == PATHS
+    assert list(state.layers[1].flat()) == [("kernel",), ("mean",)]
+
+
+def test_it_remembers_what_kind_of_variable_each_value_came_from() -> None:
+    origins = sx.state(_model()).origins()
+    kernel = origins["layers", 0, "kernel"]
+    assert (kernel.variable_type, kernel.axes, dict(kernel.metadata)) == (
+        sx.Param,
+        ("embed",),
+        {"tag": "slow"},
+    )
+
+
+def test_it_can_be_made_from_nested_mappings_states_and_variables() -> None:
+    inner = sx.state(_model()).layers
+    state = sx.State({"a": {0: jnp.ones(1)}, "b": inner, "c": sx.Param(2.0)})
+    assert list(state.flat())[:2] == [("a", 0), ("b", 0, "kernel")]
+    assert float(state.c) == 2.0
+    assert sx.State(state).flat().keys() == state.flat().keys()
+
+
+def test_filter_keeps_and_split_partitions() -> None:
+    state = sx.state(_model())
+    assert list(state.filter(sx.BatchStat, sx.PathContains(0)).flat()) == [
+        PATHS[i] for i in (0, 1, 3)
+    ]
+    assert list(state.filter().flat()) == []
+    slow, rest = state.split("slow", ...)
+    assert (list(slow.flat()), list(rest.flat())) == (PATHS[0:3:2], [PATHS[1], PATHS[3], PATHS[4]])
+    with pytest.raises(
+        FilterError, match=r"No filter matches the BatchStat at \.layers\[0\]\.mean"
+    ):
+        state.split(sx.Param)
+
+
+def test_merge_joins_and_later_entries_win() -> None:
+    state = sx.state(_model())
+    slow, rest = state.split("slow", ...)
+    assert set(slow.merge(rest).flat()) == set(PATHS)
+    changed = state.merge(jax.tree.map(lambda x: x + 10, slow))
+    assert changed.layers[0].kernel.tolist() == [10.0, 10.0]
+    assert changed.origins() == state.origins()
+    assert state.layers[0].kernel.tolist() == [0.0, 0.0]
+
+
+def test_to_pure_dict_gives_plain_nested_dicts() -> None:
+    pure = sx.state(_model()).to_pure_dict()
+    assert type(pure) is dict and type(pure["layers"][0]) is dict
+    assert pure.keys() == {"layers", "scale"} and pure["layers"][1].keys() == {"kernel", "mean"}
+    pure["layers"][0]["kernel"] = None  # the dict is the caller's own
+    assert sx.state(sx.Param(3.0)).to_pure_dict() == {(): 3.0}
+
+
+def test_a_variable_that_holds_a_dict_is_one_entry_and_stays_one() -> None:
+    model = sx.List([sx.Variable({"m": jnp.ones(1), "v": jnp.zeros(1)})])
+    graphdef, state = sx.split(model)
+    assert list(state.flat()) == [(0,)]
+    assert_equal_values(sx.merge(graphdef, state.to_pure_dict())[0].value, model[0].value)
+
+
+def test_it_cannot_be_written() -> None:
+    state: Any = sx.state(_model())
+    with pytest.raises(TypeError):
+        state["scale"] = 1
+    with pytest.raises(AttributeError):
+        state.scale = 1
+    values = state.flat()
+    values.clear()
+    assert list(state.flat()) == PATHS
+
+
+# --- as a pytree ---
+
+
+@given(model=models())
+def test_it_is_a_pytree_whose_leaves_are_those_of_the_values(model: Any) -> None:
+    state = sx.state(model)
+    leaves, treedef = jax.tree.flatten(state)
+    assert_equal_values(
+        leaves, [x for value in state.flat().values() for x in jax.tree.leaves(value)]
+    )
+    rebuilt = jax.tree.unflatten(treedef, leaves)
+    assert (list(rebuilt.flat()), rebuilt.origins()) == (list(state.flat()), state.origins())
+    assert jax.tree.structure(rebuilt) == treedef
+    for copied in (
+        pickle.loads(pickle.dumps(state)),
+        copy.deepcopy(state),
+        jax.tree.map(lambda x: x, state),
+    ):
+        assert jax.tree.structure(copied) == treedef
+        assert_equal_values(copied, state)
+
+
+def test_key_paths_print_as_those_of_the_model() -> None:
+    model = _model()
+    named = jax.tree_util.tree_leaves_with_path(sx.state(model))
+    assert [jax.tree_util.keystr(path) for path, _ in named] == [
+        ".layers[0].kernel",
+        ".layers[0].mean",
+        ".layers[1].kernel",
+        ".layers[1].mean",
+        ".scale",
+    ]
+    of_model = jax.tree_util.tree_leaves_with_path(model)
+    assert [jax.tree_util.keystr(path) for path, _ in of_model] == [
+        jax.tree_util.keystr(path) for path, _ in named
+    ]
+
+
+def test_states_of_different_kinds_of_variable_are_different_trees() -> None:
+    one, other = sx.state([sx.Param(1.0)]), sx.state([sx.BatchStat(1.0)])
+    with pytest.raises(ValueError, match="State"):
+        jax.tree.map(lambda a, b: a + b, one, other)
+
+
+def test_it_passes_through_transforms() -> None:
+    state = sx.state(_model(), sx.Param)
+    gradients = jax.grad(lambda s: (s.layers[1].kernel ** 2).sum())(state)
+    assert gradients.layers[1].kernel.tolist() == [2.0, 2.0]
+    assert list(gradients.filter(sx.Param).flat()) == [PATHS[0], PATHS[2]]
+
+
+def test_it_shows_one_line_per_value() -> None:
+    assert repr(sx.state(_model(), sx.Param)) == (
+        "State(\n  .layers[0].kernel: float32[2]\n  .layers[1].kernel: float32[2]\n)"
+    )
+    assert repr(sx.State()) == "State()"
