@@ -140,7 +140,19 @@ class UnmappedAxisError(ShardaxError, ValueError):
 
 
 class MeshError(ShardaxError, TypeError):
-    """Something that is not a mesh was given where a mesh belongs."""
+    """Something that is not a mesh was given where a mesh belongs, or a mesh of another kind."""
+
+
+class NoMeshError(ShardaxError, ValueError):
+    """A mesh is needed, none was given, and none is in scope."""
+
+
+class NoRulesError(ShardaxError, ValueError):
+    """Rules are needed, none were given, and none are in scope."""
+
+
+class ConstraintError(ShardaxError, ValueError):
+    """An array inside a program cannot be constrained as asked."""
 
 
 class PartitionCheckError(ShardaxError, ValueError):
