@@ -148,7 +148,7 @@ class GraphDef:
         return (GraphDef, (self.objects, self.roots))
 
 
-def definition_paths(graphdef: GraphDef) -> dict[int, Path]:
+def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int, Path]:
     """Returns the path of every object, by walking definitions as objects were walked."""
     found: dict[int, Path] = {}
 
@@ -164,8 +164,8 @@ def definition_paths(graphdef: GraphDef) -> dict[int, Path]:
         elif type(child) is MethodDef:
             visit(child.owner, path)
 
-    for root in graphdef.roots:
-        visit(root, ())
+    for position, root in enumerate(graphdef.roots):
+        visit(root, names[position] if names else ())
     return found
 
 

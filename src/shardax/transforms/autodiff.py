@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardax.core.errors import DifferentiationError
 from shardax.core.filters import to_predicate
@@ -24,6 +25,7 @@ from shardax.core.structure import flatten
 from shardax.core.variables import Param, Variable
 from shardax.transforms.closures import parameter_name
 from shardax.transforms.lift import Mixed, Root
+from shardax.transforms.naming import leaf_paths, plain_paths, template_roots
 from shardax.transforms.once import Once
 
 
@@ -61,7 +63,7 @@ class _Target:
         self.position = chosen.argnum % count
         self.template = arguments.templates[self.position]
         self.label = parameter_name(function, self.position)
-        self.roots = [arguments.roots[i] for i in _positions(self.template)]
+        self.roots = [arguments.roots[i] for i in template_roots(self.template)]
         self.has_plain = not isinstance(self.template, Root)
         self.states = [self._choose(once, root, to_predicate(chosen.filter)) for root in self.roots]
         if self.roots and not any(self.states) and not self.has_plain:
@@ -86,6 +88,8 @@ class _Target:
     def check_differentiable(self, once: Once, allow_int: bool, holomorphic: bool) -> None:
         """Raises, naming the path, if a chosen Variable holds numbers that have no gradient."""
         wanted = jnp.complexfloating if holomorphic else jnp.inexact
+        if not allow_int:
+            self._check_plain(once.arguments.plain[self.position], wanted)
         for path, leaf, index in (entry for state in self.states for entry in state):
             for value in jax.tree.leaves(once.graph.leaves[index]._value):
                 if not allow_int and not jnp.issubdtype(value.dtype, wanted):
@@ -96,6 +100,23 @@ class _Target:
                         f"gradient. Leave it out by a filter (wrt=...), give it a Variable type of "
                         f"its own, or pass allow_int=True."
                     )
+
+    def _check_plain(self, plain: Any, wanted: Any) -> None:
+        leaves, treedef = jax.tree.flatten(plain)
+        mixed = isinstance(self.template, Mixed)
+        paths = plain_paths(self.template) if mixed else leaf_paths(treedef)
+        for path, leaf in zip(paths, leaves, strict=True):
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int)):
+                continue  # floats have gradients, and what is not a number JAX refuses itself
+            dtype = jnp.result_type(leaf)
+            if jnp.issubdtype(dtype, wanted):
+                continue
+            where = format_path((self.label, *path))
+            raise DifferentiationError(
+                f"The array at {where} has dtype {dtype}, which has no gradient. Pass it as an "
+                f"argument of its own that argnums leaves out, convert it to a float, or pass "
+                f"allow_int=True."
+            )
 
     def gradient(self, by_index: dict[int, Any], plain: Any) -> Any:
         """Arranges gradients like the argument.
@@ -118,12 +139,6 @@ class _Target:
                 leaves.insert(place, item)
             return self.template.treedef.unflatten(leaves)
         return plain
-
-
-def _positions(template: Any) -> list[int]:
-    if isinstance(template, Root):
-        return [template.position]
-    return [root for _, root in template.roots] if isinstance(template, Mixed) else []
 
 
 def _value_and_grad(
@@ -155,13 +170,13 @@ def _value_and_grad(
 
     def split(result: Any) -> tuple[Any, Any]:
         if not has_aux:
-            return _as_array(result), None
+            return _scalar(result, options["holomorphic"]), None
         if not (isinstance(result, tuple) and len(result) == 2):
             raise DifferentiationError(
                 f"With has_aux=True the function must return (value, aux), but it returned "
                 f"{type(result).__name__}."
             )
-        return _as_array(result[0]), result[1]
+        return _scalar(result[0], options["holomorphic"]), result[1]
 
     transformed = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **options)
     (value, leaving), (value_grads, plain_grads) = transformed(
@@ -177,8 +192,23 @@ def _value_and_grad(
     )
 
 
-def _as_array(value: Any) -> Any:
-    return value.value if isinstance(value, Variable) else value
+def _scalar(value: Any, holomorphic: bool) -> Any:
+    """Returns the number that is differentiated.
+
+    Raises:
+        DifferentiationError: If the function returned something else.
+    """
+    number = value.value if isinstance(value, Variable) else value
+    wanted = jnp.complexfloating if holomorphic else jnp.floating
+    is_array = isinstance(number, (jax.Array, np.ndarray, np.generic, float, complex))
+    if is_array and jnp.ndim(number) == 0 and jnp.issubdtype(jnp.result_type(number), wanted):
+        return number
+    shown = f"{number.dtype}{list(number.shape)}" if is_array else f"a {type(value).__name__}"
+    raise DifferentiationError(
+        f"Only a function that returns one {'complex' if holomorphic else 'real'} number has a "
+        f"gradient, but it returned {shown}. Reduce it (loss.mean(), loss.sum()), return more "
+        f"with has_aux=True as (loss, aux), or use jax.jacobian for arrays."
+    )
 
 
 def _chosen(argnums: Any, wrt: Any) -> tuple[list[DiffState], bool]:

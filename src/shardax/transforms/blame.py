@@ -22,6 +22,8 @@ from shardax.core.errors import (
     PrefixError,
 )
 from shardax.core.paths import Path, format_path
+from shardax.transforms.lift import Mixed
+from shardax.transforms.naming import plain_paths
 
 _PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
 _TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
@@ -89,17 +91,9 @@ def place_name(place: re.Match[str], plan: Any) -> str:
         template = dict(plan.named)[name]
     else:
         template, name = plan.templates[int(index)], plan.layout.positional[int(index)][1]
-    return name + (below if leaf is None else _leaf_name(template, int(leaf), below))
-
-
-def _leaf_name(template: Any, leaf: int, below: str) -> str:
-    """Returns the key path of a plain leaf of an argument that also holds objects."""
-    if not hasattr(template, "treedef"):
-        return below
-    objects = {position for position, _ in template.roots}
-    marked = template.treedef.unflatten(range(template.treedef.num_leaves))
-    paths = [key for key, i in jax.tree_util.tree_leaves_with_path(marked) if i not in objects]
-    return jax.tree_util.keystr(paths[leaf])
+    if leaf is None or not isinstance(template, Mixed):
+        return name + below
+    return name + format_path(plain_paths(template)[int(leaf)])
 
 
 def _shown(function: Any) -> str:

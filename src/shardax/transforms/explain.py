@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from shardax.core.paths import format_path
+from shardax.core.paths import Path, format_path
 from shardax.core.structure import (
     GraphDef,
     ModuleDef,
@@ -25,6 +25,7 @@ from shardax.core.structure import (
     definition_children,
     definition_paths,
 )
+from shardax.transforms.closures import parameter_name
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def explain_retraces(file: Any = None) -> Iterator[list[Retrace]]:
         >>> with sx.explain_retraces(file=False) as retraces:
         ...     _ = f(jnp.zeros(3))
         >>> retraces[0].reasons
-        ('argument [0]: float32[2] -> float32[3]',)
+        ('.x: float32[2] -> float32[3]',)
     """
     found: list[Retrace] = []
     token = _listeners.set((*_listeners.get(), (found, sys.stderr if file is None else file)))
@@ -94,16 +95,20 @@ def planned(jit: Any, plan: Any) -> None:
     """Told that no plan fits a call and one was made."""
     if not _listeners.get() or not jit.plans:
         return
-    differences = [key_differences(old.key, plan.key) for old in jit.plans.values()]
+    differences = [plan_differences(old, plan) for old in list(jit.plans.values())]
     _report(jit.__wrapped__, min(differences, key=len))
 
 
-def traced(plan: Any, values: Sequence[Any], plain: Sequence[Any]) -> None:
+def traced(
+    plan: Any, values: Sequence[Any], plain: Sequence[Any], named: Mapping[str, Any]
+) -> None:
     """Told that a plan's function is being traced for these values."""
     entries = [
         (format_path(path), value) for path, value in zip(plan.leaf_paths, values, strict=True)
     ]
-    entries += [(f"argument [{i}]", item) for i, item in enumerate(plain)]
+    labels = [label for _, label in plan.layout.positional]
+    entries += [(f".{label}", item) for label, item in zip(labels, plain, strict=True)]
+    entries += [(f".{name}", item) for name, item in named.items()]
     signature = {
         name + jax.tree_util.keystr(key): _kind(leaf)
         for name, value in entries
@@ -131,21 +136,22 @@ def _signature_differences(old: dict[str, str], new: dict[str, str]) -> list[str
     ]
 
 
-def key_differences(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
-    """Describes how two plan keys differ, by path.
+def plan_differences(old: Any, new: Any) -> list[str]:
+    """Describes how the calls that two plans are for differ, by path.
 
     Args:
-        old: Key of an earlier plan.
-        new: Key of the plan that was made.
+        old: An earlier plan.
+        new: The plan that was made.
     """
-    reasons = structure_differences(old[0], new[0])
-    if old[1:4] != new[1:4] and not reasons:
+    reasons = structure_differences(old.graphdef, new.graphdef, old.names, new.names)
+    if old.key[1:4] != new.key[1:4]:
         reasons.append("the arguments have other containers, or objects stand elsewhere in them")
-    before, after = dict(old[4]), dict(new[4])
+    before, after = dict(old.key[4]), dict(new.key[4])
     for place in dict.fromkeys([*before, *after]):
         if before.get(place) != after.get(place):
+            name = parameter_name(new.function, place) if isinstance(place, int) else place
             reasons.append(
-                f"static argument {place!r}: {_exact(before.get(place))} -> "
+                f"static argument {name!r}: {_exact(before.get(place))} -> "
                 f"{_exact(after.get(place))}"
             )
     return reasons
@@ -158,16 +164,20 @@ def _exact(value: Any) -> str:
     return f"{inner!r} ({type(inner).__name__})"
 
 
-def structure_differences(old: GraphDef, new: GraphDef) -> list[str]:
+def structure_differences(
+    old: GraphDef, new: GraphDef, old_names: Sequence[Path] = (), new_names: Sequence[Path] = ()
+) -> list[str]:
     """Describes how two structures differ, a line per place, by path.
 
     Args:
         old: The earlier structure.
         new: The later one.
+        old_names: Path of each root of the earlier one.
+        new_names: Path of each root of the later one.
     """
     if old == new:
         return []
-    before, after = _by_path(old), _by_path(new)
+    before, after = _by_path(old, old_names), _by_path(new, new_names)
     reasons = []
     for path in dict.fromkeys([*before, *after]):
         if before.get(path) != after.get(path):
@@ -181,13 +191,14 @@ def _entry(value: Any) -> str:
     if value is None:
         return "absent"
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
-        return value[0].__name__ + (f"({value[1]!r})" if repr(value[1]) else "")
+        shown = "" if value[1] is None else repr(value[1])
+        return value[0].__name__ + (f"({shown})" if shown else "")
     return _exact(value)
 
 
-def _by_path(graphdef: GraphDef) -> dict[Any, Any]:
+def _by_path(graphdef: GraphDef, names: Sequence[Path]) -> dict[Any, Any]:
     """Returns what stands at each path: (type, metadata) of objects, static values as they are."""
-    paths = definition_paths(graphdef)
+    paths = definition_paths(graphdef, names)
     found: dict[Any, Any] = {}
     for index, path in paths.items():
         definition = graphdef.objects[index]
@@ -196,7 +207,7 @@ def _by_path(graphdef: GraphDef) -> dict[Any, Any]:
             continue
         found[path] = (
             definition.type,
-            "" if type(definition) is ModuleDef else len(definition.items),
+            None if type(definition) is ModuleDef else len(definition.items),
         )
         for key, child in definition_children(definition):
             if hasattr(child, "value"):

@@ -27,6 +27,7 @@ from shardax.core._jax import Tracer
 from shardax.core.errors import OutputError, StaticArgumentError
 from shardax.core.frames import local
 from shardax.core.node import Object
+from shardax.core.paths import Path
 from shardax.core.pytree import has_objects
 from shardax.core.static import Static
 from shardax.core.structure import walk_objects
@@ -41,13 +42,13 @@ from shardax.transforms.closures import (
     parameter_name,
 )
 from shardax.transforms.lift import Arguments, Carried, Graph, carry_in, check_no_leak
+from shardax.transforms.naming import root_names
 from shardax.transforms.plan import (
     ArgumentLayout,
     Captured,
     Options,
     Plan,
     Replan,
-    template_roots,
     with_resolved_donation,
 )
 from shardax.transforms.shapes import eval_shape
@@ -274,13 +275,14 @@ class Jit:
         """
         signature = self._separate_static(args, kwargs)
         arguments = Arguments(signature.args, signature.kwargs)
-        hidden = self.hidden_objects()
+        hidden = self.hidden()
+        labels = [parameter_name(self.__wrapped__, i) for i in self._dynamic_positions(args)]
         names = [
             (),
-            *self._root_names(args, arguments),
-            *(("closure",) for _ in hidden),
+            *root_names(labels, arguments),
+            *(name for name, _ in hidden),
         ]
-        graph = Graph([self.__wrapped__, *arguments.roots, *hidden], names)
+        graph = Graph([self.__wrapped__, *arguments.roots, *(item for _, item in hidden)], names)
         key = (
             graph.flat.graphdef,
             (len(arguments.roots), *(len(list(objects_in(s.read()))) for s in self.sources or ())),
@@ -309,30 +311,36 @@ class Jit:
 
     def hidden_objects(self) -> list[Any]:
         """Returns the objects that the function uses without being given them, as far as known."""
+        return [item for _, item in self.hidden()]
+
+    def hidden(self) -> list[tuple[Path, Any]]:
+        """Returns (path, object) of what the function uses without being given it.
+
+        The path begins with the name by which the function knows the object.
+        """
         if self.sources is None:
             self.sources = find_sources(self.__wrapped__)
-        found = [item for source in self.sources for item in objects_in(source.read())]
-        found.extend(item for ref in self.captured if (item := ref()) is not None)
+        found: list[tuple[Path, Any]] = []
+        for source in self.sources:
+            items = list(objects_in(source.read()))
+            found.extend(
+                ((source.name,) if len(items) == 1 else (source.name, i), item)
+                for i, item in enumerate(items)
+            )
+        alive = [item for ref in self.captured if (item := ref()) is not None]
+        found.extend((("closure", i), item) for i, item in enumerate(alive))
         return found
 
     def _layout(self, args: Sequence[Any], signature: Signature) -> ArgumentLayout:
-        positions = [i for i in range(len(args)) if i not in self.static_positions]
-        positional = [(i, parameter_name(self.__wrapped__, i)) for i in positions]
+        positional = [
+            (i, parameter_name(self.__wrapped__, i)) for i in self._dynamic_positions(args)
+        ]
         static = [(place, item.value) for place, item in signature.static if isinstance(place, int)]
         named = {place: item.value for place, item in signature.static if isinstance(place, str)}
         return ArgumentLayout(positional, static, named, self.options)
 
-    def _root_names(self, args: Sequence[Any], arguments: Arguments) -> list[tuple[Any, ...]]:
-        names: list[tuple[Any, ...]] = [()] * len(arguments.roots)
-        positions = [i for i in range(len(args)) if i not in self.static_positions]
-        labels = [parameter_name(self.__wrapped__, i) for i in positions]
-        for label, template in [
-            *zip(labels, arguments.templates, strict=True),
-            *arguments.named,
-        ]:
-            for position in template_roots(template):
-                names[position] = (label,)
-        return names
+    def _dynamic_positions(self, args: Sequence[Any]) -> list[int]:
+        return [i for i in range(len(args)) if i not in self.static_positions]
 
     def _separate_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
         if self._simple:

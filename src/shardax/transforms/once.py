@@ -24,7 +24,7 @@ from shardax.transforms.lift import (
     check_no_leak,
     same_value,
 )
-from shardax.transforms.plan import template_roots
+from shardax.transforms.naming import root_names
 
 
 class Once:
@@ -49,9 +49,10 @@ class Once:
         self.name = name
         self.make_frame = make_frame
         self.arguments = Arguments(args, kwargs)
+        labels = [parameter_name(function, i) for i in range(len(self.arguments.templates))]
         self.graph = Graph(
             [function, *self.arguments.roots],
-            [(), *root_names(function, self.arguments)],
+            [(), *root_names(labels, self.arguments)],
         )
         self._record: Record | None = None
         self._adopted: list[Adopted] = []
@@ -104,16 +105,3 @@ class Once:
             if not keep_captured:
                 item.outer._write(value)
         return carry_in(self.graph, carried)
-
-
-def root_names(function: Any, arguments: Arguments) -> list[tuple[Any, ...]]:
-    """Returns a path for each root: the name of the parameter it was passed for."""
-    names: list[tuple[Any, ...]] = [()] * len(arguments.roots)
-    labels = [parameter_name(function, i) for i in range(len(arguments.templates))]
-    for label, template in [
-        *zip(labels, arguments.templates, strict=True),
-        *arguments.named,
-    ]:
-        for position in template_roots(template):
-            names[position] = (label,)
-    return names

@@ -11,6 +11,8 @@ first (JAX keeps the trace, so it is not traced again).
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,12 +33,14 @@ from shardax.transforms.lift import (
     Arguments,
     Carried,
     Graph,
+    Mixed,
     bind,
     carry_out,
     check_result,
     put_together,
 )
-from shardax.transforms.prefix import consistent, expand
+from shardax.transforms.naming import template_roots
+from shardax.transforms.prefix import consistent, expand, refuse_filters
 from shardax.transforms.static_arguments import as_tuple, resolve_arguments
 
 
@@ -208,12 +212,23 @@ class Plan:
         return jax.jit(self._program, **options)
 
     def _named_program(self) -> Callable[..., Any]:
-        """Returns the pure function under the user's name, which profiles show."""
+        """Returns the pure function under the user's name and source line.
+
+        Profiles and JAX's errors show them. JAX follows ``__wrapped__`` for the line, but must not
+        take the user's parameters for those of the pure function.
+        """
 
         def program(*flat: Any) -> tuple[Any, ...]:
             return self._pure(*flat)
 
-        program.__name__ = getattr(self.function, "__name__", type(self.function).__name__)
+        shown: Any = self.function
+        while isinstance(shown, functools.partial):
+            shown = shown.func
+        program.__name__ = getattr(shown, "__name__", type(shown).__name__)
+        if isinstance(shown, Object):
+            shown = type(shown).__call__
+        program.__dict__["__signature__"] = inspect.signature(program)
+        program.__dict__["__wrapped__"] = shown
         return program
 
     def clear_cache(self) -> None:
@@ -234,12 +249,13 @@ class Plan:
     ) -> tuple[Any, ...]:
         graph = local.call.graph()
         values = self._join(kept, donated)
-        explain.traced(self, values, plain)
         for position in self.layout.donated:
             plain[position] = donated_plain[position]
+        named = {**(named or {}), **(donated_named or {})}
+        explain.traced(self, values, plain, named)
         with Frame("jit") as frame:
             roots, copies = bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
-            result = self._call_user(roots, plain, {**(named or {}), **(donated_named or {})})
+            result = self._call_user(roots, plain, named)
             check_result(result, "jit")
             carried = carry_out(
                 frame,
@@ -317,14 +333,14 @@ class Plan:
         for (_, label), prefix, arg, template in zip(
             self.layout.positional, given, args, self.templates, strict=True
         ):
-            found = (
-                list(expand(prefix, arg, "in_shardings", (label,)))
-                if template_roots(template)
-                else []
-            )
+            if not template_roots(template):
+                refuse_filters(prefix, "in_shardings", (label,))
+                plain.append(prefix)
+                continue
+            found = list(expand(prefix, arg, "in_shardings", (label,)))
             entries.extend(found)
             rest = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
-            plain.append(rest if hasattr(template, "treedef") else None if found else prefix)
+            plain.append(rest if isinstance(template, Mixed) else None)
         by_id = consistent(entries, "in_shardings")
         self._leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
         kept, donated = self.partition(self._leaf_shardings)
@@ -342,7 +358,9 @@ class Plan:
         declared = self.options.out_shardings
         by_id: dict[int, Any] = {}
         arrays: Any = declared
-        if record.result is not None:
+        if record.result is None:
+            refuse_filters(declared, "out_shardings", ())
+        else:
             found = list(expand(declared, result, "out_shardings"))
             by_id = {key: entry for key, (_, entry) in consistent(found, "out_shardings").items()}
             arrays = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
@@ -353,13 +371,6 @@ class Plan:
             written.append(inputs[position] if entry is None else entry)
         fresh = [by_id.get(key) for key in record.fresh_ids]
         record.shardings = (arrays, written, fresh)
-
-
-def template_roots(template: Any) -> list[int]:
-    """Returns the positions among the roots that an argument's template uses."""
-    if hasattr(template, "position"):
-        return [template.position]
-    return [root for _, root in getattr(template, "roots", ())]
 
 
 class ArgumentLayout:

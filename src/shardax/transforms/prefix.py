@@ -141,12 +141,12 @@ def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tupl
     if _is_entry(prefix):
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
         for key_path, leaf in leaves:
-            below = (*where, *(_step(key) for key in key_path))
-            yield from (
-                expand(prefix, leaf, name, below)
-                if isinstance(leaf, Object)
-                else ((below, leaf, prefix),)
-            )
+            below = (*where, *(path_step(key) for key in key_path))
+            if isinstance(leaf, Object):
+                yield from expand(prefix, leaf, name, below)
+            else:
+                refuse_filters(prefix, name, below)
+                yield below, leaf, prefix
         return
     children = _one_level(tree)
     parts = _one_level(prefix)
@@ -161,14 +161,26 @@ def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tupl
 
 
 def _is_entry(prefix: Any) -> bool:
-    return (
-        prefix is None
-        or isinstance(prefix, (FilterMapping, State))
-        or jax.tree_util.all_leaves((prefix,))
-    )
+    return prefix is None or jax.tree_util.all_leaves((prefix,))
 
 
-def _step(key: Any) -> Hashable:
+def refuse_filters(prefix: Any, name: str, where: Path) -> None:
+    """Checks that the prefix of something that holds no objects has no filter mapping in it.
+
+    Raises:
+        PrefixError: If it has; filters choose among Variables.
+    """
+    for leaf in jax.tree.leaves(prefix):
+        if isinstance(leaf, FilterMapping):
+            raise PrefixError(
+                f"{name} gives a {type(leaf).__name__} for {format_path(where)}, which holds no "
+                f"Variables to choose among. Give plain arrays one entry, and only Modules a "
+                f"{type(leaf).__name__}."
+            )
+
+
+def path_step(key: Any) -> Hashable:
+    """Returns one step of a path from an entry of a JAX key path."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
@@ -177,7 +189,7 @@ def _step(key: Any) -> Hashable:
 
 def _one_level(tree: Any) -> list[tuple[Hashable, Any]]:
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
-    return [(_step(path[0]), child) for path, child in pairs]
+    return [(path_step(path[0]), child) for path, child in pairs]
 
 
 def _shape(tree: Any) -> str:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from shardax.core.errors import StructureMismatchError
 from shardax.core.frames import local
 from shardax.core.paths import Path
@@ -28,6 +30,7 @@ from shardax.transforms.lift import (
     check_no_leak,
     put_together,
 )
+from shardax.transforms.naming import root_names
 from shardax.transforms.plan import Captured, Plan, Replan
 
 
@@ -154,10 +157,26 @@ class _Stage:
     @property
     def out_info(self) -> Any:
         """The result with shape and dtype for each array."""
-        return _result_view(self._plan, self._with_record(self._stage.out_info))
+        return self._result(self._stage.out_info)
 
-    def _with_record(self, tree: Any) -> Any:
-        return (*tree[:3], self._record)
+    @property
+    def in_tree(self) -> Any:
+        """Structure of ``args_info``."""
+        return jax.tree.structure(self.args_info)
+
+    @property
+    def out_tree(self) -> Any:
+        """Structure of ``out_info``."""
+        return jax.tree.structure(self.out_info)
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """Positions, among the leaves of ``args_info``, of what is donated."""
+        leaves = jax.tree.leaves(self.args_info)
+        return tuple(i for i, info in enumerate(leaves) if info.donated)
+
+    def _result(self, tree: Any) -> Any:
+        return _result_view(self._plan, (*tree[:3], self._record))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._jit!r}>"
@@ -175,6 +194,11 @@ class Traced(_Stage):
 
     def __init__(self, jit: Any, plan: Plan, stage: Any, view: _ArgumentView) -> None:
         super().__init__(jit, plan, stage, view, stage.out_info[3])
+
+    @property
+    def out_avals(self) -> Any:
+        """The result with an abstract value for each array."""
+        return self._result(self._stage.out_avals)
 
     def lower(self, **options: Any) -> Lowered:
         """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
@@ -228,7 +252,21 @@ class Compiled(_Stage):
     @property
     def output_shardings(self) -> Any:
         """The result with a sharding for each array."""
-        return _result_view(self._plan, self._with_record(self._stage.output_shardings))
+        return self._result(self._stage.output_shardings)
+
+    @property
+    def input_formats(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) as the user passed them, with a format (layout, sharding) for each array."""
+        return self._view(self._stage.input_formats)
+
+    @property
+    def output_formats(self) -> Any:
+        """The result with a format for each array."""
+        return self._result(self._stage.output_formats)
+
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The same as calling it."""
+        return self(*args, **kwargs)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the program.
@@ -243,8 +281,11 @@ class Compiled(_Stage):
                 compiled; the message says where.
         """
         arguments = Arguments(args, kwargs)
-        graph = Graph([self._jit.__wrapped__, *arguments.roots, *self._jit.hidden_objects()], None)
-        self._check(arguments, graph)
+        hidden = self._jit.hidden()
+        names = [(), *self._root_names(arguments), *(name for name, _ in hidden)]
+        roots = [self._jit.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
+        graph = Graph(roots, names)
+        self._check(arguments, graph, names)
         full = self._plan.pack(graph.values(), arguments)
         try:
             carried = Carried(*self._stage(*full))
@@ -255,9 +296,15 @@ class Compiled(_Stage):
         check_no_leak(graph, carried)
         return carry_in(graph, carried)
 
-    def _check(self, arguments: Arguments, graph: Graph) -> None:
+    def _root_names(self, arguments: Arguments) -> list[Path]:
+        labels = [label for _, label in self._plan.layout.positional]
+        given = len(arguments.templates)
+        labels += [f"args[{i}]" for i in range(len(labels), given)]
+        return root_names(labels[:given], arguments)
+
+    def _check(self, arguments: Arguments, graph: Graph, names: Sequence[Path]) -> None:
         plan = self._plan
-        differences = structure_differences(plan.graphdef, graph.flat.graphdef)
+        differences = structure_differences(plan.graphdef, graph.flat.graphdef, plan.names, names)
         if not differences and (arguments.templates, arguments.named) == (
             plan.templates,
             plan.named,

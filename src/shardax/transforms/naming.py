@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of places in a call: where each root stands, as the user would write it.
+
+The path of a root begins with the name of the parameter it was passed for, so that the Variables of
+two models in one call have different paths: ``.teacher.kernel`` and ``.student.kernel``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from shardax.core.paths import Path
+from shardax.transforms.lift import Arguments, Mixed, Root
+from shardax.transforms.prefix import path_step
+
+
+def template_roots(template: Any) -> list[int]:
+    """Returns the positions among the roots that an argument's template uses."""
+    if isinstance(template, Root):
+        return [template.position]
+    return [root for _, root in template.roots] if isinstance(template, Mixed) else []
+
+
+def root_names(labels: Iterable[str], arguments: Arguments) -> list[Path]:
+    """Returns the path of each root.
+
+    Args:
+        labels: Name of the parameter of each positional argument.
+        arguments: The arguments.
+    """
+    names: list[Path] = [()] * len(arguments.roots)
+    for label, template in [*zip(labels, arguments.templates, strict=True), *arguments.named]:
+        if isinstance(template, Root):
+            names[template.position] = (label,)
+        elif isinstance(template, Mixed):
+            paths = leaf_paths(template.treedef)
+            for leaf, root in template.roots:
+                names[root] = (label, *paths[leaf])
+    return names
+
+
+@functools.lru_cache(maxsize=512)
+def leaf_paths(treedef: Any) -> Sequence[Path]:
+    """Returns the path of each leaf of a pytree structure."""
+    marked = treedef.unflatten(range(treedef.num_leaves))
+    pairs = jax.tree_util.tree_leaves_with_path(marked)
+    return [tuple(path_step(key) for key in keys) for keys, _ in pairs]
+
+
+def plain_paths(template: Mixed) -> list[Path]:
+    """Returns the paths of the leaves that stand beside the objects of an argument."""
+    objects = {leaf for leaf, _ in template.roots}
+    paths = leaf_paths(template.treedef)
+    return [path for leaf, path in enumerate(paths) if leaf not in objects]
