@@ -52,7 +52,7 @@ def test_the_language_of_each_fence_is_seen() -> None:
 
 
 def test_pages_build_without_a_warning(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    build = [sys.executable, "-m", "sphinx", "-q", "--no-color", "-W", "--keep-going", "-b", "html"]
     done = subprocess.run(
         [*build, "-d", str(tmp_path / "doctrees"), str(ROOT / "docs"), str(tmp_path / "html")],
         capture_output=True,
