@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -90,18 +92,31 @@ def test_a_model_made_in_an_outer_trace_is_protected_from_an_inner_one() -> None
     assert float(function(jnp.float32(3))) == 6.0
 
 
-def test_compile_time_evaluation_is_not_a_transform() -> None:
-    model = _model()
+IMPORT_WHILE_TRACING = """
+import jax
 
-    @jax.jit
-    def function(x: jax.Array) -> jax.Array:
-        with jax.ensure_compile_time_eval():
-            model.w.value = jnp.float32(5)
-            model.items.append(2)
-        return x * model.w
+@jax.jit
+def function(x):
+    import shardax as sx
 
-    assert float(function(jnp.float32(2))) == 10.0
-    assert (float(model.w), model.items) == (5.0, [1, 2])
+    models.append(sx.List([1]))
+    return x * sx.Param(x)
+
+models = []
+assert float(function(2.0)) == 4.0
+import shardax as sx
+
+counter = sx.Variable(1)
+counter += 1
+print(int(counter))
+"""
+
+
+def test_shardax_may_be_imported_first_while_jax_is_tracing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_WHILE_TRACING], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "2\n", done.stderr
 
 
 # --- frames ---

@@ -8,9 +8,9 @@ hold mutable state.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
-import jax
 from jax.core import Tracer as Tracer
 from jax.extend.core import get_opaque_trace_state
 
@@ -20,8 +20,16 @@ def trace_state() -> Any:
     return get_opaque_trace_state(convention="nnx")
 
 
-with jax.ensure_compile_time_eval():
-    EAGER: Any = trace_state()
+def _eager_state() -> Any:
+    """Takes the token in a new thread: here something may be tracing while shardax is imported."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(trace_state()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+EAGER: Any = _eager_state()
 """The token of eager execution: no transform is tracing."""
 
 
