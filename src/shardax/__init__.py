@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """shardax: stateful JAX models, compiled and sharded by name."""
 
+import importlib as _importlib
+import typing as _typing
+
 from shardax import models as models
 from shardax import nn as nn
 from shardax.core import errors as errors
@@ -47,3 +50,16 @@ from shardax.transforms.shapes import eval_shape as eval_shape
 from shardax.transforms.stages import Compiled as Compiled
 from shardax.transforms.stages import Lowered as Lowered
 from shardax.transforms.stages import Traced as Traced
+
+if _typing.TYPE_CHECKING:
+    from shardax import train as train
+    from shardax import view as view
+
+_ON_FIRST_USE = frozenset({"train", "view"})
+"""Subpackages imported when first named, so that ``import shardax`` is quick."""
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name in _ON_FIRST_USE:
+        return _importlib.import_module(f"shardax.{name}")
+    raise AttributeError(f"module 'shardax' has no attribute {name!r}")
