@@ -203,7 +203,11 @@ def _scalar(value: Any, holomorphic: bool) -> Any:
     is_array = isinstance(number, (jax.Array, np.ndarray, np.generic, float, complex))
     if is_array and jnp.ndim(number) == 0 and jnp.issubdtype(jnp.result_type(number), wanted):
         return number
-    shown = f"{number.dtype}{list(number.shape)}" if is_array else f"a {type(value).__name__}"
+    shown = (
+        f"{jnp.result_type(number)}{list(jnp.shape(number))}"
+        if is_array
+        else f"a {type(value).__name__}"
+    )
     raise DifferentiationError(
         f"Only a function that returns one {'complex' if holomorphic else 'real'} number has a "
         f"gradient, but it returned {shown}. Reduce it (loss.mean(), loss.sum()), return more "

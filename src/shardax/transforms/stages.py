@@ -17,7 +17,7 @@ import jax
 from shardax.core.errors import StructureMismatchError
 from shardax.core.frames import local
 from shardax.core.paths import Path
-from shardax.core.state import State
+from shardax.core.state import Origin, State
 from shardax.core.structure import GraphDef, Ref, VariableDef, definition_paths, flatten
 from shardax.transforms.blame import explain_places, in_user_terms
 from shardax.transforms.explain import structure_differences
@@ -70,10 +70,12 @@ class _ArgumentView:
     def __init__(self, plan: Plan, graph: Graph, arguments: Arguments) -> None:
         index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
         self.plan = plan
-        self.roots: list[tuple[list[Path], list[int]]] = []
+        self.roots: list[tuple[dict[Path, int], dict[Path, Origin]]] = []
         for root in arguments.roots:
             flat = flatten(root)
-            self.roots.append((flat.leaf_paths, [index[id(leaf)] for leaf in flat.leaves]))
+            pairs = list(zip(flat.leaf_paths, flat.leaves, strict=True))
+            origins = {path: Origin(type(leaf), leaf._metadata) for path, leaf in pairs}
+            self.roots.append(({path: index[id(leaf)] for path, leaf in pairs}, origins))
 
     def __call__(self, tree: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) from a tree shaped like the pure function's arguments."""
@@ -90,8 +92,8 @@ class _ArgumentView:
             for i in range(len(self.plan.graphdef.leaves))
         ]
         states = [
-            State.from_flat({p: values[i] for p, i in zip(*root, strict=True)})
-            for root in self.roots
+            State.from_flat({path: values[i] for path, i in indices.items()}, origins)
+            for indices, origins in self.roots
         ]
         args = tuple(
             put_together(t, p, states) for t, p in zip(self.plan.templates, plain, strict=True)
@@ -122,10 +124,10 @@ def _result_view(plan: Plan, tree: Any) -> Any:
     leaves = list(result)
     for place, position in record.result.roots:
         paths = definition_paths(GraphDef(tuple(objects), (Ref(position),)))
-        leaves.insert(
-            place,
-            State.from_flat({path: values[i] for i, path in paths.items() if i in values}),
-        )
+        chosen = {path: i for i, path in paths.items() if i in values}
+        origins = {path: Origin(objects[i].type, objects[i].metadata) for path, i in chosen.items()}
+        found = State.from_flat({path: values[i] for path, i in chosen.items()}, origins)
+        leaves.insert(place, found)
     return record.result.treedef.unflatten(leaves)
 
 
@@ -256,7 +258,7 @@ class Compiled(_Stage):
 
     @property
     def input_formats(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) as the user passed them, with a format (layout, sharding) for each array."""
+        """(args, kwargs) as the user passed them, with layout and sharding of each array."""
         return self._view(self._stage.input_formats)
 
     @property
