@@ -6,6 +6,7 @@ import typing as _typing
 
 from shardax import models as models
 from shardax import nn as nn
+from shardax import partition as partition
 from shardax.core import errors as errors
 from shardax.core.containers import Dict as Dict
 from shardax.core.containers import List as List
@@ -39,6 +40,14 @@ from shardax.core.variables import Param as Param
 from shardax.core.variables import Perturbation as Perturbation
 from shardax.core.variables import RngState as RngState
 from shardax.core.variables import Variable as Variable
+from shardax.partition import Rules as Rules
+from shardax.partition import abstract as abstract
+from shardax.partition import axis_rules as axis_rules
+from shardax.partition import check as check
+from shardax.partition import constrain as constrain
+from shardax.partition import partition_specs as partition_specs
+from shardax.partition import shard as shard
+from shardax.partition import shardings as shardings
 from shardax.transforms.autodiff import DiffState as DiffState
 from shardax.transforms.autodiff import grad as grad
 from shardax.transforms.autodiff import value_and_grad as value_and_grad

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constraints: saying inside a program how an array is laid out, by axis names.
+
+What a constraint does depends on the *axis types* of the mesh. Over an Auto axis the compiler is
+told (``jax.lax.with_sharding_constraint``); over an Explicit axis, whose sharding is part of the
+array's type, the array is resharded (``jax.sharding.reshard``); over a Manual axis, as inside
+``jax.shard_map``, the array is the device's own part already, and the axis is left out. One mesh
+may have all three. A constraint is never dropped without a word: where there is no mesh, that is an
+error unless it was asked to be ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardax.core._jax import Tracer
+from shardax.core.arraylike import ArrayLike
+from shardax.core.errors import ConstraintError, MeshError, NoMeshError, NoRulesError
+from shardax.core.paths import format_path
+from shardax.partition.assignment import (
+    UNCONSTRAINED,
+    Names,
+    Target,
+    check_names,
+    mesh_axes_of,
+    strings,
+)
+from shardax.partition.findings import LaidOutArray, judge
+from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.rules import Rules, RulesLike
+from shardax.partition.scope import current_rules, resolve_rules
+
+OnNoMesh = Literal["error", "ignore"]
+
+
+def constrain(
+    x: Any,
+    axes: Iterable[Any],
+    mesh: AnyMesh | None = None,
+    rules: RulesLike | None = None,
+    *,
+    on_no_mesh: OnNoMesh = "error",
+) -> jax.Array:
+    """Lays an array out by the names of its dimensions, inside a program or outside.
+
+    Works in any transform of shardax or JAX, and can be differentiated.
+
+    Args:
+        x: An array (or a Variable, whose value is taken).
+        axes: One entry per dimension: a name, None (not split), ``PartitionSpec.UNCONSTRAINED``
+            (left as it is), or a tuple of names for a merged dimension.
+        mesh: The mesh; None for the one in scope, else the one that ``x`` is laid out over.
+        rules: Rules, pairs or a mapping; None for the current rules.
+        on_no_mesh: What to do without a mesh, or without rules: ``"error"``, or ``"ignore"`` to
+            return ``x`` as it is.
+
+    Returns:
+        The array, with the same values. Inside ``jax.shard_map`` only the mesh axes that are not
+        Manual there take part, and ``x`` is the device's own part.
+
+    Raises:
+        NoMeshError: If there is no mesh, under ``on_no_mesh="error"``.
+        NoRulesError: If there are no rules, under ``on_no_mesh="error"``.
+        ConstraintError: If the array cannot be laid out so.
+        AxisNamesError: If ``axes`` is malformed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+        >>> @jax.jit
+        ... def double(x):
+        ...     return constrain(2 * x, ("batch", "embed"), mesh, {"batch": "data"})
+        >>> with jax.set_mesh(mesh):
+        ...     jax.typeof(double(jnp.ones((2, 3)))).str_short()
+        'float32[2@data,3]'
+    """
+    if on_no_mesh not in ("error", "ignore"):
+        raise ConstraintError(
+            f"on_no_mesh={on_no_mesh!r} is not a policy; use 'error' or 'ignore'."
+        )
+    array = x.value if isinstance(x, ArrayLike) else x
+    array = array if isinstance(array, jax.Array) else jnp.asarray(array)
+    names = check_names(axes)
+    if len(names) != array.ndim:
+        raise ConstraintError(
+            f"{_intro(array, names)} there are {len(names)} axis names for {array.ndim} "
+            "dimensions. Give one entry per dimension, None for a dimension without a name."
+        )
+    where = _mesh_for(array, mesh)
+    chosen = current_rules() if rules is None else resolve_rules(rules)
+    has_names = next(iter(strings(names)), None) is not None
+    if where is None or (rules is None and not chosen and has_names):
+        if on_no_mesh == "ignore":
+            return array
+        raise _nothing_to_go_by(array, names, where)
+    manual = frozenset(_axes_of_type(where, AxisType.Manual))
+    entries = _entries(array, names, where, chosen, manual)
+    if manual and len(manual) == len(where.axis_names):
+        return array
+    return _apply(array, entries, where)
+
+
+# --- what is asked for ---------------------------------------------------------------------------
+
+
+def _intro(array: Any, names: Names) -> str:
+    return f"Cannot constrain an array {array.dtype}{list(array.shape)} by {names}:"
+
+
+def _nothing_to_go_by(array: Any, names: Names, mesh: AnyMesh | None) -> Exception:
+    if mesh is None:
+        return NoMeshError(
+            f"{_intro(array, names)} no mesh was given, none is in scope, and the array is not "
+            "laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass mesh=mesh. "
+            "A function that shall also run without a mesh can say "
+            "constrain(..., on_no_mesh='ignore')."
+        )
+    return NoRulesError(
+        f"{_intro(array, names)} no rules were given and none are in scope. Put them in scope, "
+        "with sx.axis_rules(rules): ..., or pass rules=rules. A function that shall also run "
+        "without rules can say constrain(..., on_no_mesh='ignore')."
+    )
+
+
+def _mesh_for(array: jax.Array, given: AnyMesh | None) -> AnyMesh | None:
+    """The mesh to constrain over: given, in scope, or that of the array; as it is seen here."""
+    inside = jax.sharding.get_abstract_mesh()
+    if given is not None and not inside.empty and _axes_of_type(inside, AxisType.Manual):
+        given = resolve_mesh(given)
+        if given is not None and dict(given.shape) != dict(inside.shape):
+            raise MeshError(
+                f"mesh={given} differs from {inside}, the mesh of the shard_map around this code. "
+                "Pass the same mesh, or none to take the one in scope."
+            )
+        return inside
+    found = resolve_mesh(given)
+    if found is not None:
+        return found
+    if not isinstance(array, Tracer):
+        return array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+    own = jax.typeof(array).sharding.mesh
+    return None if own.empty else own
+
+
+def _axes_of_type(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
+    return tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t is kind)
+
+
+def _entries(
+    array: jax.Array, names: Names, mesh: AnyMesh, rules: Rules, manual: frozenset[str]
+) -> tuple[Target, ...]:
+    """One spec entry per dimension, without Manual axes.
+
+    Raises:
+        ConstraintError: If the array cannot be laid out so.
+    """
+    assignment = rules.assign(names)
+    entries = tuple(_without(target, manual) for target in assignment.entries)
+    laid_out = LaidOutArray(
+        (), names, tuple(array.shape), assignment._replace(entries=entries), rules
+    )
+    errors = [f for f in judge(laid_out, dict(mesh.shape)) if f.severity == "error"]
+    if errors:
+        # A finding begins with the path of its array, and this one has none.
+        lines = "".join(f"\n  {str(f).removeprefix(format_path(()) + ': ')}" for f in errors)
+        raise ConstraintError(_intro(array, names) + lines)
+    return entries
+
+
+def _without(target: Target, axes: frozenset[str]) -> Target:
+    """The target without some mesh axes."""
+    kept = tuple(axis for axis in mesh_axes_of(target) if axis not in axes)
+    if len(kept) == len(mesh_axes_of(target)):
+        return target
+    return kept[0] if len(kept) == 1 else kept or None
+
+
+# --- doing it ------------------------------------------------------------------------------------
+
+
+def _apply(array: jax.Array, entries: tuple[Target, ...], mesh: AnyMesh) -> jax.Array:
+    if not isinstance(array, Tracer):
+        return _move(array, entries, mesh)
+    explicit = frozenset(_axes_of_type(mesh, AxisType.Explicit))
+    automatic = frozenset(_axes_of_type(mesh, AxisType.Auto))
+    if explicit:
+        present = tuple(
+            _only(entry, explicit) for entry in _full(jax.typeof(array).sharding.spec, array.ndim)
+        )
+        typed = tuple(_without(entry, automatic) for entry in entries)
+        spec = PartitionSpec(*_fill_unconstrained(typed, present))
+        array = jax.sharding.reshard(array, NamedSharding(mesh, spec))
+    if automatic:
+        spec = PartitionSpec(*(_without(entry, explicit) for entry in entries))
+        array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+    return array
+
+
+def _move(array: jax.Array, entries: tuple[Target, ...], mesh: AnyMesh) -> jax.Array:
+    """Lays out an array outside of a program: it is moved, whatever the axis types."""
+    now = array.sharding
+    own = (
+        now
+        if isinstance(now, NamedSharding) and now.mesh.abstract_mesh == _abstract(mesh)
+        else None
+    )
+    if isinstance(mesh, AbstractMesh) and own is None:
+        raise MeshError(
+            f"Outside of a compiled function an array cannot be laid out over {mesh}, which has no "
+            "devices. Pass the mesh itself, or call constrain inside a jitted function."
+        )
+    present = (None,) * array.ndim if own is None else _full(own.spec, array.ndim)
+    spec = PartitionSpec(*_fill_unconstrained(entries, present))
+    devices = own.mesh if isinstance(mesh, AbstractMesh) and own is not None else mesh
+    return jax.device_put(array, NamedSharding(devices, spec))
+
+
+def _abstract(mesh: AnyMesh) -> AbstractMesh:
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+
+
+def _full(spec: Iterable[Target], ndim: int) -> tuple[Target, ...]:
+    """A spec with one entry per dimension."""
+    entries = tuple(spec)
+    return entries + (None,) * (ndim - len(entries))
+
+
+def _only(target: Target, axes: frozenset[str]) -> Target:
+    return tuple(axis for axis in mesh_axes_of(target) if axis in axes) or None
+
+
+def _fill_unconstrained(
+    entries: tuple[Target, ...], present: tuple[Target, ...]
+) -> tuple[Target, ...]:
+    """Leaves unconstrained dimensions as they are, but for mesh axes that others now want."""
+    taken = frozenset(axis for entry in entries for axis in mesh_axes_of(entry))
+    return tuple(
+        _without(now, taken) if entry is UNCONSTRAINED else entry
+        for entry, now in zip(entries, present, strict=True)
+    )
