@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import Custom, models
 
@@ -109,6 +109,7 @@ def test_a_variable_that_no_filter_matches_is_named() -> None:
     model=models(),
     filters=st.permutations([sx.Param, "slow", Custom, sx.PathContains("kernel0"), sx.BatchStat]),
 )
+@settings(max_examples=20)
 def test_split_partitions_and_the_first_matching_filter_takes(
     model: Any, filters: list[Any]
 ) -> None:

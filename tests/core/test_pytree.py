@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Module is one pytree node: plain JAX transforms take it and refuse writes that would be lost."""
+"""A Module is one pytree node: plain JAX transforms take it; lost writes are refused."""
 
 from __future__ import annotations
 

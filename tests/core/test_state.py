@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from tests.strategies import Node, assert_equal_values, models
 
 import shardax as sx
@@ -132,6 +132,7 @@ def test_it_cannot_be_written() -> None:
 
 
 @given(model=models())
+@settings(max_examples=20)
 def test_it_is_a_pytree_whose_leaves_are_those_of_the_values(model: Any) -> None:
     state = sx.state(model)
     leaves, treedef = jax.tree.flatten(state)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error stands under ShardaxError and a builtin, says what it is for, and can be pickled."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+import shardax as sx
+from shardax.core.errors import ShardaxError
+
+ERRORS = [
+    error
+    for _, error in inspect.getmembers(sx.errors, inspect.isclass)
+    if issubclass(error, ShardaxError) and error is not ShardaxError
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_is_also_a_builtin_and_says_what_it_is_for(error: type[ShardaxError]) -> None:
+    builtin = [base for base in error.__mro__ if base.__module__ == "builtins"]
+    assert builtin[0] not in (Exception, BaseException, object)
+    assert error.__doc__ and error.__doc__ != ShardaxError.__doc__
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_survives_pickling_with_its_text(error: type[ShardaxError]) -> None:
+    raised = error("what was found")
+    copied = pickle.loads(pickle.dumps(raised))
+    assert type(copied) is error
+    assert (str(copied), copied.args) == (str(raised), raised.args)
