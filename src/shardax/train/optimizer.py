@@ -33,6 +33,7 @@ from shardax.train.optimizer_layout import (
     Fill,
     StateLayout,
     StateLeaf,
+    Transformation,
     layout_of,
     separate_arrays,
 )
@@ -84,7 +85,7 @@ class Optimizer(Module):
 
     def __init__(self, model: Any, tx: Any, wrt: Any = Param) -> None:
         self.model = model
-        self.tx = tx
+        self._transformation = Transformation(tx)
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         variables = [variable for _, variable in self._chosen()]
         if not variables:
@@ -94,10 +95,15 @@ class Optimizer(Module):
                 f"nothing to train. Choose others: Optimizer(model, tx, wrt=filter)."
             )
         shapes = jax.tree.map(_shape_of, self._state_of([v._value for v in variables]))
-        layout = layout_of(tx, shapes)
-        parameters = Parameters(tx, variables, jax.tree.structure(shapes))
+        layout = layout_of(self._transformation, shapes)
+        parameters = Parameters(self._transformation, variables, jax.tree.structure(shapes))
         self.step = OptState(StateValue(_STEP, parameters, -1))
         self.opt_state = self._make_state(layout, parameters, variables)
+
+    @property
+    def tx(self) -> Any:
+        """The transformation."""
+        return self._transformation.value
 
     def update(self, grads: Any, **extra: Any) -> None:
         """Applies one update to the model's parameters, in place.
@@ -112,12 +118,13 @@ class Optimizer(Module):
         Raises:
             GradientMismatchError: If gradients are missing, unexpected or of another shape; nothing
                 is changed.
-            OptimizerStateError: If the model or ``tx`` changed since the optimizer was made.
+            OptimizerStateError: If the model changed since the optimizer was made, or the
+                transformation changes the form of its state.
         """
         chosen = self._chosen()
         params = self._state_of([variable.value for _, variable in chosen])
         aligned = _align(grads, params)
-        layout = layout_of(self.tx, jax.tree.map(_shape_of, params))
+        layout = layout_of(self._transformation, jax.tree.map(_shape_of, params))
         places = self._places(layout)
         state = layout.join(place.value for place in places)
         update = self.tx.update
@@ -191,10 +198,9 @@ class Optimizer(Module):
         ]
         if wrong:
             raise OptimizerStateError(
-                "The optimizer's state does not fit the model and transformation any more; "
-                f"nothing was changed. {len(wrong)} entries differ: {_listed(wrong)}. Parameters "
-                "were added, removed or reshaped, or tx was replaced, since the optimizer was "
-                "made. Make a new one: Optimizer(model, tx)."
+                "The optimizer's state does not fit the model any more; nothing was changed. "
+                f"{len(wrong)} entries differ: {_listed(wrong)}. Parameters were added, removed or "
+                "reshaped since the optimizer was made. Make a new one: Optimizer(model, tx)."
             )
         return [present[leaf.path] for leaf in layout.leaves]
 

@@ -26,6 +26,32 @@ from shardax.core.paths import Path, PathKey
 from shardax.core.static import Static
 
 
+class Transformation:
+    """A gradient transformation as configuration.
+
+    Its identity is what it was when it was made. Some schedules of optax change a variable of their
+    own when they are first called, which would make a program compiled for them look outdated.
+
+    Args:
+        value: An object with ``init`` and ``update``, for instance from optax.
+    """
+
+    __slots__ = ("_key", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._key = Static(value)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transformation) and self._key == other._key
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
 class Fill(NamedTuple):
     """Origin of a leaf whose elements are all one number, whatever the parameters are."""
 
@@ -128,11 +154,11 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
 
 
-def layout_of(transformation: Any, params: Any) -> StateLayout:
+def layout_of(transformation: Transformation, params: Any) -> StateLayout:
     """Finds what the state of a transformation holds.
 
     Args:
-        transformation: An object with ``init``.
+        transformation: The transformation.
         params: The parameters as a ``State``, of arrays or ``jax.ShapeDtypeStruct``.
 
     Returns:
@@ -142,17 +168,17 @@ def layout_of(transformation: Any, params: Any) -> StateLayout:
     Example:
         >>> import jax, jax.numpy as jnp, optax, shardax as sx
         >>> params = sx.State({"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)})
-        >>> for leaf in layout_of(optax.sgd(0.1, momentum=0.9), params).leaves:
+        >>> for leaf in layout_of(Transformation(optax.sgd(0.1, momentum=0.9)), params).leaves:
         ...     print(leaf.path, leaf.shape, leaf.dims, float(leaf.origin.value))
         (0, 'trace', 'kernel') (2, 3) (0, 1) 0.0
     """
     leaves, treedef = jax.tree.flatten(params)
     kinds = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
-    return _layout_of(Static(transformation), treedef, kinds)
+    return _layout_of(transformation, treedef, kinds)
 
 
 @functools.lru_cache(maxsize=64)
-def _layout_of(transformation: Static, treedef: Any, kinds: tuple[Any, ...]) -> StateLayout:
+def _layout_of(transformation: Transformation, treedef: Any, kinds: tuple[Any, ...]) -> StateLayout:
     separated = Separated([], [], None, {})
 
     def init(leaves: list[Any]) -> list[Any]:

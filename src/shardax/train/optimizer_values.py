@@ -26,9 +26,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax.core._jax import Tracer
 from shardax.core.arraylike import realise
 from shardax.core.lazy import LazyValue
-from shardax.core.static import Static
 from shardax.core.variables import Variable
-from shardax.train.optimizer_layout import CopyOf, Fill, StateLeaf, separate_arrays
+from shardax.train.optimizer_layout import (
+    CopyOf,
+    Fill,
+    StateLeaf,
+    Transformation,
+    separate_arrays,
+)
 
 
 class Parameters:
@@ -41,9 +46,9 @@ class Parameters:
     """
 
     def __init__(
-        self, transformation: Any, variables: Sequence[Variable[Any]], treedef: Any
+        self, transformation: Transformation, variables: Sequence[Variable[Any]], treedef: Any
     ) -> None:
-        self.transformation = Static(transformation)
+        self.transformation = transformation
         self.treedef = treedef
         self.places = [
             (variable, position)
@@ -145,7 +150,7 @@ def _copy_program(sharding: Any) -> Callable[[Any], jax.Array]:
 
 @functools.lru_cache(maxsize=256)
 def _leaf_program(
-    transformation: Static,
+    transformation: Transformation,
     treedef: Any,
     kinds: tuple[Any, ...],
     needs: tuple[int, ...],
