@@ -140,14 +140,14 @@ def shardax_decoder(config: Config) -> Any:
     from shardax.models import Decoder, DecoderConfig
 
     sizes = DecoderConfig(
-        vocab=config.vocab,
-        embed=config.embed,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
+        vocab_size=config.vocab,
+        embed_dim=config.embed,
+        num_layers=config.layers,
+        num_heads=config.heads,
+        num_kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        mlp=config.mlp,
-        tied=config.tied,
+        mlp_dim=config.mlp,
+        tied_head=config.tied,
         param_dtype=config.param_dtype,
         dtype=config.dtype,
     )

@@ -150,7 +150,7 @@ def shardax_jit(work: str, size: int, donate: bool, tx: optax.GradientTransforma
     import shardax as sx
 
     class Layer(sx.Module):
-        def __init__(self, kernel: jax.Array, bias: jax.Array):
+        def __init__(self, kernel: jax.Array, bias: jax.Array) -> None:
             self.kernel = sx.Param(kernel)
             self.bias = sx.Param(bias)
 
@@ -241,7 +241,7 @@ def nnx_jit(mode: str, work: str, size: int, tx: optax.GradientTransformation) -
     graph = None if mode == "default" else False
 
     class Layer(nnx.Module):
-        def __init__(self, kernel: jax.Array, bias: jax.Array):
+        def __init__(self, kernel: jax.Array, bias: jax.Array) -> None:
             self.kernel = nnx.Param(kernel)
             self.bias = nnx.Param(bias)
 

@@ -28,7 +28,7 @@ def _named(*names: str) -> dict[str, Any]:
 class Attention(nnx.Module):
     """Causal grouped-query self-attention with rotary embedding."""
 
-    def __init__(self, config: raw_decoder.Config, rngs: nnx.Rngs):
+    def __init__(self, config: raw_decoder.Config, rngs: nnx.Rngs) -> None:
         def project(heads: int, name: str) -> nnx.LinearGeneral:
             return nnx.LinearGeneral(
                 config.embed,
@@ -54,16 +54,16 @@ class Attention(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        q = raw_decoder.rotate(self.q(x), positions)
-        k = raw_decoder.rotate(self.k(x), positions)
+    def __call__(self, x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q = raw_decoder.rotate(self.q(x), turn)
+        k = raw_decoder.rotate(self.k(x), turn)
         return self.out(jax.nn.dot_product_attention(q, k, self.v(x), is_causal=True))
 
 
 class MLP(nnx.Module):
     """Gated feed-forward layer."""
 
-    def __init__(self, config: raw_decoder.Config, rngs: nnx.Rngs):
+    def __init__(self, config: raw_decoder.Config, rngs: nnx.Rngs) -> None:
         def project(inputs: int, outputs: int, *names: str) -> nnx.Linear:
             return nnx.Linear(
                 inputs,
@@ -98,22 +98,23 @@ def _norm(config: raw_decoder.Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
 class Block(nnx.Module):
     """One residual layer: attention, then feed-forward."""
 
-    def __init__(self, config: raw_decoder.Config, rngs: nnx.Rngs):
+    def __init__(self, config: raw_decoder.Config, rngs: nnx.Rngs) -> None:
         self.attention_norm = _norm(config, rngs)
         self.attention = Attention(config, rngs)
         self.mlp_norm = _norm(config, rngs)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), positions)
+    def __call__(self, x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), turn)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Decoder(nnx.Module):
     """The decoder language model of `raw_decoder`."""
 
-    def __init__(self, config: raw_decoder.Config, rngs: nnx.Rngs):
+    def __init__(self, config: raw_decoder.Config, rngs: nnx.Rngs) -> None:
         dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+        self.head_dim = config.head_dim
         self.embedding = nnx.Embed(
             config.vocab,
             config.embed,
@@ -139,8 +140,9 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        turn = raw_decoder.rotation(positions, self.head_dim)
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x, positions)
+            x = layer(x, turn)
         x = self.final_norm(x)
         return self.embedding.attend(x) if self.head is None else self.head(x)

@@ -130,33 +130,49 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (normed * scale.astype(jnp.float32)[None, None, :]).astype(x.dtype)
 
 
-def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+def rotation(positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angles that positions turn a head by.
+
+    Args:
+        positions: int32, `(time,)`.
+        head_dim: Size of a head, even.
+
+    Returns:
+        Two float32 arrays of shape `(1, time, 1, head_dim / 2)`.
+    """
+    half = head_dim // 2
+    frequencies = ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[None, :, None, None] * frequencies[None, None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotary position embedding.
 
     Args:
-        x: Queries or keys, `(batch, time, heads, head_dim)`, head_dim even.
-        positions: int32, `(time,)`.
+        x: Queries or keys, `(batch, time, heads, head_dim)`.
+        turn: Of `rotation`.
 
     Returns:
         The turned array, of x's shape and dtype.
     """
-    half = x.shape[-1] // 2
-    frequencies = ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
-    cosine, sine = jnp.cos(angles)[None], jnp.sin(angles)[None]
+    cosine, sine = turn
     real, imaginary = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [real * cosine - imaginary * sine, imaginary * cosine + real * sine]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def attention(config: Config, layer: Params, x: jax.Array, positions: jax.Array) -> jax.Array:
+def attention(
+    config: Config, layer: Params, x: jax.Array, turn: tuple[jax.Array, jax.Array]
+) -> jax.Array:
     """Causal grouped-query self-attention on `(batch, time, embed)`."""
     dtype = jnp.dtype(config.dtype)
-    q = rotate(jnp.einsum("bte,ehd->bthd", x, layer["q"].astype(dtype)), positions)
-    k = rotate(jnp.einsum("bte,ehd->bthd", x, layer["k"].astype(dtype)), positions)
+    q = rotate(jnp.einsum("bte,ehd->bthd", x, layer["q"].astype(dtype)), turn)
+    k = rotate(jnp.einsum("bte,ehd->bthd", x, layer["k"].astype(dtype)), turn)
     v = jnp.einsum("bte,ehd->bthd", x, layer["v"].astype(dtype))
     heads = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    return jnp.einsum("bthd,hde->bte", heads, layer["out"].astype(dtype))
+    # An einsum over two letters contracts them in the other order, and XLA then copies both sides.
+    return jnp.tensordot(heads, layer["out"].astype(dtype), axes=2)
 
 
 def mlp(config: Config, layer: Params, x: jax.Array) -> jax.Array:
@@ -179,11 +195,11 @@ def forward(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
         `(batch, time, vocab)` in the compute dtype.
     """
     dtype = jnp.dtype(config.dtype)
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    turn = rotation(jnp.arange(tokens.shape[1], dtype=jnp.int32), config.head_dim)
     embedding = params["embedding"].astype(dtype)
     x = jnp.take(embedding, tokens, axis=0)
     for layer in params["layers"]:
-        x = x + attention(config, layer, rms_norm(x, layer["attention_norm"]), positions)
+        x = x + attention(config, layer, rms_norm(x, layer["attention_norm"]), turn)
         x = x + mlp(config, layer, rms_norm(x, layer["mlp_norm"]))
     x = rms_norm(x, params["final_norm"])
     if config.tied:

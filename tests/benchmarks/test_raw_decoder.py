@@ -52,8 +52,8 @@ def test_rotation_keeps_norms_and_depends_on_distance_only():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
 
     def product(q_position: int, k_position: int) -> jax.Array:
-        turned_q = raw_decoder.rotate(q, jnp.array([q_position]))
-        turned_k = raw_decoder.rotate(k, jnp.array([k_position]))
+        turned_q = raw_decoder.rotate(q, raw_decoder.rotation(jnp.array([q_position]), 8))
+        turned_k = raw_decoder.rotate(k, raw_decoder.rotation(jnp.array([k_position]), 8))
         return jnp.sum(turned_q * turned_k)
 
     np.testing.assert_allclose(product(0, 0), jnp.sum(q * k), rtol=1e-5)
