@@ -223,8 +223,8 @@ class ArrayLike:
     def __round__(self, digits: int | None = None) -> Any:
         return round(self._operand(), digits)
 
-    __eq__ = _binary(operator.eq)  # pyright: ignore[reportAssignmentType] (elementwise, like arrays)
-    __ne__ = _binary(operator.ne)  # pyright: ignore[reportAssignmentType] (elementwise, like arrays)
+    __eq__ = _binary(operator.eq)  # elementwise, like arrays
+    __ne__ = _binary(operator.ne)
     __hash__ = object.__hash__
     __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
     __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)

@@ -400,7 +400,7 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
             return self.copy() == dict(other.items())
         return NotImplemented
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType] (as for dict)
+    __hash__ = None  # as for dict
 
     @reprlib.recursive_repr("Dict({...})")
     def __repr__(self) -> str:
