@@ -45,7 +45,7 @@ def _decoder(layers: int, embed: int, heads: int, kv_heads: int) -> DecoderConfi
 
 PRESETS = {
     "tiny": Preset(_decoder(2, 64, 4, 4), 40, 16, 64, 1e-2, 4),
-    "demo": Preset(_decoder(3, 128, 8, 4), 240, 16, 128, 6e-3, 24),
+    "demo": Preset(_decoder(3, 128, 8, 4), 240, 16, 128, 6e-3, 64),
     "small": Preset(_decoder(8, 512, 8, 4), 20_000, 64, 512, 1e-3, 64),
 }
 

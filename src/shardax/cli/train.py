@@ -112,7 +112,7 @@ class _Job:
             directory=out,
             settings=train.TrainerSettings(
                 steps=settings.steps,
-                eval_every=max(1, settings.steps // 4),
+                eval_every=max(1, settings.steps // 2),
                 checkpoint_every=settings.checkpoint_every,
             ),
             held_out=self.held_out,
@@ -170,7 +170,7 @@ class _Job:
         block = self.model.layers[0]
         chosen = {
             ".embed.embedding": self.model.embed.embedding,
-            ".layers[0].mlp.down.kernel": block.mlp.down.kernel,
+            ".layers[0].mlp.gate.kernel": block.mlp.gate.kernel,
         }
         for path, variable in chosen.items():
             print(f"\n{path} {variable.axes} {tuple(variable.shape)} over the devices:")

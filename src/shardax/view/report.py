@@ -20,7 +20,7 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem
 color: #222; } h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-size: 13px; width: 100%; }
 th, td { text-align: left; padding: 2px 10px 2px 0; border-bottom: 1px solid #eee; font-family:
-ui-monospace, monospace; } td:last-child, th:last-child { text-align: right; }
+ui-monospace, monospace; } .parameters td:last-child, .parameters th:last-child { text-align: right; }
 pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; }
 figure { display: inline-block; margin: 0 1.5rem 1rem 0; } figcaption { font-size: 13px; }
 @media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } pre { background:
@@ -75,7 +75,7 @@ def write_report(
         for caption, svg in pictures.items()
     )
     sections = [
-        f"<h1>{escape(title)}</h1><table>{facts}</table>",
+        f'<h1>{escape(title)}</h1><table class="facts">{facts}</table>',
         f"<h2>Loss</h2>{loss_svg(records, references)}",
         f"<h2>Shardings</h2>{figures}" if figures else "",
         f"<h2>Sample</h2><pre>{escape(sample)}</pre>" if sample else "",
@@ -97,7 +97,7 @@ def _table_html(parameters: ParameterTable) -> str:
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    return f"<table><tr>{head}</tr>{body}</table><p>{escape(parameters.totals())}</p>"
+    return f'<table class="parameters"><tr>{head}</tr>{body}</table><p>{escape(parameters.totals())}</p>'
 
 
 def loss_svg(records: Sequence[Mapping[str, Any]], references: Mapping[str, float]) -> str:
