@@ -17,14 +17,22 @@ from shardax.view.table import ParameterTable
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem;
-color: #222; } h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
+  color: #222; }
+h1 { font-size: 1.6rem; }
+h2 { font-size: 1.2rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-size: 13px; width: 100%; }
-th, td { text-align: left; padding: 2px 10px 2px 0; border-bottom: 1px solid #eee; font-family:
-ui-monospace, monospace; } .parameters td:last-child, .parameters th:last-child { text-align: right; }
+th, td { text-align: left; padding: 2px 10px 2px 0; border-bottom: 1px solid #eee;
+  font-family: ui-monospace, monospace; vertical-align: top; }
+.parameters td:last-child, .parameters th:last-child { text-align: right; }
+.facts td:first-child { white-space: nowrap; }
 pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; }
-figure { display: inline-block; margin: 0 1.5rem 1rem 0; } figcaption { font-size: 13px; }
-@media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } pre { background:
-#222; } th, td { border-color: #333; } }
+figure { display: inline-block; margin: 0 1.5rem 1rem 0; }
+figcaption { font-size: 13px; }
+@media (prefers-color-scheme: dark) {
+  body { background: #181818; color: #ddd; }
+  pre { background: #222; }
+  th, td { border-color: #333; }
+}
 """
 _WIDTH, _HEIGHT, _MARGIN = 720, 300, 45
 
@@ -97,7 +105,8 @@ def _table_html(parameters: ParameterTable) -> str:
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    return f'<table class="parameters"><tr>{head}</tr>{body}</table><p>{escape(parameters.totals())}</p>'
+    totals = escape(parameters.totals())
+    return f'<table class="parameters"><tr>{head}</tr>{body}</table><p>{totals}</p>'
 
 
 def loss_svg(records: Sequence[Mapping[str, Any]], references: Mapping[str, float]) -> str:
