@@ -23,7 +23,7 @@ from shardax.core.filters import Filter, first_match, no_match_error, to_predica
 from shardax.core.frames import check_structural_write, local, owner_here, resolve
 from shardax.core.lazy import LazyValue
 from shardax.core.modules import Module
-from shardax.core.node import Object
+from shardax.core.node import Object, Wrapper
 from shardax.core.paths import Path, format_path
 from shardax.core.pytree import values_of
 from shardax.core.state import Origin, State, merged_values
@@ -240,6 +240,8 @@ def _directly_in(value: Any) -> Iterator[Object]:
         yield from _directly_in((value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, types.MethodType):
         yield from _directly_in(value.__self__)
+    elif isinstance(value, Wrapper):
+        yield from _directly_in(value.__wrapped__)
 
 
 def clone(tree: T) -> T:
@@ -294,7 +296,7 @@ def pop(tree: Any, *filters: Filter) -> Any:
         >>> _ = square(jnp.float32(3))
         >>> sx.pop(square, sx.Intermediate), hasattr(square, "seen")
         (State(
-          .seen: (float32[])
+          .seen: ('float32[]',)
         ), False)
     """
     if not filters:
@@ -429,6 +431,8 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from ((None, value.func), *enumerate(value.args), *value.keywords.items())
     elif isinstance(value, types.MethodType):
         yield None, value.__self__
+    elif isinstance(value, Wrapper):
+        yield None, value.__wrapped__
 
 
 def check_covered(flat: Flat, filters: tuple[Filter, ...]) -> list[int]:

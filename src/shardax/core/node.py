@@ -43,3 +43,22 @@ class Object:
     def _fill(self, definition: Any, decode: Any) -> None:
         """Fills an object from its definition, calling ``decode(child)`` for each child."""
         raise NotImplementedError
+
+
+class Wrapper:
+    """A callable around another one that may lead to objects, such as a compiled bound method.
+
+    Where it stands in a model, a copy of the model gets a wrapper of its own, around the copy's
+    objects.
+    """
+
+    __slots__ = ()
+    __wrapped__: Any
+
+    def _wrapping(self) -> Any:
+        """Returns what the wrapper adds, as hashable configuration."""
+        raise NotImplementedError
+
+    def _wrap(self, wrapped: Any) -> Any:
+        """Returns a wrapper like this one around another callable."""
+        raise NotImplementedError

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardax.core.containers import _Container
 from shardax.core.modules import Module
-from shardax.core.node import Object
+from shardax.core.node import Object, Wrapper
 from shardax.core.structure import has_parts
 from shardax.core.variables import ArrayAttribute, Param, Variable
 
@@ -115,6 +115,8 @@ def _parts(value: Any) -> tuple[str, list[tuple[str, Any]]]:
         return name, [("", part) for part in items]
     if isinstance(value, types.MethodType):
         return f"method {value.__name__}", [("", value.__self__)]
+    if isinstance(value, Wrapper):
+        return name, [("", value.__wrapped__)]
     if isinstance(value, functools.partial):
         named = [(f"{keyword}=", part) for keyword, part in value.keywords.items()]
         return name, [("", value.func), *(("", part) for part in value.args), *named]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from shardax.core import epoch
 from shardax.core.errors import StaticAttributeError
 from shardax.core.metadata import Metadata
-from shardax.core.node import Object
+from shardax.core.node import Object, Wrapper
 from shardax.core.paths import Path, format_path
 from shardax.core.static import Static
 
@@ -54,6 +54,34 @@ class PartialDef(NamedTuple):
     function: Any
     args: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
+
+
+class WrapperDef(NamedTuple):
+    """A child that is a ``Wrapper`` of something with objects inside.
+
+    Attributes:
+        pattern: A wrapper to copy.
+        wrapped: What is wrapped.
+    """
+
+    pattern: Pattern
+    wrapped: Any
+
+
+class Pattern:
+    """A wrapper as configuration: equal when type and what it adds are equal."""
+
+    __slots__ = ("key", "wrapper")
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        self.wrapper = wrapper
+        self.key = (type(wrapper), wrapper._wrapping())
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pattern) and self.key == other.key
 
 
 class MappingDef(NamedTuple):
@@ -158,7 +186,7 @@ def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int
                 found[child.position] = path
                 for key, below in definition_children(graphdef.objects[child.position]):
                     visit(below, (*path, key))
-        elif type(child) in (TupleDef, MappingDef, PartialDef):
+        elif type(child) in (TupleDef, MappingDef, PartialDef, WrapperDef):
             for key, below in definition_children(child):
                 visit(below, path if key is None else (*path, key))
         elif type(child) is MethodDef:
@@ -179,6 +207,8 @@ def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
             yield from enumerate(definition.items)
         case DictDef() | MappingDef():
             yield from ((key.value, child) for key, child in definition.items)
+        case WrapperDef():
+            yield None, definition.wrapped
         case PartialDef():
             yield None, definition.function
             yield from enumerate(definition.args)
@@ -241,6 +271,8 @@ class Walk:
             return MappingDef(type(value), tuple(items))
         if isinstance(value, types.MethodType) and isinstance(value.__self__, Object):
             return MethodDef(Static(value.__func__), Ref(self.visit(value.__self__, path)))
+        if isinstance(value, Wrapper) and has_parts(value):
+            return WrapperDef(Pattern(value), self.encode(value.__wrapped__, path))
         if isinstance(value, functools.partial) and has_parts(value):
             return PartialDef(
                 self.encode(value.func, path),
@@ -293,6 +325,8 @@ def has_parts(value: Any) -> bool:
         return any(has_parts(item) for item in value.values())
     if isinstance(value, types.MethodType):
         return isinstance(value.__self__, Object)
+    if isinstance(value, Wrapper):
+        return has_parts(value.__wrapped__)
     if isinstance(value, functools.partial):
         return any(has_parts(item) for item in (value.func, *value.args, *value.keywords.values()))
     return False
@@ -356,6 +390,8 @@ class Decoder:
             return rebuild_tuple(child.type, [self(item) for item in child.items])
         if kind is MappingDef:
             return {key.value: self(item) for key, item in child.items}
+        if kind is WrapperDef:
+            return child.pattern.wrapper._wrap(self(child.wrapped))
         if kind is MethodDef:
             return types.MethodType(child.function.value, self(child.owner))
         keywords = {name: self(item) for name, item in child.keywords}

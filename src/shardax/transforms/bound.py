@@ -7,10 +7,13 @@ everything that the compiled function offers.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
+from shardax.core.node import Wrapper
 
-class BoundJit:
+
+class BoundJit(Wrapper):
     """A jitted method bound to its object: a ``Jit`` with its first argument given."""
 
     __slots__ = ("__func__", "__self__")
@@ -18,6 +21,16 @@ class BoundJit:
     def __init__(self, function: Any, instance: Any) -> None:
         self.__func__ = function
         self.__self__ = instance
+
+    @property
+    def __wrapped__(self) -> Any:
+        return types.MethodType(self.__func__, self.__self__)
+
+    def _wrapping(self) -> Any:
+        return self.__func__
+
+    def _wrap(self, wrapped: Any) -> Any:
+        return BoundJit(wrapped.__func__, wrapped.__self__)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)

@@ -26,10 +26,10 @@ from shardax.core import epoch
 from shardax.core._jax import Tracer
 from shardax.core.errors import OutputError, StaticArgumentError
 from shardax.core.frames import local
-from shardax.core.node import Object
+from shardax.core.node import Object, Wrapper
 from shardax.core.paths import Path
 from shardax.core.pytree import has_objects
-from shardax.core.static import Static
+from shardax.core.static import Static, exact_key
 from shardax.core.structure import walk_objects
 from shardax.core.variables import Variable
 from shardax.transforms import explain
@@ -41,6 +41,7 @@ from shardax.transforms.closures import (
     objects_in,
     parameter_name,
 )
+from shardax.transforms.entry import CallEntry
 from shardax.transforms.lift import Arguments, Carried, Graph, carry_in, check_no_leak
 from shardax.transforms.naming import root_names
 from shardax.transforms.plan import (
@@ -58,47 +59,6 @@ _ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
 """Types of arguments that are surely plain; JAX's concrete array type joins when first met."""
 
 
-class CallEntry:
-    """What a steady call needs, for particular objects.
-
-    Attributes:
-        epoch: Structure epoch at which this was made.
-        kept: Variables whose values are passed.
-        donated: Variables whose values are passed and donated.
-        leaves: All of them, in graph order.
-        roots: Called, each returns a root; held weakly, so that remembering a call keeps no model
-            alive.
-        plan: The plan.
-        last: The record of the last call and the Variables it wrote.
-    """
-
-    __slots__ = (
-        "donated",
-        "epoch",
-        "kept",
-        "last",
-        "leaves",
-        "plan",
-        "roots",
-    )
-
-    def __init__(self, plan: Plan, graph: Graph) -> None:
-        self.plan = plan
-        self.epoch = graph.flat.epoch
-        self.leaves = graph.leaves
-        self.kept, self.donated = plan.partition(graph.leaves)
-        self.roots = [_weak(root) for root in graph.roots]
-        self.last: tuple[Any, list[Any]] = (None, [])
-
-    def graph(self) -> Graph:
-        """Flattens the roots anew; for calls that trace or change structure."""
-        return Graph([root() for root in self.roots], self.plan.names)
-
-
-def _weak(root: Any) -> Callable[[], Any]:
-    return weakref.ref(root) if isinstance(root, Object) else lambda: root
-
-
 class Signature(NamedTuple):
     """A call, sorted into what identifies it and what is passed."""
 
@@ -107,14 +67,16 @@ class Signature(NamedTuple):
     static: tuple[tuple[Any, Static], ...]
 
 
-class Jit:
+class Jit(Wrapper):
     """A compiled function over Modules; made by ``jit``. See there for what it does.
 
     Attributes:
         __wrapped__: The original function.
     """
 
-    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+    def __init__(
+        self, function: Callable[..., Any], options: Options, wrapping: Any = None
+    ) -> None:
         functools.update_wrapper(self, function, updated=())
         self.__wrapped__ = function
         self.options = with_resolved_donation(options, function)
@@ -131,6 +93,7 @@ class Jit:
         self.captured: list[weakref.ref[Any]] = []
         self.plans: dict[Any, Plan] = {}
         self.calls: dict[Any, CallEntry] = {}
+        self._wrapping_key = wrapping or _options_key(self.options)
         self._simple = not (self.static_positions or self.static_names)
 
     # --- calling ---------------------------------------------------------------------------------
@@ -396,6 +359,12 @@ class Jit:
     def _cache_size(self) -> int:
         return sum(len(plan.signatures) for plan in self.plans.values())
 
+    def _wrapping(self) -> Any:
+        return self._wrapping_key
+
+    def _wrap(self, wrapped: Any) -> Any:
+        return Jit(wrapped, self.options, self._wrapping_key)
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else BoundJit(self, instance)
 
@@ -404,6 +373,14 @@ class Jit:
 
 
 _MAX_CALLS_WITH_SOURCES = 64
+
+
+def _options_key(options: Options) -> Any:
+    """Returns what options compare by: their values where these are hashable, else themselves."""
+    try:
+        return exact_key(options)
+    except TypeError:
+        return object()
 
 
 def _note_types(arg: Any) -> bool:
