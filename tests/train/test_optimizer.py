@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import shardax as sx
 from shardax.core.errors import GradientMismatchError, OptimizerStateError
 from shardax.partition.check import spec_for
+from shardax.partition.placement import shard
 from shardax.partition.rules import Rules
 from shardax.train.optimizer import Optimizer
 
@@ -243,17 +244,6 @@ def test_state_with_a_dimension_less_or_more_keeps_the_axes_that_remain() -> Non
 # --- shardings ------------------------------------------------------------------------------------
 
 
-def place(tree: Any, mesh: Mesh) -> None:
-    """Writes every value straight into its shards, by its axes."""
-    for path, variable in sx.iter_variables(tree):
-        spec, _ = spec_for(variable.axes, variable.shape, mesh, RULES, path)
-        sharding = NamedSharding(mesh, spec)
-        value = variable._value
-        variable.value = (
-            value.compute(sharding) if variable.is_lazy else jax.device_put(value, sharding)
-        )
-
-
 def shardings_of(tree: Any) -> dict[Any, PartitionSpec]:
     """Returns specs without trailing None, by path."""
     found = {}
@@ -271,7 +261,7 @@ def shardings_of(tree: Any) -> dict[Any, PartitionSpec]:
 def test_state_goes_straight_into_shards_beside_its_parameters(name: str, mesh: Mesh) -> None:
     model, plain = Tower(), Tower()
     optimizer = Optimizer(model, TRANSFORMATIONS[name]())
-    place((model, optimizer), mesh)
+    shard((model, optimizer), mesh, RULES)
     unsharded = Optimizer(plain, TRANSFORMATIONS[name]())
     for (path, a), (_, b) in zip(
         sx.iter_variables(optimizer, sx.OptState),
@@ -290,11 +280,11 @@ def test_state_follows_the_shardings_of_the_parameters_by_itself(
 ) -> None:
     model = Tower()
     if order == "model sharded first":
-        place(model, mesh)
+        shard(model, mesh, RULES)
         optimizer = Optimizer(model, TRANSFORMATIONS[name]())
     else:
         optimizer = Optimizer(model, TRANSFORMATIONS[name]())
-        place(model, mesh)
+        shard(model, mesh, RULES)
     for path, variable in sx.iter_variables(optimizer, sx.OptState):
         spec, _ = spec_for(variable.axes, variable.shape, mesh, RULES, path)
         sharding = variable.value.sharding
@@ -313,7 +303,7 @@ def test_a_sharded_train_step_is_that_of_one_device_and_keeps_shardings(mesh: Me
 
     model, plain = Tower(), Tower()
     optimizer, unsharded = Optimizer(model, optax.adamw(1e-2)), Optimizer(plain, optax.adamw(1e-2))
-    place((model, optimizer), mesh)
+    shard((model, optimizer), mesh, RULES)
     before = shardings_of((model, optimizer))
     x = jax.device_put(X, NamedSharding(mesh, PartitionSpec()))
     with jax.set_mesh(mesh):

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax.core._jax import Tracer
 from shardax.core.errors import (
@@ -173,7 +173,8 @@ def _present_sharding(slot: Slot) -> NamedSharding | None:
     if isinstance(value, (LazyValue, Tracer)):
         return None
     sharding = getattr(value, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
+    known = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    return sharding if known else None
 
 
 def _go_to_positions(contents: Contents, saved: Any) -> None:

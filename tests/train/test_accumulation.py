@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accumulating over microbatches gives the value, gradient and update of the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import shardax as sx
+from shardax.core.errors import AccumulationError
+from shardax.train.accumulation import accumulated_value_and_grad, split_batch
+
+
+class Net(sx.Module):
+    def __init__(self, seed: int = 0, dtype: Any = np.float32) -> None:
+        self.rngs = sx.Rngs(params=seed, dropout=1)
+        normal = jax.nn.initializers.normal(1.0)
+        self.kernel = sx.Param(sx.Init(normal, (4, 8), dtype, rngs=self.rngs))
+        self.calls = sx.BatchStat(0)
+        self.mean = sx.BatchStat(jnp.zeros(8))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls += 1
+        hidden = x @ self.kernel
+        self.mean[...] = 0.5 * self.mean + 0.5 * hidden.mean(0).astype(jnp.float32)
+        return jnp.tanh(hidden)
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def make_batch(rows: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(rows, 4)).astype(np.float32),
+        "y": rng.normal(size=(rows, 8)).astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 12])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_value_and_gradient_are_those_of_the_whole_batch(steps: int, compiled: bool) -> None:
+    accumulated = accumulated_value_and_grad(loss, steps)
+    batch = make_batch(12)
+    value, grads = (sx.jit(accumulated) if compiled else accumulated)(Net(), batch)
+    whole_value, whole_grads = sx.value_and_grad(loss)(Net(), batch)
+    np.testing.assert_allclose(value, whole_value, rtol=1e-6)
+    assert list(grads.flat()) == [("kernel",)]
+    np.testing.assert_allclose(grads["kernel"], whole_grads["kernel"], rtol=1e-4, atol=1e-6)
+
+
+def test_state_goes_from_one_microbatch_to_the_next() -> None:
+    batch = make_batch(12)
+    model, by_hand = Net(), Net()
+    sx.jit(accumulated_value_and_grad(loss, 3))(model, batch)
+    for i in range(3):
+        loss(by_hand, {name: rows[i::3] for name, rows in batch.items()})
+    assert int(model.calls) == 3
+    np.testing.assert_allclose(model.mean.value, by_hand.mean.value, rtol=1e-5)
+
+
+def test_random_streams_advance_so_that_microbatches_draw_different_numbers() -> None:
+    def noisy(model: Any, batch: Any) -> Any:
+        key = model.rngs.dropout()
+        return model(batch["x"]).mean(), jax.random.uniform(key)
+
+    model = Net()
+    (_, drawn), _ = accumulated_value_and_grad(noisy, 4, has_aux=True)(model, make_batch(8))
+    again = Net()
+    assert drawn.tolist() == [float(jax.random.uniform(again.rngs.dropout())) for _ in range(4)]
+    assert int(model.rngs.dropout.count) == 4
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_aux_is_stacked(steps: int) -> None:
+    def with_aux(model: Any, batch: Any) -> Any:
+        return loss(model, batch), {"rows": batch["x"].sum(1)}
+
+    batch = make_batch(6)
+    accumulated = accumulated_value_and_grad(with_aux, steps, has_aux=True)
+    (_, aux), _ = accumulated(Net(), batch)
+    expected = np.stack([batch["x"][i::steps].sum(1) for i in range(steps)])
+    np.testing.assert_allclose(aux["rows"], expected, rtol=1e-6)
+
+
+def test_later_arguments_are_given_whole_and_modules_among_them_are_updated() -> None:
+    counter = sx.Variable(0)
+
+    def weighted(model: Any, batch: Any, weights: Any, counter: Any) -> Any:
+        counter += 1
+        return loss(model, batch) * weights.sum()
+
+    value, _ = accumulated_value_and_grad(weighted, 2)(Net(), make_batch(4), jnp.ones(3), counter)
+    np.testing.assert_allclose(value, 3 * loss(Net(), make_batch(4)), rtol=1e-6)
+    assert int(counter) == 2
+
+
+def test_sums_add_up() -> None:
+    def total(model: Any, batch: Any) -> Any:
+        return jnp.sum((model(batch["x"]) - batch["y"]) ** 2)
+
+    value, grads = accumulated_value_and_grad(total, 4, reduce="sum")(Net(), make_batch(8))
+    whole_value, whole_grads = sx.value_and_grad(total)(Net(), make_batch(8))
+    np.testing.assert_allclose(value, whole_value, rtol=1e-5)
+    np.testing.assert_allclose(grads["kernel"], whole_grads["kernel"], rtol=1e-4, atol=1e-5)
+
+
+def test_small_floats_are_summed_in_float32_and_come_back_in_their_dtype() -> None:
+    model = sx.Param(jnp.ones((), jnp.bfloat16))
+
+    def linear(weight: Any, x: Any) -> Any:
+        return (weight * x.astype(jnp.bfloat16)).sum()
+
+    # In bfloat16, 256 + 1 is 256: summing there would lose every microbatch after the first.
+    x = jnp.concatenate([jnp.full((1,), 256.0), jnp.ones(63)])
+    _, gradient = accumulated_value_and_grad(linear, 64, reduce="sum")(model, x)
+    assert gradient.dtype == jnp.bfloat16
+    assert float(gradient) == float(jnp.bfloat16(256 + 63))
+
+
+def test_the_function_is_traced_once_however_many_microbatches() -> None:
+    traces = []
+
+    def counted(model: Any, batch: Any) -> Any:
+        traces.append(1)
+        return loss(model, batch)
+
+    step = sx.jit(accumulated_value_and_grad(counted, 6))
+    model = Net()
+    for _ in range(3):
+        step(model, make_batch(12))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_rows_stay_on_their_devices(axis_type: AxisType) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    batch = jax.device_put(make_batch(32), rows)
+    model = Net()
+    for _, variable in sx.iter_variables(model):
+        variable.value = jax.device_put(variable.value, NamedSharding(mesh, PartitionSpec()))
+
+    def value_of(model: Any, batch: Any) -> Any:
+        return accumulated_value_and_grad(loss, 2)(model, batch)
+
+    with jax.set_mesh(mesh):
+        compiled = sx.jit(value_of).lower(model, batch).compile()
+        value, grads = sx.jit(value_of)(model, batch)
+    moves = ("all-to-all", "collective-permute", "all-gather")
+    assert [name for name in moves if name in compiled.as_text()] == []
+    whole_value, whole_grads = sx.value_and_grad(loss)(Net(), make_batch(32))
+    np.testing.assert_allclose(value, whole_value, rtol=1e-5)
+    np.testing.assert_allclose(grads["kernel"], whole_grads["kernel"], rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_keep_the_shardings_of_parameters(mesh: Mesh) -> None:
+    def squares(model: Any, batch: Any) -> Any:
+        return jnp.mean((batch["x"] @ model.kernel) ** 2)
+
+    model = Net()
+    kernel = NamedSharding(mesh, PartitionSpec(None, "model"))
+    for path, variable in sx.iter_variables(model):
+        whole = NamedSharding(mesh, PartitionSpec())
+        variable.value = jax.device_put(variable.value, kernel if path == ("kernel",) else whole)
+    batch = jax.device_put(make_batch(8), NamedSharding(mesh, PartitionSpec()))
+    with jax.set_mesh(mesh):
+        _, grads = sx.jit(accumulated_value_and_grad(squares, 2))(model, batch)
+    assert grads["kernel"].sharding.is_equivalent_to(kernel, 2)
+
+
+@settings(max_examples=12)  # each shape compiles anew
+@given(parts=st.integers(1, 5), steps=st.integers(1, 5))
+def test_every_row_is_in_one_microbatch(parts: int, steps: int) -> None:
+    rows = np.arange(parts * steps)
+    found = split_batch({"rows": rows}, steps)["rows"]
+    assert found.shape == (steps, parts)
+    assert [part.tolist() for part in found] == [rows[i::steps].tolist() for i in range(steps)]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_rows_that_do_not_divide_are_listed() -> None:
+    batch = {"x": jnp.ones((6, 2)), "y": jnp.ones((8, 2)), "scale": jnp.float32(1)}
+    with pytest.raises(AccumulationError) as caught:
+        accumulated_value_and_grad(loss, 4)(Net(), batch)
+    assert "batch['scale'] of shape (), batch['x'] of shape (6, 2)." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("steps", "reduce"), [(0, "mean"), (1.5, "mean"), (True, "mean"), (2, "max")]
+)
+def test_settings_are_checked_when_it_is_made(steps: Any, reduce: str) -> None:
+    with pytest.raises(AccumulationError):
+        accumulated_value_and_grad(loss, steps, reduce=reduce)
+
+
+def test_a_model_in_the_batch_is_refused() -> None:
+    with pytest.raises(AccumulationError, match="second argument"):
+        accumulated_value_and_grad(loss, 2)(Net(), {"x": sx.Variable(jnp.ones(2))})
+
+
+def test_structural_changes_are_refused_and_undone() -> None:
+    def sows(model: Any, batch: Any) -> Any:
+        model.sow("seen", batch["x"])
+        return loss(model, batch)
+
+    model = Net()
+    with pytest.raises(AccumulationError, match="structure"):
+        accumulated_value_and_grad(sows, 2)(model, make_batch(4))
+    assert not hasattr(model, "seen") and int(model.calls) == 0
+
+
+def test_a_write_to_a_variable_from_outside_is_refused() -> None:
+    outside = sx.Variable(jnp.zeros(()))
+
+    def writes(model: Any, batch: Any) -> Any:
+        outside[...] = outside + 1
+        return loss(model, batch)
+
+    with pytest.raises(AccumulationError, match="not passed in"):
+        accumulated_value_and_grad(writes, 2)(Net(), make_batch(4))
+    assert float(outside) == 0
+
+
+def test_state_that_changes_its_dtype_is_refused_by_path() -> None:
+    def widens(model: Any, batch: Any) -> Any:
+        model.calls.value = model.calls.value + 0.5
+        return loss(model, batch)
+
+    with pytest.raises(AccumulationError, match=r"\.model\.calls.*int32.*float32"):
+        accumulated_value_and_grad(widens, 2)(Net(), make_batch(4))

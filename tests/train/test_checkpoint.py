@@ -1,0 +1,587 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint brings all values back, onto any mesh, into lazy models, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import shardax as sx
+from shardax.core.errors import (
+    AbstractValueError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointValueError,
+    DataPositionError,
+    PartitionCheckError,
+)
+from shardax.partition.placement import shard
+from shardax.partition.rules import Rules
+from shardax.partition.specs import abstract, shardings
+from shardax.train.checkpoint import Checkpoints, restore, save
+from shardax.train.data import TrainBatches
+from shardax.train.optimizer import Optimizer
+from shardax.train.text import ByteText
+
+RULES = Rules({"vocab": "model", "embed": None, "mlp": "model"})
+normal = jax.nn.initializers.normal(1.0)
+
+
+class Block(sx.Module):
+    def __init__(self, rngs: sx.Rngs, width: int, dtype: Any, init: Any) -> None:
+        self.kernel = sx.Param(sx.Init(init, (8, width), dtype, rngs=rngs), axes=("embed", "mlp"))
+        self.bias = sx.Param(sx.Init(init, (width,), rngs=rngs), axes=("mlp",))
+
+
+class Net(sx.Module):
+    """Tied weights, random streams, counters, several dtypes, a pytree, an empty array."""
+
+    def __init__(
+        self, seed: int = 0, *, width: int = 8, dtype: Any = jnp.bfloat16, init: Any = normal
+    ) -> None:
+        rngs = sx.Rngs(params=seed)
+        self.embed = sx.Param(sx.Init(init, (16, 8), rngs=rngs), axes=("vocab", "embed"))
+        self.blocks = [Block(rngs, width, dtype, init) for _ in range(2)]
+        self.head = self.embed
+        self.rngs = sx.Rngs(dropout=seed + 1)
+        self.count = sx.Variable(0)
+        self.mask = sx.Variable(np.array([True, False]))
+        self.nothing = sx.Variable(np.zeros((0, 3), np.float32))
+        self.pair = sx.Variable({"a": np.ones(2, np.float32), "b": (np.arange(3),)})
+
+    def __call__(self, tokens: Any) -> Any:
+        self.count += 1
+        noise = jax.random.normal(self.rngs.dropout(), (8,))
+        x = self.embed.value[tokens] + noise[None]
+        for block in self.blocks:
+            x = jnp.tanh(x @ block.kernel.astype(jnp.float32) + block.bias[None])
+        return x
+
+
+@sx.jit
+def train_step(model: Any, optimizer: Any) -> Any:
+    tokens = jnp.arange(4)
+    grads = sx.grad(lambda model: jnp.mean((model(tokens) - 1) ** 2))(model)
+    optimizer.update(grads)
+
+
+def refuses(key: Any, shape: Any, dtype: Any) -> Any:
+    raise AssertionError("an initializer ran")
+
+
+def values_of(tree: Any) -> dict[Any, Any]:
+    """Returns the numbers of a tree by path, random keys as integers."""
+    found = {}
+    for path, variable in sx.iter_variables(tree):
+        leaves = jax.tree.leaves(variable.value)
+        for i, leaf in enumerate(leaves):
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            found[(*path, i)] = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+    return found
+
+
+def assert_same(a: Any, b: Any) -> None:
+    a, b = values_of(a), values_of(b)
+    assert a.keys() == b.keys()
+    for path in a:
+        assert a[path].dtype == b[path].dtype, path
+        np.testing.assert_array_equal(a[path], b[path], err_msg=str(path))
+
+
+def trained(steps: int = 2) -> tuple[Net, Optimizer]:
+    model = Net()
+    optimizer = Optimizer(model, optax.adamw(1e-2))
+    for _ in range(steps):
+        train_step(model, optimizer)
+    return model, optimizer
+
+
+def lazy(**options: Any) -> tuple[Net, Optimizer]:
+    model = Net(seed=9, **options)
+    return model, Optimizer(model, optax.adamw(1e-2))
+
+
+# --- round trips ----------------------------------------------------------------------------------
+
+
+def test_everything_comes_back_into_a_lazy_model_that_is_never_initialised(tmp_path: Path) -> None:
+    saved = trained()
+    save(saved, tmp_path / "checkpoint")
+    model, optimizer = lazy(init=refuses)
+    restore((model, optimizer), tmp_path / "checkpoint")
+    assert_same((model, optimizer), saved)
+    assert model.head is model.embed and optimizer.model is model
+    assert model.blocks[0].kernel.dtype == jnp.bfloat16
+    key = model.rngs.dropout.key.value
+    assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    assert sx.graphdef((model, optimizer)) == sx.graphdef(lazy())
+
+
+def test_a_resumed_run_ends_in_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    straight = trained(4)
+    save(trained(2), tmp_path / "checkpoint")
+    resumed = lazy()
+    restore(resumed, tmp_path / "checkpoint")
+    for _ in range(2):
+        train_step(*resumed)
+    assert_same(resumed, straight)
+
+
+def test_a_lazy_model_that_was_never_used_is_saved_as_it_would_be_initialised(
+    tmp_path: Path,
+) -> None:
+    save(Net(3), tmp_path / "checkpoint")
+    model = Net(4)
+    restore(model, tmp_path / "checkpoint")
+    assert_same(model, Net(3))
+
+
+def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
+    save(Net(), tmp_path / "checkpoint")
+    stored = [array["path"] for array in description(tmp_path / "checkpoint")["arrays"]]
+    assert ".embed" in stored and ".head" not in stored
+
+
+def description(path: Path) -> dict[str, Any]:
+    return json.loads((path / "description" / "metadata").read_text())
+
+
+def test_the_description_says_what_is_in_the_checkpoint(tmp_path: Path) -> None:
+    class Small(sx.Module):
+        def __init__(self) -> None:
+            self.kernel = sx.Param(jnp.ones((2, 3), jnp.bfloat16), axes=("embed", None))
+            self.key = sx.RngState(jax.random.key(0))
+            self.values = sx.Variable({"a": jnp.ones(2)})
+
+    save({"model": Small(), "data": {"step": 3}}, tmp_path / "checkpoint", extra=[1, "x"])
+    assert description(tmp_path / "checkpoint") == {
+        "format": "shardax",
+        "version": 1,
+        "arrays": [
+            {
+                "path": ".model.kernel",
+                "shape": [2, 3],
+                "dtype": "bfloat16",
+                "axes": ["embed", None],
+            },
+            {"path": ".model.key", "shape": [], "dtype": "key<fry>", "key": "threefry2x32"},
+            {"path": ".model.values['a']", "shape": [2], "dtype": "float32"},
+        ],
+        "positions": {".data": {"step": 3}},
+        "extra": [1, "x"],
+    }
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        jnp.array([1 + 2j]),
+        jnp.ones(3, jnp.int8),
+        jnp.ones(3, jnp.float8_e4m3fn),
+        jnp.zeros((0, 4)),
+        jax.random.split(jax.random.key(1, impl="rbg"), 3),
+        jax.random.split(jax.random.key(1), 0),
+    ],
+    ids=["complex", "int8", "float8", "empty", "rbg keys", "no keys"],
+)
+def test_kinds_of_arrays_survive(value: Any, tmp_path: Path) -> None:
+    save(sx.Variable(value), tmp_path / "checkpoint")
+    template = sx.Variable(jax.ShapeDtypeStruct(value.shape, value.dtype))
+    restore(template, tmp_path / "checkpoint")
+    assert template.dtype == value.dtype and template.shape == value.shape
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        assert jax.random.key_impl(template.value) == jax.random.key_impl(value)
+    assert_same(template, sx.Variable(value))
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+def make_mesh(*shape: int) -> Mesh:
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def assert_laid_out(tree: Any, mesh: Mesh, rules: Any) -> None:
+    for part in tree if isinstance(tree, tuple) else (tree,):
+        expected = jax.tree.leaves(shardings(part, mesh, rules))
+        for array, sharding in zip(jax.tree.leaves(sx.state(part)), expected, strict=True):
+            assert array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+def test_a_checkpoint_of_one_mesh_is_restored_onto_another(tmp_path: Path, mesh: Mesh) -> None:
+    saved = trained()
+    shard(saved, make_mesh(4, 2), RULES)
+    save(saved, tmp_path / "checkpoint")
+    other_rules = {"embed": "data", "vocab": "model", "mlp": None}
+    for rules in (RULES, other_rules):
+        found = lazy(init=refuses)
+        restore(found, tmp_path / "checkpoint", mesh, rules)
+        assert_laid_out(found, mesh, rules)
+        assert_same(found, saved)
+    one_device = lazy(init=refuses)
+    restore(one_device, tmp_path / "checkpoint")
+    assert_same(one_device, saved)
+
+
+def test_restoring_onto_a_mesh_keeps_nothing_but_the_shards(tmp_path: Path) -> None:
+    save(Net(), tmp_path / "checkpoint")
+    mesh, model = make_mesh(2, 4), Net(init=refuses)
+    before = {id(array) for array in jax.live_arrays()}
+    restore(model, tmp_path / "checkpoint", mesh, RULES)
+    new = [array for array in jax.live_arrays() if id(array) not in before]
+    held = {id(leaf) for leaf in jax.tree.leaves(sx.state(model))}
+    keys = [a for a in new if id(a) not in held]  # a random key also holds its integers
+    assert all(array.nbytes <= 16 for array in keys)
+    kernel = model.blocks[0].kernel.value
+    assert [s.data.shape for s in kernel.addressable_shards] == [(8, 2)] * 8
+
+
+def test_without_a_mesh_arrays_go_where_the_tree_already_is(tmp_path: Path) -> None:
+    saved = trained()
+    save(saved, tmp_path / "checkpoint")
+    mesh = make_mesh(2, 4)
+    placed = lazy()
+    shard(placed[0], mesh, RULES)  # the optimizer is still lazy
+    restore(placed, tmp_path / "checkpoint")
+    assert_laid_out(placed[0], mesh, RULES)
+    assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(sx.state(placed)))
+    planned = abstract(lazy(), mesh, RULES)
+    restore(planned, tmp_path / "checkpoint")
+    assert_laid_out(planned, mesh, RULES)
+    assert_same(planned, saved)
+
+
+def test_the_mesh_and_rules_in_scope_count(tmp_path: Path) -> None:
+    from shardax.partition.scope import axis_rules
+
+    save(Net(), tmp_path / "checkpoint")
+    mesh, model = make_mesh(2, 4), Net()
+    with jax.set_mesh(mesh), axis_rules(RULES):
+        restore(model, tmp_path / "checkpoint")
+    assert_laid_out(model, mesh, RULES)
+
+
+def test_a_layout_that_cannot_be_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    save(Net(width=6), tmp_path / "checkpoint")
+    model = Net(width=6, init=refuses)
+    with pytest.raises(
+        PartitionCheckError, match=r"\.blocks\[0\]\.kernel.*\n.*\.blocks\[0\]\.bias"
+    ):
+        restore(model, tmp_path / "checkpoint", make_mesh(2, 4), RULES)
+    assert model.embed.is_lazy
+
+
+# --- mismatches -----------------------------------------------------------------------------------
+
+
+def test_every_mismatch_is_listed_and_nothing_changes(tmp_path: Path) -> None:
+    class Other(Net):
+        def __init__(self) -> None:
+            super().__init__(width=4, dtype=jnp.float32, init=refuses)
+            self.embedd = self.head = self.embed
+            del self.embed
+            self.scale = sx.Param(sx.Init(refuses, (3,)))
+
+    save((Net(),), tmp_path / "checkpoint")
+    model, position = Other(), {"step": 1}
+    with pytest.raises(CheckpointMismatchError) as caught:
+        restore((model, position), tmp_path / "checkpoint")
+    assert str(caught.value).splitlines()[1:-1] == [
+        "2 not in the checkpoint:",
+        "  [0].head",
+        "  [0].scale",
+        "1 in the checkpoint only:",
+        "  [0].embed",
+        "4 of another shape:",
+        "  [0].blocks[0].bias: (4,), stored (8,)",
+        "  [0].blocks[0].kernel: (8, 4), stored (8, 8)",
+        "  [0].blocks[1].bias: (4,), stored (8,)",
+        "  [0].blocks[1].kernel: (8, 4), stored (8, 8)",
+        "2 of another dtype:",
+        "  [0].blocks[0].kernel: float32, stored bfloat16",
+        "  [0].blocks[1].kernel: float32, stored bfloat16",
+        "1 positions not in the checkpoint:",
+        "  [1]",
+    ]
+    assert model.head.is_lazy and position == {"step": 1}
+
+
+def test_near_names_are_suggested(tmp_path: Path) -> None:
+    class Renamed(sx.Module):
+        def __init__(self, name: str) -> None:
+            setattr(self, name, sx.Param(jnp.ones(2)))
+
+    save(Renamed("projection"), tmp_path / "checkpoint")
+    with pytest.raises(CheckpointMismatchError, match=r"\.projektion \(near: \.projection\)"):
+        restore(Renamed("projektion"), tmp_path / "checkpoint")
+
+
+def test_part_of_a_checkpoint_can_be_restored(tmp_path: Path) -> None:
+    saved = trained()
+    save((*saved, {"step": 2}), tmp_path / "checkpoint")
+    model = Net(init=refuses)
+    with pytest.raises(CheckpointMismatchError, match=r"\[1\]\.opt_state"):
+        restore((model,), tmp_path / "checkpoint")
+    restore((model,), tmp_path / "checkpoint", partial=True)
+    assert_same(model, saved[0])
+
+
+def test_floating_arrays_can_be_converted_when_asked(tmp_path: Path) -> None:
+    save(Net(dtype=jnp.float32), tmp_path / "checkpoint")
+    model = Net(dtype=jnp.bfloat16, init=refuses)
+    with pytest.raises(CheckpointMismatchError, match="bfloat16, stored float32"):
+        restore(model, tmp_path / "checkpoint")
+    restore(model, tmp_path / "checkpoint", make_mesh(2, 4), RULES, cast=True)
+    expected = Net(dtype=jnp.float32).blocks[0].kernel.value.astype(jnp.bfloat16)
+    assert model.blocks[0].kernel.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(model.blocks[0].kernel.value, expected)
+
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+def make_batches(seed: int = 0) -> TrainBatches:
+    train, _ = ByteText.from_bytes(b"the quick brown fox " * 200).split(0.1)
+    return TrainBatches(train, batch_size=2, seq_len=8, seed=seed)
+
+
+def test_positions_of_data_are_put_back(tmp_path: Path) -> None:
+    batches, position = make_batches(), {"phase": "warm", "seen": [1, 2]}
+    for _ in range(3):
+        next(batches)
+    save(
+        {"model": Net(), "data": batches, "own": position}, tmp_path / "checkpoint", extra={"n": 1}
+    )
+    expected = next(batches)
+    model, again, own = Net(1), make_batches(), {"phase": "none"}
+    extra = restore({"model": model, "data": again, "own": own}, tmp_path / "checkpoint")
+    assert extra == {"n": 1} and own == position
+    np.testing.assert_array_equal(next(again)["inputs"], expected["inputs"])
+
+
+def test_data_that_refuses_its_position_changes_nothing(tmp_path: Path) -> None:
+    save((Net(), make_batches(seed=0), {"step": 1}), tmp_path / "checkpoint")
+    model, own = Net(init=refuses), {"step": 0}
+    with pytest.raises(DataPositionError):
+        restore((model, make_batches(seed=1), own), tmp_path / "checkpoint")
+    assert model.embed.is_lazy and own == {"step": 0}
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"a": [1, np.int64(2)]}, r"extra\['a'\]\[1\].*int64"),
+        ({"a": (1, 2)}, r"extra\['a'\].*tuple"),
+        ({1: 2}, "extra is .*dict"),
+    ],
+)
+def test_what_json_would_change_is_refused(extra: Any, named: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointValueError, match=named):
+        save(Net(), tmp_path / "checkpoint", extra=extra)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+# --- what cannot be saved or found ----------------------------------------------------------------
+
+
+def test_a_tree_of_something_else_is_refused(tmp_path: Path) -> None:
+    for tree in (jnp.ones(2), (Net(), 3), [Net(), jnp.ones(2)]):
+        with pytest.raises(CheckpointValueError, match="made of Modules"):
+            save(tree, tmp_path / "checkpoint")
+    with pytest.raises(AbstractValueError, match=r"\.kernel"):
+        save(abstract(Net().blocks[0]), tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_never_overwrites_another(tmp_path: Path) -> None:
+    save(Net(0), tmp_path / "checkpoint")
+    with pytest.raises(CheckpointExistsError):
+        save(Net(1), tmp_path / "checkpoint")
+    model = Net(1)
+    restore(model, tmp_path / "checkpoint")
+    assert_same(model, Net(0))
+
+
+def test_what_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="nothing at"):
+        restore(Net(), tmp_path / "a" / "b")
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint in"):
+            checkpoints.restore(Net())
+        checkpoints.save(7, Net())
+    with pytest.raises(CheckpointNotFoundError, match=r"nearby: .*00000007"):
+        restore(Net(), tmp_path)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    save(Net(), tmp_path / "checkpoint")
+    text = (tmp_path / "checkpoint/description/metadata").read_text()
+    newer = text.replace('"version": 1', '"version": 2').replace('"version":1', '"version":2')
+    (tmp_path / "checkpoint/description/metadata").write_text(newer)
+    with pytest.raises(CheckpointValueError, match="version 2"):
+        restore(Net(), tmp_path / "checkpoint")
+
+
+# --- folders of checkpoints -----------------------------------------------------------------------
+
+
+def test_no_save_is_skipped_and_the_last_few_are_kept(tmp_path: Path) -> None:
+    weight = sx.Param(jnp.zeros(1000))
+    with (
+        Checkpoints(tmp_path / "all", keep=None) as every,
+        Checkpoints(tmp_path / "few", keep=2) as few,
+    ):
+        for step in range(5):
+            weight.value = jnp.full(1000, float(step))
+            every.save(step, weight)
+            few.save(step, weight)
+    assert every.steps() == [0, 1, 2, 3, 4] and few.steps() == [3, 4]
+    assert sorted(item.name for item in (tmp_path / "few").iterdir()) == ["00000003", "00000004"]
+    for step in range(5):
+        every.restore(weight, step)
+        assert weight.value.tolist() == [float(step)] * 1000
+
+
+def test_values_may_be_donated_as_soon_as_save_returns(tmp_path: Path) -> None:
+    def advance(weights: Any) -> None:
+        for weight in weights:
+            weight[...] = weight + 1
+
+    weights = [sx.Param(jnp.zeros((512, 512))) for _ in range(8)]
+    advance_in_place = sx.jit(advance, donate_argnums=0)
+    with Checkpoints(tmp_path, keep=None) as checkpoints:
+        for step in range(4):
+            checkpoints.save(step, weights)
+            for _ in range(5):
+                advance_in_place(weights)
+        for step in range(4):
+            checkpoints.restore(weights, step)
+            assert {float(x) for w in weights for x in (w.value.min(), w.value.max())} == {
+                5.0 * step
+            }
+
+
+def test_half_written_checkpoints_are_not_seen_and_are_cleared_away(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, Net())
+    (tmp_path / "00000002.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "00000002.orbax-checkpoint-tmp" / "arrays").mkdir()
+    (tmp_path / "00000000.deleted").mkdir()
+    (tmp_path / "notes").mkdir()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [1] and checkpoints.latest() == 1
+        checkpoints.save(2, Net())
+    names = sorted(item.name for item in tmp_path.iterdir())
+    assert names == ["00000001", "00000002", "notes"]
+
+
+def test_going_on_from_an_earlier_step_means_giving_up_later_ones(tmp_path: Path) -> None:
+    weight = sx.Param(jnp.zeros(()))
+    with Checkpoints(tmp_path, keep=None) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, weight)
+        with pytest.raises(CheckpointExistsError, match=r"rewind\(19\)"):
+            checkpoints.save(20, weight)
+        checkpoints.rewind(10)
+        assert checkpoints.steps() == [10]
+        checkpoints.save(20, weight)
+    assert checkpoints.steps() == [10, 20]
+
+
+def test_due_says_when(tmp_path: Path) -> None:
+    steps = range(1, 8)
+    assert [s for s in steps if Checkpoints(tmp_path, every=3).due(s)] == [3, 6]
+    assert [s for s in steps if Checkpoints(tmp_path).due(s)] == []
+    assert not list(tmp_path.iterdir())  # looking makes nothing
+
+
+def test_settings_and_steps_are_checked(tmp_path: Path) -> None:
+    for options in ({"keep": 0}, {"every": 0}, {"keep": 1.5}):
+        with pytest.raises(CheckpointValueError):
+            Checkpoints(tmp_path, **options)  # pyright: ignore[reportArgumentType]
+    for step in (-1, 1.0, jnp.int32(3)):
+        with pytest.raises(CheckpointValueError, match="step="):
+            Checkpoints(tmp_path).save(step, Net())  # pyright: ignore[reportArgumentType]
+
+
+def test_a_folder_that_is_gone_is_an_error_not_a_save_that_is_lost(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "folder")
+    checkpoints.save(1, Net())
+    checkpoints.wait()
+    (tmp_path / "folder").rename(tmp_path / "moved")
+    (tmp_path / "folder").write_text("in the way")
+    with pytest.raises(NotADirectoryError, match="folder"):
+        checkpoints.save(2, Net())
+    (tmp_path / "folder").unlink()
+    (tmp_path / "moved").rename(tmp_path / "folder")
+    checkpoints.close()
+
+
+# --- kill -9 --------------------------------------------------------------------------------------
+
+WRITER = textwrap.dedent(
+    """
+    import sys
+    import jax.numpy as jnp
+    import shardax as sx
+    from shardax.train.checkpoint import Checkpoints
+
+    weights = [sx.Param(jnp.zeros((256, 256))) for _ in range(12)]
+    checkpoints = Checkpoints(sys.argv[1], keep=2)
+    step = checkpoints.latest()
+    if step is None:
+        step = -1
+    else:
+        checkpoints.restore(weights)
+        assert all(bool((weight == step).all()) for weight in weights)
+    while True:
+        step += 1
+        for weight in weights:
+            weight[...] = jnp.full((256, 256), float(step))
+        checkpoints.save(step, weights)
+        print(step, flush=True)
+    """
+)
+
+
+def test_after_kill_9_the_last_complete_checkpoint_is_whole_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    weights = [sx.Param(jnp.zeros((256, 256))) for _ in range(12)]
+    seen = -1
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path / "run")],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        with process:
+            assert process.stdout is not None
+            started = [int(process.stdout.readline()) for _ in range(2)]
+            time.sleep(random.uniform(0, 0.3))
+            process.send_signal(signal.SIGKILL)
+        checkpoints = Checkpoints(tmp_path / "run")
+        latest = checkpoints.latest()
+        # The save of step n begins when that of step n - 1 is complete.
+        assert latest is not None and latest >= started[0] and started[0] == seen + 1
+        checkpoints.restore(weights)
+        assert {float(x) for w in weights for x in (w.value.min(), w.value.max())} == {
+            float(latest)
+        }
+        seen = latest

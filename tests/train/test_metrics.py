@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics over batches are those of all values together, in compiled code too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import shardax as sx
+from shardax.core.errors import MetricError
+from shardax.train.metrics import Accuracy, Average, MultiMetric, Perplexity, Welford
+
+ROWS = 12  # one size, since each compiles anew; weights of zero make it smaller
+VALUES = hnp.arrays(np.float32, ROWS, elements=st.floats(-1e3, 1e3, width=32))
+WEIGHTS = hnp.arrays(np.float32, ROWS, elements=st.sampled_from([0.0, 1.0, 2.5]))
+
+
+@given(values=VALUES, weights=WEIGHTS, cut=st.sampled_from([0, 5, ROWS]))
+def test_batches_and_merged_halves_give_the_weighted_mean_and_deviation(
+    values: Any, weights: Any, cut: int
+) -> None:
+    in_batches, first, second = Welford(), Welford(), Welford()
+    for metric, part in ((first, slice(0, cut)), (second, slice(cut, None))):
+        for target in (metric, in_batches):
+            target.update(values=values[part], weights=weights[part])
+    first.merge(second)
+    for metric in (in_batches, first):
+        found = metric.compute()
+        if weights.sum() == 0:
+            assert np.isnan(found["mean"]) and np.isnan(found["std"])
+            continue
+        wide, w = values.astype(np.float64), weights.astype(np.float64)
+        mean = np.average(wide, weights=w)
+        deviation = np.sqrt(np.average((wide - mean) ** 2, weights=w))
+        np.testing.assert_allclose(found["mean"], mean, rtol=1e-4, atol=1e-2)
+        np.testing.assert_allclose(found["std"], deviation, rtol=1e-3, atol=1e-2)
+
+
+def test_a_mean_stays_exact_past_where_a_sum_in_float32_would_stop() -> None:
+    average = Average()
+    average.weight.value = jnp.float32(2.0**25)
+    average.mean.value = jnp.float32(1.0)
+    for _ in range(64):
+        average.update(values=jnp.full(2**20, 3.0))
+    np.testing.assert_allclose(average.compute(), (2**25 + 3 * 2**26) / (2**25 + 2**26), rtol=1e-5)
+
+
+def test_metrics_are_updated_inside_compiled_functions_without_retracing() -> None:
+    metrics = MultiMetric(loss=Average("loss"), perplexity=Perplexity(), accuracy=Accuracy())
+    traces = []
+
+    @sx.jit
+    def evaluate(metrics: Any, loss: Any, logits: Any, labels: Any) -> None:
+        traces.append(1)
+        metrics.update(loss=loss, logits=logits, labels=labels)
+
+    logits = jnp.array([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0]])
+    evaluate(metrics, jnp.array([1.0, 2.0, 3.0]), logits, jnp.array([1, 0, 0]))
+    evaluate(metrics, jnp.array([4.0, 5.0, 6.0]), logits, jnp.array([1, 1, 1]))
+    found = {name: float(value) for name, value in metrics.compute().items()}
+    np.testing.assert_allclose(found["loss"], 3.5)
+    np.testing.assert_allclose(found["perplexity"], np.exp(3.5), rtol=1e-6)
+    np.testing.assert_allclose(found["accuracy"], 4 / 6, rtol=1e-6)
+    assert len(traces) == 1
+
+
+def test_masked_values_do_not_count_even_if_they_are_not_numbers() -> None:
+    average = Average()
+    average.update(values=jnp.array([1.0, jnp.nan, 3.0]), weights=jnp.array([True, False, True]))
+    assert float(average.compute()) == 2.0
+
+
+def test_weights_of_rows_count_whole_rows() -> None:
+    average = Average()
+    average.update(values=jnp.array([[1.0, 2.0], [30.0, 40.0]]), weights=jnp.array([1, 0]))
+    assert float(average.compute()) == 1.5
+
+
+def test_accuracy_takes_weights() -> None:
+    accuracy = Accuracy()
+    logits = jnp.array([[[2.0, 1.0], [0.0, 1.0]]])
+    accuracy.update(logits=logits, labels=jnp.array([[0, 0]]), weights=jnp.array([[1, 0]]))
+    assert float(accuracy.compute()) == 1.0
+
+
+def test_reset_forgets_everything_and_nothing_taken_in_is_nan() -> None:
+    metrics = MultiMetric(loss=Average("loss"), spread=Welford("loss"))
+    metrics.update(loss=jnp.ones(3))
+    metrics.reset()
+    assert all(np.isnan(leaf) for leaf in jax.tree.leaves(metrics.compute()))
+    metrics.update(loss=5.0)
+    assert jax.tree.map(float, metrics.compute()) == {
+        "loss": 5.0,
+        "spread": {"mean": 5.0, "std": 0.0},
+    }
+
+
+def test_state_is_metric_state_so_that_it_is_never_trained() -> None:
+    kinds = {
+        type(variable) for _, variable in sx.iter_variables(MultiMetric(a=Average(), b=Welford()))
+    }
+    assert kinds == {sx.MetricState}
+
+
+def test_multi_metrics_merge_by_name() -> None:
+    a, b = MultiMetric(loss=Average("loss")), MultiMetric(loss=Average("loss"))
+    a.update(loss=1.0)
+    b.update(loss=jnp.array([4.0, 4.0]))
+    a.merge(b)
+    assert float(a.compute()["loss"]) == 3.0
+
+
+def test_misuse_is_named() -> None:
+    with pytest.raises(MetricError, match=r"needs loss=.*given logits"):
+        Average("loss").update(logits=1.0)
+    with pytest.raises(MetricError, match="labels float32"):
+        Accuracy().update(logits=jnp.ones((2, 3)), labels=jnp.ones((2, 3)))
+    with pytest.raises(MetricError, match=r"\(3,\) do not fit values of shape \(2, 3\)"):
+        Average().update(values=jnp.ones((2, 3)), weights=jnp.ones(3))
+    with pytest.raises(MetricError, match="Cannot merge a Welford into a Average"):
+        Average().merge(Welford())
+    with pytest.raises(MetricError, match="'update'"):
+        MultiMetric(update=Average())
+    with pytest.raises(MetricError, match="named"):
+        MultiMetric(a=Average()).merge(MultiMetric(b=Average()))
