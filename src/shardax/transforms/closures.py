@@ -11,6 +11,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from shardax.core.node import Object
 _MAX_DEPTH = 4
 """How many calls deep to look for sources in helper functions."""
 _MAX_ITEMS = 64
-"""Largest holder that is looked into."""
+"""Largest holder that is looked into, unless one of its first so many items is an object."""
 _MAX_HOLDERS = 3
 """How many holders (containers, instances of user classes) deep to look for objects."""
 
@@ -133,7 +134,8 @@ def objects_in(value: Any, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
         items = vars(value).values()
     else:
         return
-    if len(items) <= _MAX_ITEMS:
+    first = itertools.islice(items, _MAX_ITEMS)
+    if len(items) <= _MAX_ITEMS or any(isinstance(item, Object) for item in first):
         for item in list(items):
             yield from objects_in(item, depth - 1)
 

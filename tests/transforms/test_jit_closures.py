@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a compiled function uses without being given it: always as it is now, never a stale copy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from tests.transforms.examples import Scale, Tied, values
+
+import shardax as sx
+from shardax.core.errors import ForeignMutationError, TraceLeakError
+
+current = Scale()
+
+
+def _model(number: float) -> Scale:
+    model = Scale()
+    model.factor[...] = jnp.full(2, number)
+    return model
+
+
+# --- where an object can be found: each entry returns (call, replace the model) ---
+
+
+def _cell() -> Any:
+    model = _model(1.0)
+
+    def rebind(new: Scale) -> None:
+        nonlocal model
+        model = new
+
+    return sx.jit(lambda x: model(x)), rebind
+
+
+def _global() -> Any:
+    def rebind(new: Scale) -> None:
+        global current
+        current = new
+
+    rebind(_model(1.0))
+    return sx.jit(lambda x: current(x)), rebind
+
+
+def _helper() -> Any:
+    models = [_model(1.0)]
+
+    def get() -> Scale:
+        return models[0]
+
+    def run(x: Any) -> Any:
+        return get()(x)
+
+    return sx.jit(lambda x: run(x)), lambda new: models.__setitem__(0, new)
+
+
+def _dictionary() -> Any:
+    models = {"a": _model(1.0)}
+    return sx.jit(lambda x: models["a"](x)), lambda new: models.update(a=new)
+
+
+def _bound_method() -> Any:
+    holder = [_model(1.0).__call__]
+    return sx.jit(lambda x: holder[0](x)), lambda new: holder.__setitem__(0, new.__call__)
+
+
+class _Trainer:
+    def __init__(self) -> None:
+        self.model = _model(1.0)
+        self.compiled = sx.jit(self.run)
+
+    def run(self, x: Any) -> Any:
+        return self.model(x)
+
+
+def _attribute() -> Any:
+    trainer = _Trainer()
+    return sx.jit(lambda x: trainer.model(x)), lambda new: setattr(trainer, "model", new)
+
+
+def _nested_attribute() -> Any:
+    trainer = _Trainer()
+    trainer.inner = {"trainer": _Trainer()}
+
+    def rebind(new: Scale) -> None:
+        trainer.inner["trainer"].model = new
+
+    return sx.jit(lambda x: trainer.inner["trainer"].model(x)), rebind
+
+
+def _long_list() -> Any:
+    models = [_model(0.0) for _ in range(100)]
+    return sx.jit(lambda x: sum(m(x) for m in models)), lambda new: models.__setitem__(99, new)
+
+
+def _bound_to_a_plain_object() -> Any:
+    trainer = _Trainer()
+    return trainer.compiled, lambda new: setattr(trainer, "model", new)
+
+
+def _partial() -> Any:
+    models = [_model(1.0)]
+
+    def run(scale: float, x: Any) -> Any:
+        return models[0](scale * x)
+
+    return sx.jit(functools.partial(run, 1.0)), lambda new: models.__setitem__(0, new)
+
+
+PLACES = [
+    _cell,
+    _global,
+    _helper,
+    _dictionary,
+    _bound_method,
+    _attribute,
+    _nested_attribute,
+    _long_list,
+    _bound_to_a_plain_object,
+    _partial,
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_closed_over_model_is_live_when_read_written_edited_and_replaced(place: Any) -> None:
+    call, replace = place()
+    model = _model(2.0)
+    replace(model)
+    for calls in (1, 2, 3):
+        assert call(1.0).tolist() == [1.0, 1.0]
+        assert int(model.calls) == calls
+    model.factor[...] = model.factor * 2  # a value
+    assert call(1.0).tolist() == [2.0, 2.0]
+    model.rate = 0.25  # static configuration
+    assert call(1.0).tolist() == [1.0, 1.0]
+    model.factor = sx.Param(jnp.full(2, 8.0))  # another Variable
+    assert call(1.0).tolist() == [2.0, 2.0]
+    other = _model(6.0)
+    replace(other)  # another model under the same name
+    assert call(1.0).tolist() == [3.0, 3.0]
+    assert call(1.0).tolist() == [3.0, 3.0]
+    assert (int(model.calls), int(other.calls)) == (6, 2)
+
+
+def test_a_name_bound_after_the_function_was_compiled_is_found() -> None:
+    call = sx.jit(lambda x: later(x))  # noqa: F821 (bound below)
+    with pytest.raises(NameError):
+        call(1.0)
+    globals()["later"] = model = _model(2.0)
+    try:
+        assert call(1.0).tolist() == [1.0, 1.0]
+        assert call(1.0).tolist() == [1.0, 1.0]
+        assert int(model.calls) == 2
+    finally:
+        del globals()["later"]
+
+
+def test_a_model_from_a_place_that_cannot_be_looked_into_is_read_and_written() -> None:
+    def supply() -> Any:
+        model = _model(2.0)
+        while True:
+            yield model
+
+    supplier = supply()
+    model = next(supplier)
+    call = sx.jit(lambda x: next(supplier)(x))
+    for calls in (1, 2, 3):
+        assert call(1.0).tolist() == [1.0, 1.0]
+        assert int(model.calls) == calls
+    model.factor[...] = model.factor * 2
+    assert call(1.0).tolist() == [2.0, 2.0]
+
+
+def test_a_bare_variable_in_a_closure_is_read_and_written() -> None:
+    total = sx.Variable(0)
+
+    @sx.jit
+    def add(x: Any) -> Any:
+        total[...] += x
+        return total * 2
+
+    assert [int(add(3)), int(add(4)), int(total)] == [6, 14, 7]
+    total[...] = 100
+    assert [int(add(1)), int(total)] == [202, 101]
+
+
+def test_a_model_both_passed_in_and_closed_over_is_one_model() -> None:
+    model = _model(1.0)
+
+    @sx.jit
+    def run(passed: Scale, x: Any) -> Any:
+        passed.grow(1.0)
+        return model(x)
+
+    assert [run(model, 2.0).tolist(), run(model, 2.0).tolist()] == [[2.0, 2.0], [3.0, 3.0]]
+    assert values(model) == {("factor",): [3.0, 3.0], ("calls",): 2}
+
+
+def test_tied_names_in_closures_are_one_variable() -> None:
+    model = Tied()
+    head = model.head
+
+    @sx.jit
+    def run() -> Any:
+        model.embed[...] = model.embed + 1
+        return head * 1
+
+    assert [float(run()), float(run()), float(model.head)] == [4.0, 5.0, 5.0]
+
+
+def test_closed_over_models_are_live_through_nested_compiled_functions() -> None:
+    model, holder = _model(2.0), [_model(4.0)]
+    inner = sx.jit(lambda x: model(x) + holder[0](x))
+    outer = sx.jit(lambda x: inner(x) * 2)
+    assert [outer(1.0).tolist(), inner(1.0).tolist()] == [[6.0, 6.0], [3.0, 3.0]]
+    model.factor[...] = jnp.zeros(2)
+    old, holder[0] = holder[0], _model(8.0)
+    assert [outer(1.0).tolist(), inner(1.0).tolist()] == [[8.0, 8.0], [4.0, 4.0]]
+    assert (int(model.calls), int(old.calls), int(holder[0].calls)) == (4, 2, 2)
+
+
+def test_a_function_defined_inside_sees_the_outer_functions_copy() -> None:
+    @sx.jit
+    def outer(model: Scale, x: Any) -> Any:
+        @sx.jit
+        def inner(x: Any) -> Any:
+            return model(x)
+
+        model.grow(1.0)
+        return inner(x) + inner(x)
+
+    model = _model(1.0)
+    assert outer(model, 1.0).tolist() == [2.0, 2.0]
+    assert values(model) == {("factor",): [2.0, 2.0], ("calls",): 2}
+
+
+def test_a_closed_over_random_stream_advances() -> None:
+    rngs, same = sx.Rngs(0), sx.Rngs(0)
+    draw = sx.jit(lambda: rngs.noise())
+    assert [bool(draw() == same.noise()) for _ in range(3)] == [True, True, True]
+
+
+def test_changing_the_structure_of_a_closed_over_model_is_refused() -> None:
+    model = _model(1.0)
+
+    @sx.jit
+    def add_attribute() -> None:
+        model.extra = sx.Param(jnp.ones(1))
+
+    with pytest.raises(ForeignMutationError, match=r"'extra' of Scale inside sx\.jit"):
+        add_attribute()
+    assert not hasattr(model, "extra")
+
+
+def test_a_closed_over_model_can_be_returned_as_itself() -> None:
+    model = _model(1.0)
+    get = sx.jit(lambda: (model, model.factor * 2))
+    for _ in range(2):
+        returned, doubled = get()
+        assert returned is model and doubled.tolist() == [2.0, 2.0]
+
+
+def test_a_variable_that_left_through_a_closure_says_where_it_came_from() -> None:
+    leaked: list[Any] = []
+
+    @sx.jit
+    def leak(x: Any) -> Any:
+        leaked.append(sx.Variable(x))
+        return x
+
+    leak(1.0)
+    with pytest.raises(TraceLeakError, match=r"made inside sx\.jit was used after that call ended"):
+        _ = leaked[0].value
