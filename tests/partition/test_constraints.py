@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constraints by axis names: over Auto, Explicit and Manual mesh axes, in programs and outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax.core.errors import (
+    AxisNamesError,
+    ConstraintError,
+    MeshError,
+    NoMeshError,
+    NoRulesError,
+)
+
+RULES = sx.Rules({"batch": "data", "embed": "model", "both": ("data", "model"), "seq": None})
+UNCONSTRAINED = P.UNCONSTRAINED
+WHOLE = P()
+
+
+def rows(mesh: Mesh, spec: P = WHOLE) -> jax.Array:
+    """An array of shape (8, 16), laid out over the mesh."""
+    return jax.device_put(
+        np.arange(128.0, dtype=np.float32).reshape(8, 16), NamedSharding(mesh, spec)
+    )
+
+
+def assert_laid_out(array: jax.Array, mesh: Mesh, spec: P) -> None:
+    """Asserts where the array is, and that it still holds what ``rows`` made."""
+    assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
+    assert array.tolist() == np.arange(128.0).reshape(8, 16).tolist()
+
+
+CASES: dict[str, tuple[tuple[Any, ...], P]] = {
+    "names": (("batch", "embed"), P("data", "model")),
+    "unmapped": (("batch", "other"), P("data", None)),
+    "unnamed": ((None, "embed"), P(None, "model")),
+    "replicated": (("seq", None), P(None, None)),
+    "several axes": (("both", None), P(("data", "model"), None)),
+}
+
+
+# --- in programs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("jit", [jax.jit, sx.jit], ids=["jax.jit", "sx.jit"])
+def test_in_a_program_with_mesh_and_rules_in_scope(case: str, jit: Any, mesh: Mesh) -> None:
+    names, spec = CASES[case]
+    with jax.set_mesh(mesh), sx.axis_rules(RULES):
+        result = jit(lambda x: sx.constrain(x, names))(rows(mesh, P(None, "data")))
+    assert_laid_out(result, mesh, spec)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_a_program_with_mesh_and_rules_given(case: str, mesh: Mesh) -> None:
+    names, spec = CASES[case]
+    result = jax.jit(lambda x: sx.constrain(x, names, mesh, RULES))(rows(mesh))
+    assert_laid_out(result, mesh, spec)
+
+
+def test_the_mesh_that_the_array_is_laid_out_over_will_do(mesh: Mesh) -> None:
+    result = jax.jit(lambda x: sx.constrain(x, ("batch", "embed"), rules=RULES))(rows(mesh))
+    assert_laid_out(result, mesh, P("data", "model"))
+    assert_laid_out(
+        sx.constrain(rows(mesh), ("batch", "embed"), rules=RULES), mesh, P("data", "model")
+    )
+
+
+def test_over_explicit_axes_the_type_of_the_array_says_so(explicit_mesh: Mesh) -> None:
+    types = []
+
+    @jax.jit
+    def look(x: jax.Array) -> jax.Array:
+        y = sx.constrain(x, ("batch", "embed"), rules=RULES)
+        types.extend([jax.typeof(x).sharding.spec, jax.typeof(y).sharding.spec])
+        return y
+
+    look(rows(explicit_mesh, P("model")))
+    assert types == [P("model", None), P("data", "model")]
+
+
+def test_an_unconstrained_dimension_stays_as_it_is(mesh: Mesh) -> None:
+    call = jax.jit(lambda x: sx.constrain(x, ("batch", UNCONSTRAINED), mesh, RULES))
+    assert_laid_out(call(rows(mesh, P(None, "model"))), mesh, P("data", "model"))
+
+
+def test_an_unconstrained_dimension_gives_up_a_mesh_axis_that_another_wants(
+    explicit_mesh: Mesh,
+) -> None:
+    call = jax.jit(lambda x: sx.constrain(x, ("batch", UNCONSTRAINED), explicit_mesh, RULES))
+    moved = call(rows(explicit_mesh, P(None, ("data", "model"))))
+    assert_laid_out(moved, explicit_mesh, P("data", "model"))
+
+
+def test_other_rules_in_scope_retrace_a_program(mesh: Mesh) -> None:
+    call = jax.jit(lambda x: sx.constrain(x, ("batch", "embed"), mesh))
+    with sx.axis_rules({"batch": "data"}):
+        assert_laid_out(call(rows(mesh)), mesh, P("data", None))
+    with sx.axis_rules({"embed": "data"}):
+        assert_laid_out(call(rows(mesh)), mesh, P(None, "data"))
+
+
+def test_a_mesh_with_both_auto_and_explicit_axes() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    call = jax.jit(lambda x: sx.constrain(x, ("batch", "embed"), mesh, RULES))
+    result = call(rows(mesh))
+    assert_laid_out(result, mesh, P("data", "model"))
+    assert jax.typeof(result).sharding.spec == P(None, "model")
+    assert_laid_out(
+        sx.constrain(rows(mesh), ("batch", "embed"), rules=RULES), mesh, P("data", "model")
+    )
+
+
+def test_gradients_and_batches_pass_through(mesh: Mesh) -> None:
+    with jax.set_mesh(mesh):
+
+        def total(x: jax.Array) -> jax.Array:
+            return (sx.constrain(x, ("batch", "embed"), rules=RULES) ** 2).sum()
+
+        gradient = jax.jit(jax.grad(total))(rows(mesh))
+        assert gradient.tolist() == (2 * np.arange(128.0).reshape(8, 16)).tolist()
+        each = jax.jit(jax.vmap(lambda row: sx.constrain(row, ("embed",), rules=RULES)))
+        assert_laid_out(each(rows(mesh)), mesh, P(None, "model"))
+
+
+def test_a_variable_gives_its_value(mesh: Mesh) -> None:
+    variable = sx.Param(rows(mesh))
+    assert_laid_out(sx.constrain(variable, ("batch", None), mesh, RULES), mesh, P("data", None))
+
+
+# --- inside shard_map -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["mesh given", "mesh of the shard_map"])
+def test_manual_axes_are_left_out_and_the_others_constrained(mesh: Mesh, given: bool) -> None:
+    seen = []
+
+    def body(part: jax.Array) -> jax.Array:
+        result = sx.constrain(part, ("batch", "embed"), mesh if given else None, RULES)
+        seen.append((part.shape, jax.typeof(result).sharding.spec))
+        return result
+
+    call = jax.shard_map(
+        body, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    assert_laid_out(jax.jit(call)(rows(mesh, P("data"))), mesh, P("data", "model"))
+    explicit = mesh.axis_types[1] is AxisType.Explicit
+    assert seen == [((4, 16), P(None, "model" if explicit else None))]
+
+
+def test_where_all_axes_are_manual_the_array_is_the_device_s_own_part(mesh: Mesh) -> None:
+    def body(part: jax.Array) -> jax.Array:
+        assert part.shape == (4, 4)
+        constrained = sx.constrain(part, ("batch", "embed"), mesh, RULES)
+        assert constrained is part
+        return constrained
+
+    spec = P("data", "model")
+    call = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
+    assert_laid_out(jax.jit(call)(rows(mesh, spec)), mesh, spec)
+
+
+def test_a_part_is_judged_by_its_own_size_over_the_axes_that_are_not_manual(mesh: Mesh) -> None:
+    def body(part: jax.Array) -> jax.Array:
+        return sx.constrain(part[:3], ("batch", "embed"), rules=RULES)  # 3 rows a device are fine
+
+    call = jax.shard_map(
+        body, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    assert jax.jit(call)(rows(mesh, P("data"))).shape == (6, 16)
+
+
+def test_another_mesh_than_that_of_the_shard_map_is_refused(mesh: Mesh) -> None:
+    other = jax.make_mesh((8,), ("rows",))
+
+    def body(part: jax.Array) -> jax.Array:
+        return sx.constrain(part, ("batch", None), other, RULES)
+
+    call = jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(MeshError, match="shard_map"):
+        jax.jit(call)(rows(mesh, P("data")))
+
+
+# --- outside of programs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outside_of_programs_the_array_is_moved(case: str, mesh: Mesh) -> None:
+    names, spec = CASES[case]
+    anywhere = jnp.arange(128.0).reshape(8, 16)
+    assert_laid_out(sx.constrain(anywhere, names, mesh, RULES), mesh, spec)
+    with jax.set_mesh(mesh), sx.axis_rules(RULES):
+        assert_laid_out(sx.constrain(np.asarray(anywhere), names), mesh, spec)
+
+
+def test_outside_of_programs_an_unconstrained_dimension_stays_as_it_is(mesh: Mesh) -> None:
+    names = ("batch", UNCONSTRAINED)
+    here = rows(mesh, P(None, "model"))
+    assert_laid_out(sx.constrain(here, names, mesh, RULES), mesh, P("data", "model"))
+    abstract = mesh.abstract_mesh
+    assert_laid_out(sx.constrain(here, names, abstract, RULES), mesh, P("data", "model"))
+    anywhere = jnp.arange(128.0).reshape(8, 16)
+    assert_laid_out(sx.constrain(anywhere, names, mesh, RULES), mesh, P("data", None))
+
+
+def test_outside_of_programs_a_mesh_must_have_devices(mesh: Mesh) -> None:
+    with pytest.raises(MeshError, match="no devices"):
+        sx.constrain(jnp.ones((8, 16)), ("batch", None), mesh.abstract_mesh, RULES)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_without_a_mesh_a_constraint_is_an_error_unless_it_may_be_ignored() -> None:
+    x = jnp.ones((8, 16))
+    with pytest.raises(NoMeshError, match=r"float32\[8, 16\] by \('batch', 'embed'\)"):
+        jax.jit(lambda x: sx.constrain(x, ("batch", "embed"), rules=RULES))(x)
+    with pytest.raises(NoMeshError, match=r"on_no_mesh='ignore'"):
+        sx.constrain(x, ("batch", "embed"), rules=RULES)
+    assert sx.constrain(x, ("batch", "embed"), rules=RULES, on_no_mesh="ignore") is x
+
+
+def test_without_rules_a_name_is_an_error_unless_it_may_be_ignored(mesh: Mesh) -> None:
+    x = rows(mesh, P("data"))
+    with pytest.raises(NoRulesError, match=r"with sx\.axis_rules\(rules\)"):
+        sx.constrain(x, ("batch", None), mesh)
+    assert sx.constrain(x, ("batch", None), mesh, on_no_mesh="ignore") is x
+    assert_laid_out(sx.constrain(x, (None, None), mesh), mesh, P())
+    assert_laid_out(sx.constrain(x, ("batch", None), mesh, sx.Rules()), mesh, P())
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "message"),
+    [
+        (("batch",), RULES, "1 axis names for 2 dimensions"),
+        (("batch", "embed"), {"batch": "rows"}, "mesh axis 'rows'"),
+        (("odd", None), {"odd": ("data", "model", "data2")}, "mesh axis 'data2'"),
+        (("batch", "embed"), sx.Rules({"embed": None}, on_unmapped="error"), "'batch'"),
+        (
+            ("batch", "embed"),
+            sx.Rules({"batch": "data", "embed": "data"}, on_conflict="error"),
+            "mesh axis 'data' is wanted by 'embed'",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(
+    names: Any, rules: Any, message: str, mesh: Mesh
+) -> None:
+    with pytest.raises(ConstraintError, match="Cannot constrain an array") as caught:
+        jax.jit(lambda x: sx.constrain(x, names, mesh, rules))(rows(mesh))
+    assert message in str(caught.value)
+    assert "(root)" not in str(caught.value)
+
+
+def test_a_dimension_that_cannot_be_divided_is_refused(mesh: Mesh) -> None:
+    with pytest.raises(ConstraintError, match=r"dimension 0 \('batch'\) has size 7"):
+        jax.jit(lambda x: sx.constrain(x[:7], ("batch", None), mesh, RULES))(rows(mesh))
+
+
+def test_bad_arguments_are_refused_also_where_constraints_may_be_ignored() -> None:
+    x = jnp.ones((8, 16))
+    with pytest.raises(ConstraintError, match="3 axis names"):
+        sx.constrain(x, ("batch", None, None), rules=RULES, on_no_mesh="ignore")
+    with pytest.raises(AxisNamesError, match="one string"):
+        sx.constrain(x, "batch", rules=RULES, on_no_mesh="ignore")
+    with pytest.raises(ConstraintError, match="on_no_mesh='skip'"):
+        sx.constrain(x, ("batch", None), on_no_mesh="skip")  # pyright: ignore[reportArgumentType] (on purpose)
