@@ -222,8 +222,10 @@ def test_rule_whose_name_no_array_has_is_information() -> None:
     assert found == [
         (
             "info",
-            "The rule ('batch', 'data') was used for no array: none has an axis 'batch'. "
-            "It still serves constraints inside programs.",
+            (
+                "The rule ('batch', 'data') was used for no array: none has an axis 'batch'. "
+                "It still serves constraints inside programs."
+            ),
         )
     ]
 
