@@ -43,7 +43,9 @@ def explain_error(error: Exception, plan: Any, graph: Any) -> None:
         ArgumentError: As ``explain_places``.
         PrefixError: As ``explain_places``.
     """
-    _explain_values(error, plan, graph)
+    explain_values(error, plan, graph)
+    if isinstance(error, ValueError):
+        _explain_shardings(error, plan, graph)
     explain_places(error, plan)
 
 
@@ -100,8 +102,13 @@ def _shown(function: Any) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
-def _explain_values(error: Exception, plan: Any, graph: Any) -> None:
-    """Raises if the error comes from values that Variables hold: none, deleted, or one twice."""
+def explain_values(error: Exception, plan: Any, graph: Any) -> None:
+    """Raises if the error comes from values that Variables hold: none, deleted, or one twice.
+
+    Raises:
+        AbstractValueError: If Variables hold only shapes.
+        DonationError: If donated arrays are used again, or one is donated twice.
+    """
     pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
     absent = [path for path, v in pairs if v.is_abstract]
     if absent and isinstance(error, TypeError):
@@ -132,6 +139,28 @@ def _explain_values(error: Exception, plan: Any, graph: Any) -> None:
                 f"{'; '.join(_listed(paths) for paths in twice)}. Copy one of them: v[...] = "
                 f"jnp.copy(v)."
             ) from error
+
+
+def _explain_shardings(error: ValueError, plan: Any, graph: Any) -> None:
+    """Raises if declared shardings do not fit the Variables they are for, listing all of them."""
+    misfits = []
+    shardings = plan.leaf_shardings
+    for path, variable, sharding in zip(
+        graph.flat.leaf_paths, graph.leaves, shardings, strict=True
+    ):
+        for leaf in jax.tree.leaves(variable._value) if hasattr(sharding, "shard_shape") else ():
+            try:
+                sharding.shard_shape(leaf.shape)
+            except ValueError as reason:
+                misfits.append(f"  {format_path(path)}, shape {leaf.shape}: {reason}")
+            except IndexError:  # what JAX raises for arrays with too few dimensions
+                misfits.append(f"  {format_path(path)}, shape {leaf.shape}: {sharding} has more")
+    if misfits:
+        raise PrefixError(
+            f"in_shardings does not fit {len(misfits)} Variables; nothing was changed:\n"
+            + "\n".join(misfits)
+            + "\nGive these a sharding of their own: sx.StateSharding({filter: ..., ...: ...})."
+        ) from error
 
 
 def _is_deleted(leaf: Any) -> bool:

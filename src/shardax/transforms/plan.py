@@ -139,6 +139,7 @@ class Plan:
         self.root_count = len(arguments.roots)
         self.signatures: list[Any] = []
         self.donated_leaves = self._find_donated(graph, arguments)
+        self.leaf_shardings: list[Any] = [None] * len(self.leaf_paths)
         self._in_shardings = self._spread_in_shardings(graph, arguments)
         self._expected: Any = None
         self._program = self._named_program()
@@ -342,8 +343,8 @@ class Plan:
             rest = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
             plain.append(rest if isinstance(template, Mixed) else None)
         by_id = consistent(entries, "in_shardings")
-        self._leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
-        kept, donated = self.partition(self._leaf_shardings)
+        self.leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
+        kept, donated = self.partition(self.leaf_shardings)
         given_plain = [None if p in self.layout.donated else item for p, item in enumerate(plain)]
         donated_plain = [item if p in self.layout.donated else None for p, item in enumerate(plain)]
         return kept, donated, given_plain, donated_plain, None, None
@@ -364,11 +365,10 @@ class Plan:
             found = list(expand(declared, result, "out_shardings"))
             by_id = {key: entry for key, (_, entry) in consistent(found, "out_shardings").items()}
             arrays = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
-        inputs = [None] * len(copies) if self._in_shardings is None else self._leaf_shardings
         written = []
         for position in record.written:
             entry = by_id.get(id(copies[self.graphdef.leaves[position]]))
-            written.append(inputs[position] if entry is None else entry)
+            written.append(self.leaf_shardings[position] if entry is None else entry)
         fresh = [by_id.get(key) for key in record.fresh_ids]
         record.shardings = (arrays, written, fresh)
 

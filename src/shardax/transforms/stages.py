@@ -19,7 +19,7 @@ from shardax.core.frames import local
 from shardax.core.paths import Path
 from shardax.core.state import Origin, State
 from shardax.core.structure import GraphDef, Ref, VariableDef, definition_paths, flatten
-from shardax.transforms.blame import explain_places, in_user_terms
+from shardax.transforms.blame import explain_places, explain_values, in_user_terms
 from shardax.transforms.explain import structure_differences
 from shardax.transforms.lift import (
     Arguments,
@@ -291,7 +291,8 @@ class Compiled(_Stage):
         full = self._plan.pack(graph.values(), arguments)
         try:
             carried = Carried(*self._stage(*full))
-        except (TypeError, ValueError) as error:  # what JAX raises for other shapes or shardings
+        except Exception as error:
+            explain_values(error, self._plan, graph)
             if "flat[" not in str(error):
                 raise
             raise StructureMismatchError(in_user_terms(str(error), self._plan)) from error

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Donated memory: which arrays are given away, what stays usable, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.transforms.examples import Scale, values
+
+import shardax as sx
+from shardax.core.errors import DonationError
+
+
+def _grow(model: Scale, by: Any) -> Any:
+    model.grow(by)
+    return model.factor * 2
+
+
+def _arrays(model: Scale) -> list[Any]:
+    return [model.factor.value, model.calls.value]
+
+
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({"donate_argnums": 0}, lambda f, m: f(m, 1.0)),
+        ({"donate_argnums": -2}, lambda f, m: f(m, 1.0)),
+        ({"donate_argnums": (0,)}, lambda f, m: f(m, by=1.0)),
+        ({"donate_argnums": 0}, lambda f, m: f(model=m, by=1.0)),
+        ({"donate_argnames": "model"}, lambda f, m: f(m, 1.0)),
+        ({"donate_argnames": ("model",)}, lambda f, m: f(by=1.0, model=m)),
+    ],
+)
+def test_a_donated_model_gives_its_memory_away_and_stays_usable(options: Any, call: Any) -> None:
+    model, compiled = Scale(), sx.jit(_grow, **options)
+    for number in (2.0, 3.0, 4.0):
+        before = _arrays(model)
+        assert call(compiled, model).tolist() == [2 * number] * 2
+        assert [array.is_deleted() for array in before] == [True, True]
+        assert values(model) == {("factor",): [number] * 2, ("calls",): 0}
+
+
+def test_a_donated_variable_that_was_not_written_is_still_readable() -> None:
+    model = Scale()
+    read = sx.jit(lambda m: m.factor * 3, donate_argnums=0)
+    for _ in range(3):
+        assert read(model).tolist() == [3.0, 3.0]
+    assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
+
+
+def test_only_the_chosen_arguments_are_donated() -> None:
+    kept, given = Scale(), Scale()
+    batch, state = jnp.ones(2), jnp.full(2, 3.0)
+    kept_arrays, given_arrays = _arrays(kept), _arrays(given)
+
+    @functools.partial(sx.jit, donate_argnums=(1,), donate_argnames="state")
+    def run(a: Scale, b: Scale, batch: Any, *, state: Any) -> Any:
+        b.grow(a.factor + batch)
+        return state + 1
+
+    assert run(kept, given, batch, state=state).tolist() == [4.0, 4.0]
+    assert [array.is_deleted() for array in (*kept_arrays, batch)] == [False] * 3
+    assert [array.is_deleted() for array in (*given_arrays, state)] == [True] * 3
+    assert values(given)[("factor",)] == [3.0, 3.0]
+
+
+def test_donating_an_array_beside_a_model_in_one_argument() -> None:
+    model, batch = Scale(), jnp.ones(2)
+    run = sx.jit(lambda tree: tree["m"].factor + tree["x"], donate_argnums=0)
+    assert run({"m": model, "x": batch}).tolist() == [2.0, 2.0]
+    assert batch.is_deleted() and values(model)[("factor",)] == [1.0, 1.0]
+
+
+def test_a_variable_that_is_donated_by_one_argument_and_shared_with_another() -> None:
+    model = Scale()
+    run = sx.jit(lambda a, b: a.factor + b.factor, donate_argnums=0)
+    for _ in range(2):
+        assert run(model, model).tolist() == [2.0, 2.0]
+
+
+def test_a_donated_tied_variable_is_donated_once() -> None:
+    model = Scale()
+    model.alias = model.factor
+    run = sx.jit(_grow, donate_argnums=0)
+    run(model, 1.0)
+    run(model, 1.0)
+    assert model.alias.value.tolist() == [3.0, 3.0]
+
+
+def test_structural_changes_of_a_donated_model() -> None:
+    @functools.partial(sx.jit, donate_argnums=0)
+    def edit(model: Scale) -> Scale:
+        model.twice = sx.Param(model.factor * 2)
+        del model.calls
+        return model
+
+    model = Scale()
+    assert edit(model) is model
+    assert values(model) == {("factor",): [1.0, 1.0], ("twice",): [2.0, 2.0]}
+
+
+def test_compiled_ahead_of_time_with_donation() -> None:
+    model, other = Scale(), Scale()
+    compiled = sx.jit(_grow, donate_argnums=0).lower(model, 1.0).compile()
+    before = _arrays(other)
+    compiled(other, 1.0)
+    assert [array.is_deleted() for array in before] == [True, True]
+    assert (values(model)[("factor",)], values(other)[("factor",)]) == ([1.0] * 2, [2.0] * 2)
+    (state, _), _ = compiled.args_info
+    assert {path: info.donated for path, info in state.flat().items()} == {
+        ("factor",): True,
+        ("calls",): True,
+    }
+
+
+# --- what is refused ---
+
+
+def test_one_array_in_two_donated_variables_is_an_error_that_names_both() -> None:
+    first = Scale()
+    second = sx.clone(first)  # new Variables that share arrays
+    run = sx.jit(lambda a, b: a.factor + b.factor, donate_argnums=(0, 1))
+    with pytest.raises(DonationError, match=r"\.a\.factor, \.b\.factor; \.a\.calls, \.b\.calls"):
+        run(first, second)
+    assert values(first) == values(second) == {("factor",): [1.0, 1.0], ("calls",): 0}
+
+
+def test_an_array_that_is_donated_and_passed_again_is_an_error_that_names_both() -> None:
+    first = Scale()
+    second = sx.clone(first)
+    run = sx.jit(lambda a, b: a.factor + b.factor, donate_argnums=0)
+    with pytest.raises(DonationError, match=r"\.a\.factor, \.b\.factor"):
+        run(first, second)
+
+
+def test_a_clone_of_a_donated_model_cannot_be_used_and_the_error_says_so() -> None:
+    model = Scale()
+    copy = sx.clone(model)
+    run = sx.jit(_grow, donate_argnums=0)
+    run(model, 1.0)
+    for use in (run, sx.jit(_grow), lambda m, by: sx.jit(_grow).lower(m, by).compile()(m, by)):
+        with pytest.raises(DonationError, match=r"deleted: \.model\.factor, .*sx\.clone"):
+            use(copy, 1.0)
+    sx.update(copy, jax.tree.map(jnp.copy, sx.state(model)))
+    assert run(copy, 1.0).tolist() == [6.0, 6.0]
+
+
+def test_copying_as_the_error_says_makes_both_usable() -> None:
+    model = Scale()
+    copy = sx.clone(model)
+    sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))
+    run = sx.jit(lambda a, b: a.factor + b.factor, donate_argnums=(0, 1))
+    assert run(model, copy).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"donate_argnums": 2}, r"donate_argnums=2 is out of range: _grow has 2"),
+        ({"donate_argnames": "models"}, r"donate_argnames has 'models', but _grow has only"),
+    ],
+)
+def test_donated_arguments_that_the_function_lacks_are_named(options: Any, message: str) -> None:
+    with pytest.raises(DonationError, match=message):
+        sx.jit(_grow, **options)

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Declared shardings: prefixes, filters, consistency, and what written values keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.transforms.examples import Box, Scale, values
+
+import shardax as sx
+from shardax.core.errors import InconsistentAliasingError, PrefixError
+
+P = PartitionSpec
+Sharding = Callable[..., NamedSharding]
+
+
+@pytest.fixture
+def on(mesh: Mesh) -> Sharding:
+    """Makes shardings over the mesh, which is once of each kind: ``on("data", None)``."""
+    return lambda *names: NamedSharding(mesh, P(*names))
+
+
+def _by_type(on: Sharding) -> sx.StateSharding:
+    return sx.StateSharding({sx.Param: on("data"), ...: on()})
+
+
+def _step(model: Scale, x: Any) -> Any:
+    y = model(x)
+    model.factor += 1.0
+    return y
+
+
+def _is(array: Any, sharding: NamedSharding) -> bool:
+    return array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+# --- what may be declared for an argument ---
+
+
+def _vector() -> Box:
+    model = Box()
+    model.a, model.b = sx.Param(jnp.arange(8.0)), sx.Variable(jnp.ones(8))
+    return model
+
+
+def test_one_sharding_covers_every_variable_of_a_module(on: Sharding) -> None:
+    compiled = sx.jit(lambda m: m.a * m.b, in_shardings=on("data")).lower(_vector()).compile()
+    (state,), _ = compiled.input_shardings
+    assert {path: s.spec for path, s in state.flat().items()} == {
+        ("a",): P("data"),
+        ("b",): P("data"),
+    }
+
+
+@pytest.mark.parametrize("as_state", [True, False])
+def test_a_state_of_shardings_gives_one_per_path(on: Sharding, as_state: bool) -> None:
+    tree: Any = {"a": on("data"), "b": on("model")}
+    declared = sx.State(tree) if as_state else tree
+    run = sx.jit(lambda m: m.a + 0, in_shardings=(declared,), keep_unused=True)
+    compiled = run.lower(_vector()).compile()
+    (state,), _ = compiled.input_shardings
+    assert (state["a"].spec, state["b"].spec) == (P("data"), P("model"))
+
+
+def test_the_first_filter_that_matches_decides(on: Sharding) -> None:
+    model = _vector()
+    model.c = sx.BatchStat(jnp.ones(8))
+    declared = sx.StateSharding(
+        {sx.PathContains("c"): on("model"), (sx.Param, sx.BatchStat): on("data"), ...: on()}
+    )
+    run = sx.jit(lambda m: m.a + 0, in_shardings=(declared,), keep_unused=True)
+    compiled = run.lower(model).compile()
+    (state,), _ = compiled.input_shardings
+    specs = {path: s.spec for path, s in state.flat().items()}
+    assert specs == {("a",): P("data"), ("b",): P(), ("c",): P("model")}
+
+
+def test_prefixes_reach_modules_inside_containers(on: Sharding) -> None:
+    def run(tree: Any, x: Any) -> Any:
+        return tree["models"][0].a + tree["models"][1].a + tree["bias"] + x
+
+    declared = ({"models": [on("data"), _by_type(on)], "bias": on("model")}, on())
+    tree = {"models": [_vector(), _vector()], "bias": jnp.ones(8)}
+    lowered = sx.jit(run, in_shardings=declared, keep_unused=True).lower(tree, jnp.ones(8))
+    compiled = lowered.compile()
+    (seen, x), _ = compiled.input_shardings
+    assert [seen["models"][i]["b"].spec for i in (0, 1)] == [P("data"), P()]
+    assert (seen["bias"].spec, x.spec) == (P("model"), P())
+    assert compiled(tree, jnp.ones(8)).tolist() == (2 * jnp.arange(8.0) + 2).tolist()
+
+
+def test_none_leaves_an_argument_as_it_is_placed(on: Sharding) -> None:
+    model = _vector()
+    model.a.value = jax.device_put(model.a.value, on("data"))
+    result = sx.jit(lambda m, x: m.a * x, in_shardings=(None, None))(model, 2.0)
+    assert _is(result, on("data"))
+
+
+def test_partition_specs_mean_the_mesh_in_scope(mesh: Mesh) -> None:
+    declared = sx.StateSharding({sx.Param: P("data"), ...: P()})
+    model = Scale(8)
+    model.factor.value = jax.device_put(model.factor.value, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        run = sx.jit(_step, in_shardings=(declared, None), out_shardings=P("data"))
+        result = run(model, 1.0)
+    assert _is(result, NamedSharding(mesh, P("data")))
+    assert _is(model.factor, NamedSharding(mesh, P("data")))
+
+
+def test_a_sharding_for_all_positional_arguments(on: Sharding) -> None:
+    run = sx.jit(lambda m, x: m.a * x, in_shardings=on("data"))
+    assert _is(run(_vector(), jnp.ones(8)), on("data"))
+
+
+def test_static_arguments_have_no_entry_but_may_be_given_one(on: Sharding) -> None:
+    def run(model: Scale, times: int, x: Any) -> Any:
+        return model(x) * times
+
+    for declared in [(_by_type(on), None), (_by_type(on), None, None)]:
+        compiled = sx.jit(run, static_argnums=1, in_shardings=declared)
+        assert _is(compiled(Scale(8), 2, 1.0), on("data"))
+
+
+def test_keyword_arguments_take_the_sharding_of_what_is_passed(on: Sharding) -> None:
+    run = sx.jit(lambda model, x: model.a * x, in_shardings=(on("data"),))
+    assert _is(run(_vector(), x=jnp.ones(8)), on("data"))
+
+
+# --- what written values and results keep ---
+
+
+def test_written_values_keep_the_declared_sharding_of_their_input(on: Sharding) -> None:
+    model = Scale(8)
+    step = sx.jit(_step, in_shardings=(_by_type(on), None))
+    for _ in range(3):
+        step(model, 1.0)
+        assert _is(model.factor, on("data")) and _is(model.calls, on())
+    assert values(model) == {("factor",): [4.0] * 8, ("calls",): 3}
+
+
+def test_steady_calls_with_shardings_trace_once(on: Sharding) -> None:
+    traces: list[int] = []
+
+    def run(model: Scale, x: Any) -> Any:
+        traces.append(1)
+        return _step(model, x)
+
+    model = Scale(8)
+    model.factor.value = jax.device_put(model.factor.value, on("data"))
+    model.calls.value = jax.device_put(model.calls.value, on())
+    step = sx.jit(run, in_shardings=(_by_type(on), None), out_shardings=on("data"))
+    for _ in range(4):
+        step(model, 1.0)
+    assert len(traces) == 1
+
+
+def test_new_modules_get_the_declared_shardings(on: Sharding) -> None:
+    make = sx.jit(lambda: Scale(8), out_shardings=_by_type(on))
+    for _ in range(2):
+        model = make()
+        assert _is(model.factor, on("data")) and _is(model.calls, on())
+
+
+def test_returned_input_modules_get_the_declared_shardings_and_stay_themselves(
+    on: Sharding,
+) -> None:
+    def run(model: Scale) -> Any:
+        model.calls += 1
+        return model, {"double": model.factor * 2}
+
+    model = Scale(8)
+    compiled = sx.jit(run, out_shardings=(_by_type(on), on("model")))
+    for _ in range(2):
+        returned, rest = compiled(model)
+        assert returned is model
+        assert _is(model.factor, on("data")) and _is(model.calls, on())
+        assert _is(rest["double"], on("model"))
+
+
+def test_out_shardings_win_over_in_shardings_for_what_is_written(on: Sharding) -> None:
+    def run(model: Box) -> Box:
+        model.a += 1.0
+        return model
+
+    model = _vector()
+    sx.jit(run, in_shardings=on("data"), out_shardings=on("model"))(model)
+    assert _is(model.a, on("model")) and _is(model.b, on("model"))
+
+
+def test_plain_results_take_prefixes_of_out_shardings(on: Sharding) -> None:
+    def run(model: Box) -> Any:
+        return {"x": model.a + 0, "y": [model.b + 0, model.a * 2]}
+
+    shown = sx.jit(run, out_shardings={"x": on("data"), "y": on("model")})(_vector())
+    assert [_is(shown["x"], on("data")), *(_is(y, on("model")) for y in shown["y"])] == [True] * 3
+
+
+def test_a_result_whose_layout_changes_between_traces_is_declared_anew(on: Sharding) -> None:
+    def run(model: Box, x: Any) -> None:
+        if x.ndim:
+            model.b += x
+        model.a += 1.0
+
+    model = _vector()
+    compiled = sx.jit(run, in_shardings=(on("data"), None))
+    for x in (jnp.ones(()), jnp.ones(8), jnp.ones(())):
+        compiled(model, x)
+    assert _is(model.a, on("data")) and _is(model.b, on("data"))
+    assert values(model) == {("a",): [x + 3.0 for x in range(8)], ("b",): [2.0] * 8}
+
+
+# --- sharing ---
+
+
+def test_a_shared_variable_with_two_answers_is_an_error_that_names_both(on: Sharding) -> None:
+    model = _vector()
+    run = sx.jit(lambda left, right: left.a + right.a, in_shardings=(on("data"), on("model")))
+    with pytest.raises(InconsistentAliasingError) as caught:
+        run(model, model)
+    message = str(caught.value)
+    assert ".left.a: NamedSharding" in message and ".right.a: NamedSharding" in message
+    assert "P('data',)" in message and "P('model',)" in message
+    assert run(_vector(), _vector()).tolist() == (2 * jnp.arange(8.0)).tolist()
+
+
+def test_sharing_by_equal_answers_from_different_mappings_is_accepted(on: Sharding) -> None:
+    model = _vector()
+    declared = (
+        sx.StateSharding({sx.Param: on("data"), ...: on()}),
+        sx.StateSharding([(sx.PathContains("a"), on("data")), (sx.Variable, on())]),
+    )
+    run = sx.jit(lambda left, right: left.a + right.a, in_shardings=declared)
+    assert _is(run(model, model), on("data"))
+
+
+def test_a_shared_result_with_two_answers_is_an_error(on: Sharding) -> None:
+    run = sx.jit(lambda m: (m, m.a), out_shardings=(on("data"), on("model")))
+    with pytest.raises(InconsistentAliasingError, match="out_shardings"):
+        run(_vector())
+
+
+# --- what is refused ---
+
+
+def test_a_variable_that_no_filter_matches_is_named(on: Sharding) -> None:
+    model = Scale(8)
+    run = sx.jit(_step, in_shardings=(sx.StateSharding({sx.Param: on("data")}), None))
+    with pytest.raises(PrefixError, match=r"\.model: No filter matches .* at \.calls"):
+        run(model, 1.0)
+    assert values(model) == {("factor",): [1.0] * 8, ("calls",): 0}
+
+
+def test_everything_must_come_last(on: Sharding) -> None:
+    with pytest.raises(sx.errors.FilterError, match=r"`\.\.\.`, which matches everything"):
+        sx.StateSharding({...: on(), sx.Param: on("data")})
+
+
+def test_a_sharding_that_does_not_fit_an_array_names_its_variable(on: Sharding) -> None:
+    with pytest.raises(PrefixError, match=r"1 Variables.*\n  \.model\.calls, shape \(\)"):
+        sx.jit(_step, in_shardings=(on("data"), None))(Scale(8), 1.0)
+    with pytest.raises(PrefixError, match=r"1 Variables.*\n  \.model\.factor, shape \(3,\)"):
+        sx.jit(_step, in_shardings=(_by_type(on), None))(Scale(3), 1.0)
+    with pytest.raises(PrefixError, match=r"x is incompatible with its sharding"):
+        sx.jit(lambda m, x: m.a * x, in_shardings=(None, on("data")))(_vector(), jnp.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        (lambda on: ((on(), on()), None), r"at \.tree: it has a tuple of 2 where .* a dict of 2"),
+        (lambda on: ({"m": on()}, None), r"at \.tree: it has a dict of 1 where .* a dict of 2"),
+        (lambda on: (on(),), r"in_shardings has 1 entries, but .* 2 .* \(tree, x\)"),
+        (lambda on: ({"m": {"a": on()}, "y": on()}, None), r"no entry for the Variable at \.tree"),
+        (lambda on: (sx.StateSharding({...: on()}), None), r"StateSharding for \.tree\.y, which"),
+        (lambda on: (on(), sx.StateSharding({...: on()})), r"StateSharding for \.x, which"),
+        (lambda on: ({"m": sx.Param(1.0), "y": on()}, None), r"at \.tree\.m is a Param"),
+    ],
+)
+def test_a_prefix_that_does_not_fit_names_the_place(
+    on: Sharding, declared: Any, message: str
+) -> None:
+    run = sx.jit(lambda tree, x: tree["m"].a * x, in_shardings=declared(on))
+    with pytest.raises(PrefixError, match=message):
+        run({"m": _vector(), "y": jnp.ones(8)}, jnp.ones(8))
+
+
+def test_filters_for_a_result_without_modules_are_refused(on: Sharding) -> None:
+    with pytest.raises(PrefixError, match="out_shardings gives a StateSharding"):
+        sx.jit(lambda m: m.a + 0, out_shardings=_by_type(on))(_vector())
