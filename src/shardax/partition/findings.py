@@ -50,6 +50,11 @@ class Finding:
         path: Where the array is; ``()`` for a finding about the rules as a whole.
         code: The kind of finding (see the module docstring).
         message: What was found, where, why it matters and what to do.
+
+    Example:
+        >>> finding = Finding("error", ("up", "kernel"), "indivisible", ".up.kernel: size 30 ...")
+        >>> print(finding)
+        .up.kernel: size 30 ...
     """
 
     severity: Severity
