@@ -291,10 +291,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         target = self._here()
-        value = jax.tree.map(
-            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
-            target._value,
-        )
+        value = jax.tree.map(_copied_leaf, target._value)
         return self._make(value, target._metadata, owner_here())
 
     def __copy__(self) -> Self:
@@ -316,6 +313,13 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         lazy = ", lazy" if isinstance(value, LazyValue) else ""
         metadata = repr(self._metadata)
         return f"{type(self).__name__}({shown}{lazy}{', ' + metadata if metadata else ''})"
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    """Copies an array; its own memory lets the copy outlive a donation of the original."""
+    if isinstance(leaf, jax.Array):
+        return jnp.copy(leaf)
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
