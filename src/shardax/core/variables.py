@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from typing import Any, Generic, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardax.core import epoch
