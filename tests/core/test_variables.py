@@ -202,6 +202,16 @@ def test_pickle_and_copies_keep_type_value_and_metadata(value: Any) -> None:
         assert_equal_values(copied.value, variable.value)
 
 
+@pytest.mark.parametrize(
+    "value", [jnp.ones(2), jax.random.key(0), (jnp.ones(2),)], ids=["array", "key", "pytree"]
+)
+def test_a_deep_copy_outlives_the_donation_of_the_original(value: Any) -> None:
+    variable = sx.Param(jax.tree.map(jnp.copy, value))
+    copied = copy.deepcopy(sx.List([variable]))
+    jax.tree.map(lambda array: array.delete(), variable.value)  # as donating it does
+    assert_equal_values(copied[0].value, value)
+
+
 def test_copies_of_a_lazy_variable_stay_lazy_and_draw_the_same_numbers() -> None:
     recipe = sx.Init(jax.nn.initializers.normal(), (3,), rngs=sx.Rngs(0))
     variable = sx.Param(recipe)

@@ -247,7 +247,9 @@ def _directly_in(value: Any) -> Iterator[Object]:
 def clone(tree: T) -> T:
     """Returns a copy with new objects and equal structure, sharing and values.
 
-    Lazy values stay lazy.
+    Lazy values stay lazy. The JAX arrays themselves, which cannot be changed, are shared until a
+    Variable is written. Before donating the original (``donate_argnums``), make the copy with
+    ``copy.deepcopy``: its arrays have memory of their own.
 
     Args:
         tree: A Module, Variable, container or pytree of them.
