@@ -15,6 +15,7 @@ library, is in ``benchmarks/raw_decoder.py``; both compile to the same program.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,12 @@ from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP
 from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import as_size, refuse_input
+from shardax.nn.rope import Rotation, rotation
+from shardax.partition.assignment import UNCONSTRAINED, mesh_axes_of
+from shardax.partition.constraints import constrain
+from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import Rules
+from shardax.partition.scope import current_rules
 
 DECODER_RULES = Rules(
     [
@@ -153,7 +159,8 @@ class DecoderLayer(Module):
 
         Args:
             x: Shape (batch, time, embed).
-            positions: Integers of shape (time,) or (batch, time); None counts from 0.
+            positions: Integers of shape (time,) or (batch, time), or their ``Rotation``; None
+                counts from 0.
 
         Returns:
             The same shape.
@@ -225,13 +232,18 @@ class Decoder(Module):
         tokens = as_array(tokens)
         if tokens.ndim not in (1, 2):
             refuse_input("Decoder", "tokens of shape (batch, time) or (time,)", tokens, "")
-        if positions is None:
-            positions = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+        turned = self._rotation(tokens, positions)
         x = _constrain(self.embed(tokens))
         for layer in self.layers:
-            x = _constrain(layer(x, positions=positions))
+            x = _constrain(layer(x, positions=turned))
         x = self.final_norm(x)
         return self.embed.attend(x) if self.head is None else self.head(x)
+
+    def _rotation(self, tokens: jax.Array, positions: Any) -> Rotation:
+        """Returns the rotation of every position: the same for all layers, so computed once."""
+        if positions is None:
+            positions = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+        return rotation(as_array(positions), self.config.head_dim, self.config.rope_base)
 
 
 def _norm(config: DecoderConfig) -> RMSNorm:
@@ -244,4 +256,22 @@ def _norm(config: DecoderConfig) -> RMSNorm:
 
 
 def _constrain(x: jax.Array) -> jax.Array:
-    return x
+    """Lays activations out by the rules in scope, if these say where the batch goes.
+
+    Rules about parameters alone leave activations to the compiler. So does a dimension that the
+    mesh does not divide, such as the batch of one while sampling.
+    """
+    rules = current_rules()
+    mesh = resolve_mesh() if "batch" in rules.names else None
+    if mesh is None:
+        return x
+    names = ("batch", "seq", "embed")[-x.ndim :]
+    parts = [
+        math.prod(mesh.shape.get(axis, 1) for axis in mesh_axes_of(entry))
+        for entry in rules.spec(names)
+    ]
+    kept = [
+        name if size % count == 0 else UNCONSTRAINED
+        for name, size, count in zip(names, x.shape, parts, strict=True)
+    ]
+    return constrain(x, kept, mesh)

@@ -140,8 +140,8 @@ class MultiHeadAttention(Module):
             context: Shape (batch, other time, features): where keys and values come from; None for
                 ``x``.
             mask: Booleans that broadcast to (batch, heads, time, other time): what may be read.
-            positions: Integers of shape (time,) or (batch, time), for the rotary embedding; None
-                counts from 0.
+            positions: Integers of shape (time,) or (batch, time), for the rotary embedding; or
+                their ``Rotation``, computed once for many layers. None counts from 0.
             context_positions: Likewise for ``context``.
             out_sharding: Sharding of the result over Explicit mesh axes; by default that of ``x``
                 in all but the last dimension.
@@ -199,6 +199,8 @@ class MultiHeadAttention(Module):
         return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=self.causal)
 
     def _rotation(self, x: jax.Array, positions: Any) -> Rotation:
+        if isinstance(positions, Rotation):
+            return positions
         base = 10_000.0 if self.rope_base is None else self.rope_base
         if positions is None:
             positions = jnp.arange(x.shape[-2], dtype=jnp.int32)

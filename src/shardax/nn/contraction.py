@@ -39,6 +39,8 @@ def contract(
     if out_sharding is None:
         rest = [axis for axis in range(kernel.ndim) if axis not in dimensions]
         out_sharding = joined_sharding(((x, range(free)), (kernel, rest)))
+    # In this order and not by jnp.einsum, which contracts several dimensions last one first: XLA
+    # on CPU then copies both operands.
     contracted = (tuple(range(free, x.ndim)), tuple(dimensions))
     return jax.lax.dot_general(
         x,

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardax.core.errors import LayerConfigError
+from shardax.core.errors import LayerConfigError, LayerInputError
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of the angles, float32, each of shape (..., time, 1, head_dim / 2).
+    """Cosine and sine of the angles, float32, each of shape (batch or 1, time, 1, head_dim / 2).
 
-    The dimension of size one is for the heads.
+    The last dimension of size one is for the heads.
     """
 
     cosine: jax.Array
@@ -32,7 +32,7 @@ def rotation(positions: jax.Array, head_dim: int, base: float = 10_000.0) -> Rot
     """Computes the rotations of positions.
 
     Args:
-        positions: Integers of shape (..., time).
+        positions: Integers of shape (time,) or (batch, time).
         head_dim: Size of a head, even.
         base: Sets the longest wavelength, ``2 * pi * base`` positions nearly.
 
@@ -41,16 +41,23 @@ def rotation(positions: jax.Array, head_dim: int, base: float = 10_000.0) -> Rot
 
     Raises:
         LayerConfigError: If ``head_dim`` is odd.
+        LayerInputError: If the positions have another rank.
 
     Example:
         >>> rotation(jnp.arange(5), head_dim=8).cosine.shape
-        (5, 1, 4)
+        (1, 5, 1, 4)
     """
     check_head_dim("Rotary position embedding", head_dim)
+    if positions.ndim not in (1, 2):
+        raise LayerInputError(
+            f"Rotary position embedding takes positions of shape (time,) or (batch, time), but was "
+            f"given {positions.dtype}{list(positions.shape)}."
+        )
     half = head_dim // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    spread = jax.lax.expand_dims(frequencies, range(positions.ndim + 1))
-    angles = positions.astype(jnp.float32)[..., None, None] * spread
+    new = (0, 2, 3) if positions.ndim == 1 else (2, 3)
+    spread = jax.lax.expand_dims(positions.astype(jnp.float32), new)
+    angles = spread * jax.lax.expand_dims(frequencies, (0, 1, 2))
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
@@ -58,8 +65,8 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     """Turns queries or keys, in float32.
 
     Args:
-        x: Shape (..., time, heads, head_dim).
-        by: The rotations of the positions; broadcast over dimensions of ``x`` that they lack.
+        x: Shape (batch, time, heads, head_dim), or without the batch.
+        by: The rotations of the positions; those of a batch only with a batch.
 
     Returns:
         The shape and dtype of ``x``.
@@ -70,9 +77,9 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
         >>> y.shape, bool(jnp.allclose(y[:, 0], x[:, 0]))
         ((2, 5, 3, 8), True)
     """
-    missing = range(x.ndim - by.cosine.ndim)
-    cosine = jax.lax.expand_dims(by.cosine, missing)
-    sine = jax.lax.expand_dims(by.sine, missing)
+    cosine, sine = by
+    if x.ndim == 3:
+        cosine, sine = jnp.squeeze(cosine, 0), jnp.squeeze(sine, 0)
     real, imaginary = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [real * cosine - imaginary * sine, imaginary * cosine + real * sine]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
