@@ -28,6 +28,7 @@ from shardax.core.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointValueError,
+    CheckpointWriteError,
     DataPositionError,
     PartitionCheckError,
 )
@@ -517,6 +518,19 @@ def test_settings_and_steps_are_checked(tmp_path: Path) -> None:
     for step in (-1, 1.0, jnp.int32(3)):
         with pytest.raises(CheckpointValueError, match="step="):
             Checkpoints(tmp_path).save(step, Net())  # pyright: ignore[reportArgumentType]
+
+
+def test_an_error_in_the_background_is_raised_and_the_next_save_works(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    numbers = np.random.default_rng(0).normal(size=(8, 1024, 1024)).astype(np.float32)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, sx.Param(numbers))  # takes far longer to write than to remove
+    (folder / "00000001" / "in the way").mkdir(parents=True)
+    with pytest.raises(CheckpointWriteError, match=r"folder failed: .*None is complete\."):
+        checkpoints.wait()
+    checkpoints.save(2, sx.Param(jnp.ones(2)))
+    checkpoints.close()
+    assert checkpoints.steps() == [2]
 
 
 def test_a_folder_that_is_gone_is_an_error_not_a_save_that_is_lost(tmp_path: Path) -> None:

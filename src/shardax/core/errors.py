@@ -249,6 +249,10 @@ class CheckpointExistsError(ShardaxError, FileExistsError):
     """A checkpoint would overwrite another."""
 
 
+class CheckpointWriteError(ShardaxError, OSError):
+    """A checkpoint could not be written to the end; those before it are whole."""
+
+
 class CheckpointValueError(ShardaxError, TypeError):
     """Something cannot be saved in a checkpoint, or a checkpoint has a form that is not known."""
 

@@ -24,6 +24,7 @@ from shardax.core.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointValueError,
+    CheckpointWriteError,
 )
 from shardax.core.lazy import LazyValue
 from shardax.partition.check import raise_on_errors, spec_for
@@ -307,10 +308,23 @@ class Checkpoints:
                     storage.remove_tree(item)
 
     def wait(self) -> None:
-        """Waits until what was saved is complete, and removes checkpoints past ``keep``."""
+        """Waits until what was saved is complete, and removes checkpoints past ``keep``.
+
+        Raises:
+            CheckpointWriteError: If writing it failed.
+        """
         if self._writer is None:
             return
-        self._writer.wait_until_finished()
+        try:
+            self._writer.wait_until_finished()
+        except Exception as error:
+            latest = self.latest()
+            kept = "None is complete." if latest is None else f"The last complete one is {latest}."
+            raise CheckpointWriteError(
+                f"Writing a checkpoint in {self.directory} failed: {type(error).__name__}: "
+                f"{error}. {kept} Once the cause is gone (a full disk, a folder that was removed), "
+                "save again."
+            ) from error
         if self.keep is not None:
             self._remove(self.steps()[: -self.keep])
 

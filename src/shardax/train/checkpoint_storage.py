@@ -2,10 +2,9 @@
 """Checkpoints on disk, by orbax-checkpoint.
 
 A checkpoint is one directory with two items: ``arrays`` (a flat mapping from path to array, sharded
-    arrays written by the processes that
-hold them) and ``description`` (JSON). It is written under a temporary name and renamed when
-complete, so a directory with the final name is a whole checkpoint; a process that dies on the way
-leaves only a temporary one, which nothing reads.
+arrays written by the processes that hold them) and ``description`` (JSON). It is written under a
+temporary name and renamed when complete, so a directory with the final name is a whole checkpoint;
+a process that dies on the way leaves only a temporary one, which nothing reads.
 
 This is the only file that knows orbax.
 """
@@ -90,7 +89,7 @@ def read_description(path: Any) -> dict[str, Any]:
     """
     import orbax.checkpoint as ocp
 
-    if not (path / "description").exists() or not is_complete(path):
+    if not is_complete(path):
         what = (
             "There is nothing" if not path.exists() else "There is no complete shardax checkpoint"
         )
@@ -103,10 +102,12 @@ def read_description(path: Any) -> dict[str, Any]:
 
 
 def is_complete(path: Any) -> bool:
-    """Whether a directory is a checkpoint whose writing was finished."""
+    """Whether a directory is a checkpoint of shardax whose writing was finished."""
     import orbax.checkpoint as ocp
 
-    return path.is_dir() and TEMPORARY not in path.name and ocp.utils.is_checkpoint_finalized(path)
+    if TEMPORARY in path.name or not (path / "description").exists():
+        return False
+    return bool(ocp.utils.is_checkpoint_finalized(path))
 
 
 def _near_checkpoints(path: Any) -> str:
