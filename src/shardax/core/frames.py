@@ -8,8 +8,8 @@ An object made or copied inside a frame is *owned* by it.
 
 User code may also touch an original inside a frame, through a closure or a global. *Resolving*
 finds the object that stands for it here: the object itself if this frame owns it, its copy if it
-was passed in, or else what the parent resolves it to,
-*adopted* by this frame. What adoption means is each transform's own rule (``Frame.adopt``).
+was passed in, or else what the parent resolves it to, *adopted* by this frame. What adoption means
+is each transform's own rule (``Frame.adopt``).
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ class _Local(threading.local):
     """The innermost frame of this thread."""
     probing: bool = False
     """Whether a pytree is only being searched for objects (see ``pytree.has_objects``)."""
+    found: bool = False
+    """Whether that search has met one."""
     call: Any = None
     """The call that a transform is serving, for the trace that it may start."""
 

@@ -20,9 +20,10 @@ import jax
 import numpy as np
 
 from shardax.core._jax import Tracer
+from shardax.core.arraylike import realise_all
 from shardax.core.frames import READ_ONLY, local, owner_here, resolve
 from shardax.core.lazy import LazyValue
-from shardax.core.metadata import Metadata
+from shardax.core.metadata import EMPTY, Metadata
 from shardax.core.node import Object
 from shardax.core.paths import PathKey
 from shardax.core.structure import GraphDef, build, flatten, walk_objects
@@ -30,20 +31,18 @@ from shardax.core.structure import GraphDef, build, flatten, walk_objects
 M = TypeVar("M")
 
 
-class _ObjectFound(Exception):
-    """Stops a flattening that only asks whether a pytree holds objects."""
-
-
 def has_objects(tree: Any) -> bool:
-    """Whether a pytree holds a Module, container or Variable anywhere, at the speed of JAX."""
-    local.probing = True
+    """Whether a pytree holds a Module, container or Variable anywhere.
+
+    Runs at the speed of JAX's own flattening. It does not stop at the first object: JAX's
+    flattening counts its depth and loses count when it is left by an exception.
+    """
+    local.probing, local.found = True, False
     try:
         jax.tree.structure(tree)
-    except _ObjectFound:
-        return True
+        return local.found
     finally:
         local.probing = False
-    return False
 
 
 def is_object(value: Any) -> bool:
@@ -57,12 +56,12 @@ def values_of(leaves: Iterable[Any]) -> list[Any]:
     Lazy ones materialise, NumPy ones convert.
     """
     frame = local.frame
-    found = []
-    for variable in leaves:
-        target = variable if frame is None else resolve(variable, frame)
-        value = target._value
-        found.append(target.value if isinstance(value, (LazyValue, np.ndarray)) else value)
-    return found
+    targets = [v if frame is None else resolve(v, frame) for v in leaves]
+    values = [target._value for target in targets]
+    if any(isinstance(value, (LazyValue, np.ndarray)) for value in values):
+        realise_all(targets)
+        values = [target.value for target in targets]
+    return values
 
 
 def _lock_for(children: Sequence[Any]) -> str | None:
@@ -70,9 +69,14 @@ def _lock_for(children: Sequence[Any]) -> str | None:
     return READ_ONLY if traced else None
 
 
+_PROBED = GraphDef((), ())
+"""What flattening gives while a pytree is only being searched; nobody looks at it."""
+
+
 def _flatten_graph(root: Any) -> tuple[list[Any], GraphDef]:
     if local.probing:
-        raise _ObjectFound
+        local.found = True
+        return [], _PROBED
     flat = flatten(root)
     return values_of(flat.leaves), flat.graphdef
 
@@ -99,7 +103,8 @@ def register_variable(cls: Any) -> None:
 
     def flatten_variable(variable: Any) -> tuple[list[Any], Metadata]:
         if local.probing:
-            raise _ObjectFound
+            local.found = True
+            return [], EMPTY
         return values_of((variable,)), resolve(variable, local.frame)._metadata
 
     def flatten_with_keys(variable: Any) -> tuple[list[tuple[PathKey, Any]], Metadata]:

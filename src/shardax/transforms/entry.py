@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardax.core.node import Object
+from shardax.core.variables import Variable
 from shardax.transforms.lift import Graph
 from shardax.transforms.plan import Plan
 
@@ -43,7 +44,7 @@ class CallEntry:
     def __init__(self, plan: Plan, graph: Graph) -> None:
         self.plan = plan
         self.epoch = graph.flat.epoch
-        self.leaves = graph.leaves
+        self.leaves: list[Any] = graph.leaves
         self.kept, self.donated = plan.partition(graph.leaves)
         self.roots = [_weak(root) for root in graph.roots]
         self.last: tuple[Any, list[Any]] = (None, [])
@@ -51,6 +52,22 @@ class CallEntry:
     def graph(self) -> Graph:
         """Flattens the roots anew; for calls that trace or change structure."""
         return Graph([root() for root in self.roots], self.plan.names)
+
+    def keep_weakly(self, graph: Graph, forget: Callable[[Any], None]) -> None:
+        """Prepares for being remembered: lets go of everything that the caller may drop.
+
+        Args:
+            graph: The roots of the call.
+            forget: Called when one of them is gone.
+        """
+        self.roots = [
+            weakref.ref(root, forget) if isinstance(root, Object) else _weak(root)
+            for root in graph.roots
+        ]
+        bare = {id(root) for root in graph.roots if isinstance(root, Variable)}
+        if bare:  # these have no Module that keeps them alive, and whose end would be noticed
+            self.leaves = [weakref.proxy(v) if id(v) in bare else v for v in graph.leaves]
+            self.kept, self.donated = self.plan.partition(self.leaves)
 
 
 def _weak(root: Any) -> Callable[[], Any]:

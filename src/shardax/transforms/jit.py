@@ -26,12 +26,12 @@ from shardax.core import epoch
 from shardax.core._jax import Tracer
 from shardax.core.errors import OutputError, StaticArgumentError
 from shardax.core.frames import local
+from shardax.core.lazy import LazyValue
 from shardax.core.node import Object, Wrapper
 from shardax.core.paths import Path
 from shardax.core.pytree import has_objects
 from shardax.core.static import Static, exact_key
 from shardax.core.structure import walk_objects
-from shardax.core.variables import Variable
 from shardax.transforms import explain
 from shardax.transforms.blame import explain_error
 from shardax.transforms.bound import BoundJit
@@ -100,7 +100,7 @@ class Jit(Wrapper):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self._simple or kwargs or local.frame is not None:
-            return self._call_slowly(args, kwargs)
+            return self._call_by_template(args, kwargs)
         key: list[Any] = []
         plain: list[Any] = []
         traced = False
@@ -112,7 +112,7 @@ class Jit(Wrapper):
                 key.append(id(arg))
                 plain.append(None)
             elif has_objects(arg):
-                return self._call_slowly(args, kwargs)
+                return self._call_by_template(args, kwargs)
             else:
                 traced = traced or _note_types(arg)
                 key.append(0)
@@ -144,6 +144,37 @@ class Jit(Wrapper):
             variable._value = value
         return result
 
+    def _call_by_template(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls with keywords, static arguments or objects inside containers.
+
+        Takes the arguments apart, which costs something per argument but nothing per Variable.
+        """
+        if local.frame is not None:
+            return self._call_slowly(args, kwargs)
+        signature = self._separate_static(args, kwargs)
+        arguments = Arguments(signature.args, signature.kwargs)
+        key = (
+            tuple(map(id, arguments.roots)),
+            tuple(map(id, self.hidden_objects())),
+            (arguments.templates, arguments.named, signature.static),
+        )
+        entry = self.calls.get(key)
+        if entry is None or entry.epoch != epoch.current:
+            return self._call_slowly(args, kwargs, key)
+        local.call = entry
+        try:
+            carried = entry.plan.call([v._value for v in entry.leaves], arguments)
+        except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
+            return self._recover(error, entry, args, kwargs)
+        finally:
+            local.call = None
+        written = carried.written
+        if not carried.record.simple or (written and type(written[0]) not in _ARRAY_TYPES):
+            return self._finish_slowly(entry, carried)
+        for position, value in zip(carried.record.written, written, strict=True):
+            entry.leaves[position]._value = value
+        return carried.result
+
     def _finish_slowly(self, entry: CallEntry, carried: Carried) -> Any:
         """Carries back structure, pytree values, or notices tracers of a plain JAX transform."""
         graph = entry.graph()
@@ -169,11 +200,7 @@ class Jit(Wrapper):
             finally:
                 local.call = None
         check_no_leak(graph, carried)
-        if (
-            key is not None
-            and local.frame is None
-            and not any(isinstance(r, Variable) for r in graph.roots)
-        ):
+        if key is not None and local.frame is None:
             self._remember(key, entry, graph)
         return carry_in(graph, carried)
 
@@ -186,10 +213,7 @@ class Jit(Wrapper):
         def forget(_: Any) -> None:
             calls.pop(key, None)
 
-        entry.roots = [
-            weakref.ref(r, forget) if isinstance(r, Object) else (lambda r=r: r)
-            for r in graph.roots
-        ]
+        entry.keep_weakly(graph, forget)
         self.calls[key] = entry
 
     def _recover(
@@ -199,12 +223,15 @@ class Jit(Wrapper):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Calls again after a retrace found captured objects; otherwise explains the error."""
+        """Calls again after a retrace found captured objects, or where values became lazy.
+
+        Otherwise explains the error.
+        """
         if isinstance(error, Captured):
             self.capture(error.objects)
         elif isinstance(error, Replan):
             self.plans.pop(entry.plan.key, None)
-        else:
+        elif not any(isinstance(v._value, LazyValue) for v in entry.leaves):
             explain_error(error, entry.plan, entry.graph())
             raise error
         self.calls.clear()

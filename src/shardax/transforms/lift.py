@@ -27,6 +27,7 @@ import numpy as np
 
 from shardax.core import _jax, epoch
 from shardax.core._jax import Tracer
+from shardax.core.arraylike import realise_all
 from shardax.core.containers import unbox
 from shardax.core.errors import OutputError, TraceLeakError
 from shardax.core.frames import Frame, check_structural_write, local, resolve
@@ -171,6 +172,7 @@ class Graph:
 
 def read(leaves: Sequence[Any]) -> list[Any]:
     """Reads the values of resolved Variables, materialising lazy and NumPy ones."""
+    realise_all(leaves)
     return [v.value if isinstance(v._value, (LazyValue, np.ndarray)) else v._value for v in leaves]
 
 

@@ -45,7 +45,7 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Returns:
         The result with ``jax.ShapeDtypeStruct`` in place of arrays. A Module in it is an abstract
         copy: it knows shapes, dtypes and axes, and counts as the model for ``partition_specs``,
-            ``shardings``, ``checkpoint.restore`` and the like.
+        ``shardings``, ``checkpoint.restore`` and the like.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
