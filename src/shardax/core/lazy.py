@@ -4,7 +4,7 @@
 A *lazy value* knows its shape and dtype and how to compute its array, but holds none. Building a
 model from lazy values runs no JAX operation and takes no memory. To *materialise* is to run the
 recipe: on first read, when a model is first passed to a compiled function, or by ``shardax.shard``,
-    which writes each array straight into its shards.
+which writes each array straight into its shards.
 
 A recipe's key is folded from a key source (``core.keys``), and the array is made by one small
 compiled program per distinct (initializer, shape, dtype, sharding) (``core.initializers``). The
