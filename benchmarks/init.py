@@ -199,7 +199,7 @@ def main() -> int:
             times = [f"{least:.2f} s", f"{spent:.2f} s", record["compiles"]]
             rows.append([method, *times, *(f"{ratio:.2f}" for ratio in ratios.values())])
         print(f"\n### {layers} layers, {rows and report.records[-1]['arrays']} parameters\n")
-        columns = ["method", "least time", "of it XLA", "programs"]
+        columns = ["method", "least time", "XLA, all threads", "programs"]
         print(table([*columns, *(f"/ {other}" for other in to)], rows), flush=True)
     report.failures = failures_of(report.records)
     return report.finish(options)

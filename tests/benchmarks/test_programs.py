@@ -4,11 +4,18 @@
 import json
 import sys
 
+import _decoder_steps
 import dispatch
 import init
+import jax
+import numpy as np
 import program
 import pytest
+import raw_decoder
 import trace_time
+from raw_decoder import Config
+
+import shardax as sx
 
 RUNS = {
     dispatch: ["--sizes", "2", "--opponents", "shardax.jit"],
@@ -42,3 +49,22 @@ def test_compiled_train_step_is_the_one_of_raw_jax(monkeypatch, tmp_path):
     compared = {record["figure"] for record in written["records"]}
     assert {"flops", "bytes accessed", "argument bytes", "output bytes", "temp bytes"} <= compared
     assert all(set(record["ratios"]) == {"raw jax", "shardax"} for record in written["records"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_both_decoders_give_the_same_loss_and_gradients_with_the_same_parameters(tied):
+    config = Config(layers=1, tied=tied)
+    params = raw_decoder.init(config, jax.random.key(0))
+    model = _decoder_steps.shardax_decoder(config)
+    leaves = jax.tree.leaves(params)
+    for (_, variable), leaf in zip(sx.iter_variables(model), leaves, strict=True):
+        variable.value = leaf
+    batch = _decoder_steps.batch(config)
+
+    def objective(model):
+        return raw_decoder.cross_entropy(model(batch["inputs"]), batch["targets"])
+
+    ours = sx.jit(sx.value_and_grad(objective))(model)
+    theirs = jax.jit(jax.value_and_grad(lambda p: raw_decoder.loss(config, p, batch)))(params)
+    for mine, its in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-6)

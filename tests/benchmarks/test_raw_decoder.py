@@ -103,7 +103,7 @@ def test_train_step_learns_a_fixed_batch(params, tokens):
     step = jax.jit(lambda params, state: raw_decoder.train_step(CONFIG, tx, params, state, batch))
     losses = []
     for _ in range(60):
-        params, state, loss = step(params, state)
+        loss, params, state = step(params, state)
         losses.append(float(loss))
     assert losses[0] > 2.0
     assert losses[-1] < 0.5
