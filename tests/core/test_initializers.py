@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of initializers: compiled once, together, and cut only where that changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax.core.initializers import compile_together, initializer_program
+from shardax.core.static import Static
+
+SHAPE = (256, 256)
+INIT = jax.nn.initializers
+
+
+@pytest.fixture
+def programs_compiled() -> Iterator[list[str]]:
+    """Collects one entry for every program that XLA compiles."""
+    compiled: list[str] = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def unit_norm(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    drawn = jax.random.normal(key, shape, dtype)
+    return drawn / jnp.sqrt((drawn**2).sum())
+
+
+def nested(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.jit(unit_norm, static_argnums=(1, 2))(key, shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("initializer", "impl", "in_parts"),
+    [
+        (INIT.lecun_normal(), "threefry2x32", True),
+        (INIT.normal(), "threefry2x32", True),
+        (INIT.uniform(), "threefry2x32", True),
+        (INIT.zeros, "threefry2x32", True),
+        (INIT.zeros, "rbg", True),
+        (INIT.normal(), "rbg", False),
+        (INIT.orthogonal(), "threefry2x32", False),
+        (unit_norm, "threefry2x32", False),
+        (nested, "threefry2x32", False),
+    ],
+    ids=str,
+)
+def test_only_what_is_elementwise_is_computed_in_parts(
+    initializer: Any, impl: str, in_parts: bool, auto_mesh: Mesh
+) -> None:
+    sharding = NamedSharding(auto_mesh, P("data", "model"))
+    program = initializer_program(Static(initializer), SHAPE, np.dtype("float32"), impl, sharding)
+    memory = program.lower().compile().memory_analysis()
+    whole = 4 * SHAPE[0] * SHAPE[1]
+    assert memory.output_size_in_bytes == whole // 8
+    assert (memory.temp_size_in_bytes < whole) == in_parts
+
+
+def test_programs_are_found_again_by_what_they_do(auto_mesh: Mesh) -> None:
+    def program(initializer: Any, spec: P) -> Any:
+        sharding = NamedSharding(auto_mesh, spec)
+        return initializer_program(
+            Static(initializer), (8, 8), np.dtype("float32"), "threefry2x32", sharding
+        )
+
+    assert program(INIT.normal(0.1), P("data")) is program(INIT.normal(0.1), P("data"))
+    assert program(INIT.normal(0.1), P("data")) is not program(INIT.normal(0.2), P("data"))
+    assert program(INIT.normal(0.1), P("data")) is not program(INIT.normal(0.1), P("model"))
+
+
+def test_each_program_is_compiled_once(programs_compiled: list[str]) -> None:
+    programs = [
+        initializer_program(Static(INIT.normal(scale)), (3, 5), np.dtype("float32"), impl, None)
+        for scale in (0.125, 0.25)
+        for impl in ("threefry2x32", "rbg")
+    ]
+    compile_together([*programs, *programs])
+    assert len(programs_compiled) == 4
+    compile_together(programs)
+    words = {"threefry2x32": np.zeros(2, np.uint32), "rbg": np.zeros(4, np.uint32)}
+    for program, impl in zip(programs, ["threefry2x32", "rbg"] * 2, strict=True):
+        program(words[impl])
+    assert len(programs_compiled) == 4
+
+
+def test_a_model_that_is_used_unsharded_materialises_as_if_read_one_by_one() -> None:
+    def make() -> list[sx.Param[Any]]:
+        rngs = sx.Rngs(0)
+        makers = [INIT.normal(), INIT.lecun_normal(), INIT.zeros]
+        return [sx.Param(sx.Init(maker, (4, 6), rngs=rngs)) for maker in makers]
+
+    one_by_one = [np.asarray(parameter.value) for parameter in make()]
+    model = make()
+    leaves = jax.tree.leaves(sx.state(model))  # reads all of them at once
+    assert not any(parameter.is_lazy for parameter in model)
+    assert [leaf.tobytes() for leaf in map(np.asarray, leaves)] == [
+        value.tobytes() for value in one_by_one
+    ]
