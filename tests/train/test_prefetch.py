@@ -130,9 +130,15 @@ def test_an_exception_in_the_transfer_comes_out_too():
 
 def test_leaving_the_with_statement_on_an_error_ends_the_thread():
     before = workers()
-    with pytest.raises(KeyError), Prefetch(source()) as batches:
-        next(batches)
-        raise KeyError
+    batches = Prefetch(source())
+
+    def fail() -> None:
+        with batches:
+            next(batches)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert workers() == before
     batches.close()
 

@@ -46,8 +46,8 @@ def parse_mesh(text: str) -> Mesh | None:
         CommandError: If the text cannot be read or the devices do not suffice.
 
     Example:
-        >>> parse_mesh("data=1,model=1").shape
-        OrderedDict({'data': 1, 'model': 1})
+        >>> dict(parse_mesh("data=1,model=1").shape)
+        {'data': 1, 'model': 1}
     """
     if not text:
         return None

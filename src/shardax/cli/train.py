@@ -12,6 +12,8 @@ from shardax.cli.devices import parse_mesh, use_devices
 from shardax.cli.presets import find_preset
 from shardax.cli.run_files import RunSettings, read_settings, write_settings
 from shardax.core.errors import CommandError
+from shardax.core.functional import iter_variables
+from shardax.core.paths import format_path
 
 _SAMPLE_PROMPT = "def "
 _SAMPLE_LENGTH = 240
@@ -167,11 +169,9 @@ class _Job:
         """Prints pictures of two parameters and returns them as SVG by caption."""
         from shardax import view
 
-        block = self.model.layers[0]
-        chosen = {
-            ".embed.embedding": self.model.embed.embedding,
-            ".layers[0].mlp.gate.kernel": block.mlp.gate.kernel,
-        }
+        wanted = (".embed.embedding", ".layers[0].mlp.gate.kernel")
+        by_path = {format_path(path): variable for path, variable in iter_variables(self.model)}
+        chosen = {path: by_path[path] for path in wanted}
         for path, variable in chosen.items():
             print(f"\n{path} {variable.axes} {tuple(variable.shape)} over the devices:")
             view.show_sharding(variable)

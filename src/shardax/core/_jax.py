@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 from jax.core import Tracer as Tracer
+from jax.extend.core import Literal as Literal
 from jax.extend.core import get_opaque_trace_state
 
 

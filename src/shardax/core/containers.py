@@ -5,7 +5,7 @@ A plain list that holds Variables could be changed behind the model's back. So a
 dict to an attribute stores a ``List`` or ``Dict`` with the same items, which tells the model when
 it changes. They compare and behave like ``list`` and ``dict``. The list that was assigned is *not*
 tracked: ``layers = []; self.layers = layers; layers.append(x)`` changes only the local list; append
-    to ``self.layers``.
+to ``self.layers``.
 
 Arrays inside a container are *boxed*: held in a hidden Variable, so that they can be lifted and
 written like any other data, and unboxed when read.

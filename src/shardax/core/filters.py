@@ -129,14 +129,28 @@ class All(_Combination):
 
 
 class Any(_Combination):
-    """Matches Variables that at least one of the filters matches."""
+    """Matches Variables that at least one of the filters matches.
+
+    Example:
+        >>> import shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> [p for p, _ in sx.iter_variables(layer, sx.Any(sx.BatchStat, sx.PathContains("bias")))]
+        [('bias',)]
+    """
 
     def __call__(self, path: Path, variable: typing.Any) -> bool:
         return any(predicate(path, variable) for predicate in self.predicates)
 
 
 class Not(_Combination):
-    """Matches Variables that the filter does not match."""
+    """Matches Variables that the filter does not match.
+
+    Example:
+        >>> import shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> [path for path, _ in sx.iter_variables(layer, sx.Not(sx.PathContains("bias")))]
+        [('kernel',)]
+    """
 
     def __init__(self, negated: Filter) -> None:
         super().__init__(negated)

@@ -129,6 +129,12 @@ def merge(graphdef: GraphDef, *states: Any) -> Any:
 
     Raises:
         StateMismatchError: If values are missing or unexpected; all are listed.
+
+    Example:
+        >>> import shardax as sx
+        >>> graphdef, params, rest = sx.split(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), sx.Param, ...)
+        >>> sx.merge(graphdef, params, rest).kernel.shape
+        (2, 3)
     """
     paths = graphdef.leaf_paths
     values = merged_values(states, paths, complete=True)
@@ -164,7 +170,17 @@ def state(tree: Any, *filters: Filter) -> Any:
 
 
 def graphdef(tree: Any) -> GraphDef:
-    """Returns the structure of a model: hashable, equal for models that differ only in values."""
+    """Returns the structure of a model: hashable, equal for models that differ only in values.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+
+    Example:
+        >>> import shardax as sx
+        >>> one, two = (sx.nn.Linear(2, 3, rngs=sx.Rngs(seed)) for seed in (0, 1))
+        >>> sx.graphdef(one) == sx.graphdef(two)
+        True
+    """
     return flatten_tree(tree).graphdef
 
 

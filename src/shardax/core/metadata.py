@@ -3,8 +3,8 @@
 
 *Axes* are the logical names of an array's dimensions, one per dimension, ``None`` for an unnamed
 one: ``("embed", "mlp")``. The remaining *entries* are whatever the user attached by keyword. Both
-    are static: they are part of a model's structure, so
-they must be hashable, and two models whose metadata differ are compiled apart.
+are static: they are part of a model's structure, so they must be hashable, and two models whose
+metadata differ are compiled apart.
 """
 
 from __future__ import annotations

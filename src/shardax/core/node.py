@@ -3,8 +3,8 @@
 
 An *object* is a Variable, a Module or a tracked container. Two names for one object are one object
 everywhere: in transforms, in checkpoints, in gradients. Everything else in a model is a static
-    value, or an immutable container (tuple, bound
-method, ``functools.partial``) of objects and static values.
+value, or an immutable container (tuple, bound method, ``functools.partial``) of objects and static
+values.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
 Compiled programs are looked up by their static values, so two values that behave differently must
 never be equal here. Python's own equality is too coarse for that: ``1 == True == 1.0`` and ``0.0 ==
--0.0``, also inside tuples and frozen dataclasses. An
-*exact key* is a hashable stand-in that keeps types apart at every depth.
+-0.0``, also inside tuples and frozen dataclasses. An *exact key* is a hashable stand-in that keeps
+types apart at every depth.
 
 It is also, on purpose, finer in one direction and coarser in another: two functions made by running
 the same ``def`` twice with the same closed-over values get equal keys, since they do the same

@@ -129,6 +129,12 @@ class DecoderLayer(Module):
     Args:
         config: The decoder's sizes.
         rngs: Random streams; ``params`` is used, and ``dropout`` if the config asks for it.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = DecoderLayer(DecoderConfig(), rngs=sx.Rngs(0))
+        >>> layer(jnp.ones((2, 8, 64))).shape
+        (2, 8, 64)
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: Rngs) -> None:

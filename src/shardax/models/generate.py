@@ -24,9 +24,9 @@ def generate(
     """Continues a prompt.
 
     Args:
-        model: Called as ``model(tokens)`` with int32 tokens of shape (1, window); returns logits of
-            shape (1, window, vocab).
-            Causal: logits at a position depend on tokens up to it.
+        model: A Module, called as ``model(tokens)`` with int32 tokens of shape (1, window); returns
+            logits of shape (1, window, vocab). Causal: logits at a position depend on tokens up to
+            it.
         prompt: Tokens, a sequence of at least one integer.
         length: How many tokens to add.
         window: How many of the last tokens the model sees.
@@ -42,8 +42,10 @@ def generate(
 
     Example:
         >>> import jax, shardax as sx
-        >>> successor = lambda tokens: jax.nn.one_hot((tokens + 1) % 10, 10)
-        >>> sx.models.generate(successor, [7], 4, window=4, temperature=0).tolist()
+        >>> class Successor(sx.Module):
+        ...     def __call__(self, tokens):
+        ...         return jax.nn.one_hot((tokens + 1) % 10, 10)
+        >>> sx.models.generate(Successor(), [7], 4, window=4, temperature=0).tolist()
         [7, 8, 9, 0, 1]
     """
     tokens = np.asarray(prompt, np.int32).reshape(-1)

@@ -35,6 +35,12 @@ class QueryKeyValue(NamedTuple):
         query: Shape (..., time, heads, head_dim).
         key: Shape (..., other time, kv heads, head_dim).
         value: The shape of ``key``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> heads = jnp.zeros((8, 4, 16))
+        >>> QueryKeyValue(heads, heads[:, :2], heads[:, :2]).key.shape
+        (8, 2, 16)
     """
 
     query: jax.Array

@@ -22,6 +22,11 @@ class Rotation(NamedTuple):
     """Cosine and sine of the angles, float32, each of shape (batch or 1, time, 1, head_dim / 2).
 
     The last dimension of size one is for the heads.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> rotation(jnp.arange(8), 16).cosine.shape
+        (1, 8, 1, 8)
     """
 
     cosine: jax.Array

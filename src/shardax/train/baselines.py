@@ -72,9 +72,7 @@ def pair_counts(text: Source) -> Counts:
     for segment in _segments(text):
         for start in range(0, segment.size - 1, _CHUNK):
             piece = segment[start : start + _CHUNK + 1].astype(np.uint16)
-            counts += np.bincount(
-                piece[:-1] * np.uint16(256) + piece[1:], minlength=256 * 256
-            )
+            counts += np.bincount(piece[:-1] * np.uint16(256) + piece[1:], minlength=256 * 256)
     return counts.reshape(256, 256)
 
 
@@ -104,9 +102,7 @@ def byte_entropy(text: Source) -> ByteBaselines:
     return ByteBaselines(unigram, min(bigram, unigram), targets)
 
 
-def fitted_loss(
-    train: Source, held_out: Source, *, concentration: float = 32.0
-) -> ByteBaselines:
+def fitted_loss(train: Source, held_out: Source, *, concentration: float = 32.0) -> ByteBaselines:
     """Loss on held-out text of the unigram and the bigram model counted on training text.
 
     The unigram model adds one half to every count (Krichevsky and Trofimov, 1981). The bigram model
@@ -169,6 +165,4 @@ def _neg_sum_c_log_c_over(counts: Counts, totals: Counts) -> float:
     """-sum c log(c / total) over the counts above 0; totals broadcast to them."""
     present = counts > 0
     some = counts[present]
-    return float(
-        (some * np.log(np.broadcast_to(totals, counts.shape)[present] / some)).sum()
-    )
+    return float((some * np.log(np.broadcast_to(totals, counts.shape)[present] / some)).sum())

@@ -2,12 +2,11 @@
 """What a checkpoint holds: arrays by path, positions, and a description of both.
 
 A *slot* is one array of a model as a checkpoint sees it: the text of its path, and the Variable
-    that holds it. A Variable reached
-twice is one slot, so tied weights are stored once. A *position* is a part of the tree that is not
-made of arrays: a plain dict of JSON values, or an object with ``state()`` and ``restore(state)``,
-    such as an iterator over data. A *record* is what the description says of
-one stored array. Comparing records with slots, before any array is read, finds everything that does
-not fit.
+that holds it. A Variable reached twice is one slot, so tied weights are stored once. A *position*
+is a part of the tree that is not made of arrays: a plain dict of JSON values, or an object with
+``state()`` and ``restore(state)``, such as an iterator over data. A *record* is what the
+description says of one stored array. Comparing records with slots, before any array is read, finds
+everything that does not fit.
 """
 
 from __future__ import annotations

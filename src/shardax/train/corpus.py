@@ -30,9 +30,7 @@ SEPARATOR = b"\x00"
 
 _STALE_SECONDS = 24 * 60 * 60
 # Installed packages, test suites, and what differs between builds of one Python version.
-_NOT_LIBRARY = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-)
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _BUILD_SPECIFIC = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 
@@ -86,16 +84,10 @@ def list_folder(
             "to train on the source text of Python's standard library."
         )
     found = _walk(root, skip_folders)
-    paths = [
-        path for path in found if suffixes is None or path.endswith(tuple(suffixes))
-    ]
+    paths = [path for path in found if suffixes is None or path.endswith(tuple(suffixes))]
     files = [file for path in paths if (file := _stat(root, path)).size > 0]
     if not files:
-        wanted = (
-            "any name"
-            if suffixes is None
-            else f"a name ending in {' or '.join(suffixes)}"
-        )
+        wanted = "any name" if suffixes is None else f"a name ending in {' or '.join(suffixes)}"
         seen = sorted({Path(path).suffix or "(none)" for path in found})
         raise TextSourceError(
             f"No non-empty file with {wanted} below {str(root)!r}; the endings there are: "
@@ -140,9 +132,7 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "shardax" / "text"
 
 
-def gather(
-    root: Path, files: Sequence[ListedFile], cache_dir: Path | None = None
-) -> Path:
+def gather(root: Path, files: Sequence[ListedFile], cache_dir: Path | None = None) -> Path:
     r"""Write the files' bytes into one cache file, unless it is there already.
 
     Args:
@@ -172,9 +162,7 @@ def gather(
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         _remove_stale_drafts(cache_dir)
-        handle, draft = tempfile.mkstemp(
-            dir=cache_dir, prefix=".draft-", suffix=".bytes"
-        )
+        handle, draft = tempfile.mkstemp(dir=cache_dir, prefix=".draft-", suffix=".bytes")
     except OSError as error:
         raise TextSourceError(
             f"Cannot write the text cache in {str(cache_dir)!r}: {error}. Pass cache_dir=... with "
@@ -198,9 +186,7 @@ def _walk(root: Path, skip_folders: Collection[str]) -> list[str]:
     found: list[str] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
-            name
-            for name in subfolders
-            if not _is_hidden(name) and name not in skip_folders
+            name for name in subfolders if not _is_hidden(name) and name not in skip_folders
         ]
         for name in names:
             path = Path(folder, name)
@@ -221,9 +207,7 @@ def _stat(root: Path, path: str) -> ListedFile:
 def _listing_digest(root: Path, files: Iterable[ListedFile]) -> str:
     digest = hashlib.sha256(os.fsencode(root.resolve()) + b"\x00")
     for file in files:
-        digest.update(
-            os.fsencode(file.path) + b"\x00%d\x00%d\x00" % (file.size, file.changed_ns)
-        )
+        digest.update(os.fsencode(file.path) + b"\x00%d\x00%d\x00" % (file.size, file.changed_ns))
     return digest.hexdigest()[:32]
 
 

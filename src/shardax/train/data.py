@@ -22,6 +22,7 @@ rows.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -112,9 +113,7 @@ class TrainBatches:
         self.step = 0
         # One window less than fits leaves room for the offset; where just one fits it is kept.
         predicted = part.ends - part.starts - 1
-        windows = np.maximum(
-            predicted // seq_len - 1, (predicted >= seq_len).astype(np.int64)
-        )
+        windows = np.maximum(predicted // seq_len - 1, (predicted >= seq_len).astype(np.int64))
         self._first_window = np.concatenate([[0], np.cumsum(windows)])
         self._room = predicted - windows * seq_len
         if self.windows_per_epoch == 0:
@@ -162,27 +161,17 @@ class TrainBatches:
         """
         own = self.state()
         found = dataclasses.asdict(state) if isinstance(state, DataPosition) else state
-        if (
-            not isinstance(found, Mapping)
-            or set(found) != set(own)
-            or not _is_step(found["step"])
-        ):
+        if not isinstance(found, Mapping) or set(found) != set(own) or not _is_step(found["step"]):
             raise DataPositionError(
                 f"Not a data position: {state!r}. A position has the entries {sorted(own)}, with a "
                 "step of 0 or more; pass what batches.state() returned."
             )
-        differing = [
-            name for name in own if name != "step" and found[name] != own[name]
-        ]
+        differing = [name for name in own if name != "step" and found[name] != own[name]]
         if differing:
-            lines = [
-                f"  {name}: saved {found[name]!r}, here {own[name]!r}"
-                for name in differing
-            ]
+            lines = [f"  {name}: saved {found[name]!r}, here {own[name]!r}" for name in differing]
             raise DataPositionError(
                 "The saved data position cannot be continued with these batches, because they "
-                "would not be the ones that followed:\n"
-                + "\n".join([*lines, _advice(differing)])
+                "would not be the ones that followed:\n" + "\n".join([*lines, _advice(differing)])
             )
         self.step = int(found["step"])
 
@@ -201,16 +190,12 @@ class TrainBatches:
         if step < 0:
             raise WindowError(f"A step is 0 or more, got {step}.")
         rows = np.arange(self._rows.start, self._rows.stop, dtype=np.int64)
-        epochs, places = np.divmod(
-            step * self.batch_size + rows, self.windows_per_epoch
-        )
+        epochs, places = np.divmod(step * self.batch_size + rows, self.windows_per_epoch)
         starts = np.empty_like(rows)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             starts[here] = self._window_starts(int(epoch), places[here])
-        return _batch(
-            self.part.text.data[starts[:, None] + np.arange(self.seq_len + 1)]
-        )
+        return _batch(self.part.text.data[starts[:, None] + np.arange(self.seq_len + 1)])
 
     def _window_starts(self, epoch: int, places: _Int64Array) -> _Int64Array:
         order_key = int(hash64(self.seed, epoch)[0])
@@ -278,9 +263,7 @@ class EvalBatches:
     ) -> None:
         self._rows = _local_rows(batch_size, seq_len, process_index, process_count)
         if max_batches is not None and max_batches < 1:
-            raise WindowError(
-                f"max_batches must be 1 or more, or None for all, got {max_batches}."
-            )
+            raise WindowError(f"max_batches must be 1 or more, or None for all, got {max_batches}.")
         self.batch_size = batch_size
         self.seq_len = seq_len
         starts, lengths = _sequential_windows(part, seq_len)
@@ -302,7 +285,7 @@ class EvalBatches:
         return int(self._lengths.sum())
 
     def __len__(self) -> int:
-        return -(-self._starts.size // self.batch_size)
+        return math.ceil(self._starts.size / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         data = self.part.text.data
@@ -326,9 +309,7 @@ class EvalBatches:
         )
 
 
-def _local_rows(
-    batch_size: int, seq_len: int, process_index: int, process_count: int
-) -> range:
+def _local_rows(batch_size: int, seq_len: int, process_index: int, process_count: int) -> range:
     if batch_size < 1 or seq_len < 1:
         raise WindowError(
             f"batch_size and seq_len must be 1 or more, got batch_size={batch_size} and "
@@ -353,9 +334,7 @@ def _batch(windows: npt.NDArray[np.uint8]) -> Batch:
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def _sequential_windows(
-    part: TextPart, seq_len: int
-) -> tuple[_Int64Array, _Int64Array]:
+def _sequential_windows(part: TextPart, seq_len: int) -> tuple[_Int64Array, _Int64Array]:
     """Start and number of targets of the windows that cover each segment in order."""
     predicted = part.ends - part.starts - 1
     counts = -(-predicted // seq_len)
@@ -365,9 +344,7 @@ def _sequential_windows(
     return starts, np.minimum(seq_len, predicted[segments] - within * seq_len)
 
 
-def _covered_part(
-    part: TextPart, starts: _Int64Array, lengths: _Int64Array
-) -> TextPart:
+def _covered_part(part: TextPart, starts: _Int64Array, lengths: _Int64Array) -> TextPart:
     """The part that exactly these windows read, so that baselines are taken over the same text."""
     ends = starts + lengths + 1
     begins_run = np.concatenate([[True], starts[1:] >= ends[:-1]])
@@ -376,11 +353,7 @@ def _covered_part(
 
 
 def _is_step(value: object) -> bool:
-    return (
-        isinstance(value, int | np.integer)
-        and not isinstance(value, bool)
-        and int(value) >= 0
-    )
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _advice(differing: list[str]) -> str:

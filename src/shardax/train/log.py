@@ -62,9 +62,7 @@ class JsonlLog:
         >>> folder.cleanup()
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, resume_step: int | None = None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._last_step = -1
@@ -91,9 +89,7 @@ class JsonlLog:
                 written.
         """
         if self._file.closed:
-            raise LogError(
-                f"The log {str(self.path)!r} is closed. Open it again: JsonlLog(path)."
-            )
+            raise LogError(f"The log {str(self.path)!r} is closed. Open it again: JsonlLog(path).")
         plain = {name: _to_json(value, name) for name, value in record.items()}
         step = _step_of(plain, self.path)
         if step is not None and step < self._last_step:
@@ -102,9 +98,7 @@ class JsonlLog:
                 f"{str(self.path)!r}. To run steps again, open the log with JsonlLog(path, "
                 f"resume_step={step - 1})."
             )
-        self._append(
-            json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-        )
+        self._append(json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n")
         self._last_step = self._last_step if step is None else step
 
     def _append(self, line: bytes) -> None:
@@ -209,13 +203,9 @@ def _to_json(value: Any, where: str) -> Any:
             raise LogError(
                 f"Keys in a log record must be strings, but {where} has {wrong[0]!r}. Use str(key)."
             )
-        return {
-            key: _to_json(entry, f"{where}[{key!r}]") for key, entry in value.items()
-        }
+        return {key: _to_json(entry, f"{where}[{key!r}]") for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [
-            _to_json(entry, f"{where}[{index}]") for index, entry in enumerate(value)
-        ]
+        return [_to_json(entry, f"{where}[{index}]") for index, entry in enumerate(value)]
     if isinstance(value, np.generic | np.ndarray | jax.Array):
         return _to_json(_plain_array(value, where), where)
     raise _no_json_form(value, where)

@@ -44,8 +44,8 @@ class Optimizer(Module):
     """A gradient transformation, its state, and the model that it updates.
 
     Making one computes nothing on a lazy model and allocates nothing: the state is lazy until it is
-        first used, and then goes where
-    the parameters are (or where ``sx.shard((model, optimizer), mesh, rules)`` puts it).
+    first used, and then goes where the parameters are (or where ``sx.shard((model, optimizer),
+    mesh, rules)`` puts it).
 
     Args:
         model: The model; referred to, not copied.
@@ -112,8 +112,8 @@ class Optimizer(Module):
             grads: Gradients by path, as ``sx.grad(..., wrt=...)`` gives them: a ``State`` or nested
                 mapping with the shapes of the parameters.
             **extra: What the transformation takes besides (``value=loss`` for
-            ``optax.contrib.reduce_on_plateau``, say); as in
-                optax, a transformation that does not take them ignores them.
+                ``optax.contrib.reduce_on_plateau``, say); as in optax, a transformation that does
+                not take them ignores them.
 
         Raises:
             GradientMismatchError: If gradients are missing, unexpected or of another shape; nothing

@@ -2,11 +2,10 @@
 """The layout of an optimizer's state: what it will hold, found without computing it.
 
 A *transformation* is a gradient transformation in the sense of optax: an object with ``init(params)
-    -> state`` and
-``update(updates, state, params) -> (updates, state)``. Its state is some pytree. A *state leaf* is
-one array in it. The layout says for each leaf where it is, its shape and dtype, which parameter it
-*follows* (it stands at that parameter's path, so it should be laid out like it), and its *origin*:
-what ``init`` computes it from.
+-> state`` and ``update(updates, state, params) -> (updates, state)``. Its state is some pytree. A
+*state leaf* is one array in it. The layout says for each leaf where it is, its shape and dtype,
+which parameter it *follows* (it stands at that parameter's path, so it should be laid out like it),
+and its *origin*: what ``init`` computes it from.
 
 All of it comes from tracing ``init`` on shapes. Nothing is computed and nothing is allocated, so an
 optimizer can be made for a model that does not exist yet.
@@ -20,8 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
+from shardax.core._jax import Literal
 from shardax.core.paths import Path, PathKey
 from shardax.core.static import Static
 
@@ -255,8 +254,7 @@ def _dimensions(
     """Says which dimension of the parameter each dimension of a leaf is; None if it is unclear.
 
     Three forms occur: the parameter's shape; leading dimensions before it (a history); and one
-        dimension less (row and
-    column statistics), where the missing one must be clear from the sizes.
+    dimension less (row and column statistics), where the missing one must be clear from the sizes.
     """
     if parameter is None:
         return None

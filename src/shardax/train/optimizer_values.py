@@ -7,9 +7,8 @@ that depends on parameters (a slow copy of the weights) is computed from the val
 has at that moment.
 
 Unless it is told where to go, a state value goes where its parameter is: a state made after the
-    model was sharded, or before, ends
-up sharded like it. A leaf that follows no parameter is replicated over the mesh that the parameters
-are on.
+model was sharded, or before, ends up sharded like it. A leaf that follows no parameter is
+replicated over the mesh that the parameters are on.
 """
 
 from __future__ import annotations

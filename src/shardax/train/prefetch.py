@@ -91,9 +91,7 @@ class Prefetch:
         [[0, 1], [0, 1, 2]]
     """
 
-    def __init__(
-        self, batches: Iterable[Any], sharding: Any = None, *, depth: int = 1
-    ) -> None:
+    def __init__(self, batches: Iterable[Any], sharding: Any = None, *, depth: int = 1) -> None:
         if depth < 1:
             raise PrefetchError(f"Prefetch needs depth >= 1, got {depth}.")
         self._source = batches
@@ -102,9 +100,7 @@ class Prefetch:
         self._depth = depth
         self._state = self._source_state()
         # Dropped, or at interpreter exit, the executor ends its thread after the current fetch.
-        self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(
-            1, "shardax-prefetch"
-        )
+        self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "shardax-prefetch")
         self._ready: deque[Future[tuple[Any, Any]]] = deque()
         self._work_ahead()
 
@@ -136,9 +132,7 @@ class Prefetch:
         if not isinstance(self._source, Positioned):
             raise _no_position("restore", self._source)
         if self._worker is None:
-            raise PrefetchError(
-                "This Prefetch is closed. Make a new one: Prefetch(batches, ...)."
-            )
+            raise PrefetchError("This Prefetch is closed. Make a new one: Prefetch(batches, ...).")
         self._drop_ready()
         try:
             self._source.restore(state)

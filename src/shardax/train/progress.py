@@ -3,14 +3,13 @@
 
 A *display* is told about steps, evaluations and checkpoints and shows them. ``make_display``
 chooses: a bar (by rich) when the output is a terminal, else one line every so often, so that log
-    files stay readable.
+files stay readable.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 
@@ -27,12 +26,7 @@ class Display(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exc_info: object) -> None: ...
 
 
 class Lines:

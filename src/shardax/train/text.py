@@ -62,9 +62,7 @@ class ByteText:
     name: str
 
     @classmethod
-    def from_bytes(
-        cls, data: bytes | ByteArray, name: str = "bytes in memory"
-    ) -> ByteText:
+    def from_bytes(cls, data: bytes | ByteArray, name: str = "bytes in memory") -> ByteText:
         """Take text that is in memory.
 
         Args:
@@ -81,11 +79,7 @@ class ByteText:
             >>> len(ByteText.from_bytes(b"abc"))
             3
         """
-        array = (
-            data
-            if isinstance(data, np.ndarray)
-            else np.frombuffer(data, dtype=np.uint8)
-        )
+        array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
         if array.dtype != np.uint8 or array.ndim != 1:
             raise TextSourceError(
                 f"Text must be a one-dimensional uint8 array, but {name} has dtype {array.dtype} "
@@ -168,9 +162,7 @@ class ByteText:
         return cls(_map_bytes(joined), str(root))
 
     @classmethod
-    def standard_library(
-        cls, *, cache_dir: str | os.PathLike[str] | None = None
-    ) -> ByteText:
+    def standard_library(cls, *, cache_dir: str | os.PathLike[str] | None = None) -> ByteText:
         """The source text of the running Python's standard library: real input on any machine.
 
         Args:
@@ -221,8 +213,7 @@ class ByteText:
         """Cut into a training and a held-out part that share no byte.
 
         Deterministic: depends on the length of the text and the arguments only. See the module's
-            docstring for
-        the why of the blocks.
+        docstring for the why of the blocks.
 
         Args:
             held_out: Share of the text to hold out, above 0 and at most 0.5; one block in ``round(1
@@ -263,9 +254,7 @@ class ByteText:
             self._part_of_blocks(is_held_out, block_bytes),
         )
 
-    def _part_of_blocks(
-        self, chosen: npt.NDArray[np.bool_], block_bytes: int
-    ) -> TextPart:
+    def _part_of_blocks(self, chosen: npt.NDArray[np.bool_], block_bytes: int) -> TextPart:
         edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
         starts, ends = edges[0::2] * block_bytes, edges[1::2] * block_bytes
         return TextPart(self, starts, np.minimum(ends, len(self)))
@@ -369,9 +358,7 @@ def _map_bytes(path: Path) -> ByteArray:
 
 def _held_out_blocks(blocks: int, group_size: int) -> npt.NDArray[np.bool_]:
     groups = np.arange(-(-blocks // group_size))
-    chosen = groups * group_size + (hash64(groups) % np.uint64(group_size)).astype(
-        np.int64
-    )
+    chosen = groups * group_size + (hash64(groups) % np.uint64(group_size)).astype(np.int64)
     is_held_out = np.zeros(blocks, dtype=np.bool_)
     is_held_out[chosen[chosen < blocks]] = True
     return is_held_out

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax.core.errors import TrainerError
 from shardax.partition.mesh import resolve_mesh
@@ -50,6 +50,10 @@ class TrainerSettings:
         keep_checkpoints: How many checkpoints to keep.
         grad_accumulation: Parts into which each batch is split to save memory; the update is that
             of the whole batch.
+
+    Example:
+        >>> TrainerSettings(steps=100, checkpoint_every=25).log_every
+        10
     """
 
     steps: int
@@ -79,6 +83,11 @@ class RunResult:
         stopped: The signal that stopped the run early, or None.
         checkpoint: The last checkpoint's directory.
         log: The log file.
+
+    Example:
+        >>> from pathlib import Path
+        >>> RunResult(10, 2.0, 2.1, None, Path("checkpoints/10"), Path("log.jsonl")).eval_loss
+        2.1
     """
 
     step: int
@@ -290,7 +299,7 @@ class Trainer:
             yield
 
     def _batch_sharding(self) -> Any:
-        if self.mesh is None:
+        if not isinstance(self.mesh, Mesh):  # an abstract mesh has no devices to put a batch on
             return None
         spec = logical_to_mesh_axes(("batch", "seq"), self.rules) or PartitionSpec()
         return NamedSharding(self.mesh, spec)

@@ -72,6 +72,12 @@ class Jit(Wrapper):
 
     Attributes:
         __wrapped__: The original function.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> double = sx.jit(lambda v: v * 2)
+        >>> type(double) is sx.Jit, double(sx.Param(jnp.ones(2))).tolist()
+        (True, [2.0, 2.0])
     """
 
     def __init__(

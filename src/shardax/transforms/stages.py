@@ -214,7 +214,14 @@ class Traced(_Stage):
 
 
 class Lowered(_Stage):
-    """A lowered function: StableHLO, not compiled yet."""
+    """A lowered function: StableHLO, not compiled yet.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> lowered = sx.jit(lambda v, x: v * x).lower(sx.Param(jnp.ones(3)), jnp.ones(3))
+        >>> "stablehlo.multiply" in lowered.as_text()
+        True
+    """
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
         """Compiles for the devices of the arguments.

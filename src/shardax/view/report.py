@@ -67,10 +67,14 @@ def write_report(
     Example:
         >>> import tempfile, pathlib, shardax as sx
         >>> page = write_report(
-        ...     pathlib.Path(tempfile.mkdtemp()) / "report.html", title="Run", summary={"steps": 2},
-        ...     parameters=sx.view.table(sx.nn.Linear(2, 3, rngs=sx.Rngs(0))), pictures={},
-        ...     records=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}], references={"bigram":
-        1.8})
+        ...     pathlib.Path(tempfile.mkdtemp()) / "report.html",
+        ...     title="Run",
+        ...     summary={"steps": 2},
+        ...     parameters=sx.view.table(sx.nn.Linear(2, 3, rngs=sx.Rngs(0))),
+        ...     pictures={},
+        ...     records=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}],
+        ...     references={"bigram": 1.8},
+        ... )
         >>> "<svg" in page.read_text(), "bigram" in page.read_text()
         (True, True)
     """

@@ -35,6 +35,12 @@ class ParameterRow:
         size: Number of elements.
         nbytes: Bytes of the whole array.
         bytes_per_device: Bytes of its largest shard.
+
+    Example:
+        >>> import shardax as sx
+        >>> row = sx.view.table(sx.nn.Linear(2, 3, rngs=sx.Rngs(0))).rows[0]
+        >>> row.path, row.shape, row.nbytes
+        ('.kernel', (2, 3), 24)
     """
 
     path: str
@@ -131,6 +137,11 @@ def table(tree: Any, *filters: Any, mesh: Any = None, rules: Any = None) -> Para
 
     Returns:
         The table.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.view.table(sx.nn.Linear(2, 3, rngs=sx.Rngs(0))).totals()
+        '9 elements, 36 B; 36 B per device on 1 device'
     """
     found = resolve_mesh(mesh)
     specs = partition_specs(tree, rules)
