@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of checkpoints skips none, keeps the last, and survives being killed at any moment."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardax as sx
+from shardax.core.errors import (
+    CheckpointExistsError,
+    CheckpointValueError,
+    CheckpointWriteError,
+)
+from shardax.train.checkpoint import Checkpoints
+
+
+def make_weight() -> sx.Param[Any]:
+    return sx.Param(jnp.ones(3))
+
+
+def test_no_save_is_skipped_and_the_last_few_are_kept(tmp_path: Path) -> None:
+    weight = sx.Param(jnp.zeros(1000))
+    with (
+        Checkpoints(tmp_path / "all", keep=None) as every,
+        Checkpoints(tmp_path / "few", keep=2) as few,
+    ):
+        for step in range(5):
+            weight.value = jnp.full(1000, float(step))
+            every.save(step, weight)
+            few.save(step, weight)
+    assert every.steps() == [0, 1, 2, 3, 4] and few.steps() == [3, 4]
+    assert sorted(item.name for item in (tmp_path / "few").iterdir()) == ["00000003", "00000004"]
+    for step in range(5):
+        every.restore(weight, step)
+        assert weight.value.tolist() == [float(step)] * 1000
+
+
+def test_values_may_be_donated_as_soon_as_save_returns(tmp_path: Path) -> None:
+    def advance(weights: Any) -> None:
+        for weight in weights:
+            weight[...] = weight + 1
+
+    weights = [sx.Param(jnp.zeros((512, 512))) for _ in range(8)]
+    advance_in_place = sx.jit(advance, donate_argnums=0)
+    with Checkpoints(tmp_path, keep=None) as checkpoints:
+        for step in range(4):
+            checkpoints.save(step, weights)
+            for _ in range(5):
+                advance_in_place(weights)
+        for step in range(4):
+            checkpoints.restore(weights, step)
+            assert {float(x) for w in weights for x in (w.value.min(), w.value.max())} == {
+                5.0 * step
+            }
+
+
+def test_half_written_checkpoints_are_not_seen_and_are_cleared_away(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, make_weight())
+    (tmp_path / "00000002.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "00000002.orbax-checkpoint-tmp" / "arrays").mkdir()
+    (tmp_path / "00000000.deleted").mkdir()
+    (tmp_path / "notes").mkdir()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [1] and checkpoints.latest() == 1
+        checkpoints.save(2, make_weight())
+    names = sorted(item.name for item in tmp_path.iterdir())
+    assert names == ["00000001", "00000002", "notes"]
+
+
+def test_going_on_from_an_earlier_step_means_giving_up_later_ones(tmp_path: Path) -> None:
+    weight = sx.Param(jnp.zeros(()))
+    with Checkpoints(tmp_path, keep=None) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, weight)
+        with pytest.raises(CheckpointExistsError, match=r"rewind\(19\)"):
+            checkpoints.save(20, weight)
+        checkpoints.rewind(10)
+        assert checkpoints.steps() == [10]
+        checkpoints.save(20, weight)
+    assert checkpoints.steps() == [10, 20]
+
+
+def test_due_says_when(tmp_path: Path) -> None:
+    steps = range(1, 8)
+    assert [s for s in steps if Checkpoints(tmp_path, every=3).due(s)] == [3, 6]
+    assert [s for s in steps if Checkpoints(tmp_path).due(s)] == []
+    assert not list(tmp_path.iterdir())  # looking makes nothing
+
+
+def test_settings_and_steps_are_checked(tmp_path: Path) -> None:
+    for options in ({"keep": 0}, {"every": 0}, {"keep": 1.5}):
+        with pytest.raises(CheckpointValueError):
+            Checkpoints(tmp_path, **options)  # pyright: ignore[reportArgumentType]
+    for step in (-1, 1.0, jnp.int32(3)):
+        with pytest.raises(CheckpointValueError, match="step="):
+            Checkpoints(tmp_path).save(step, make_weight())  # pyright: ignore[reportArgumentType]
+
+
+def test_an_error_in_the_background_is_raised_and_the_next_save_works(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    numbers = np.random.default_rng(0).normal(size=(8, 1024, 1024)).astype(np.float32)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, sx.Param(numbers))  # takes far longer to write than to remove
+    (folder / "00000001" / "in the way").mkdir(parents=True)
+    with pytest.raises(CheckpointWriteError, match=r"folder failed: .*None is complete\."):
+        checkpoints.wait()
+    checkpoints.save(2, sx.Param(jnp.ones(2)))
+    checkpoints.close()
+    assert checkpoints.steps() == [2]
+
+
+def test_a_folder_that_is_gone_is_an_error_not_a_save_that_is_lost(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "folder")
+    checkpoints.save(1, make_weight())
+    checkpoints.wait()
+    (tmp_path / "folder").rename(tmp_path / "moved")
+    (tmp_path / "folder").write_text("in the way")
+    with pytest.raises(NotADirectoryError, match="folder"):
+        checkpoints.save(2, make_weight())
+    (tmp_path / "folder").unlink()
+    (tmp_path / "moved").rename(tmp_path / "folder")
+    checkpoints.close()
+
+
+# --- kill -9 --------------------------------------------------------------------------------------
+
+WRITER = textwrap.dedent(
+    """
+    import sys
+    import jax.numpy as jnp
+    import shardax as sx
+    from shardax.train.checkpoint import Checkpoints
+
+    weights = [sx.Param(jnp.zeros((256, 256))) for _ in range(12)]
+    checkpoints = Checkpoints(sys.argv[1], keep=2)
+    step = checkpoints.latest()
+    if step is None:
+        step = -1
+    else:
+        checkpoints.restore(weights)
+        assert all(bool((weight == step).all()) for weight in weights)
+    while True:
+        step += 1
+        for weight in weights:
+            weight[...] = jnp.full((256, 256), float(step))
+        checkpoints.save(step, weights)
+        print(step, flush=True)
+    """
+)
+
+
+def test_after_kill_9_the_last_complete_checkpoint_is_whole_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    weights = [sx.Param(jnp.zeros((256, 256))) for _ in range(12)]
+    seen = -1
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path / "run")],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        with process:
+            assert process.stdout is not None
+            started = [int(process.stdout.readline()) for _ in range(2)]
+            time.sleep(random.uniform(0, 0.3))
+            process.send_signal(signal.SIGKILL)
+        checkpoints = Checkpoints(tmp_path / "run")
+        latest = checkpoints.latest()
+        # The save of step n begins when that of step n - 1 is complete.
+        assert latest is not None and latest >= started[0] and started[0] == seen + 1
+        checkpoints.restore(weights)
+        assert {float(x) for w in weights for x in (w.value.min(), w.value.max())} == {
+            float(latest)
+        }
+        seen = latest
