@@ -192,7 +192,7 @@ class Decoder(Module):
 
     Attributes:
         embed: The ``Embed``.
-        layers: The ``DecoderLayer``s.
+        layers: The layers, each a ``DecoderLayer``.
         final_norm: The ``RMSNorm`` before the head.
         head: ``Linear`` from embed to vocabulary, or None if tied.
 

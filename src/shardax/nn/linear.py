@@ -44,8 +44,8 @@ class Linear(Module):
         rngs: Random streams; ``params`` is used.
 
     Attributes:
-        kernel: ``Param`` of shape (*in_features, *out_features).
-        bias: ``Param`` of shape (*out_features), or None.
+        kernel: ``Param`` of shape ``(*in_features, *out_features)``.
+        bias: ``Param`` of shape ``(*out_features,)``, or None.
 
     Raises:
         LayerConfigError: If a size is not positive or the names do not fit.

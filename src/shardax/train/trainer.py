@@ -148,7 +148,13 @@ class Trainer:
         self.held_out = held_out
         self.settings = settings
         self.directory = Path(directory)
-        self.mesh = resolve_mesh(mesh)
+        found = resolve_mesh(mesh)
+        if found is not None and not isinstance(found, Mesh):
+            raise TrainerError(
+                "A Trainer needs a mesh of devices, but was given an abstract one. Make one with "
+                "jax.make_mesh((2, 4), ('data', 'model'))."
+            )
+        self.mesh = found
         self.rules = rules
         self.train_step = jit(
             _make_train_step(loss, settings.grad_accumulation), donate_argnums=(0, 1)
@@ -286,8 +292,7 @@ class Trainer:
         shown.note(f"step {step}: held-out loss {eval_loss:.4f}")
         return eval_loss
 
-    # --- placement and checkpoints
-    # -----------------------------------------------------------------
+    # --- placement and checkpoints ---------------------------------------------------------------
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
@@ -299,7 +304,7 @@ class Trainer:
             yield
 
     def _batch_sharding(self) -> Any:
-        if not isinstance(self.mesh, Mesh):  # an abstract mesh has no devices to put a batch on
+        if self.mesh is None:
             return None
         spec = logical_to_mesh_axes(("batch", "seq"), self.rules) or PartitionSpec()
         return NamedSharding(self.mesh, spec)

@@ -3,8 +3,8 @@
 
 A *plan* is what one structure of arguments compiles to: a ``jax.jit`` of the pure function on flat
 lists of values. A *call entry* remembers, for particular objects, the plan and the flat list of
-their Variables. It is valid while the structure epoch stays. So a steady call checks one integer,
-gathers values, calls the plan's function, and stores what the trace wrote.
+their Variables, valid while the structure epoch stays. So a steady call checks one integer, gathers
+values, calls the plan's function, and stores what the trace wrote.
 
 Two things are found while tracing. *Captured* Variables, which the function uses without being
 given them, become hidden inputs: sources in closures and globals are known beforehand, anything
@@ -355,8 +355,7 @@ class Jit(Wrapper):
         named = {name: arg for name, arg in kwargs.items() if name not in self.static_names}
         return Signature(dynamic, named, tuple(static))
 
-    # --- the rest of the interface
-    # ------------------------------------------------------------------
+    # --- the rest of the interface ----------------------------------------------------------------
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """Traces the function for these arguments without compiling; returns a ``Traced``."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardax.core.frames import Adopted, Frame, owner_here
 from shardax.core.lazy import LazyValue
@@ -16,9 +17,9 @@ from shardax.transforms.once import Once
 
 
 class AbstractFrame(Frame):
-    """A frame that computes lazy Variables from outside as part of the trace.
+    """A frame that makes up values for Variables without any that were not passed in.
 
-    So nothing is allocated for them.
+    Lazy values are computed and abstract ones filled as part of the trace, which allocates nothing.
     """
 
     __slots__ = ()
@@ -26,11 +27,19 @@ class AbstractFrame(Frame):
     def adopt(self, outer: Any) -> Any:
         """See ``Frame.adopt``."""
         value = outer._value
-        if not isinstance(value, LazyValue):
+        if isinstance(value, LazyValue):
+            value = value.compute()
+        elif outer.is_abstract:
+            value = jax.tree.map(_filled, value)
+        else:
             return super().adopt(outer)
-        stand_in = type(outer)._make(value.compute(), outer._metadata, self)
+        stand_in = type(outer)._make(value, outer._metadata, self)
         self.adopted.append(Adopted(outer, stand_in, stand_in._value))
         return stand_in
+
+
+def _filled(leaf: Any) -> Any:
+    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
 def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
