@@ -287,7 +287,7 @@ def _tie(model: Scale) -> None:
     [
         (_other_rate, r"\n  \.model\.rate: 0\.5 \(float\) -> 0\.25 \(float\)\n"),
         (_new_attribute, r"\n  \.model\.extra: absent -> Param\n"),
-        (_tie, r"\n  \.model\.calls: Variable -> absent\n"),
+        (_tie, r"\n  \.model\.calls: Variable -> same as \.model\.factor\n"),
         (lambda m: delattr(m, "calls"), r"\n  \.model\.calls: Variable -> absent\n"),
         (lambda m: m.factor.set_metadata(note=1), r"\n  \.model\.factor: Param -> Param\(note=1\)"),
         (lambda m: setattr(m.factor, "value", jnp.ones(3)), r"'model\.factor' .*float32\[3\]"),

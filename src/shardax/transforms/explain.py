@@ -21,6 +21,7 @@ from shardax.core.paths import Path, format_path
 from shardax.core.structure import (
     GraphDef,
     ModuleDef,
+    Ref,
     VariableDef,
     definition_children,
     definition_paths,
@@ -190,6 +191,8 @@ def structure_differences(
 def _entry(value: Any) -> str:
     if value is None:
         return "absent"
+    if isinstance(value, str):
+        return value
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
         shown = "" if value[1] is None else repr(value[1])
         return value[0].__name__ + (f"({shown})" if shown else "")
@@ -212,4 +215,6 @@ def _by_path(graphdef: GraphDef, names: Sequence[Path]) -> dict[Any, Any]:
         for key, child in definition_children(definition):
             if hasattr(child, "value"):
                 found[(*path, key)] = child
+            elif type(child) is Ref and paths[child.position] != (*path, key):
+                found[(*path, key)] = f"same as {format_path(paths[child.position])}"
     return found

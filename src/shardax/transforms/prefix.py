@@ -219,7 +219,7 @@ def _expand_object(
                     f"{format_path((*where, *path))}."
                 )
             yield (*where, *path), variable, by_path[path]
-    elif isinstance(prefix, (Variable, Object)):
+    elif isinstance(prefix, (Variable, Object)) or not _is_entry(prefix):
         raise PrefixError(
             f"{name} at {format_path(where)} is a {type(prefix).__name__}; give one entry, a State "
             f"of entries, or a filter mapping."

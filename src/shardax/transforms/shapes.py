@@ -29,7 +29,7 @@ class AbstractFrame(Frame):
         value = outer._value
         if isinstance(value, LazyValue):
             value = value.compute()
-        elif outer.is_abstract:
+        elif any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)):
             value = jax.tree.map(_filled, value)
         else:
             return super().adopt(outer)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``explain_retraces``: which change made a compiled function trace again, by path."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.transforms.examples import Box, Scale
+
+import shardax as sx
+
+
+def _reasons(function: Any, *calls: Callable[[], Any]) -> list[tuple[str, ...]]:
+    """Returns the reasons of the retraces in the calls; each is made twice, to see it settle."""
+    with sx.explain_retraces(file=False) as retraces:
+        for call in calls:
+            call()
+            call()
+    return [retrace.reasons for retrace in retraces]
+
+
+def _start() -> tuple[Any, Scale]:
+    forward, model = sx.jit(lambda model, x: model(x)), Scale()
+    forward(model, jnp.ones(2))
+    return forward, model
+
+
+EDITS: dict[str, tuple[Callable[[Scale], Any], tuple[str, ...]]] = {
+    "attribute": (
+        lambda m: setattr(m, "rate", 0.25),
+        (".model.rate: 0.5 (float) -> 0.25 (float)",),
+    ),
+    "type of attribute": (
+        lambda m: setattr(m, "rate", 1),
+        (".model.rate: 0.5 (float) -> 1 (int)",),
+    ),
+    "new attribute": (lambda m: setattr(m, "mode", "x"), (".model.mode: absent -> 'x' (str)",)),
+    "new Variable": (
+        lambda m: setattr(m, "new", sx.Param(jnp.ones(2))),
+        (".model.new: absent -> Param",),
+    ),
+    "removed attribute": (lambda m: delattr(m, "rate"), (".model.rate: 0.5 (float) -> absent",)),
+    "type of Variable": (
+        lambda m: setattr(m, "factor", sx.BatchStat(jnp.ones(2))),
+        (".model.factor: Param -> BatchStat",),
+    ),
+    "metadata": (
+        lambda m: m.factor.set_metadata(axes=("embed",)),
+        (".model.factor: Param -> Param(axes=('embed',))",),
+    ),
+    "shape": (
+        lambda m: setattr(m.factor, "value", jnp.ones((1, 2))),
+        (".model.factor: float32[2] -> float32[1,2]",),
+    ),
+    "dtype": (
+        lambda m: setattr(m.factor, "value", jnp.ones(2, jnp.bfloat16)),
+        (".model.factor: float32[2] -> bfloat16[2]",),
+    ),
+    "tie": (
+        lambda m: setattr(m, "alias", m.factor),
+        (".model.alias: absent -> same as .model.factor",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_change_of_the_model_is_named_by_path(name: str) -> None:
+    edit, expected = EDITS[name]
+    run, model = sx.jit(lambda model: model.factor * 1), Scale()
+    run(model)
+    edit(model)
+    assert _reasons(run, lambda: run(model)) == [expected]
+
+
+ARGUMENTS = {
+    "shape": (jnp.ones(1), ".x: float32[2] -> float32[1]"),
+    "dtype": (jnp.ones(2, jnp.int32), ".x: float32[2] -> int32[2]"),
+    "weak type": (1.0, ".x: float32[2] -> float32[] (weakly typed)"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_change_of_an_array_argument_is_named(name: str) -> None:
+    forward, model = _start()
+    x, reason = ARGUMENTS[name]
+    assert _reasons(forward, lambda: forward(model, x)) == [(reason,)]
+
+
+def test_weak_and_strong_types_are_told_apart() -> None:
+    double = sx.jit(lambda x: x * 2)
+    double(1.0)
+    assert _reasons(double, lambda: double(jnp.float32(1.0))) == [
+        (".x: float32[] (weakly typed) -> float32[]",)
+    ]
+
+
+def test_leaves_of_containers_and_keywords_are_named() -> None:
+    run = sx.jit(lambda batch, *, mask: batch["x"][0] * mask)
+    run({"x": [jnp.ones(2)]}, mask=1.0)
+    assert _reasons(
+        run,
+        lambda: run({"x": [jnp.ones(3)]}, mask=1.0),
+        lambda: run({"x": [jnp.ones(2)]}, mask=1),
+    ) == [
+        (".batch['x'][0]: float32[2] -> float32[3]",),
+        (".mask: float32[] (weakly typed) -> int32[] (weakly typed)",),
+    ]
+
+
+def test_static_values_that_compare_equal_are_told_apart() -> None:
+    run = sx.jit(lambda x, times: x * times, static_argnames="times")
+    run(1.0, 1)
+    assert _reasons(
+        run,
+        lambda: run(1.0, True),
+        lambda: run(1.0, 1.0),
+    ) == [
+        ("static argument 'times': 1 (int) -> True (bool)",),
+        ("static argument 'times': 1 (int) -> 1.0 (float)",),
+    ]
+
+
+def test_of_two_models_the_changed_one_is_named() -> None:
+    run = sx.jit(lambda models, student: models["teacher"][0].factor * student.factor)
+    teacher, student = Scale(), Scale()
+    run({"teacher": [teacher]}, student)
+    teacher.rate = 0.25
+    first = _reasons(run, lambda: run({"teacher": [teacher]}, student))
+    student.rate = 0.75
+    second = _reasons(run, lambda: run({"teacher": [teacher]}, student))
+    assert first == [(".models.teacher[0].rate: 0.5 (float) -> 0.25 (float)",)]
+    assert second == [(".student.rate: 0.5 (float) -> 0.75 (float)",)]
+
+
+def test_closed_over_models_are_named_as_the_function_knows_them() -> None:
+    model, others = Scale(), [Scale(), Scale()]
+    run = sx.jit(lambda x: model(x) + others[0](x) + others[1](x))
+    run(1.0)
+    model.rate = 0.25
+    first = _reasons(run, lambda: run(1.0))
+    others[1].rate = 0.75
+    second = _reasons(run, lambda: run(1.0))
+    assert first == [(".model.rate: 0.5 (float) -> 0.25 (float)",)]
+    assert second == [(".others[1].rate: 0.5 (float) -> 0.75 (float)",)]
+
+
+def test_other_containers_around_the_arguments_are_named() -> None:
+    run, model = sx.jit(lambda t: t[0].factor * 1), Scale()
+    run([model])
+    assert _reasons(run, lambda: run((model,))) == [
+        ("the arguments have other containers, or objects stand elsewhere in them",)
+    ]
+
+
+def test_the_most_similar_earlier_call_is_compared() -> None:
+    forward, model = _start()
+    model.rate, model.mode, model.other = 0.25, "a", "b"
+    forward(model, jnp.ones(2))
+    model.mode = "c"
+    assert _reasons(forward, lambda: forward(model, jnp.ones(2))) == [
+        (".model.mode: 'a' (str) -> 'c' (str)",)
+    ]
+
+
+def test_train_and_eval_modes_are_traced_once_each() -> None:
+    class Layer(Scale):
+        def __init__(self) -> None:
+            super().__init__()
+            self.deterministic = False
+
+    model = Layer()
+    forward = sx.jit(lambda model, x: model(x))
+    forward(model, 1.0)
+
+    def toggle() -> None:
+        model.eval()
+        forward(model, 1.0)
+        model.train()
+        forward(model, 1.0)
+
+    assert _reasons(forward, toggle, toggle) == [
+        (".model.deterministic: False (bool) -> True (bool)",)
+    ]
+
+
+def test_an_optimizer_made_anew_is_not_a_change() -> None:
+    optax = pytest.importorskip("optax", reason="pip install optax")
+    traces: list[int] = []
+
+    class Optimizer(sx.Module):
+        def __init__(self, rate: Any, model: Scale) -> None:
+            self.transformation = optax.adam(rate)
+            self.state = sx.OptState(self.transformation.init({"factor": model.factor.value}))
+
+    @sx.jit
+    def train(model: Scale, optimizer: Optimizer) -> None:
+        traces.append(1)
+        gradient = sx.grad(lambda m: m(1.0).sum())(model)
+        updates, optimizer.state.value = optimizer.transformation.update(
+            {"factor": gradient["factor"]}, optimizer.state.value
+        )
+        model.factor += updates["factor"]
+
+    model = Scale()
+    found = _reasons(train, *[lambda: train(model, Optimizer(1e-3, model))] * 3)
+    assert (found, len(traces)) == ([], 1)
+    assert _reasons(train, lambda: train(model, Optimizer(1e-2, model)))[0][0].startswith(
+        ".optimizer.transformation"
+    )
+
+
+# --- how it reports ---
+
+
+def test_steady_calls_report_nothing() -> None:
+    forward, model = _start()
+    assert _reasons(forward, lambda: forward(model, jnp.ones(2))) == []
+    assert _reasons(forward, lambda: forward(Scale(), jnp.ones(2))) == []
+
+
+def test_the_first_trace_of_a_function_is_not_a_retrace() -> None:
+    model = Scale()
+    forward = sx.jit(lambda model: model(1.0))
+    assert _reasons(forward, lambda: forward(model)) == []
+
+
+def test_the_report_is_text_and_goes_to_the_given_file_or_standard_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def forward(model: Scale) -> Any:
+        return model(1.0)
+
+    compiled, model, file = sx.jit(forward), Scale(), io.StringIO()
+    compiled(model)
+    model.rate = 0.25
+    with sx.explain_retraces(), sx.explain_retraces(file):
+        compiled(model)
+    expected = (
+        "test_the_report_is_text_and_goes_to_the_given_file_or_standard_error.<locals>.forward was "
+        "traced again because:\n  .model.rate: 0.5 (float) -> 0.25 (float)\n"
+    )
+    assert file.getvalue() == expected and capsys.readouterr().err == expected
+
+
+def test_other_threads_and_what_comes_after_are_not_reported() -> None:
+    import threading
+
+    forward, model = _start()
+    with sx.explain_retraces(file=False) as retraces:
+        model.rate = 0.25
+        thread = threading.Thread(target=forward, args=(model, jnp.ones(2)))
+        thread.start()
+        thread.join()
+    model.rate = 0.75
+    forward(model, jnp.ones(2))
+    assert retraces == []
+
+
+def test_a_cleared_cache_is_said_to_be_so() -> None:
+    forward, model = _start()
+    with sx.explain_retraces(file=False) as retraces:
+        jax.clear_caches()
+        forward(model, jnp.ones(2))
+    assert [r.reasons for r in retraces] == [
+        ("nothing that shardax can see (JAX's own settings, or its cache was cleared)",)
+    ]
+
+
+def test_a_model_that_grows_a_child_of_another_kind_is_described_in_full() -> None:
+    forward, model = sx.jit(lambda model: model.factor * 1), Scale()
+    forward(model)
+    model.child = Box()
+    model.child.x = sx.Param(1.0)
+    assert _reasons(forward, lambda: forward(model)) == [
+        (".model.child: absent -> Box", ".model.child.x: absent -> Param")
+    ]
