@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for every layer: each is listed once, and every check runs on each."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.test_util import check_grads
+
+import shardax as sx
+
+RULES = sx.partition.Rules(
+    {
+        "in": "data",
+        "embed": "data",
+        "e": "data",
+        "out": "model",
+        "mlp": "model",
+        "heads": "model",
+        "kv_heads": "model",
+        "h": "model",
+        "vocab": "model",
+    }
+)
+"""Splits the features over ``data``, as the batch is, so that layers must settle who gets it."""
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A layer to check.
+
+    Attributes:
+        make: Makes it from (rngs, compute dtype).
+        x: An input with a batch dimension in front.
+        out: Shape of the result.
+        axes: Axis names of every parameter, by path.
+        call: How to call it.
+    """
+
+    make: Callable[[sx.Rngs, Any], Any]
+    x: np.ndarray
+    out: tuple[int, ...]
+    axes: dict[tuple[Any, ...], tuple[str, ...]]
+    call: Callable[[Any, Any], Any] = lambda layer, x: layer(x)
+
+
+def floats(*shape: int) -> np.ndarray:
+    return np.random.default_rng(7).normal(size=shape).astype(np.float32)
+
+
+def integers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(7).integers(0, 16, shape, np.int32)
+
+
+def attention_axes(*path: str) -> dict[tuple[Any, ...], tuple[str, ...]]:
+    return {
+        (*path, "q", "kernel"): ("embed", "heads", "head_dim"),
+        (*path, "k", "kernel"): ("embed", "kv_heads", "head_dim"),
+        (*path, "v", "kernel"): ("embed", "kv_heads", "head_dim"),
+        (*path, "out", "kernel"): ("heads", "head_dim", "embed"),
+    }
+
+
+def mlp_axes(*path: str) -> dict[tuple[Any, ...], tuple[str, ...]]:
+    return {
+        (*path, "gate", "kernel"): ("embed", "mlp"),
+        (*path, "up", "kernel"): ("embed", "mlp"),
+        (*path, "down", "kernel"): ("mlp", "embed"),
+    }
+
+
+def attention(rngs: sx.Rngs, dtype: Any, **options: Any) -> Any:
+    return sx.nn.MultiHeadAttention(8, 8, head_dim=2, dtype=dtype, rngs=rngs, **options)
+
+
+DESCRIPTORS = {
+    "Linear": Descriptor(
+        lambda rngs, dtype: sx.nn.Linear(8, 12, dtype=dtype, rngs=rngs),
+        floats(4, 8),
+        (4, 12),
+        {("kernel",): ("in", "out"), ("bias",): ("out",)},
+    ),
+    "Linear, several dimensions": Descriptor(
+        lambda rngs, dtype: sx.nn.Linear((2, 4), (3, 2), dtype=dtype, rngs=rngs),
+        floats(4, 5, 2, 4),
+        (4, 5, 3, 2),
+        {("kernel",): ("in_0", "in_1", "out_0", "out_1"), ("bias",): ("out_0", "out_1")},
+    ),
+    "Einsum": Descriptor(
+        lambda rngs, dtype: sx.nn.Einsum(
+            "...te,ehd->...htd", (8, 4, 2), (4, 2), dtype=dtype, rngs=rngs
+        ),
+        floats(4, 3, 8),
+        (4, 4, 3, 2),
+        {("kernel",): ("e", "h", "d"), ("bias",): ("h", "d")},
+    ),
+    "Embed": Descriptor(
+        lambda rngs, dtype: sx.nn.Embed(16, 8, dtype=dtype, rngs=rngs),
+        integers(4, 3),
+        (4, 3, 8),
+        {("embedding",): ("vocab", "embed")},
+    ),
+    "Embed.attend": Descriptor(
+        lambda rngs, dtype: sx.nn.Embed(16, 8, dtype=dtype, rngs=rngs),
+        floats(4, 3, 8),
+        (4, 3, 16),
+        {("embedding",): ("vocab", "embed")},
+        call=lambda layer, x: layer.attend(x),
+    ),
+    "RMSNorm": Descriptor(
+        lambda rngs, dtype: sx.nn.RMSNorm(8, dtype=dtype),
+        floats(4, 3, 8),
+        (4, 3, 8),
+        {("scale",): ("embed",)},
+    ),
+    "LayerNorm": Descriptor(
+        lambda rngs, dtype: sx.nn.LayerNorm(8, dtype=dtype),
+        floats(4, 3, 8),
+        (4, 3, 8),
+        {("scale",): ("embed",), ("bias",): ("embed",)},
+    ),
+    "MultiHeadAttention": Descriptor(attention, floats(4, 3, 8), (4, 3, 8), attention_axes()),
+    "MultiHeadAttention, causal, grouped, rotary": Descriptor(
+        lambda rngs, dtype: attention(rngs, dtype, num_kv_heads=4, causal=True, rope_base=100.0),
+        floats(4, 3, 8),
+        (4, 3, 8),
+        attention_axes(),
+    ),
+    "MLP": Descriptor(
+        lambda rngs, dtype: sx.nn.MLP(8, 16, dtype=dtype, rngs=rngs),
+        floats(4, 3, 8),
+        (4, 3, 8),
+        mlp_axes(),
+    ),
+    "MLP, not gated": Descriptor(
+        lambda rngs, dtype: sx.nn.MLP(
+            8, 16, gated=False, activation="gelu", use_bias=True, dtype=dtype, rngs=rngs
+        ),
+        floats(4, 8),
+        (4, 8),
+        {
+            ("up", "kernel"): ("embed", "mlp"),
+            ("up", "bias"): ("mlp",),
+            ("down", "kernel"): ("mlp", "embed"),
+            ("down", "bias"): ("embed",),
+        },
+    ),
+    "Sequential with Dropout": Descriptor(
+        lambda rngs, dtype: sx.nn.Sequential(
+            sx.nn.Linear(8, 8, use_bias=False, dtype=dtype, rngs=rngs),
+            sx.nn.Dropout(0.5, rngs=rngs),
+            sx.nn.RMSNorm(8, dtype=dtype),
+        ),
+        floats(4, 8),
+        (4, 8),
+        {("layers", 0, "kernel"): ("in", "out"), ("layers", 2, "scale"): ("embed",)},
+    ),
+}
+
+
+@pytest.fixture(params=list(DESCRIPTORS))
+def case(request: pytest.FixtureRequest) -> Descriptor:
+    return DESCRIPTORS[request.param]
+
+
+def make(case: Descriptor, dtype: Any = None, training: bool = False) -> Any:
+    """Makes the layer with parameters that no check could mistake for their defaults."""
+    layer = case.make(sx.Rngs(params=0, dropout=1), dtype)
+    for path, variable in sx.iter_variables(layer, sx.Param):
+        if path[-1] in ("scale", "bias"):
+            variable.value = variable.value + floats(*variable.shape) / 4
+    if not training:
+        layer.eval()
+    return layer
+
+
+def loss(case: Descriptor, layer: Any, x: Any) -> Any:
+    return jnp.sum(jnp.sin(case.call(layer, x)))
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    np.testing.assert_allclose(
+        np.asarray(found, np.float32),
+        np.asarray(expected, np.float32),
+        rtol=tolerance,
+        atol=tolerance,
+    )
+
+
+def test_result_has_the_documented_shape_in_the_input_precision(case: Descriptor):
+    y = case.call(make(case), case.x)
+    assert (y.shape, y.dtype) == (case.out, jnp.float32)
+
+
+def test_every_parameter_carries_its_documented_axes(case: Descriptor):
+    found = {path: variable.axes for path, variable in sx.iter_variables(make(case), sx.Param)}
+    assert found == case.axes
+    state = sx.state(make(case), sx.Param).flat()
+    assert {path: len(axes) for path, axes in case.axes.items()} == {
+        path: value.ndim for path, value in state.items()
+    }
+
+
+def test_building_computes_nothing_and_shapes_are_known(case: Descriptor):
+    before = len(jax.live_arrays())
+    layer = case.make(sx.Rngs(0), None)
+    variables = [variable for _, variable in sx.iter_variables(layer, sx.Param)]
+    assert all(variable.is_lazy for variable in variables)
+    assert [len(variable.axes) for variable in variables] == [v.ndim for v in variables]
+    assert len(jax.live_arrays()) == before
+
+
+def test_eval_shape_knows_the_result_and_leaves_the_layer_lazy(case: Descriptor):
+    layer = case.make(sx.Rngs(0), None)
+    x = jax.ShapeDtypeStruct(case.x.shape, case.x.dtype)
+    found = sx.eval_shape(case.call, layer, x)
+    assert (found.shape, found.dtype) == (case.out, jnp.float32)
+    assert all(variable.is_lazy for _, variable in sx.iter_variables(layer, sx.Param))
+
+
+def test_compiled_equals_eager_and_advances_the_same_streams(case: Descriptor):
+    eager, compiled = make(case, training=True), make(case, training=True)
+    for _ in range(2):
+        close(sx.jit(case.call)(compiled, case.x), case.call(eager, case.x))
+    assert [int(v.value) for path, v in sx.iter_variables(compiled) if path[-1] == "count"] == [
+        int(v.value) for path, v in sx.iter_variables(eager) if path[-1] == "count"
+    ]
+
+
+def test_plain_jax_jit_takes_the_layer_as_a_pytree(case: Descriptor):
+    layer = make(case)
+    close(jax.jit(case.call)(layer, case.x), case.call(layer, case.x))
+
+
+def test_mapped_over_single_inputs_equals_one_call_on_the_batch(case: Descriptor):
+    layer = make(case)
+    mapped = jax.jit(jax.vmap(lambda x: case.call(layer, x)))(case.x)
+    close(mapped, case.call(layer, case.x))
+
+
+def test_gradients_are_finite_and_agree_with_finite_differences(case: Descriptor):
+    graphdef, params, rest = sx.split(make(case), sx.Param, ...)
+
+    def objective(params: Any) -> Any:
+        return loss(case, sx.merge(graphdef, params, rest), case.x)
+
+    gradients = jax.jit(jax.grad(objective))(params)
+    assert all(bool(jnp.isfinite(g).all() and (g != 0).any()) for g in jax.tree.leaves(gradients))
+    check_grads(jax.jit(objective), (params,), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+def test_bfloat16_compute_keeps_float32_parameters_and_gradients(case: Descriptor):
+    layer, full = make(case, jnp.bfloat16), make(case)
+    y = case.call(layer, case.x)
+    assert y.dtype == jnp.bfloat16
+    close(y, case.call(full, case.x), tolerance=0.1)
+    gradients = sx.jit(sx.grad(lambda layer: loss(case, layer, case.x).astype(jnp.float32)))(layer)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
+
+
+def test_sharded_equals_unsharded_on_meshes_of_either_kind(case: Descriptor, mesh: Mesh):
+    def step(layer: Any, x: Any) -> Any:
+        return sx.value_and_grad(lambda layer: loss(case, layer, x))(layer)
+
+    layer = make(case)
+    expected, expected_gradients = sx.jit(step)(layer, case.x)
+    sx.shard(layer, mesh, RULES)
+    x = jax.device_put(case.x, NamedSharding(mesh, PartitionSpec("data")))
+    found, gradients = sx.jit(step)(layer, x)
+    close(found, expected, 1e-4)
+    jax.tree.map(lambda one, other: close(one, other, 1e-4), gradients, expected_gradients)
+    if AxisType.Explicit in mesh.axis_types:  # over Auto axes the compiler chooses
+        parameters = sx.state(layer, sx.Param).flat()
+        assert {path: g.sharding.spec for path, g in gradients.flat().items()} == {
+            path: value.sharding.spec for path, value in parameters.items()
+        }
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        sx.clone,
+        copy.deepcopy,
+        lambda layer: pickle.loads(pickle.dumps(layer)),
+        lambda layer: sx.merge(*sx.split(layer)),
+        lambda layer: sx.merge(*sx.split(layer, sx.Param, ...)),
+    ],
+    ids=["clone", "deepcopy", "pickle", "split and merge", "split by type and merge"],
+)
+def test_copies_are_equal_and_independent(case: Descriptor, copied: Callable[[Any], Any]):
+    layer = make(case, training=True)
+    twin = copied(layer)
+    assert sx.graphdef(twin) == sx.graphdef(layer)
+    own = {id(variable) for _, variable in sx.iter_variables(layer)}
+    assert not own & {id(variable) for _, variable in sx.iter_variables(twin)}
+    close(case.call(twin, case.x), case.call(layer, case.x), 0)
+
+
+def test_repr_shows_every_parameter_with_its_axes(case: Descriptor):
+    layer = make(case)
+    text = repr(layer)
+    assert text.startswith(f"{type(layer).__name__}(  # ")
+    for _, variable in sx.iter_variables(layer, sx.Param):
+        assert repr(variable) in text
+
+
+def test_a_layer_made_anew_has_the_same_structure_and_numbers(case: Descriptor):
+    one, other = make(case), make(case)
+    assert sx.graphdef(one) == sx.graphdef(other)
+    close(case.call(one, case.x), case.call(other, case.x), 0)
