@@ -18,9 +18,9 @@ from shardax.train.optimizer import Optimizer as Optimizer
 from shardax.train.prefetch import Positioned as Positioned
 from shardax.train.prefetch import Prefetch as Prefetch
 from shardax.train.prefetch import put_batch as put_batch
+from shardax.train.settings import RunResult as RunResult
+from shardax.train.settings import TrainerSettings as TrainerSettings
 from shardax.train.text import ByteText as ByteText
 from shardax.train.text import TextPart as TextPart
 from shardax.train.text import open_text as open_text
-from shardax.train.trainer import RunResult as RunResult
 from shardax.train.trainer import Trainer as Trainer
-from shardax.train.trainer import TrainerSettings as TrainerSettings

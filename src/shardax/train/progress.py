@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, Protocol, Self, TextIO
+from typing import Protocol, Self, TextIO
 
 
 class Display(Protocol):
@@ -92,24 +92,25 @@ class Bar:
             TextColumn("[bold]train"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+            TextColumn("{task.fields[status]}"),
             TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=Console(file=file),
         )
+        self._shown = {"loss": "", "speed": ""}
         self._task = self._progress.add_task(
-            "train", total=total, completed=first, loss="-", speed="-"
+            "train", total=total, completed=first, status="starting"
         )
 
     def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
         """See ``Display``."""
-        fields: dict[str, Any] = {}
         if loss is not None:
-            fields["loss"] = f"{loss:.4f}"
+            self._shown["loss"] = f"loss {loss:.4f}"
         if tokens_per_second:
-            fields["speed"] = f"{tokens_per_second:,.0f}"
-        self._progress.update(self._task, completed=step, **fields)
+            self._shown["speed"] = f"{tokens_per_second:,.0f} tokens/s"
+        status = "  ".join(text for text in self._shown.values() if text)
+        self._progress.update(self._task, completed=step, status=status)
 
     def note(self, message: str) -> None:
         """See ``Display``."""

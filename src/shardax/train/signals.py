@@ -12,9 +12,9 @@ from typing import Any, Self
 class StopRequest:
     """Notes SIGINT and SIGTERM while its ``with`` block runs.
 
-    A second SIGINT interrupts at once, as usual.
-
-    Outside the main thread, where Python delivers no signals, it does nothing.
+    A second SIGINT interrupts at once, as usual. A signal that the process ignores (SIGINT in a
+    background job of a shell) stays ignored. Outside the main thread, where Python delivers no
+    signals, it does nothing.
 
     Attributes:
         signal: The signal that was received, or None.
@@ -42,7 +42,10 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._receive)
+                before = signal.getsignal(number)
+                # None: set by other than Python code, which could not be put back.
+                if before not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(

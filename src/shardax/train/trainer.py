@@ -11,91 +11,33 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from signal import Signals
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from shardax.core.errors import TrainerError
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.placement import shard
-from shardax.partition.scope import axis_rules, logical_to_mesh_axes
+from shardax.partition.scope import axis_rules
+from shardax.partition.specs import shardings
 from shardax.train.accumulation import accumulated_value_and_grad
+from shardax.train.batch_layout import batch_shardings
 from shardax.train.checkpoint import Checkpoints
-from shardax.train.log import JsonlLog
-from shardax.train.prefetch import Prefetch, put_batch
+from shardax.train.clock import Clock
+from shardax.train.evaluation import evaluation_mode, held_out_loss, make_eval_step
+from shardax.train.log import JsonlLog, read_jsonl
+from shardax.train.prefetch import Positioned, Prefetch
 from shardax.train.progress import Display, make_display
+from shardax.train.settings import RunResult, TrainerSettings
 from shardax.train.signals import StopRequest
 from shardax.transforms.jit import jit
 
 Loss = Callable[[Any, Any], Any]
 """``loss(model, batch)``: the mean loss over the batch's targets (those where ``mask`` is true)."""
-
-
-@dataclass(frozen=True)
-class TrainerSettings:
-    """How long to train and what to do along the way.
-
-    Attributes:
-        steps: Number of optimizer steps of the whole run, resumed parts included.
-        log_every: Steps between log records of the training loss.
-        eval_every: Steps between held-out evaluations; 0: only at the end.
-        checkpoint_every: Steps between checkpoints; 0: only at the end.
-        keep_checkpoints: How many checkpoints to keep.
-        grad_accumulation: Parts into which each batch is split to save memory; the update is that
-            of the whole batch.
-
-    Example:
-        >>> TrainerSettings(steps=100, checkpoint_every=25).log_every
-        10
-    """
-
-    steps: int
-    log_every: int = 10
-    eval_every: int = 0
-    checkpoint_every: int = 0
-    keep_checkpoints: int = 2
-    grad_accumulation: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "keep_checkpoints", "grad_accumulation"):
-            if getattr(self, name) < 1:
-                raise TrainerError(f"{name}={getattr(self, name)}, but it must be at least 1.")
-        for name in ("eval_every", "checkpoint_every"):
-            if getattr(self, name) < 0:
-                raise TrainerError(f"{name}={getattr(self, name)}; give 0 for only at the end.")
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended.
-
-    Attributes:
-        step: Last step done.
-        loss: Training loss of that step.
-        eval_loss: Held-out loss at the end; None without held-out data or when stopped.
-        stopped: The signal that stopped the run early, or None.
-        checkpoint: The last checkpoint's directory.
-        log: The log file.
-
-    Example:
-        >>> from pathlib import Path
-        >>> RunResult(10, 2.0, 2.1, None, Path("checkpoints/10"), Path("log.jsonl")).eval_loss
-        2.1
-    """
-
-    step: int
-    loss: float
-    eval_loss: float | None
-    stopped: Signals | None
-    checkpoint: Path
-    log: Path
 
 
 class Trainer:
@@ -159,7 +101,7 @@ class Trainer:
         self.train_step = jit(
             _make_train_step(loss, settings.grad_accumulation), donate_argnums=(0, 1)
         )
-        self.eval_step = jit(loss)
+        self.eval_step = make_eval_step(loss)
 
     @property
     def log_path(self) -> Path:
@@ -170,6 +112,62 @@ class Trainer:
     def checkpoint_directory(self) -> Path:
         """Where the checkpoints are."""
         return self.directory / "checkpoints"
+
+    # --- before training -------------------------------------------------------------------------
+
+    def check(self, *, resume: bool = False) -> None:
+        """Raises what ``run`` would refuse before its first step; changes nothing.
+
+        Args:
+            resume: As for ``run``.
+
+        Raises:
+            TrainerError: If the directory already holds a run and ``resume`` is False, or the
+                batches cannot be resumed or cannot be divided over the mesh.
+            PartitionCheckError: If model and optimizer cannot be laid out over the mesh.
+        """
+        with contextlib.closing(self._open_checkpoints()) as checkpoints:
+            latest = checkpoints.latest()
+        records = read_jsonl(self.log_path) if self.log_path.exists() else []
+        if not resume and (latest is not None or records):
+            reached = "" if latest is None else f", saved at step {latest}"
+            raise TrainerError(
+                f"{self.directory} already holds a run{reached}. Go on with it (resume=True, on "
+                "the command line --resume), choose another directory, or delete it."
+            )
+        with self._scope():
+            if self.mesh is not None:
+                shardings((self.model, self.optimizer), self.mesh, self.rules)
+            self._train_shardings()
+            self._held_out_shardings()
+
+    def _train_shardings(self) -> Any:
+        source = self.batches
+        if not isinstance(source, Positioned):
+            raise TrainerError(
+                f"The batches ({type(source).__name__}) have no state() and restore(), so the run "
+                "could not be resumed. Use TrainBatches, or give your iterator these two methods."
+            )
+        position = source.state()
+        first = next(iter(self.batches), None)
+        source.restore(position)
+        if first is None:
+            raise TrainerError("The training batches are empty; give an endless iterator.")
+        parts = self.settings.grad_accumulation
+        return batch_shardings(first, self.mesh, self.rules, parts=parts, of="training batch")
+
+    def _held_out_shardings(self) -> Any:
+        if self.held_out is None:
+            return None
+        if isinstance(self.held_out, Iterator):
+            raise TrainerError(
+                f"held_out is a {type(self.held_out).__name__}, which can be read once, but every "
+                "evaluation reads it anew. Give EvalBatches or a list of batches."
+            )
+        first = next(iter(self.held_out), None)
+        if first is None:
+            raise TrainerError("held_out has no batches; give None to train without evaluation.")
+        return batch_shardings(first, self.mesh, self.rules, parts=1, of="held-out batch")
 
     # --- running ---------------------------------------------------------------------------------
 
@@ -187,79 +185,76 @@ class Trainer:
             signal.
 
         Raises:
-            TrainerError: If the directory already holds a run and ``resume`` is False, or the loss
-                is not finite.
+            TrainerError: What ``check`` refuses; if the loss is not finite (it is looked at before
+                every checkpoint and log record); or if the batches end too early.
+            PartitionCheckError: As for ``check``.
         """
+        self.check(resume=resume)
         with self._scope(), contextlib.closing(self._open_checkpoints()) as checkpoints:
-            first = self._start(checkpoints, resume)
-            resume_step = first if first else -1
-            with (
-                JsonlLog(self.log_path, resume_step=resume_step) as log,
-                Prefetch(self.batches, self._batch_sharding()) as source,
-                display(first, self.settings.steps) as shown,
-                StopRequest() as stop,
-            ):
-                return self._loop(first, checkpoints, log, source, shown, stop)
+            first = checkpoints.latest() or 0
+            with display(first, self.settings.steps) as shown, StopRequest() as stop:
+                self._place(checkpoints)
+                with (
+                    JsonlLog(self.log_path, resume_step=first or -1) as log,
+                    Prefetch(self.batches, self._train_shardings()) as source,
+                ):
+                    run = _Run(checkpoints, log, source, shown, stop, first, first or -1)
+                    self._loop(run)
+                    return self._finish(run)
 
-    def _loop(
-        self,
-        first: int,
-        checkpoints: Checkpoints,
-        log: JsonlLog,
-        source: Any,
-        shown: Display,
-        stop: StopRequest,
-    ) -> RunResult:
+    def _loop(self, run: _Run) -> None:
         settings = self.settings
-        step, saved, loss = first, first if first else -1, math.nan
-        clock = _Clock()
-        pending: Any = None
-        while step < settings.steps and not stop:
-            batch = next(source)
-            pending = self.train_step(self.model, self.optimizer, batch)
-            step += 1
-            clock.count(batch)
-            if step % settings.log_every == 0 or step == settings.steps:
-                loss = self._record(step, pending, clock, log, shown)
+        while run.step < settings.steps and not run.stop:
+            batch = self._next_batch(run)
+            run.pending = self.train_step(self.model, self.optimizer, batch)
+            run.step += 1
+            run.clock.count(batch, run.pending)
+            if run.step % settings.log_every == 0 or run.step == settings.steps:
+                self._record(run)
             else:
-                shown.step(step, None, None)
-            if _due(step, settings.eval_every) and step < settings.steps:
-                self._evaluate_and_record(step, log, shown)
-                clock.restart()
-            if _due(step, settings.checkpoint_every):
-                self._save(checkpoints, step, source)
-                saved = step
-        if saved != step:
-            self._save(checkpoints, step, source)
-        checkpoints.wait()
-        if stop:
-            shown.note(
-                f"stopped by {stop.signal.name if stop.signal else 'request'}; saved at step {step}"
-            )
-        done = step >= settings.steps
-        eval_loss = (
-            self._evaluate_and_record(step, log, shown)
-            if done and self.held_out is not None
-            else None
-        )
-        if math.isnan(loss) and pending is not None:
-            loss = float(pending)
-        return RunResult(step, loss, eval_loss, stop.signal, checkpoints.path(step), self.log_path)
+                run.shown.step(run.step, None, None)
+            if _due(run.step, settings.eval_every) and run.step < settings.steps:
+                self._evaluate_and_record(run)
+                run.clock.restart()
+            if _due(run.step, settings.checkpoint_every):
+                self._save(run)
+        if run.saved != run.step:
+            self._save(run)
+        run.checkpoints.wait()
 
-    def _record(
-        self, step: int, pending: Any, clock: _Clock, log: JsonlLog, shown: Display
-    ) -> float:
-        loss = float(pending)
-        speed = clock.speed()
-        log.write(step=step, loss=loss, tokens_per_second=speed)
-        shown.step(step, loss, speed)
-        if not math.isfinite(loss):
+    def _next_batch(self, run: _Run) -> Any:
+        batch = next(run.source, None)
+        if batch is None:
             raise TrainerError(
-                f"The loss at step {step} is {loss}. The last good state is the checkpoint before; "
-                f"lower the learning rate, or look for the "
-                f"operation with jax.config.update('jax_debug_nans', True)."
+                f"The training batches ended after step {run.step} of {self.settings.steps}; give "
+                f"an endless iterator, or fewer steps. {_last_saved(run)}"
             )
-        return loss
+        return batch
+
+    def _finish(self, run: _Run) -> RunResult:
+        stop, loss, eval_loss = run.stop, math.nan, None
+        if stop:
+            name = stop.signal.name if stop.signal else "request"
+            run.shown.note(f"stopped by {name}; saved at step {run.step}")
+        # What a finished run has already measured is neither measured nor logged twice.
+        logged: dict[str, Any] = {}
+        for record in read_jsonl(self.log_path):
+            if record.get("step") == run.step:
+                logged.update(record)
+        loss = float(logged.get("loss", math.nan) if run.pending is None else run.pending)
+        if run.step >= self.settings.steps:
+            eval_loss = logged.get("eval_loss")
+            if eval_loss is None:
+                eval_loss = self._evaluate_and_record(run)
+        path = run.checkpoints.path(run.step)
+        return RunResult(run.step, loss, eval_loss, stop.signal, path, self.log_path)
+
+    def _record(self, run: _Run) -> None:
+        loss, speed = float(run.pending), run.clock.speed()
+        known = {} if speed is None else {"tokens_per_second": speed}
+        run.log.write(step=run.step, loss=loss, **known)
+        run.shown.step(run.step, loss, speed)
+        _require_finite(run)
 
     # --- evaluation ------------------------------------------------------------------------------
 
@@ -271,25 +266,26 @@ class Trainer:
         """
         if self.held_out is None:
             raise TrainerError("This Trainer has no held-out data; pass held_out=EvalBatches(...).")
-        total, count = 0.0, 0
-        self.model.eval()
-        try:
-            with self._scope():
-                sharding = self._batch_sharding()
-                for batch in self.held_out:
-                    targets = int(np.sum(batch["mask"]))
-                    total += float(self.eval_step(self.model, put_batch(batch, sharding))) * targets
-                    count += targets
-        finally:
-            self.model.train()
-        return total / count
+        with self._scope():
+            if self.mesh is not None:
+                shard(self.model, self.mesh, self.rules)
+            loss = self._evaluate(lambda: False)
+        assert loss is not None  # nothing stopped it
+        return loss
 
-    def _evaluate_and_record(self, step: int, log: JsonlLog, shown: Display) -> float | None:
+    def _evaluate(self, should_stop: Callable[[], bool]) -> float | None:
+        assert self.held_out is not None
+        places = self._held_out_shardings()
+        with evaluation_mode(self.model):
+            return held_out_loss(self.eval_step, self.model, self.held_out, places, should_stop)
+
+    def _evaluate_and_record(self, run: _Run) -> float | None:
         if self.held_out is None:
             return None
-        eval_loss = self.evaluate()
-        log.write(step=step, eval_loss=eval_loss)
-        shown.note(f"step {step}: held-out loss {eval_loss:.4f}")
+        eval_loss = self._evaluate(lambda: bool(run.stop))
+        if eval_loss is not None:
+            run.log.write(step=run.step, eval_loss=eval_loss)
+            run.shown.note(f"step {run.step}: held-out loss {eval_loss:.4f}")
         return eval_loss
 
     # --- placement and checkpoints ---------------------------------------------------------------
@@ -303,56 +299,59 @@ class Trainer:
                 stack.enter_context(jax.set_mesh(self.mesh))
             yield
 
-    def _batch_sharding(self) -> Any:
-        if self.mesh is None:
-            return None
-        spec = logical_to_mesh_axes(("batch", "seq"), self.rules) or PartitionSpec()
-        return NamedSharding(self.mesh, spec)
-
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(self.checkpoint_directory, keep=self.settings.keep_checkpoints)
 
-    def _start(self, checkpoints: Checkpoints, resume: bool) -> int:
-        """Places model and optimizer, from the last checkpoint or fresh; returns the step."""
+    def _place(self, checkpoints: Checkpoints) -> None:
+        """Places model and optimizer, from the last checkpoint or fresh."""
         latest = checkpoints.latest()
-        if latest is not None and not resume:
-            raise TrainerError(
-                f"{self.directory} already holds a run, at step {latest}. Go on with it "
-                f"(resume=True, on the command line --resume), or choose "
-                f"another directory."
+        if latest is not None:
+            extra = checkpoints.restore(
+                (self.model, self.optimizer), latest, mesh=self.mesh, rules=self.rules
             )
-        if latest is None:
-            if self.mesh is not None:
-                shard((self.model, self.optimizer), self.mesh, self.rules)
-            return 0
-        extra = checkpoints.restore(
-            (self.model, self.optimizer), latest, mesh=self.mesh, rules=self.rules
+            self.batches.restore(extra["data"])
+        elif self.mesh is not None:
+            shard((self.model, self.optimizer), self.mesh, self.rules)
+
+    def _save(self, run: _Run) -> None:
+        _require_finite(run)
+        data = {"data": run.source.state()}
+        run.checkpoints.save(run.step, (self.model, self.optimizer), extra=data)
+        run.saved = run.step
+
+
+@dataclass
+class _Run:
+    """What one call of ``run`` works with.
+
+    ``pending`` is the loss of the last step, still on its devices; ``saved`` the last step of which
+    there is a checkpoint, or -1.
+    """
+
+    checkpoints: Checkpoints
+    log: JsonlLog
+    source: Prefetch
+    shown: Display
+    stop: StopRequest
+    step: int
+    saved: int
+    pending: Any = None
+    clock: Clock = field(default_factory=Clock)
+
+
+def _require_finite(run: _Run) -> None:
+    """Raises if the last loss is not finite, so that no checkpoint is saved after it."""
+    if run.pending is not None and not math.isfinite(loss := float(run.pending)):
+        raise TrainerError(
+            f"The loss at step {run.step} is {loss}. Lower the learning rate or clip the "
+            "gradients; jax.config.update('jax_debug_nans', True) finds the operation. "
+            f"{_last_saved(run)}"
         )
-        self.batches.restore(extra["data"])
-        return latest
-
-    def _save(self, checkpoints: Checkpoints, step: int, source: Any) -> None:
-        checkpoints.save(step, (self.model, self.optimizer), extra={"data": source.state()})
 
 
-class _Clock:
-    """Counts targets per second since it was last asked."""
-
-    def __init__(self) -> None:
-        self._targets = 0
-        self._since = time.perf_counter()
-
-    def count(self, batch: Any) -> None:
-        self._targets += int(np.prod(batch["targets"].shape))
-
-    def restart(self) -> None:
-        self._targets, self._since = 0, time.perf_counter()
-
-    def speed(self) -> float:
-        now = time.perf_counter()
-        speed = self._targets / max(now - self._since, 1e-9)
-        self.restart()
-        return speed
+def _last_saved(run: _Run) -> str:
+    steps = run.checkpoints.steps()
+    return f"Checkpoints are there of steps {steps}." if steps else "There is no checkpoint yet."
 
 
 def _make_train_step(loss: Loss, parts: int) -> Callable[..., Any]:
