@@ -13,12 +13,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardax.core.functional import iter_variables
 from shardax.core.paths import format_path
 from shardax.core.variables import Variable
+from shardax.partition.check import spec_for
 from shardax.partition.mesh import resolve_mesh
-from shardax.partition.specs import partition_specs, shardings
+from shardax.partition.rules import Rules
+from shardax.partition.scope import resolve_rules
+from shardax.partition.specs import abstract
 
 
 @dataclass(frozen=True)
@@ -136,68 +140,52 @@ def table(tree: Any, *filters: Any, mesh: Any = None, rules: Any = None) -> Para
         rules: Rules from axis names to mesh axes; by default those in scope.
 
     Returns:
-        The table.
+        The table. Without a mesh, arrays that are laid out over one already show how they are.
+
+    Raises:
+        PartitionCheckError: If an array cannot be laid out by the rules over the mesh; lists all.
 
     Example:
         >>> import shardax as sx
         >>> sx.view.table(sx.nn.Linear(2, 3, rngs=sx.Rngs(0))).totals()
         '9 elements, 36 B; 36 B per device on 1 device'
     """
-    found = resolve_mesh(mesh)
-    specs = partition_specs(tree, rules)
-    places = None if found is None else shardings(tree, found, rules)
-    flat_specs = _by_path(specs)
-    flat_places = {} if places is None else _by_path(places)
-    rows = []
-    for path, variable in iter_variables(tree, *filters):
-        rows.extend(_rows(path, variable, flat_specs.get(path), flat_places.get(path)))
-    return ParameterTable(tuple(rows), 1 if found is None else found.size)
+    found, known_rules = resolve_mesh(mesh), resolve_rules(rules)
+    laid_out = abstract(tree, found, known_rules)
+    rows, meshes = [], [] if found is None else [found]
+    for path, variable in iter_variables(laid_out, *filters):
+        for key_path, struct in jax.tree_util.tree_leaves_with_path(variable.value):
+            rows.append(_row(path, jax.tree_util.keystr(key_path), variable, struct, known_rules))
+            meshes += [] if struct.sharding is None else [struct.sharding.mesh]
+    return ParameterTable(tuple(rows), max((mesh.size for mesh in meshes), default=1))
 
 
-def _by_path(tree: Any) -> dict[Any, Any]:
-    """Returns the entries of States (also inside tuples, lists and dicts) by full path."""
-    if hasattr(tree, "flat"):
-        return tree.flat()
-    items = (
-        tree.items()
-        if isinstance(tree, dict)
-        else enumerate(tree)
-        if isinstance(tree, (tuple, list))
-        else ()
+def _row(
+    path: Any, inside: str, variable: Variable[Any], struct: jax.ShapeDtypeStruct, rules: Rules
+) -> ParameterRow:
+    shape, sharding, names = struct.shape, struct.sharding, variable.axes
+    if isinstance(sharding, NamedSharding):
+        spec = sharding.spec
+    else:
+        spec = spec_for(None if inside else names, shape, None, rules)[0]
+    item = _item_bytes(struct.dtype)
+    return ParameterRow(
+        path=format_path(path) + inside,
+        type=type(variable).__name__,
+        shape=shape,
+        dtype=str(struct.dtype),
+        axes=", ".join("-" if name is None else str(name) for name in names or ()),
+        spec=_spec_text(spec),
+        size=math.prod(shape),
+        nbytes=math.prod(shape) * item,
+        bytes_per_device=math.prod(sharding.shard_shape(shape) if sharding else shape) * item,
     )
-    return {(key, *path): value for key, child in items for path, value in _by_path(child).items()}
-
-
-def _rows(path: Any, variable: Variable[Any], spec: Any, sharding: Any) -> list[ParameterRow]:
-    value = variable._value
-    arrays = (
-        [((), value)] if hasattr(value, "shape") else jax.tree_util.tree_leaves_with_path(value)
-    )
-    rows = []
-    for key_path, array in arrays:
-        shape = tuple(array.shape)
-        shard = shape if sharding is None else sharding.shard_shape(shape)
-        item = _item_bytes(array.dtype)
-        axes = ", ".join("-" if name is None else str(name) for name in variable.axes or ())
-        rows.append(
-            ParameterRow(
-                path=format_path(path) + jax.tree_util.keystr(key_path),
-                type=type(variable).__name__,
-                shape=shape,
-                dtype=str(array.dtype),
-                axes=axes,
-                spec=_spec_text(spec),
-                size=math.prod(shape),
-                nbytes=math.prod(shape) * item,
-                bytes_per_device=math.prod(shard) * item,
-            )
-        )
-    return rows
 
 
 def _item_bytes(dtype: Any) -> int:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):  # pyright: ignore[reportPrivateImportUsage] (documented)
-        return 8
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return words.size * words.dtype.itemsize
     return np.dtype(dtype).itemsize
 
 
