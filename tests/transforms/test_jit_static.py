@@ -13,7 +13,7 @@ import pytest
 from tests.transforms.examples import Box, Scale
 
 import shardax as sx
-from shardax.core.errors import DonationError, StaticArgumentError
+from shardax.core.errors import DonationError, StaticArgumentError, StructureMismatchError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,3 +179,52 @@ def test_static_arguments_that_the_function_lacks_are_named(options: Any, messag
 def test_an_argument_cannot_be_static_and_donated() -> None:
     with pytest.raises(DonationError, match=r"\['b'\] are both static and donated"):
         sx.jit(lambda a, b: a, static_argnums=1, donate_argnames="b")
+
+
+# --- static="auto" ---
+
+
+def _configured(model: Scale, options: Any, *, activation: Any) -> Any:
+    scale = 2.0 if options["training"] else 1.0
+    return activation(model.factor) * options["x"] * scale * len(options["mode"])
+
+
+def test_auto_makes_everything_static_that_is_neither_array_nor_module() -> None:
+    traces: list[int] = []
+
+    @sx.jit(static="auto")
+    def run(model: Scale, options: Any, *, activation: Any) -> Any:
+        traces.append(1)
+        return _configured(model, options, activation=activation)
+
+    model = Scale()
+    options = {"x": jnp.full(2, 3.0), "training": True, "mode": "ab"}
+    for _ in range(3):
+        assert run(model, options, activation=jnp.negative).tolist() == [-12.0, -12.0]
+    assert len(traces) == 1
+    changed = {**options, "training": 1, "x": np.full(2, 3.0, np.float32)}
+    assert run(model, changed, activation=jnp.negative).tolist() == [-12.0, -12.0]
+    assert run(model, {**options, "mode": ""}, activation=jnp.negative).tolist() == [0.0, 0.0]
+    assert len(traces) == 3
+
+
+def test_auto_explains_retraces_and_mismatches_by_path() -> None:
+    run, model = sx.jit(_configured, static="auto"), Scale()
+    options = {"x": jnp.ones(2), "training": True, "mode": "ab"}
+    run(model, options, activation=jnp.sin)
+    changed = {**options, "training": 1}
+    with sx.explain_retraces(file=False) as retraces:
+        run(model, changed, activation=jnp.sin)
+    assert [r.reasons for r in retraces] == [(".options.training: True (bool) -> 1 (int)",)]
+    compiled = run.lower(model, options, activation=jnp.sin).compile()
+    assert compiled(Scale(), options, activation=jnp.sin).shape == (2,)
+    with pytest.raises(StructureMismatchError, match=r"\.options\.training: True .* -> 1 \(int\)"):
+        compiled(model, changed, activation=jnp.sin)
+    assert run.eval_shape(model, options, activation=jnp.sin).shape == (2,)
+
+
+def test_auto_refuses_what_is_not_hashable_and_other_options() -> None:
+    with pytest.raises(StaticArgumentError, match=r"static='auto' .* \{1\} of type set is not"):
+        sx.jit(lambda model, names: 1.0, static="auto")(Scale(), {1})
+    with pytest.raises(StaticArgumentError, match=r"static='all': the option takes 'auto'"):
+        sx.jit(lambda x: x, static="all")

@@ -27,6 +27,8 @@ from shardax.core.structure import (
     definition_paths,
 )
 from shardax.transforms.closures import parameter_name
+from shardax.transforms.lift import Mixed
+from shardax.transforms.naming import leaf_paths
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,9 @@ def plan_differences(old: Any, new: Any) -> list[str]:
         new: The plan that was made.
     """
     reasons = structure_differences(old.graphdef, new.graphdef, old.names, new.names)
-    if old.key[1:4] != new.key[1:4]:
+    static = list(static_leaf_differences(old, new, [label for _, label in new.layout.positional]))
+    reasons += static
+    if old.key[1:4] != new.key[1:4] and not static:
         reasons.append("the arguments have other containers, or objects stand elsewhere in them")
     before, after = dict(old.key[4]), dict(new.key[4])
     for place in dict.fromkeys([*before, *after]):
@@ -156,6 +160,29 @@ def plan_differences(old: Any, new: Any) -> list[str]:
                 f"{_exact(after.get(place))}"
             )
     return reasons
+
+
+def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterator[str]:
+    """Yields how the static leaves of two calls differ, where their containers are the same.
+
+    Args:
+        old: Plan or arguments of the earlier call.
+        new: Plan or arguments of the later one.
+        labels: Name of each positional argument.
+    """
+    if len(old.templates) != len(new.templates):
+        return
+    pairs = [*zip(labels, old.templates, new.templates, strict=True)]
+    before = dict(old.named)
+    pairs += [(name, before.get(name), template) for name, template in new.named]
+    for label, first, second in pairs:
+        if not (isinstance(first, Mixed) and isinstance(second, Mixed)) or first[:2] != second[:2]:
+            continue
+        paths, earlier = leaf_paths(second.treedef), dict(first.static)
+        for leaf, value in second.static:
+            if value != earlier.get(leaf):
+                where = format_path((label, *paths[leaf]))
+                yield f"{where}: {_exact(earlier.get(leaf))} -> {_exact(value)}"
 
 
 def _exact(value: Any) -> str:

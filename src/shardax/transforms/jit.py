@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ from shardax.core.lazy import LazyValue
 from shardax.core.node import Object, Wrapper
 from shardax.core.paths import Path
 from shardax.core.pytree import has_objects
-from shardax.core.static import Static, exact_key
+from shardax.core.static import exact_key
 from shardax.core.structure import walk_objects
 from shardax.transforms import explain
 from shardax.transforms.blame import explain_error
@@ -53,18 +53,14 @@ from shardax.transforms.plan import (
     with_resolved_donation,
 )
 from shardax.transforms.shapes import eval_shape
-from shardax.transforms.static_arguments import resolve_arguments, static_argument
+from shardax.transforms.static_arguments import (
+    Signature,
+    resolve_arguments,
+    separate_static,
+)
 
 _ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
 """Types of arguments that are surely plain; JAX's concrete array type joins when first met."""
-
-
-class Signature(NamedTuple):
-    """A call, sorted into what identifies it and what is passed."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    static: tuple[tuple[Any, Static], ...]
 
 
 class Jit(Wrapper):
@@ -100,7 +96,7 @@ class Jit(Wrapper):
         self.plans: dict[Any, Plan] = {}
         self.calls: dict[Any, CallEntry] = {}
         self._wrapping_key = wrapping or _options_key(self.options)
-        self._simple = not (self.static_positions or self.static_names)
+        self._simple = not (self.static_positions or self.static_names or options.static)
 
     # --- calling ---------------------------------------------------------------------------------
 
@@ -158,7 +154,7 @@ class Jit(Wrapper):
         if local.frame is not None:
             return self._call_slowly(args, kwargs)
         signature = self._separate_static(args, kwargs)
-        arguments = Arguments(signature.args, signature.kwargs)
+        arguments = self._take_apart(signature)
         key = (
             tuple(map(id, arguments.roots)),
             tuple(map(id, self.hidden_objects())),
@@ -270,7 +266,7 @@ class Jit(Wrapper):
             (plan, the roots flattened together, the arguments taken apart).
         """
         signature = self._separate_static(args, kwargs)
-        arguments = Arguments(signature.args, signature.kwargs)
+        arguments = self._take_apart(signature)
         hidden = self.hidden()
         labels = [parameter_name(self.__wrapped__, i) for i in self._dynamic_positions(args)]
         names = [
@@ -338,22 +334,14 @@ class Jit(Wrapper):
     def _dynamic_positions(self, args: Sequence[Any]) -> list[int]:
         return [i for i in range(len(args)) if i not in self.static_positions]
 
+    def _take_apart(self, signature: Signature) -> Arguments:
+        return Arguments(signature.args, signature.kwargs, self.options.auto_static)
+
     def _separate_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-        if self._simple:
+        if not (self.static_positions or self.static_names):
             return Signature(tuple(args), dict(kwargs), ())
-        static = [
-            (i, static_argument(args[i], self.__wrapped__, i))
-            for i in self.static_positions
-            if i < len(args)
-        ]
-        static += [
-            (name, static_argument(kwargs[name], self.__wrapped__, name))
-            for name in self.static_names
-            if name in kwargs
-        ]
-        dynamic = tuple(arg for i, arg in enumerate(args) if i not in self.static_positions)
-        named = {name: arg for name, arg in kwargs.items() if name not in self.static_names}
-        return Signature(dynamic, named, tuple(static))
+        places = (self.static_positions, self.static_names)
+        return separate_static(self.__wrapped__, *places, args, kwargs)
 
     # --- the rest of the interface ----------------------------------------------------------------
 
@@ -373,13 +361,13 @@ class Jit(Wrapper):
         """Returns the shapes and dtypes of the result, computing and changing nothing."""
         signature = self._separate_static(args, kwargs)
         layout = self._layout(args, signature)
+        given = self._take_apart(signature)
 
-        def call(*dynamic: Any, **named: Any) -> Any:
-            return self.__wrapped__(
-                *layout.insert_static(list(dynamic)), **named, **layout.static_named
-            )
+        def call(roots: Any, plain: Any, plain_named: Any) -> Any:
+            dynamic, named = given.restore(plain, plain_named, roots)
+            return self.__wrapped__(*layout.insert_static(dynamic), **named, **layout.static_named)
 
-        return eval_shape(call, *signature.args, **signature.kwargs)
+        return eval_shape(call, given.roots, list(given.plain), given.plain_named)
 
     def clear_cache(self) -> None:
         """Forgets everything compiled so far."""
@@ -436,6 +424,7 @@ def jit(
     out_shardings: Any = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    static: str | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
     keep_unused: bool = False,
@@ -459,6 +448,9 @@ def jit(
         static_argnums: Positions of arguments to compile for by value. Types count at every depth:
             1, True and 1.0 differ.
         static_argnames: The same by name.
+        static: ``"auto"`` makes every leaf of the arguments static that is neither an array nor a
+            Module or Variable: strings, functions, and also Python numbers. None: only what the
+            other two options name.
         donate_argnums: Positions of arguments whose memory may be reused. Variables of a donated
             Module stay usable, since all are returned.
         donate_argnames: The same by name.
@@ -489,6 +481,7 @@ def jit(
         out_shardings=out_shardings,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
+        static=static,
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
         keep_unused=keep_unused,

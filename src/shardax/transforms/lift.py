@@ -19,6 +19,7 @@ A transform adds only what is its own: how values enter and leave the pure funct
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,12 +30,13 @@ from shardax.core import _jax, epoch
 from shardax.core._jax import Tracer
 from shardax.core.arraylike import realise_all
 from shardax.core.containers import unbox
-from shardax.core.errors import OutputError, TraceLeakError
+from shardax.core.errors import OutputError, StaticArgumentError, TraceLeakError
 from shardax.core.frames import Frame, check_structural_write, local, resolve
 from shardax.core.lazy import LazyValue
 from shardax.core.node import Object
 from shardax.core.paths import Path, format_path
 from shardax.core.pytree import has_objects, is_object
+from shardax.core.static import Static
 from shardax.core.structure import (
     Decoder,
     GraphDef,
@@ -56,10 +58,17 @@ class Root(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """Template of a pytree argument with objects inside: where among its leaves the roots stand."""
+    """Template of a pytree argument with objects or static values inside.
+
+    Attributes:
+        treedef: Its structure, with objects as leaves.
+        roots: (position among the leaves, position among the roots) of each object.
+        static: (position among the leaves, value) of each static leaf.
+    """
 
     treedef: Any
     roots: tuple[tuple[int, int], ...]
+    static: tuple[tuple[int, Static], ...] = ()
 
 
 class Plain(NamedTuple):
@@ -69,41 +78,65 @@ class Plain(NamedTuple):
 PLAIN = Plain()
 
 
-def take_apart(value: Any, roots: list[Any]) -> tuple[Any, Any]:
+def take_apart(value: Any, roots: list[Any], auto_static: bool = False) -> tuple[Any, Any]:
     """Splits one argument.
 
     Args:
         value: The argument.
         roots: Collects the objects.
+        auto_static: Whether leaves that are neither arrays nor objects are static.
 
     Returns:
         (template, plain part): the plain part is a pytree without objects.
+
+    Raises:
+        StaticArgumentError: If a leaf would be static but is not hashable.
     """
     if isinstance(value, Object):
         roots.append(value)
         return Root(len(roots) - 1), None
-    if not has_objects(value):
+    if not auto_static and not has_objects(value):
         return PLAIN, value
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_object)
-    places, plain = [], []
+    places, static, plain = [], [], []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Object):
             places.append((position, len(roots)))
             roots.append(leaf)
+        elif auto_static and not isinstance(leaf, _ARRAYS):
+            static.append((position, _static_leaf(leaf)))
         else:
             plain.append(leaf)
-    return Mixed(treedef, tuple(places)), plain
+    if not places and not static:
+        return PLAIN, value
+    return Mixed(treedef, tuple(places), tuple(static)), plain
 
 
-def put_together(template: Any, plain: Any, roots: Sequence[Any]) -> Any:
-    """The inverse of ``take_apart``, with other roots."""
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def _static_leaf(leaf: Any) -> Static:
+    try:
+        return Static(leaf)
+    except TypeError as error:
+        raise StaticArgumentError(
+            f"static='auto' makes everything static that is neither an array nor a Module, but "
+            f"{leaf!r} of type {type(leaf).__name__} is not hashable ({error}). Use a tuple or "
+            f"frozenset, or a frozen dataclass."
+        ) from error
+
+
+def put_together(template: Any, plain: Any, roots: Sequence[Any], with_static: bool = True) -> Any:
+    """The inverse of ``take_apart``, with other roots; static leaves are left out on request."""
     if type(template) is Plain:
         return plain
     if type(template) is Root:
         return roots[template.position]
+    places = [(position, roots[root]) for position, root in template.roots]
+    places += [(place, item.value if with_static else None) for place, item in template.static]
     leaves = list(plain)
-    for position, root in template.roots:
-        leaves.insert(position, roots[root])
+    for position, item in sorted(places, key=operator.itemgetter(0)):
+        leaves.insert(position, item)
     return template.treedef.unflatten(leaves)
 
 
@@ -120,12 +153,16 @@ class Arguments:
 
     __slots__ = ("named", "plain", "plain_named", "roots", "templates")
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], auto_static: bool = False
+    ) -> None:
         self.roots: list[Any] = []
-        pairs = [take_apart(arg, self.roots) for arg in args]
+        pairs = [take_apart(arg, self.roots, auto_static) for arg in args]
         self.templates = tuple(template for template, _ in pairs)
         self.plain = tuple(plain for _, plain in pairs)
-        named = [(name, *take_apart(kwargs[name], self.roots)) for name in sorted(kwargs)]
+        named = [
+            (name, *take_apart(kwargs[name], self.roots, auto_static)) for name in sorted(kwargs)
+        ]
         self.named = tuple((name, template) for name, template, _ in named)
         self.plain_named = {name: plain for name, _, plain in named}
 

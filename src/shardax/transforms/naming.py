@@ -52,7 +52,7 @@ def leaf_paths(treedef: Any) -> Sequence[Path]:
 
 
 def plain_paths(template: Mixed) -> list[Path]:
-    """Returns the paths of the leaves that stand beside the objects of an argument."""
-    objects = {leaf for leaf, _ in template.roots}
+    """Returns the paths of the arrays that stand beside the objects of an argument."""
+    others = {leaf for leaf, _ in (*template.roots, *template.static)}
     paths = leaf_paths(template.treedef)
-    return [path for leaf, path in enumerate(paths) if leaf not in objects]
+    return [path for leaf, path in enumerate(paths) if leaf not in others]

@@ -34,6 +34,7 @@ from shardax.transforms.lift import (
     Carried,
     Graph,
     Mixed,
+    Plain,
     bind,
     carry_out,
     check_result,
@@ -52,11 +53,25 @@ class Options:
     out_shardings: Any = None
     static_argnums: Any = None
     static_argnames: Any = None
+    static: Any = None
     donate_argnums: Any = None
     donate_argnames: Any = None
     keep_unused: bool = False
     inline: bool = False
     compiler_options: Any = None
+
+    def __post_init__(self) -> None:
+        if self.static not in (None, "auto"):
+            raise StaticArgumentError(
+                f"static={self.static!r}: the option takes 'auto', which makes everything static "
+                f"that is neither an array nor a Module, or None. To choose arguments, use "
+                f"static_argnums or static_argnames."
+            )
+
+    @property
+    def auto_static(self) -> bool:
+        """Whether leaves that are neither arrays nor objects are static."""
+        return self.static is not None
 
     def donates(self, position: int, name: str) -> bool:
         """Whether the positional argument (by position or parameter name) is donated."""
@@ -326,7 +341,7 @@ class Plan:
             return None
         given = self.layout.per_argument(self.options.in_shardings, "in_shardings")
         args = [
-            put_together(t, p, arguments.roots)
+            put_together(t, p, arguments.roots, with_static=False)
             for t, p in zip(self.templates, arguments.plain, strict=True)
         ]
         entries: list[Any] = []
@@ -334,7 +349,7 @@ class Plan:
         for (_, label), prefix, arg, template in zip(
             self.layout.positional, given, args, self.templates, strict=True
         ):
-            if not template_roots(template):
+            if isinstance(template, Plain):
                 refuse_filters(prefix, "in_shardings", (label,))
                 plain.append(prefix)
                 continue

@@ -20,7 +20,7 @@ from shardax.core.paths import Path
 from shardax.core.state import Origin, State
 from shardax.core.structure import GraphDef, Ref, VariableDef, definition_paths, flatten
 from shardax.transforms.blame import explain_places, explain_values, in_user_terms
-from shardax.transforms.explain import structure_differences
+from shardax.transforms.explain import static_leaf_differences, structure_differences
 from shardax.transforms.lift import (
     Arguments,
     Carried,
@@ -96,9 +96,13 @@ class _ArgumentView:
             for indices, origins in self.roots
         ]
         args = tuple(
-            put_together(t, p, states) for t, p in zip(self.plan.templates, plain, strict=True)
+            put_together(t, p, states, with_static=False)
+            for t, p in zip(self.plan.templates, plain, strict=True)
         )
-        return args, {name: put_together(t, named[name], states) for name, t in self.plan.named}
+        return args, {
+            name: put_together(t, named[name], states, with_static=False)
+            for name, t in self.plan.named
+        }
 
 
 def _result_view(plan: Plan, tree: Any) -> Any:
@@ -289,7 +293,7 @@ class Compiled(_Stage):
             StructureMismatchError: If the structure of the arguments differs from what was
                 compiled; the message says where.
         """
-        arguments = Arguments(args, kwargs)
+        arguments = Arguments(args, kwargs, self._plan.options.auto_static)
         hidden = self._jit.hidden()
         names = [(), *self._root_names(arguments), *(name for name, _ in hidden)]
         roots = [self._jit.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
@@ -320,12 +324,12 @@ class Compiled(_Stage):
             plan.named,
         ):
             return
+        labels = [label for _, label in plan.layout.positional]
+        differences += static_leaf_differences(plan, arguments, labels)
         if len(arguments.templates) != len(plan.templates) or len(arguments.named) != len(
             plan.named
         ):
-            expected = (
-                ", ".join(label for _, label in plan.layout.positional) or "no positional arguments"
-            )
+            expected = ", ".join(labels) or "no positional arguments"
             differences.insert(
                 0,
                 f"{len(arguments.templates)} positional arguments given, compiled for "

@@ -7,7 +7,8 @@ they are, and what static ones are compared by.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from shardax.core.errors import ShardaxError, StaticArgumentError
 from shardax.core.node import Object
@@ -49,7 +50,7 @@ def resolve_arguments(
                 f"{kind}_argnums={position} is out of range: {shown} has {count} positional "
                 f"parameters ({', '.join(positional)})."
             )
-    known = {p.name for p in parameters}
+    known = [p.name for p in parameters]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in names:
             if name not in known:
@@ -100,3 +101,47 @@ def static_argument(value: Any, function: Any, place: int | str) -> Static:
             f"not hashable ({error}). Pass arrays as ordinary arguments; use tuples instead of "
             f"lists and frozen dataclasses instead of dicts."
         ) from error
+
+
+class Signature(NamedTuple):
+    """A call, sorted into what is passed and what identifies it.
+
+    Attributes:
+        args: Positional arguments that are not static.
+        kwargs: Keyword arguments that are not static.
+        static: (position or name, value) of each static argument.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    static: tuple[tuple[Any, Static], ...]
+
+
+def separate_static(
+    function: Any,
+    positions: Sequence[int],
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Signature:
+    """Sorts the arguments of a call.
+
+    Args:
+        function: The user's function, for messages.
+        positions: Which positions are static.
+        names: Which names are static.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Raises:
+        StaticArgumentError: If a static one is a Module or not hashable.
+    """
+    static: list[tuple[Any, Static]] = [
+        (i, static_argument(args[i], function, i)) for i in positions if i < len(args)
+    ]
+    static += [
+        (name, static_argument(kwargs[name], function, name)) for name in names if name in kwargs
+    ]
+    dynamic = tuple(arg for i, arg in enumerate(args) if i not in positions)
+    named = {name: arg for name, arg in kwargs.items() if name not in names}
+    return Signature(dynamic, named, tuple(static))
