@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embed: lookup, tied output, and indices that it refuses."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardax as sx
+from shardax.core.errors import LayerConfigError, LayerInputError
+
+
+def test_lookup_takes_rows_and_attend_multiplies_by_them():
+    embed = sx.nn.Embed(5, 3, rngs=sx.Rngs(0))
+    table = np.asarray(embed.embedding.value)
+    indices = np.array([[0, 4, 2], [1, 1, 3]])
+    np.testing.assert_array_equal(embed(indices), table[indices])
+    np.testing.assert_allclose(embed.attend(table), table @ table.T, rtol=1e-5, atol=1e-6)
+
+
+def test_vectors_start_with_length_one_on_average():
+    table = sx.nn.Embed(512, 64, rngs=sx.Rngs(0)).embedding.value
+    assert float(jnp.mean(jnp.sum(table**2, axis=1))) == pytest.approx(1, rel=0.02)
+
+
+def test_an_index_out_of_range_gives_nan_and_a_negative_one_counts_from_the_end():
+    embed = sx.nn.Embed(5, 3, rngs=sx.Rngs(0))
+    found = embed(np.array([5, -1]))
+    assert jnp.isnan(found[0]).all()
+    np.testing.assert_array_equal(found[1], embed.embedding.value[4])
+
+
+def test_a_table_used_twice_has_one_gradient_the_sum_of_both_uses():
+    embed = sx.nn.Embed(4, 3, rngs=sx.Rngs(0))
+    indices = np.array([1, 2])
+
+    def tied(embed: sx.nn.Embed) -> jax.Array:
+        return jnp.sum(jnp.sin(embed.attend(embed(indices))))
+
+    def untied(lookup: sx.nn.Embed, head: sx.nn.Embed) -> jax.Array:
+        return jnp.sum(jnp.sin(head.attend(lookup(indices))))
+
+    whole = sx.grad(tied)(embed)["embedding"]
+    parts = sx.grad(untied, argnums=(0, 1))(embed, sx.clone(embed))
+    np.testing.assert_allclose(
+        whole, parts[0]["embedding"] + parts[1]["embedding"], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_embed_refuses_what_is_not_an_index_and_features_that_do_not_fit():
+    embed = sx.nn.Embed(5, 3, rngs=sx.Rngs(0))
+    with pytest.raises(LayerInputError, match=r"Embed\(5, 3\) takes integers .* float32\[2\]"):
+        embed(np.zeros(2, np.float32))
+    with pytest.raises(LayerInputError, match=r"Embed\(5, 3\)\.attend takes .* \(\.\.\., 3\)"):
+        embed.attend(np.zeros((2, 4), np.float32))
+    with pytest.raises(LayerConfigError, match="num_embeddings=0"):
+        sx.nn.Embed(0, 3, rngs=sx.Rngs(0))
+    with pytest.raises(LayerConfigError, match="2 axis names"):
+        sx.nn.Embed(5, 3, axes=("vocab",), rngs=sx.Rngs(0))

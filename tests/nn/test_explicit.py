@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layout results get over Explicit mesh axes, found from the operands' types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardax.nn.contraction import contract, einsum
+from shardax.nn.explicit import align, explicit_entries, explicit_sharding, joined_sharding
+
+
+@pytest.fixture(autouse=True)
+def scope(explicit_mesh: Mesh) -> Iterator[None]:
+    with jax.set_mesh(explicit_mesh):
+        yield
+
+
+WHOLE = P()
+
+
+def array(*shape: int, spec: P = WHOLE) -> jax.Array:
+    return jax.device_put(jnp.ones(shape), spec)
+
+
+def spec_of(x: Any) -> P:
+    return jax.typeof(x).sharding.spec
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result"),
+    [
+        (P("data"), P(None, "model"), P("data", None, "model")),  # data and tensor parallel
+        (P("data", None, "model"), P("model"), P("data", None, None)),  # sum over a split dimension
+        (P("data"), P("data", "model"), P("data", None, "model")),  # parameters split by the batch
+        (P("data"), P(None, "data"), P("data", None, None)),  # both want data: the input has it
+        (P(("data", "model")), P(None, "model"), P(("data", "model"), None, None)),
+        (P(), P(None, "model"), P(None, None, "model")),
+        (P(), P(), P(None, None, None)),
+    ],
+)
+def test_a_contraction_keeps_the_layout_of_what_remains(left: P, right: P, result: P):
+    x, kernel = array(8, 3, 8, spec=left), array(8, 8, spec=right)
+    for found in (contract(x, kernel, (0,)), einsum("bte,em->btm", x, kernel)):
+        assert spec_of(found) == result
+        assert (found == 8).all()
+
+
+def test_gradients_of_a_contraction_have_the_layout_of_their_operands():
+    x, kernel = array(8, 3, 8, spec=P("data")), array(8, 8, spec=P("data", "model"))
+    gradient = jax.jit(jax.grad(lambda x, k: contract(x, k, (0,)).sum(), argnums=(0, 1)))
+    assert [spec_of(one) for one in gradient(x, kernel)] == [spec_of(x), spec_of(kernel)]
+
+
+def test_nothing_is_asked_for_where_types_say_nothing(auto_mesh: Mesh):
+    with jax.set_mesh(auto_mesh):
+        x = jax.device_put(jnp.ones((4, 4)), NamedSharding(auto_mesh, P("data")))
+        assert explicit_entries(x) is None
+        assert explicit_sharding(x) is None
+        assert joined_sharding(((x, (0, 1)),)) is None
+        row = x[0]
+        assert align(row, x) is row
+
+
+def test_inside_shard_map_axes_are_the_devices_own(explicit_mesh: Mesh):
+    def body(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        assert explicit_entries(x) is None
+        return jax.lax.psum(contract(x, kernel, (0,)), "model")
+
+    mapped = jax.shard_map(
+        body, in_specs=(P("data", "model"), P("model", None)), out_specs=P("data", None)
+    )
+    found = jax.jit(mapped)(array(4, 8, spec=P("data", "model")), array(8, 5, spec=P("model")))
+    assert (found.shape, bool((found == 8).all())) == ((4, 5), True)
+
+
+def test_a_parameter_takes_the_layout_of_the_dimensions_it_meets():
+    scale, x = array(8, spec=P("data")), array(4, 3, 8, spec=P("data"))
+    assert spec_of(align(scale, x)) == P(None)
+    assert align(scale, array(3, 8, spec=P(None, "data"))) is scale
+    assert spec_of(align(scale, array(8, 4, spec=P("model")), (0,))) == P("model")

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm and LayerNorm against their formulas, and the precision of their statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardax as sx
+from shardax.core.errors import LayerConfigError, LayerInputError
+
+
+def rows(scale: float = 1.0, offset: float = 0.0) -> np.ndarray:
+    drawn = np.random.default_rng(5).normal(size=(4, 16))
+    return (offset + scale * drawn).astype(np.float32)
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 0.5])
+def test_rms_norm_is_its_formula(epsilon: float):
+    layer = sx.nn.RMSNorm(16, epsilon=epsilon)
+    layer.scale.value = rows()[1]
+    x = rows().astype(np.float64)
+    expected = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + epsilon) * rows()[1]
+    np.testing.assert_allclose(layer(rows()), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 0.5])
+def test_layer_norm_is_its_formula(epsilon: float):
+    layer = sx.nn.LayerNorm(16, epsilon=epsilon)
+    layer.scale.value, layer.bias.value = rows()[1], rows()[2]
+    x = rows().astype(np.float64)
+    centred = x - x.mean(-1, keepdims=True)
+    deviation = np.sqrt(np.mean(centred**2, -1, keepdims=True) + epsilon)
+    expected = centred / deviation * rows()[1] + rows()[2]
+    np.testing.assert_allclose(layer(rows()), expected, rtol=1e-5, atol=1e-5)
+
+
+@given(factor=st.floats(0.01, 100), offset=st.floats(-10, 10))
+def test_layer_norm_forgets_scale_and_offset_of_its_input(factor: float, offset: float):
+    layer = sx.nn.LayerNorm(16, epsilon=0.0)
+    moved = (factor * rows() + offset).astype(np.float32)
+    np.testing.assert_allclose(
+        layer(moved), layer(rows()), atol=2e-5 * (1 + abs(offset) / factor), rtol=1e-4
+    )
+
+
+def test_a_large_offset_costs_layer_norm_no_precision():
+    layer = sx.nn.LayerNorm(16)
+    np.testing.assert_allclose(layer(rows(1.0, 1000.0)), layer(rows()), atol=1e-3)
+
+
+@pytest.mark.parametrize("norm", [sx.nn.RMSNorm, sx.nn.LayerNorm])
+def test_statistics_of_bfloat16_are_computed_in_float32(norm: Any):
+    layer, x = norm(16, dtype=jnp.bfloat16), rows(300.0).astype(jnp.bfloat16)
+    wide = norm(16)(x.astype(np.float32))
+    assert layer(x).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(layer(x), wide.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("norm", [sx.nn.RMSNorm, sx.nn.LayerNorm])
+def test_the_result_is_promoted_without_a_compute_dtype(norm: Any):
+    small = jnp.ones(16, jnp.bfloat16)
+    assert norm(16)(small).dtype == jnp.float32
+    assert norm(16, param_dtype=jnp.bfloat16)(small).dtype == jnp.bfloat16
+    assert norm(16)(np.arange(16)).dtype == jnp.float32
+
+
+def test_scale_and_bias_can_be_left_out():
+    layer = sx.nn.LayerNorm(16, use_scale=False, use_bias=False)
+    assert list(sx.state(layer)) == []
+    np.testing.assert_allclose(layer(rows()), sx.nn.LayerNorm(16)(rows()), rtol=1e-6)
+    assert sx.nn.RMSNorm(16, use_scale=False)(np.arange(16)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("norm", [sx.nn.RMSNorm, sx.nn.LayerNorm])
+def test_norms_refuse_what_does_not_fit(norm: Any):
+    with pytest.raises(LayerInputError, match=rf"{norm.__name__}\(16\) takes .*float32\[16, 4\]"):
+        norm(16)(rows().T)
+    with pytest.raises(LayerConfigError, match="features=-1"):
+        norm(-1)
+    with pytest.raises(LayerConfigError, match="epsilon=-1"):
+        norm(2, epsilon=-1)
+    with pytest.raises(LayerConfigError, match="1 axis names"):
+        norm(2, axes=("a", "b"))
