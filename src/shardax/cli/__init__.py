@@ -7,10 +7,16 @@ run, ``shardax sample`` continues a prompt with a trained one.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from shardax.core.errors import CommandError, ShardaxError
+from shardax.core.errors import ShardaxError
+
+_EXTRA = ("optax", "orbax", "rich", "tyro")
+"""The packages of the extra ``train``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,28 +26,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after ``shardax``; by default those of the process.
 
     Returns:
-        The exit status: 0, 1 after an error, or 128 plus the signal that stopped training.
+        The exit status: 0, 1 after an error, or 128 plus the signal that stopped it.
+
+    Raises:
+        SystemExit: If the words cannot be understood, with status 2; or after ``--help``.
 
     Example:
         >>> main(["show", "/no/such/run"])
         1
     """
     try:
-        import tyro
-    except ImportError:
+        return _run(arguments)
+    except ShardaxError as error:
+        print(f"shardax: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read our output, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:  # no permission, disk full: the user's affair, not a fault of ours
+        print(f"shardax: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _EXTRA:
+            raise
         print(
-            "The command line needs extra packages: pip install 'shardax[train]'", file=sys.stderr
+            f"shardax: {error.name} is missing. The command line needs extra packages: "
+            "pip install 'shardax[train]'",
+            file=sys.stderr,
         )
         return 1
+    except KeyboardInterrupt:
+        print("shardax: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    import tyro
+
     from shardax.cli.sample import Sample
     from shardax.cli.show import Show
     from shardax.cli.train import Train
 
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"train": Train, "show": Show, "sample": Sample}, args=arguments, prog="shardax"
-    )
-    try:
-        return command.run()
-    except (CommandError, ShardaxError) as error:
-        print(f"shardax: {error}", file=sys.stderr)
-        return 1
+    commands: dict[str, Any] = {"train": Train, "show": Show, "sample": Sample}
+    command = tyro.extras.subcommand_cli_from_dict(commands, args=arguments, prog="shardax")
+    status = command.run()
+    sys.stdout.flush()
+    return status

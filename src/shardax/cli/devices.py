@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -36,17 +37,18 @@ def use_devices(count: int | None) -> None:
         )
 
 
-def parse_mesh(text: str) -> Mesh | None:
+def parse_mesh(text: str, axes: Sequence[str]) -> Mesh | None:
     """Makes the mesh that a text such as ``data=2,model=4`` describes, with Auto axes.
 
     Args:
         text: Comma-separated ``name=size``; empty: no mesh.
+        axes: The names that rules use. One that the text leaves out has size 1.
 
     Raises:
-        CommandError: If the text cannot be read or the devices do not suffice.
+        CommandError: If the text cannot be read, names another axis, or the devices do not suffice.
 
     Example:
-        >>> dict(parse_mesh("data=1,model=1").shape)
+        >>> dict(parse_mesh("data=1", ("data", "model")).shape)
         {'data': 1, 'model': 1}
     """
     if not text:
@@ -58,9 +60,15 @@ def parse_mesh(text: str) -> Mesh | None:
             raise CommandError(
                 f"--mesh {text!r}: {part!r} is not name=size, as in --mesh data=2,model=4."
             )
+        if name.strip() not in axes:
+            raise CommandError(
+                f"--mesh {text!r}: no rule lays anything out over an axis {name.strip()!r}; the "
+                f"axes are {', '.join(axes)}."
+            )
         if name.strip() in sizes:
             raise CommandError(f"--mesh {text!r}: the axis {name.strip()!r} is given twice.")
         sizes[name.strip()] = int(size)
+    sizes.update({name: 1 for name in axes if name not in sizes})
     needed = math.prod(sizes.values())
     if needed > jax.device_count():
         raise CommandError(

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 from shardax.core.errors import CommandError
 from shardax.core.rng import Rngs
 from shardax.models import Decoder, DecoderConfig
 
 RUN_FILE = "run.json"
+CHECKPOINTS = "checkpoints"
 _FORMAT = 1
 
 
@@ -75,24 +75,42 @@ def read_settings(directory: Path) -> RunSettings:
             f"{directory} holds no run: there is no {RUN_FILE}. Start one with: shardax train "
             f"--out {directory}"
         )
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if record.pop("format", None) != _FORMAT:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if record.pop("format", None) != _FORMAT:
+            raise CommandError(
+                f"{file} was written by another version of shardax; train anew or use that version."
+            )
+        return RunSettings(model=DecoderConfig(**record.pop("model")), **record)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, CommandError):
+            raise
         raise CommandError(
-            f"{file} was written by another version of shardax; train anew or use that version."
-        )
-    model = DecoderConfig(**record.pop("model"))
-    return RunSettings(model=model, **record)
+            f"{file} cannot be read ({error}); it was changed, or is not a run's."
+        ) from error
 
 
-def find_run(path: Path) -> Path:
-    """Returns the run's folder for a path to it, to its checkpoints, or to one checkpoint.
+def find_run(path: Path) -> tuple[Path, int | None]:
+    """Finds the run that a path belongs to.
+
+    Args:
+        path: A run's folder, its ``checkpoints``, or one checkpoint in there.
+
+    Returns:
+        The run's folder, and the step of the checkpoint if the path is one.
 
     Raises:
-        CommandError: If there is no run.
+        CommandError: If the path is none of these.
     """
-    for folder in (path, *path.parents[:2]):
-        if (folder / RUN_FILE).is_file():
-            return folder
+    path = path.resolve()
+    if (path / RUN_FILE).is_file():
+        return path, None
+    if path.name == CHECKPOINTS and (path.parent / RUN_FILE).is_file():
+        return path.parent, None
+    run = path.parent.parent
+    if path.parent.name == CHECKPOINTS and path.name.isdecimal() and (run / RUN_FILE).is_file():
+        return run, int(path.name)
     raise CommandError(
-        f"{path} is no run and no checkpoint of one (there is no {RUN_FILE} in it or above it)."
+        f"{path} is no run (it has no {RUN_FILE}) and no checkpoint of one "
+        f"(RUN/{CHECKPOINTS}/STEP)."
     )

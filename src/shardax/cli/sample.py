@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from shardax.cli.run_files import find_run, read_settings
+from shardax.cli.run_files import CHECKPOINTS, find_run, read_settings
 from shardax.core.errors import CommandError
 
 
@@ -36,12 +36,11 @@ class Sample:
         """Runs the command; returns the exit status."""
         from shardax import models, train
 
-        folder = find_run(self.checkpoint)
+        folder, step = find_run(self.checkpoint)
         settings = read_settings(folder)
         model = settings.make_model()
-        with contextlib.closing(train.Checkpoints(folder / "checkpoints")) as checkpoints:
-            chosen = self.checkpoint.name
-            step = int(chosen) if chosen.isdecimal() else checkpoints.latest()
+        with contextlib.closing(train.Checkpoints(folder / CHECKPOINTS)) as checkpoints:
+            step = checkpoints.latest() if step is None else step
             if step is None:
                 raise CommandError(f"{folder} has no checkpoint yet.")
             checkpoints.restore((model,), step, partial=True)

@@ -31,8 +31,10 @@ class Show:
         """Runs the command; returns the exit status."""
         from shardax import models, view
 
-        settings = read_settings(find_run(self.path))
-        use_devices(self.devices or settings.devices)
-        mesh = parse_mesh(settings.mesh if self.mesh is None else self.mesh)
+        folder, _ = find_run(self.path)
+        settings = read_settings(folder)
+        use_devices(settings.devices if self.devices is None else self.devices)
+        text = settings.mesh if self.mesh is None else self.mesh
+        mesh = parse_mesh(text, models.DECODER_RULES.mesh_axes)
         print(view.table(settings.make_model(), mesh=mesh, rules=models.DECODER_RULES))
         return 0

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardax.core.paths import format_path
 
 _SAMPLE_PROMPT = "def "
 _SAMPLE_LENGTH = 240
+_DECIDES = {"preset": ("model", "eval_batches")}  # the settings that an option alone decides
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,12 @@ class Train:
 
     Attributes:
         preset: Size of model and training: tiny, demo or small.
-        mesh: Mesh axes and sizes, such as data=2,model=4. Empty: one device.
+        mesh: Sizes of the mesh axes data and model, such as data=2,model=4. Empty: one device.
         devices: Use this many virtual CPU devices.
         text: A text file or a folder of them. By default the source of Python's standard library.
         out: Folder of the run.
-        resume: Go on with the run in the folder, with the settings it was started with.
+        resume: Go on with the run in the folder, with the settings it was started with; only mesh
+            and devices may be others.
         steps: Optimizer steps, instead of the preset's.
         batch_size: Windows a step, instead of the preset's.
         seq_len: Bytes a window, instead of the preset's.
@@ -56,27 +58,52 @@ class Train:
         settings = self._settings()
         use_devices(settings.devices)
         job = _Job(settings, self.out)
-        job.check_free(self.resume)
+        job.trainer.check(resume=self.resume)
         write_settings(self.out, settings)
         return job.run(self.resume)
 
     def _settings(self) -> RunSettings:
-        if self.resume:
-            return read_settings(self.out)
+        return self._resumed(read_settings(self.out)) if self.resume else self._fresh()
+
+    def _fresh(self) -> RunSettings:
         preset = find_preset(self.preset)
         return RunSettings(
             model=preset.model,
-            text=None if self.text is None else str(self.text),
-            batch_size=self.batch_size or preset.batch_size,
-            seq_len=self.seq_len or preset.seq_len,
-            steps=self.steps or preset.steps,
-            learning_rate=self.learning_rate or preset.learning_rate,
+            # Absolute, so that the run can be resumed from another folder.
+            text=None if self.text is None else str(self.text.absolute()),
+            batch_size=preset.batch_size if self.batch_size is None else self.batch_size,
+            seq_len=preset.seq_len if self.seq_len is None else self.seq_len,
+            steps=preset.steps if self.steps is None else self.steps,
+            learning_rate=(
+                preset.learning_rate if self.learning_rate is None else self.learning_rate
+            ),
             seed=self.seed,
             mesh=self.mesh,
             devices=self.devices,
             eval_batches=preset.eval_batches,
             checkpoint_every=self.checkpoint_every,
         )
+
+    def _resumed(self, saved: RunSettings) -> RunSettings:
+        fresh, default = self._fresh(), Train()
+        differing = [
+            f"--{option.name.replace('_', '-')} {getattr(self, option.name)}"
+            for option in fields(self)
+            if option.name not in ("out", "resume", "mesh", "devices")
+            and getattr(self, option.name) != getattr(default, option.name)
+            and any(
+                getattr(fresh, name) != getattr(saved, name)
+                for name in _DECIDES.get(option.name, (option.name,))
+            )
+        ]
+        if differing:
+            raise CommandError(
+                f"The run in {self.out} was started with other settings than "
+                f"{', '.join(differing)}. Leave them out to go on with it, or start another run: "
+                "no --resume, and another --out."
+            )
+        devices = saved.devices if self.devices is None else self.devices
+        return replace(saved, mesh=self.mesh or saved.mesh, devices=devices)
 
 
 class _Job:
@@ -89,7 +116,7 @@ class _Job:
 
         self.settings = settings
         self.out = out
-        self.mesh = parse_mesh(settings.mesh)
+        self.mesh = parse_mesh(settings.mesh, models.DECODER_RULES.mesh_axes)
         text = train.open_text(settings.text)
         training, held_out = text.split()
         shape = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
@@ -121,18 +148,6 @@ class _Job:
             mesh=self.mesh,
             rules=models.DECODER_RULES,
         )
-
-    def check_free(self, resume: bool) -> None:
-        """Raises if the folder holds a run that would be overwritten."""
-        if (
-            not resume
-            and self.trainer.checkpoint_directory.exists()
-            and any(self.trainer.checkpoint_directory.iterdir())
-        ):
-            raise CommandError(
-                f"{self.out} already holds a run. Go on with it (--resume), choose another folder "
-                f"(--out), or delete it."
-            )
 
     def run(self, resume: bool) -> int:
         from shardax import train, view

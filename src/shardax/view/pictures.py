@@ -90,9 +90,9 @@ def sharding_text(value: Any) -> str:
     }
     height, width = (max(size, 1) for size in face.shape)
     # A character is about twice as high as wide.
-    wide = min(_COLUMNS, round(2 * _LINES * width / height))
+    wide = min(_COLUMNS, 2 * _LINES * width / height)
     tall = min(_LINES, round(wide * height / width / 2)) if height > 1 else 1
-    cell_width = max(wide // len(columns), max(len(label) for label in labels.values()) + 2)
+    cell_width = max(int(wide) // len(columns), max(len(label) for label in labels.values()) + 2)
     cell_height = max(tall // len(rows) - 1, 0) // 2 * 2 + 1  # odd: the label is in the middle
     edge = "─" * cell_width
     blank = "│" + "│".join([" " * cell_width] * len(columns)) + "│"
