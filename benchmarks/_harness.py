@@ -143,15 +143,17 @@ class Report:
         return 1 if options.check and self.failures else 0
 
 
-def time_block(run: Callable[[int], Any], calls: int) -> float:
-    """Seconds for `calls` calls, the wait for the last one's results included."""
+def time_block(
+    run: Callable[[int], Any], calls: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Seconds of `clock` for `calls` calls, the wait for the last one's results included."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        start = time.perf_counter()
+        start = clock()
         jax.block_until_ready(run(calls))
-        return time.perf_counter() - start
+        return clock() - start
     finally:
         if was_enabled:
             gc.enable()
@@ -175,6 +177,7 @@ def measure(
     block_seconds: float = 0.03,
     calls: int | None = None,
     warm_up: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Samples]:
     """Time the opponents in turn, each repeat starting with another one.
 
@@ -184,6 +187,8 @@ def measure(
         block_seconds: About how long a block lasts; sets the number of calls in it.
         calls: A fixed number of calls a block instead.
         warm_up: Whether to make two untimed calls first (compile, then the first steady call).
+        clock: Seconds since some moment. `time.process_time` suits work of Python alone: it leaves
+            out the time that other processes took the core for.
 
     Returns:
         One `Samples` per opponent, in the order given.
@@ -197,7 +202,7 @@ def measure(
     for repeat in range(repeats):
         for turn in range(len(opponents)):
             index = (repeat + turn) % len(opponents)
-            elapsed = time_block(opponents[index].run, counts[index])
+            elapsed = time_block(opponents[index].run, counts[index], clock)
             seconds[index].append(elapsed / counts[index])
     return [
         Samples(opponent.name, tuple(times), count)
