@@ -10,11 +10,12 @@ first (JAX keeps the trace, so it is not traced again).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -35,6 +36,7 @@ from shardax.transforms.lift import (
     Graph,
     Mixed,
     Plain,
+    Root,
     bind,
     carry_out,
     check_result,
@@ -146,7 +148,7 @@ class Plan:
         self.options = options
         self.key = key
         self.names = names
-        self.layout = layout
+        self.layout = layout.without_roots(arguments.templates)
         self.graphdef = graph.flat.graphdef
         self.leaf_paths = graph.flat.leaf_paths
         self.templates = arguments.templates
@@ -159,7 +161,7 @@ class Plan:
         self._expected: Any = None
         self._program = self._named_program()
         self._jitted: Any = None
-        self._full = bool(arguments.named or layout.donated or self._in_shardings is not None)
+        self._full = bool(arguments.named or self.layout.donated or self._in_shardings is not None)
 
     # --- calling ---------------------------------------------------------------------------------
 
@@ -412,6 +414,15 @@ class ArgumentLayout:
         self.donated = frozenset(
             i for i, (p, label) in enumerate(positional) if options.donates(p, label)
         )
+
+    def without_roots(self, templates: Sequence[Any]) -> Self:
+        """Returns the layout with nothing donated for arguments that are objects.
+
+        What is donated of these are their Variables (``Plan.donated_leaves``).
+        """
+        layout = copy.copy(self)
+        layout.donated = frozenset(i for i in self.donated if not isinstance(templates[i], Root))
+        return layout
 
     def insert_static(self, args: list[Any]) -> list[Any]:
         """Returns the user's positional arguments, static ones included."""
