@@ -106,8 +106,16 @@ class DecoderConfig:
         attention_sizes(
             self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim, self.rope_base
         )
+        _check("dropout", self.dropout, 0 <= self.dropout < 1, "from 0 up to, but not, 1")
+        _check("rope_base", self.rope_base, self.rope_base > 0, "positive")
+        _check("norm_epsilon", self.norm_epsilon, self.norm_epsilon >= 0, "at least 0")
         for name in ("dtype", "param_dtype"):
             object.__setattr__(self, name, _dtype_name(name, getattr(self, name)))
+
+
+def _check(name: str, value: float, fits: bool, wanted: str) -> None:
+    if not fits:
+        raise LayerConfigError(f"DecoderConfig needs {name} to be {wanted}, but {name}={value!r}.")
 
 
 def _dtype_name(name: str, dtype: Any) -> str:

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cross_entropy: its formula, masks, precision, and layouts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import shardax as sx
+from shardax.core.errors import LayerInputError
+from shardax.models import cross_entropy, next_token_loss
+
+LOGITS = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32) * 3
+TARGETS = np.random.default_rng(1).integers(0, 8, (4, 6), np.int32)
+MASK = np.random.default_rng(2).random((4, 6)) > 0.5
+
+
+def surprises() -> np.ndarray:
+    """Negative log-likelihood of each target, in float64."""
+    wide = LOGITS.astype(np.float64)
+    log_normaliser = np.log(np.exp(wide).sum(-1))
+    return log_normaliser - np.take_along_axis(wide, TARGETS[..., None], -1)[..., 0]
+
+
+def test_mean_surprise_over_all_targets_or_those_of_the_mask():
+    assert float(cross_entropy(LOGITS, TARGETS)) == pytest.approx(surprises().mean(), rel=1e-5)
+    masked = float(cross_entropy(LOGITS, TARGETS, MASK))
+    assert masked == pytest.approx(surprises()[MASK].mean(), rel=1e-5)
+    weights = np.where(MASK, 0.25, 0.01)
+    weighted = float(cross_entropy(LOGITS, TARGETS, weights))
+    assert weighted == pytest.approx(np.average(surprises(), weights=weights), rel=1e-5)
+
+
+def test_nothing_to_learn_from_is_no_loss_and_no_gradient():
+    loss, gradient = jax.value_and_grad(cross_entropy)(jnp.asarray(LOGITS), TARGETS, MASK & False)
+    assert (float(loss), float(jnp.abs(gradient).max())) == (0, 0)
+
+
+def test_bfloat16_logits_are_judged_in_float32():
+    small = jnp.asarray(LOGITS, jnp.bfloat16)
+    found = cross_entropy(small, TARGETS)
+    assert found.dtype == jnp.float32
+    assert found == cross_entropy(small.astype(jnp.float32), TARGETS)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("data", None, "model"), PartitionSpec("data")])
+def test_split_logits_give_the_same_loss_and_gradient(mesh: Mesh, spec: PartitionSpec):
+    step = jax.jit(jax.value_and_grad(cross_entropy))
+    expected = step(jnp.asarray(LOGITS), TARGETS, MASK)
+    with jax.set_mesh(mesh):
+        logits = jax.device_put(LOGITS, NamedSharding(mesh, spec))
+        found = step(logits, TARGETS, MASK)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_next_token_loss_calls_the_model_on_the_inputs():
+    model = sx.nn.Sequential(sx.nn.Embed(8, 8, rngs=sx.Rngs(0)))
+    batch = {"inputs": TARGETS[:, ::-1], "targets": TARGETS}
+    expected = cross_entropy(model(batch["inputs"]), TARGETS)
+    assert next_token_loss(model, batch) == expected
+    assert next_token_loss(model, batch | {"mask": MASK}) != expected
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(LayerInputError, match=r"\(4, 6, 8\) and targets of shape \(4, 5\)"):
+        cross_entropy(LOGITS, TARGETS[:, 1:])
+    with pytest.raises(LayerInputError, match=r"mask of shape \(4,\)"):
+        cross_entropy(LOGITS, TARGETS, MASK[:, 0])
