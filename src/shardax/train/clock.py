@@ -7,8 +7,9 @@ process compiles, so counting starts after it.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -42,6 +43,16 @@ class Clock:
 
     def restart(self) -> None:
         self._tokens, self._since = 0, time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out the time of a ``with`` block, which does something else than train."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._since is not None:
+                self._since += time.perf_counter() - started
 
     def speed(self) -> float | None:
         """Returns tokens per second, or None if there were none since."""

@@ -23,6 +23,9 @@ class TrainerSettings:
         grad_accumulation: Parts into which each batch is split to save memory; the update is that
             of the whole batch.
 
+    Raises:
+        TrainerError: If one is not an integer, or is too small.
+
     Example:
         >>> TrainerSettings(steps=100, checkpoint_every=25).log_every
         10
@@ -36,12 +39,14 @@ class TrainerSettings:
     grad_accumulation: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "keep_checkpoints", "grad_accumulation"):
-            if getattr(self, name) < 1:
-                raise TrainerError(f"{name}={getattr(self, name)}, but it must be at least 1.")
-        for name in ("eval_every", "checkpoint_every"):
-            if getattr(self, name) < 0:
-                raise TrainerError(f"{name}={getattr(self, name)}; give 0 for only at the end.")
+        least = dict.fromkeys(("eval_every", "checkpoint_every"), 0)
+        for name, value in vars(self).items():
+            if type(value) is not int or value < least.get(name, 1):
+                hint = "; 0: only at the end" if name in least else ""
+                raise TrainerError(
+                    f"TrainerSettings has {name}={value!r}, but it must be an integer of at least "
+                    f"{least.get(name, 1)}{hint}."
+                )
 
 
 @dataclass(frozen=True)

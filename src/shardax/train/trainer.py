@@ -191,14 +191,15 @@ class Trainer:
         """
         self.check(resume=resume)
         with self._scope(), contextlib.closing(self._open_checkpoints()) as checkpoints:
-            first = checkpoints.latest() or 0
+            latest = checkpoints.latest()
+            first, saved = latest or 0, -1 if latest is None else latest
             with display(first, self.settings.steps) as shown, StopRequest() as stop:
                 self._place(checkpoints)
                 with (
-                    JsonlLog(self.log_path, resume_step=first or -1) as log,
+                    JsonlLog(self.log_path, resume_step=saved) as log,
                     Prefetch(self.batches, self._train_shardings()) as source,
                 ):
-                    run = _Run(checkpoints, log, source, shown, stop, first, first or -1)
+                    run = _Run(checkpoints, log, source, shown, stop, first, saved)
                     self._loop(run)
                     return self._finish(run)
 
@@ -213,14 +214,18 @@ class Trainer:
                 self._record(run)
             else:
                 run.shown.step(run.step, None, None)
-            if _due(run.step, settings.eval_every) and run.step < settings.steps:
-                self._evaluate_and_record(run)
-                run.clock.restart()
-            if _due(run.step, settings.checkpoint_every):
-                self._save(run)
+            with run.clock.paused():
+                self._pause_for(run)
         if run.saved != run.step:
             self._save(run)
         run.checkpoints.wait()
+
+    def _pause_for(self, run: _Run) -> None:
+        """Does what is due after a step besides training."""
+        if _due(run.step, self.settings.eval_every) and run.step < self.settings.steps:
+            self._evaluate_and_record(run)
+        if _due(run.step, self.settings.checkpoint_every):
+            self._save(run)
 
     def _next_batch(self, run: _Run) -> Any:
         batch = next(run.source, None)
@@ -345,13 +350,15 @@ def _require_finite(run: _Run) -> None:
         raise TrainerError(
             f"The loss at step {run.step} is {loss}. Lower the learning rate or clip the "
             "gradients; jax.config.update('jax_debug_nans', True) finds the operation. "
-            f"{_last_saved(run)}"
+            f"{_last_saved(run)} What went wrong may have begun a step before a checkpoint: "
+            f"Checkpoints({str(run.checkpoints.directory)!r}).rewind(step) goes back further."
         )
 
 
 def _last_saved(run: _Run) -> str:
+    run.checkpoints.wait()
     steps = run.checkpoints.steps()
-    return f"Checkpoints are there of steps {steps}." if steps else "There is no checkpoint yet."
+    return f"There are checkpoints of steps {steps}." if steps else "There is no checkpoint yet."
 
 
 def _make_train_step(loss: Loss, parts: int) -> Callable[..., Any]:

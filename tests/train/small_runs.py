@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small training runs, shared by the tests of the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import optax
+
+import shardax as sx
+from shardax.models import next_token_loss
+from shardax.partition.rules import Rules
+
+RULES = Rules({"batch": "data", "vocab": "model", "embed": None})
+TEXT = sx.train.ByteText.from_bytes(b"the quick brown fox jumps over the lazy dog. " * 100)
+TRAIN, HELD_OUT = TEXT.split(0.2, block_bytes=256)
+BATCH, SEQ = 8, 16
+
+
+class Quiet:
+    """A display that remembers what it was told, and calls ``at_step``."""
+
+    def __init__(self, at_step: Any = None) -> None:
+        self.at_step = at_step
+        self.steps: list[int] = []
+        self.notes: list[str] = []
+        self.span = (-1, -1)
+
+    def __call__(self, first: int, total: int) -> Self:
+        self.span = (first, total)
+        return self
+
+    def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
+        self.steps.append(step)
+        if self.at_step is not None:
+            self.at_step(step)
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+
+class Bigram(sx.Module):
+    """Predicts a byte from the one before it, with dropout in between."""
+
+    def __init__(self, dropout: float = 0.0, seed: int = 0) -> None:
+        rngs = sx.Rngs(seed)
+        self.embed = sx.nn.Embed(256, 16, rngs=rngs)
+        self.dropout = sx.nn.Dropout(dropout, rngs=rngs)
+        self.head = sx.nn.Linear(16, 256, kernel_axes=("embed", "vocab"), rngs=rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        return self.head(self.dropout(self.embed(tokens)))
+
+
+def make_trainer(
+    directory: Path,
+    steps: int,
+    *,
+    model: Any = None,
+    tx: Any = None,
+    loss: Any = next_token_loss,
+    batches: Any = None,
+    held_out: Any = None,
+    batch_size: int = BATCH,
+    mesh: Any = None,
+    **settings: Any,
+) -> sx.train.Trainer:
+    """A trainer of a ``Bigram``; over a mesh by ``RULES``."""
+    model = Bigram() if model is None else model
+    tx = optax.adam(1e-2) if tx is None else tx
+    if batches is None:
+        batches = sx.train.TrainBatches(TRAIN, batch_size=batch_size, seq_len=SEQ)
+    return sx.train.Trainer(
+        model,
+        sx.train.Optimizer(model, tx),
+        loss,
+        batches,
+        directory=directory,
+        settings=sx.train.TrainerSettings(steps=steps, **settings),
+        held_out=held_out,
+        mesh=mesh,
+        rules=RULES,
+    )
+
+
+def eval_batches(**options: Any) -> sx.train.EvalBatches:
+    """All held-out text, in batches of which the last is padded."""
+    return sx.train.EvalBatches(HELD_OUT, batch_size=BATCH, seq_len=SEQ, **options)
+
+
+def state_of(trainer: sx.train.Trainer) -> dict[Any, bytes]:
+    """The bytes of every Variable of model and optimizer, by path."""
+    return {path: raw(v) for path, v in sx.iter_variables((trainer.model, trainer.optimizer))}
+
+
+def raw(variable: Any) -> bytes:
+    """The bytes of a Variable's array; of a random key its words."""
+    import jax
+
+    value = variable.value
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value).tobytes()
