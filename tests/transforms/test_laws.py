@@ -21,7 +21,7 @@ from tests.strategies import (
 
 import shardax as sx
 
-FEW = settings(max_examples=25)
+FEW = settings(max_examples=15)
 
 
 @given(models())
@@ -60,7 +60,7 @@ def test_edits_inside_jit_are_the_same_edits_outside(model: Any, changes: list[E
 
 
 @given(models(), edits(), edits())
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_edits_inside_and_outside_may_alternate(
     model: Any, inner: list[Edit], outer: list[Edit]
 ) -> None:
