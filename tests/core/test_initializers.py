@@ -57,7 +57,7 @@ def nested(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         (unit_norm, "threefry2x32", False),
         (nested, "threefry2x32", False),
     ],
-    ids=lambda value: getattr(value, "__qualname__", str(value)),  # no addresses: workers compare ids
+    ids=lambda value: getattr(value, "__qualname__", str(value)),  # workers compare ids
 )
 def test_only_what_is_elementwise_is_computed_in_parts(
     initializer: Any, impl: str, in_parts: bool, auto_mesh: Mesh

@@ -77,7 +77,7 @@ class JsonlLog:
         self._file = io.FileIO(self.path, "ab")
         self._file.truncate(keep_bytes)
 
-    def write(self, **record: Any) -> None:
+    def write(self, /, **record: Any) -> None:
         """Append one record.
 
         Args:

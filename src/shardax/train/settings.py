@@ -39,7 +39,7 @@ class TrainerSettings:
     grad_accumulation: int = 1
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("eval_every", "checkpoint_every"), 0)
+        least: dict[str, int] = {"eval_every": 0, "checkpoint_every": 0}
         for name, value in vars(self).items():
             if type(value) is not int or value < least.get(name, 1):
                 hint = "; 0: only at the end" if name in least else ""
