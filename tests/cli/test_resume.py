@@ -1,105 +1,203 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is killed and resumed ends as one that was not, to the last bit.
+"""A training process may die at any moment: resumed, it ends as if it had not, to the last bit.
 
-Real processes, really killed: `kill -9` leaves no time to save, so what counts is what was on disk
-at that moment.
+These are real processes of the command line, over a mesh of 8 devices, killed by signals.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import shardax as sx
-from shardax.cli.run_files import read_settings
-from shardax.train import read_jsonl
+from shardax.train import checkpoint_format, checkpoint_storage
 
-STEPS = 24
-TRAIN = [sys.executable, "-m", "shardax", "train"]
-SIZES = ["--preset", "tiny", "--batch-size", "8", "--seq-len", "32"]
-NEW = [*SIZES, "--checkpoint-every", "3", "--mesh", "data=2,model=4"]
+STEPS, EVERY = 40, 5
+OPTIONS = (
+    f"--preset tiny --steps {STEPS} --batch-size 8 --seq-len 32 --checkpoint-every {EVERY} "
+    "--devices 8 --mesh data=2,model=4"
+).split()
+PATIENCE = 120.0  # seconds until a test gives up on a process
 
-pytestmark = pytest.mark.slow
+
+class Runs:
+    """Starts training processes and ends those that are left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        text = folder / "text.txt"
+        words = random.Random(0).choices(
+            ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"], k=9000
+        )
+        text.write_text(" ".join(words))
+        self.options = [*OPTIONS, "--text", str(text)]
+        # What one process has compiled serves the next: the same programs, sooner.
+        self.environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, out: Path) -> subprocess.Popen[str]:
+        """Starts a run in a folder, or goes on with the one that is there."""
+        go_on = ["--resume"] if (out / "run.json").exists() else []
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shardax", "train", *self.options, "--out", str(out), *go_on],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+            env=self.environment,
+        )
+        self.processes.append(process)
+        return process
+
+    def finish(self, out: Path) -> str:
+        """Runs to the end; returns what was printed."""
+        process = self.start(out)
+        printed, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, printed
+        return printed
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
 
-def start(out: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*TRAIN, "--out", str(out), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with contextlib.ExitStack() as stack:
+        started = Runs(tmp_path_factory.mktemp("runs"))
+        stack.callback(started.end)
+        yield started
+
+
+def wait_until(reached: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Waits in small steps, so that what follows comes right after."""
+    deadline = time.monotonic() + PATIENCE
+    while not reached():
+        if process.poll() is not None:
+            printed = "" if process.stdout is None else process.stdout.read()
+            pytest.fail(f"the process ended with {process.returncode} too early:\n{printed}")
+        assert time.monotonic() < deadline, "the process did not get that far in time"
+        time.sleep(0.001)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    assert process.returncode == -signal.SIGKILL
+
+
+def raw_arrays(out: Path) -> dict[str, bytes]:
+    """The bytes of every array of the last checkpoint, by path."""
+    latest = sx.train.Checkpoints(out / "checkpoints").latest()
+    assert latest == STEPS
+    place = sx.train.Checkpoints(out / "checkpoints").path(latest)
+    records = checkpoint_format.records_in(checkpoint_storage.read_description(place), str(place))
+    arrays = checkpoint_storage.read_arrays(
+        place, records, [record.dtype for record in records], [None] * len(records)
     )
-
-
-def start_new(out: Path) -> subprocess.Popen[str]:
-    return start(out, *NEW, "--devices", "8", "--steps", str(STEPS))
-
-
-def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Returns once a checkpoint of `step` or a later one is complete, or the process is over."""
-    folder = out / "checkpoints"
-    while process.poll() is None:
-        if folder.exists() and max(sx.train.Checkpoints(folder).steps(), default=0) >= step:
-            return
-        time.sleep(0.02)
-
-
-def finish(process: subprocess.Popen[str]) -> int:
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return process.returncode
-
-
-def parameters(out: Path) -> dict[str, bytes]:
-    """The bytes of every parameter in the last checkpoint, by path."""
-    model = read_settings(out).make_model()
-    with sx.train.Checkpoints(out / "checkpoints") as checkpoints:
-        assert checkpoints.latest() == STEPS
-        checkpoints.restore((model,), partial=True)
     return {
-        str(path): np.asarray(value).tobytes() for path, value in sx.state(model).flat().items()
+        record.path: np.asarray(array).tobytes()
+        for record, array in zip(records, arrays, strict=True)
     }
 
 
-def test_killed_at_random_moments_and_resumed_ends_bit_identical(tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    finish(start_new(whole))
-    moments = random.Random(0)
-    process = start_new(broken)
-    for least in (3, 9, 15):
-        wait_for_step(broken, least, process)
-        time.sleep(moments.uniform(0.0, 0.4))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-        process = start(broken, "--resume")
-    finish(process)
-    assert parameters(broken) == parameters(whole)
-    records = read_jsonl(broken / "log.jsonl")
-    steps = [record["step"] for record in records if "loss" in record]
-    assert steps == sorted(set(steps))
-    assert [r["loss"] for r in records if r["step"] == STEPS and "loss" in r] == [
-        r["loss"] for r in read_jsonl(whole / "log.jsonl") if r["step"] == STEPS and "loss" in r
+def losses_of(out: Path) -> list[tuple[int, str, float]]:
+    """Every loss that was logged, in order, with its step."""
+    records = sx.train.read_jsonl(out / "log.jsonl")
+    return [
+        (record["step"], name, record[name])
+        for record in records
+        for name in ("loss", "eval_loss")
+        if name in record
     ]
 
 
-def test_a_request_to_stop_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    process = start_new(out)
-    wait_for_step(out, 3, process)
+def saved_from(out: Path, step: int) -> Callable[[], bool]:
+    """Whether a checkpoint of that step or a later one is complete."""
+
+    def reached() -> bool:
+        names = os.listdir(out / "checkpoints") if (out / "checkpoints").exists() else []
+        return any(name.isdecimal() and int(name) >= step for name in names)
+
+    return reached
+
+
+def writing_from(out: Path, step: int) -> Callable[[], bool]:
+    """Whether a checkpoint of that step or a later one is just being written."""
+
+    def reached() -> bool:
+        names = os.listdir(out / "checkpoints") if (out / "checkpoints").exists() else []
+        return any(
+            checkpoint_storage.TEMPORARY in name and int(name.partition(".")[0]) >= step
+            for name in names
+        )
+
+    return reached
+
+
+@pytest.mark.slow
+def test_killed_three_times_and_resumed_ends_in_the_same_bits(runs: Runs) -> None:
+    whole, killed = runs.folder / "whole", runs.folder / "killed"
+    runs.finish(whole)
+    chance = random.Random(os.environ.get("SHARDAX_TEST_SEED", "0"))
+
+    # At the start: while it imports, builds the model, or compiles.
+    process = runs.start(killed)
+    wait_until((killed / "run.json").exists, process)
+    time.sleep(chance.uniform(0.0, 2.0))
+    kill(process)
+    # In the middle of a step, some of which have no checkpoint.
+    process = runs.start(killed)
+    wait_until(saved_from(killed, chance.choice((5, 10))), process)
+    time.sleep(chance.uniform(0.0, 0.15))
+    kill(process)
+    # While a checkpoint is being written.
+    process = runs.start(killed)
+    wait_until(writing_from(killed, chance.choice((25, 30))), process)
+    time.sleep(chance.uniform(0.0, 0.02))
+    kill(process)
+
+    runs.finish(killed)
+    assert raw_arrays(killed) == raw_arrays(whole)
+    assert losses_of(killed) == losses_of(whole)
+    assert [step for step, name, _ in losses_of(killed) if name == "loss"] == [10, 20, 30, 40]
+    assert (killed / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_sigterm_saves_says_so_and_exits_with_143(runs: Runs) -> None:
+    whole, stopped = runs.folder / "whole", runs.folder / "stopped"
+    process = runs.start(stopped)
+    wait_until(saved_from(stopped, EVERY), process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "--resume" in output
-    stopped_at = sx.train.Checkpoints(out / "checkpoints").latest()
-    assert stopped_at is not None
-    assert 3 <= stopped_at <= STEPS
+    printed, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + signal.SIGTERM == 143
+    step = sx.train.Checkpoints(stopped / "checkpoints").latest()
+    assert step is not None and EVERY <= step < STEPS
+    assert f"stopped by SIGTERM; saved at step {step}" in printed
+    assert f"Go on with: shardax train --resume --out {stopped}" in printed
+
+    if not whole.exists():
+        runs.finish(whole)
+    runs.finish(stopped)
+    assert raw_arrays(stopped) == raw_arrays(whole)
+    assert losses_of(stopped) == losses_of(whole)
