@@ -189,7 +189,7 @@ def _configured(model: Scale, options: Any, *, activation: Any) -> Any:
     return activation(model.factor) * options["x"] * scale * len(options["mode"])
 
 
-def test_auto_makes_everything_static_that_is_neither_array_nor_module() -> None:
+def test_auto_makes_everything_static_that_is_no_array_number_or_module() -> None:
     traces: list[int] = []
 
     @sx.jit(static="auto")
@@ -202,23 +202,38 @@ def test_auto_makes_everything_static_that_is_neither_array_nor_module() -> None
     for _ in range(3):
         assert run(model, options, activation=jnp.negative).tolist() == [-12.0, -12.0]
     assert len(traces) == 1
-    changed = {**options, "training": 1, "x": np.full(2, 3.0, np.float32)}
-    assert run(model, changed, activation=jnp.negative).tolist() == [-12.0, -12.0]
+    changed = {**options, "training": False, "x": np.full(2, 3.0, np.float32)}
+    assert run(model, changed, activation=jnp.negative).tolist() == [-6.0, -6.0]
     assert run(model, {**options, "mode": ""}, activation=jnp.negative).tolist() == [0.0, 0.0]
     assert len(traces) == 3
+
+
+def test_auto_leaves_python_numbers_dynamic() -> None:
+    traces: list[int] = []
+
+    @sx.jit(static="auto")
+    def scaled(x: Any, options: Any) -> Any:
+        traces.append(1)
+        return x * options["k"]
+
+    results = [scaled(jnp.ones(2), {"k": k, "mode": "a"}).tolist() for k in (2, 3, 4)]
+    assert results == [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]
+    assert len(traces) == 1
 
 
 def test_auto_explains_retraces_and_mismatches_by_path() -> None:
     run, model = sx.jit(_configured, static="auto"), Scale()
     options = {"x": jnp.ones(2), "training": True, "mode": "ab"}
     run(model, options, activation=jnp.sin)
-    changed = {**options, "training": 1}
+    changed = {**options, "training": False}
     with sx.explain_retraces(file=False) as retraces:
         run(model, changed, activation=jnp.sin)
-    assert [r.reasons for r in retraces] == [(".options.training: True (bool) -> 1 (int)",)]
+    assert [r.reasons for r in retraces] == [(".options.training: True (bool) -> False (bool)",)]
     compiled = run.lower(model, options, activation=jnp.sin).compile()
     assert compiled(Scale(), options, activation=jnp.sin).shape == (2,)
-    with pytest.raises(StructureMismatchError, match=r"\.options\.training: True .* -> 1 \(int\)"):
+    with pytest.raises(
+        StructureMismatchError, match=r"\.options\.training: True .* -> False \(bool\)"
+    ):
         compiled(model, changed, activation=jnp.sin)
     assert run.eval_shape(model, options, activation=jnp.sin).shape == (2,)
 

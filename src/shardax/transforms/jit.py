@@ -448,9 +448,8 @@ def jit(
         static_argnums: Positions of arguments to compile for by value. Types count at every depth:
             1, True and 1.0 differ.
         static_argnames: The same by name.
-        static: ``"auto"`` makes every leaf of the arguments static that is neither an array nor a
-            Module or Variable: strings, functions, and also Python numbers. None: only what the
-            other two options name.
+        static: ``"auto"`` makes every leaf of the arguments static that is no array, number, Module
+            or Variable: strings, functions, flags. None: only what the other two options name.
         donate_argnums: Positions of arguments whose memory may be reused. Variables of a donated
             Module stay usable, since all are returned.
         donate_argnames: The same by name.

@@ -103,7 +103,7 @@ def take_apart(value: Any, roots: list[Any], auto_static: bool = False) -> tuple
         if isinstance(leaf, Object):
             places.append((position, len(roots)))
             roots.append(leaf)
-        elif auto_static and not isinstance(leaf, _ARRAYS):
+        elif auto_static and (isinstance(leaf, bool) or not isinstance(leaf, _DYNAMIC)):
             static.append((position, _static_leaf(leaf)))
         else:
             plain.append(leaf)
@@ -112,7 +112,7 @@ def take_apart(value: Any, roots: list[Any], auto_static: bool = False) -> tuple
     return Mixed(treedef, tuple(places), tuple(static)), plain
 
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_DYNAMIC = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, complex)
 
 
 def _static_leaf(leaf: Any) -> Static:
@@ -120,7 +120,7 @@ def _static_leaf(leaf: Any) -> Static:
         return Static(leaf)
     except TypeError as error:
         raise StaticArgumentError(
-            f"static='auto' makes everything static that is neither an array nor a Module, but "
+            f"static='auto' makes everything static that is no array, number or Module, but "
             f"{leaf!r} of type {type(leaf).__name__} is not hashable ({error}). Use a tuple or "
             f"frozenset, or a frozen dataclass."
         ) from error

@@ -66,7 +66,7 @@ class Options:
         if self.static not in (None, "auto"):
             raise StaticArgumentError(
                 f"static={self.static!r}: the option takes 'auto', which makes everything static "
-                f"that is neither an array nor a Module, or None. To choose arguments, use "
+                f"that is no array, number or Module, or None. To choose arguments, use "
                 f"static_argnums or static_argnames."
             )
 

@@ -147,6 +147,7 @@ def loss_svg(records: Sequence[Mapping[str, Any]], references: Mapping[str, floa
             f'text-anchor="end" font-size="11" fill="#888">'
             f"{escape(name)} {value:.3f}</text>"
         )
+    row = 0
     for series, color, name in ((train, "#4e79a7", "training"), (held_out, "#e15759", "held out")):
         if series:
             line = " ".join(point(step, loss) for step, loss in series)
@@ -160,10 +161,11 @@ def loss_svg(records: Sequence[Mapping[str, Any]], references: Mapping[str, floa
                 )
                 for step, loss in dots
             )
-            x, y = point(*series[-1]).split(",")
+            # A legend where falling curves leave room; labels at their ends would meet.
+            row += 1
             parts.append(
-                f'<text x="{x}" y="{float(y) + 14:.1f}" text-anchor="end" font-size="11" '
-                f'fill="{color}">{name}</text>'
+                f'<text x="{_WIDTH - _MARGIN}" y="{15 * row}" text-anchor="end" font-size="12" '
+                f'fill="{color}">{name} {series[-1][1]:.3f}</text>'
             )
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
 
