@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout table says what `shard` really allocates; pictures and reports show it."""
+"""The layout table says what ``shard`` really allocates, before anything is allocated."""
 
 from __future__ import annotations
 
-import html.parser
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
+from shardax.core.errors import PartitionCheckError
+from shardax.view.table import ParameterRow, format_bytes
+
+RULES = sx.models.DECODER_RULES
 
 
 def decoder() -> sx.models.Decoder:
@@ -19,24 +23,81 @@ def decoder() -> sx.models.Decoder:
     return sx.models.Decoder(config, rngs=sx.Rngs(0))
 
 
-def test_bytes_per_device_are_those_that_sharding_allocates(auto_mesh: Mesh) -> None:
+def bytes_by_device(tree: Any) -> dict[int, int]:
+    """What the Variables' shards take on each device."""
+    taken: dict[int, int] = {}
+    for _, variable in sx.iter_variables(tree):
+        for shard in variable.value.addressable_shards:
+            taken[shard.device.id] = taken.get(shard.device.id, 0) + shard.data.nbytes
+    return taken
+
+
+def test_bytes_per_device_are_those_that_sharding_allocates(mesh: Mesh) -> None:
     model = decoder()
-    table = sx.view.table(model, mesh=auto_mesh, rules=sx.models.DECODER_RULES)
-    sx.shard(model, auto_mesh, sx.models.DECODER_RULES)
-    on_first = sum(
-        variable.value.addressable_shards[0].data.nbytes for _, variable in sx.iter_variables(model)
-    )
-    assert table.bytes_per_device == on_first
+    table = sx.view.table(model, mesh=mesh, rules=RULES)
+    sx.shard(model, mesh, RULES)
+    assert set(bytes_by_device(model).values()) == {table.bytes_per_device}
     assert table.nbytes == sum(v.value.nbytes for _, v in sx.iter_variables(model))
-    assert table.devices == 8
+    assert table.devices == mesh.size == len(bytes_by_device(model))
+    by_path = {row.path: row for row in table.rows}
+    for path, variable in sx.iter_variables(model):
+        row = by_path[sx.core.paths.format_path(path)]
+        assert row.bytes_per_device == variable.value.addressable_shards[0].data.nbytes
+
+
+def test_a_row_says_what_and_where_a_parameter_is(auto_mesh: Mesh) -> None:
+    rows = {row.path: row for row in sx.view.table(decoder(), mesh=auto_mesh, rules=RULES).rows}
+    assert rows[".layers[0].attn.q.kernel"] == ParameterRow(
+        path=".layers[0].attn.q.kernel",
+        type="Param",
+        shape=(64, 4, 16),
+        dtype="float32",
+        axes="embed, heads, head_dim",
+        spec="-, model, -",
+        size=64 * 4 * 16,
+        nbytes=64 * 4 * 16 * 4,
+        bytes_per_device=64 * 16 * 4,
+    )
+
+
+def test_the_text_has_a_line_for_each_row_and_ends_in_the_totals(auto_mesh: Mesh) -> None:
+    table = sx.view.table(decoder(), mesh=auto_mesh, rules=RULES)
+    lines = str(table).splitlines()
+    assert lines[0].split() == ["path", "type", "shape", "dtype", "axes", "spec", "bytes/device"]
+    assert [line.split()[0] for line in lines[1:-1]] == [row.path for row in table.rows]
+    assert lines[-1] == (
+        f"{table.size:,} elements, {table.nbytes / 1024:.1f} KiB; "
+        f"{table.bytes_per_device / 1024:.1f} KiB per device on 8 devices"
+    )
+    assert len({len(line) for line in lines[:-1]}) == 1
 
 
 def test_a_lazy_model_is_shown_without_allocating_anything(auto_mesh: Mesh) -> None:
     model = decoder()
     before = len(jax.live_arrays())
-    table = sx.view.table(model, mesh=auto_mesh, rules=sx.models.DECODER_RULES)
+    table = sx.view.table(model, mesh=auto_mesh, rules=RULES)
     assert len(jax.live_arrays()) == before
+    assert all(variable.is_lazy for _, variable in sx.iter_variables(model))
     assert table.size == sum(v.size for _, v in sx.iter_variables(model))
+
+
+def test_mesh_and_rules_in_scope_count(auto_mesh: Mesh) -> None:
+    with jax.set_mesh(auto_mesh), sx.axis_rules(RULES):
+        assert sx.view.table(decoder()) == sx.view.table(decoder(), mesh=auto_mesh, rules=RULES)
+
+
+def test_without_a_mesh_rules_show_specs_and_everything_is_on_one_device() -> None:
+    table = sx.view.table(decoder(), rules=RULES)
+    assert {row.path: row.spec for row in table.rows}[".embed.embedding"] == "model, -"
+    assert (table.devices, table.bytes_per_device) == (1, table.nbytes)
+
+
+def test_a_model_that_is_laid_out_is_shown_as_it_is(auto_mesh: Mesh) -> None:
+    model = sx.shard(decoder(), auto_mesh, RULES)
+    shown = sx.view.table(model)
+    assert shown.devices == 8
+    assert set(bytes_by_device(model).values()) == {shown.bytes_per_device}
+    assert {row.path: row.spec for row in shown.rows}[".layers[0].mlp.down.kernel"] == "model, -"
 
 
 def test_a_shared_variable_has_one_row() -> None:
@@ -48,52 +109,64 @@ def test_a_shared_variable_has_one_row() -> None:
     assert [row.path for row in sx.view.table(Tied()).rows] == [".embed"]
 
 
-def test_filters_choose_rows() -> None:
-    rows = sx.view.table(decoder(), sx.PathContains("embed")).rows
-    assert [row.path for row in rows] == [".embed.embedding"]
+def test_filters_choose_rows_and_totals_follow() -> None:
+    table = sx.view.table(decoder(), sx.PathContains("embed"))
+    assert [row.path for row in table.rows] == [".embed.embedding"]
+    assert table.size == 256 * 64
+    assert sx.view.table(decoder(), sx.BatchStat).rows == ()
 
 
-def test_a_picture_has_one_rectangle_per_distinct_shard(auto_mesh: Mesh) -> None:
-    expected = {PartitionSpec(): 1, PartitionSpec("model"): 4, PartitionSpec("data", "model"): 8}
-    for spec, count in expected.items():
-        array = jax.device_put(np.zeros((8, 8)), NamedSharding(auto_mesh, spec))
-        assert sx.view.sharding_svg(array).count("<rect") == count
+def test_a_variable_of_several_arrays_has_a_row_for_each(auto_mesh: Mesh) -> None:
+    state = sx.Variable({"sum": jnp.zeros((2, 3)), "count": jnp.int32(0)})
+    rows = sx.view.table({"metric": state}, mesh=auto_mesh, rules=RULES).rows
+    assert [(row.path, row.shape, row.nbytes) for row in rows] == [
+        (".metric['count']", (), 4),
+        (".metric['sum']", (2, 3), 24),
+    ]
 
 
-class Tags(html.parser.HTMLParser):
-    """Collects the tags of a page and checks that they close."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+@pytest.mark.parametrize(("implementation", "size"), [("threefry2x32", 8), ("rbg", 16)])
+def test_random_keys_count_their_words(implementation: str, size: int) -> None:
+    key = sx.RngState(jax.random.key(0, impl=implementation))
+    assert sx.view.table({"key": key}).nbytes == size
 
 
-def test_a_report_is_one_whole_page_with_curve_table_and_escaped_text(tmp_path: Path) -> None:
-    path = sx.view.write_report(
-        tmp_path / "report.html",
-        title="a <run>",
-        summary={"steps": 2},
-        parameters=sx.view.table(decoder()),
-        pictures={"kernel": sx.view.sharding_svg(jnp.zeros((2, 2)))},
-        records=[{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "eval_loss": 2.5}],
-        references={"bigram": 2.3},
-        sample="if a < b: <script>",
+def test_model_and_optimizer_are_shown_together(auto_mesh: Mesh) -> None:
+    import optax
+
+    model = decoder()
+    both = (model, sx.train.Optimizer(model, optax.adam(1e-3)))
+    table = sx.view.table(both, mesh=auto_mesh, rules=RULES)
+    sx.shard(both, auto_mesh, RULES)
+    assert set(bytes_by_device(both).values()) == {table.bytes_per_device}
+    assert sum(row.type == "OptState" for row in table.rows) > sum(
+        row.type == "Param" for row in table.rows
     )
-    text = path.read_text(encoding="utf-8")
-    page = Tags()
-    page.feed(text)
-    assert page.open in ([], ["html"])
-    assert page.seen.count("polyline") == 2
-    assert "script" not in page.seen
-    assert "a &lt;run&gt;" in text
-    assert ".layers[1].mlp.down.kernel" in text
-    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_laid_out_is_said_by_path() -> None:
+    mesh = jax.make_mesh((1, 8), ("data", "model"))
+    with pytest.raises(PartitionCheckError, match=r"\.layers\[1\]\.attn\.k\.kernel"):
+        sx.view.table(decoder(), mesh=mesh, rules=RULES)
+
+
+def test_dimensions_over_two_mesh_axes_show_both(auto_mesh: Mesh) -> None:
+    place = NamedSharding(auto_mesh, PartitionSpec(None, ("data", "model")))
+    array = jax.device_put(np.zeros((3, 8), np.float32), place)
+    (row,) = sx.view.table(sx.Param(array)).rows
+    assert (row.spec, row.bytes_per_device) == ("-, data+model", 12)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 * 2**20, "3.0 MiB"),
+        (5 * 2**30, "5.0 GiB"),
+        (2**50, "1024.0 TiB"),
+    ],
+)
+def test_bytes_are_written_in_binary_units(count: int, text: str) -> None:
+    assert format_bytes(count) == text

@@ -147,27 +147,24 @@ def loss_svg(records: Sequence[Mapping[str, Any]], references: Mapping[str, floa
             f'text-anchor="end" font-size="11" fill="#888">'
             f"{escape(name)} {value:.3f}</text>"
         )
-    row = 0
-    for series, color, name in ((train, "#4e79a7", "training"), (held_out, "#e15759", "held out")):
-        if series:
-            line = " ".join(point(step, loss) for step, loss in series)
-            parts.append(
-                f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.6"/>'
-            )
-            dots = series if name == "held out" else []
-            parts.extend(
-                '<circle cx="{}" cy="{}" r="3" fill="{}"/>'.format(
-                    *point(step, loss).split(","), color
-                )
-                for step, loss in dots
-            )
-            # A legend where falling curves leave room; labels at their ends would meet.
-            row += 1
-            parts.append(
-                f'<text x="{_WIDTH - _MARGIN}" y="{15 * row}" text-anchor="end" font-size="12" '
-                f'fill="{color}">{name} {series[-1][1]:.3f}</text>'
-            )
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
+    curves = [(train, "training", "#4e79a7", False), (held_out, "held out", "#e15759", True)]
+    for row, (series, name, color, dots) in enumerate(curve for curve in curves if curve[0]):
+        places = [point(step, loss) for step, loss in series]
+        parts.append(
+            f'<polyline points="{" ".join(places)}" fill="none" stroke="{color}" '
+            'stroke-width="1.6"/>'
+        )
+        for x, y in (place.split(",") for place in places if dots):
+            parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>')
+        # A legend where falling curves leave room: labels at their ends would meet.
+        parts.append(
+            f'<text x="{_WIDTH - _MARGIN}" y="{15 * (row + 1)}" text-anchor="end" font-size="12" '
+            f'fill="{color}">{name} {series[-1][1]:.3f}</text>'
+        )
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" '
+        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
+    )
 
 
 def _series(records: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report is one whole page that shows what it was given, and replaces the one before."""
+
+from __future__ import annotations
+
+import html.parser
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import shardax as sx
+from shardax.view.report import loss_svg, write_report
+
+VOID = {"meta", "link", "br", "img"}
+RECORDS: list[dict[str, Any]] = [
+    {"step": 10, "loss": 3.0, "tokens_per_second": 5.0},
+    {"step": 20, "loss": 2.0},
+    {"step": 20, "eval_loss": 2.5},
+]
+
+
+class Page(html.parser.HTMLParser):
+    """Reads a page: every element must be closed by its own end tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def model() -> Any:
+    return sx.nn.Linear(2, 3, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
+
+
+def write(path: Path, **changes: Any) -> Path:
+    given: dict[str, Any] = {
+        "title": "a run",
+        "summary": {"steps": 20},
+        "parameters": sx.view.table(model()),
+        "pictures": {"kernel": sx.view.sharding_svg(jnp.zeros((2, 2)))},
+        "records": RECORDS,
+        "references": {"bigram": 2.3},
+        "sample": "once upon a time",
+    }
+    return write_report(path, **{**given, **changes})
+
+
+def points(line: Mapping[str, str | None]) -> list[tuple[float, float]]:
+    pairs = [pair.split(",") for pair in (line["points"] or "").split()]
+    return [(float(x), float(y)) for x, y in pairs]
+
+
+def test_a_page_has_facts_curve_picture_sample_and_table(tmp_path: Path) -> None:
+    path = write(tmp_path / "report.html")
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.texts[0] == "a run"
+    assert [t for t in page.texts if t in ("Loss", "Shardings", "Sample", "Parameters")] == [
+        "Loss",
+        "Shardings",
+        "Sample",
+        "Parameters",
+    ]
+    for text in ("steps", "20", "once upon a time", ".kernel", "2x3", "embed, mlp"):
+        assert text in page.texts
+    assert sx.view.table(model()).totals() in page.texts
+    assert len(page.all("svg")) == 2 and len(page.all("polyline")) == 2
+    assert len(page.all("rect")) == 1
+
+
+def test_a_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+    page = Page(write(tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
+    assert all("href" not in attributes and "src" not in attributes for _, attributes in page.tags)
+
+
+def test_texts_are_escaped_wherever_they_come_from(tmp_path: Path) -> None:
+    nasty = "<script>alert('&amp;')</script>"
+    path = write(
+        tmp_path / "report.html",
+        title=nasty,
+        summary={nasty: nasty},
+        pictures={nasty: sx.view.sharding_svg(jnp.zeros(2))},
+        references={nasty: 2.3},
+        sample=nasty,
+    )
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.all("script") == []
+    assert sum(nasty in text for text in page.texts) == 7  # the title stands in head and body
+
+
+def test_sections_without_content_are_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "report.html", pictures={}, sample="", records=[])
+    page = Page(path.read_text(encoding="utf-8"))
+    assert "Shardings" not in page.texts and "Sample" not in page.texts
+    assert "No losses were recorded." in page.texts
+
+
+def test_a_report_replaces_the_one_before_in_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "report.html", title="first")
+    first = path.read_text(encoding="utf-8")
+
+    def disk_full(self: Path, target: Any) -> Path:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", disk_full)
+        with pytest.raises(OSError, match="disk full"):
+            write(path, title="second")
+    assert path.read_text(encoding="utf-8") == first
+    write(path, title="third")
+    assert "third" in path.read_text(encoding="utf-8")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_curve_falls_to_the_right_as_the_loss_does() -> None:
+    page = Page(loss_svg(RECORDS, {}))
+    training, held_out = map(points, page.all("polyline"))
+    (x0, y0), (x1, y1) = training
+    assert x0 < x1 and y0 < y1  # SVG counts y downwards
+    assert len(held_out) == 1 and held_out[0][0] == x1 and y0 < held_out[0][1] < y1
+    assert len(page.all("circle")) == 1
+
+
+def test_reference_lines_stand_at_their_loss() -> None:
+    page = Page(loss_svg(RECORDS, {"low": 2.0, "high": 3.0}))
+    lines = {line["y1"]: line["y2"] for line in page.all("line")}
+    assert all(y1 == y2 for y1, y2 in lines.items())
+    assert [float(y or "nan") for y in lines] == [y for _, y in points(page.all("polyline")[0])][
+        ::-1
+    ]
+    assert "low 2.000" in page.texts and "high 3.000" in page.texts
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [{"step": 1, "loss": 2.0}],
+        [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 2.0}],
+        [{"step": 1, "loss": math.inf}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": math.nan}],
+        [{"step": 1, "eval_loss": 2.0}],
+        [{"note": "no step"}, {"step": 4, "loss": 2.0}],
+    ],
+)
+def test_every_log_makes_a_curve_of_finite_points(records: Sequence[Mapping[str, Any]]) -> None:
+    lines = Page(loss_svg(records, {})).all("polyline")
+    assert len(lines) == 1
+    assert all(math.isfinite(x) and math.isfinite(y) for x, y in points(lines[0]))
