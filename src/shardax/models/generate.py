@@ -8,6 +8,7 @@ which suits small models and short samples.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -23,6 +24,9 @@ def generate(
 ) -> np.ndarray:
     """Continues a prompt.
 
+    Layers that draw random numbers in training mode (dropout) do so here too: call ``model.eval()``
+    first.
+
     Args:
         model: A Module, called as ``model(tokens)`` with int32 tokens of shape (1, window); returns
             logits of shape (1, window, vocab). Causal: logits at a position depend on tokens up to
@@ -37,8 +41,8 @@ def generate(
         int32 array of shape (len(prompt) + length,).
 
     Raises:
-        GenerationError: If the prompt is empty, or ``length``, ``window`` or ``temperature`` is out
-            of range.
+        GenerationError: If the prompt is empty or holds other than integers, or ``length``,
+            ``window`` or ``temperature`` is out of range.
 
     Example:
         >>> import jax, shardax as sx
@@ -48,14 +52,11 @@ def generate(
         >>> sx.models.generate(Successor(), [7], 4, window=4, temperature=0).tolist()
         [7, 8, 9, 0, 1]
     """
-    tokens = np.asarray(prompt, np.int32).reshape(-1)
-    if tokens.size == 0:
-        raise GenerationError("The prompt is empty; give at least one token to continue from.")
-    if length < 0 or window < 1 or temperature < 0:
+    tokens = _as_tokens(prompt)
+    if length < 0 or window < 1 or not 0 <= temperature < math.inf:
         raise GenerationError(
             f"length={length}, window={window}, temperature={temperature}: length and temperature "
-            f"must not be negative, and "
-            f"window must be at least 1."
+            "must not be negative, temperature must be finite, and window must be at least 1."
         )
     result = np.zeros(tokens.size + length, np.int32)
     result[: tokens.size] = tokens
@@ -68,6 +69,18 @@ def generate(
             model, padded, np.int32(seen.size - 1), key, np.int32(position), np.float32(temperature)
         )
     return result
+
+
+def _as_tokens(prompt: Any) -> np.ndarray:
+    tokens = np.asarray(prompt)
+    if tokens.size == 0:
+        raise GenerationError("The prompt is empty; give at least one token to continue from.")
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise GenerationError(
+            f"The prompt must be a sequence of integers, one per token, but was given an array of "
+            f"shape {tokens.shape} and dtype {tokens.dtype}. Of a text take list(text.encode())."
+        )
+    return tokens.astype(np.int32)
 
 
 @jit

@@ -8,6 +8,7 @@ files stay readable.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Protocol, Self, TextIO
@@ -84,19 +85,20 @@ class Bar:
             MofNCompleteColumn,
             Progress,
             TextColumn,
-            TimeElapsedColumn,
             TimeRemainingColumn,
         )
+        from rich.table import Column
 
         self._progress = Progress(
             TextColumn("[bold]train"),
-            BarColumn(),
+            # Only the bar gives way on a narrow terminal.
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
             MofNCompleteColumn(),
             TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=Console(file=file),
+            expand=True,
         )
         self._shown = {"loss": "", "speed": ""}
         self._task = self._progress.add_task(
@@ -125,7 +127,7 @@ class Bar:
 
 
 def make_display(first: int, total: int, file: TextIO | None = None) -> Display:
-    """Chooses a display: a bar on a terminal, else lines.
+    """Chooses a display: a bar on a terminal that can redraw a line, else lines.
 
     Args:
         first: Step from which the run starts.
@@ -138,7 +140,8 @@ def make_display(first: int, total: int, file: TextIO | None = None) -> Display:
         'Lines'
     """
     target = sys.stdout if file is None else file
-    return Bar(first, total, target) if target.isatty() else Lines(first, total, target)
+    can_redraw = target.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return Bar(first, total, target) if can_redraw else Lines(first, total, target)
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGINT and SIGTERM are noted while asked for, and do what they did before afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from shardax.train.signals import StopRequest
+
+BOTH = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_is_noted_instead_of_ending_the_process(number: signal.Signals) -> None:
+    with StopRequest() as stop:
+        assert not stop and stop.signal is None
+        os.kill(os.getpid(), number)
+        assert stop and stop.signal is number
+    assert stop and stop.signal is number
+
+
+def test_a_signal_from_another_thread_is_noted_too() -> None:
+    with StopRequest() as stop:
+        thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM))
+        thread.start()
+        thread.join()
+        assert stop.signal is signal.SIGTERM
+
+
+def test_handlers_come_back_also_after_an_error() -> None:
+    before = [signal.getsignal(number) for number in BOTH]
+
+    def fail() -> None:
+        with StopRequest():
+            assert [signal.getsignal(number) for number in BOTH] != before
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert [signal.getsignal(number) for number in BOTH] == before
+
+
+def test_a_second_interrupt_interrupts_at_once() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_second_sigterm_is_noted_once_more() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.signal is signal.SIGTERM
+
+
+def test_a_signal_that_the_process_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_requests_nest() -> None:
+    with StopRequest() as outer:
+        with StopRequest() as inner:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert inner and not outer
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert outer
+
+
+def test_outside_the_main_thread_it_changes_nothing() -> None:
+    handlers = []
+
+    def work() -> None:
+        with StopRequest() as stop:
+            handlers.append(signal.getsignal(signal.SIGTERM))
+            assert not stop
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [before]
+
+
+def test_after_the_block_sigterm_ends_a_process_again() -> None:
+    program = (
+        "import os, signal\n"
+        "from shardax.train.signals import StopRequest\n"
+        "with StopRequest():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('alive', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("alive\n", -signal.SIGTERM)
