@@ -125,7 +125,11 @@ class Trainer:
             TrainerError: If the directory already holds a run and ``resume`` is False, or the
                 batches cannot be resumed or cannot be divided over the mesh.
             PartitionCheckError: If model and optimizer cannot be laid out over the mesh.
+            ModuleNotFoundError: If orbax-checkpoint is missing.
         """
+        # Without it the first checkpoint would fail, after many steps.
+        import orbax.checkpoint  # noqa: F401
+
         with contextlib.closing(self._open_checkpoints()) as checkpoints:
             latest = checkpoints.latest()
         records = read_jsonl(self.log_path) if self.log_path.exists() else []
