@@ -51,9 +51,12 @@ from shardax.partition import shardings as shardings
 from shardax.transforms.autodiff import DiffState as DiffState
 from shardax.transforms.autodiff import grad as grad
 from shardax.transforms.autodiff import value_and_grad as value_and_grad
+from shardax.transforms.batch import vmap as vmap
 from shardax.transforms.explain import explain_retraces as explain_retraces
 from shardax.transforms.jit import Jit as Jit
 from shardax.transforms.jit import jit as jit
+from shardax.transforms.prefix import Carry as Carry
+from shardax.transforms.prefix import StateAxes as StateAxes
 from shardax.transforms.prefix import StateSharding as StateSharding
 from shardax.transforms.shapes import eval_shape as eval_shape
 from shardax.transforms.stages import Compiled as Compiled

@@ -96,6 +96,22 @@ class InconsistentAliasingError(ShardaxError, ValueError):
     """A Variable reached by two paths was given two different prefixes."""
 
 
+class AxisSizeError(ShardaxError, ValueError):
+    """An axis to map over is missing, or its sizes differ between arguments."""
+
+
+class SharedWriteError(ShardaxError, ValueError):
+    """A Variable that all lanes or shards share was given a value that differs between them."""
+
+
+class CarryError(ShardaxError, TypeError):
+    """What goes from one iteration of a loop to the next changes its type, or is given wrongly."""
+
+
+class BranchError(ShardaxError, TypeError):
+    """The branches of a choice differ in what they return, write or change."""
+
+
 class ArgumentError(ShardaxError, TypeError):
     """An argument of a compiled function is neither arrays nor objects."""
 

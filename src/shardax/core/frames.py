@@ -153,6 +153,8 @@ def check_unlocked(target: Any, what: str) -> None:
 
     Raises:
         ReadOnlyCopyError: If the object was rebuilt by JAX inside a plain transform.
+        ForeignMutationError: If a transform that carries no writes of what was not passed in made
+            it; the lock is then the message, with ``{what}`` in it.
     """
     if target._lock is READ_ONLY:
         raise ReadOnlyCopyError(
@@ -165,7 +167,7 @@ def check_unlocked(target: Any, what: str) -> None:
             f"first:\n\n    model = sx.mutable(model)\n    ...\n    return model"
         )
     if target._lock is not None:
-        raise TraceLeakError(target._lock.format(what=what))
+        raise ForeignMutationError(target._lock.format(what=what))
 
 
 def check_structural_write(target: Any, what: str) -> None:

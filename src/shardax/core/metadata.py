@@ -55,6 +55,45 @@ class Metadata:
         axes = check_axes(changes.pop("axes")) if "axes" in changes else self.axes
         return Metadata(axes, {**self.entries, **changes})
 
+    def without_axis(self, position: int, expected: AxisName = None) -> Metadata:
+        """Returns the metadata of one part of the array along a dimension: without its name.
+
+        Args:
+            position: Which dimension; negative counts from the end.
+            expected: The name it should have, or None for any.
+
+        Raises:
+            MetadataError: If the dimension has another name than expected, or does not exist.
+        """
+        if self.axes is None:
+            return self
+        if not -len(self.axes) <= position < len(self.axes):
+            raise MetadataError(f"axes {self.axes} have no dimension {position} to remove.")
+        place = position % len(self.axes)
+        if expected is not None and self.axes[place] not in (None, expected):
+            raise MetadataError(
+                f"the dimension {place} of axes {self.axes} is named {self.axes[place]!r}, but the "
+                f"transform maps it as {expected!r}. Map the dimension of that name, or give the "
+                f"transform the Variable's own name: "
+                f"metadata={{sx.partition.PARTITION_NAME: {self.axes[place]!r}}}."
+            )
+        return Metadata((*self.axes[:place], *self.axes[place + 1 :]), self.entries)
+
+    def with_axis(self, position: int, name: AxisName = None) -> Metadata:
+        """Returns the metadata of arrays put together along a new dimension: the inverse.
+
+        Args:
+            position: Where the new dimension stands; negative counts from the end of the new axes.
+            name: Its name, or None.
+        """
+        if self.axes is None:
+            return self
+        rank = len(self.axes) + 1
+        if not -rank <= position < rank:
+            raise MetadataError(f"axes {self.axes} have no place {position} for another dimension.")
+        place = position % rank
+        return Metadata((*self.axes[:place], name, *self.axes[place:]), self.entries)
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -104,3 +143,6 @@ def check_axes(axes: Iterable[AxisName] | None) -> Axes | None:
 
 
 EMPTY = Metadata(None, {})
+
+PARTITION_NAME = "partition_name"
+"""Key, in the ``metadata`` option of ``vmap`` and ``scan``, of the mapped dimension's name."""

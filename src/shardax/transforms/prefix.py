@@ -12,7 +12,7 @@ that is an error.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -117,6 +117,100 @@ class StateSharding(FilterMapping):
         >>> sx.StateSharding({sx.Param: "some sharding", ...: None})
         StateSharding({Param: 'some sharding', ...: None})
     """
+
+
+class _CarryType:
+    """The type of ``Carry``, an entry of its own kind."""
+
+    def __repr__(self) -> str:
+        return "Carry"
+
+    def __reduce__(self) -> str:
+        return "Carry"
+
+
+Carry = _CarryType()
+"""Entry of what goes from one iteration of a loop to the next (``scan``)."""
+
+
+class StateAxes(FilterMapping):
+    """Axes of a Module argument by filter, for ``vmap`` and ``scan``.
+
+    An entry is an axis (an int), ``None`` for one value that all lanes share, or, in ``scan``,
+    ``Carry``.
+
+    Raises:
+        PrefixError: If an entry is something else.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> axes = sx.StateAxes({sx.PathContains("kernel"): None, ...: 0})
+        >>> layer.bias[...] = jnp.zeros((4, 3))
+        >>> sx.vmap(lambda m, x: m(x), in_axes=(axes, 0))(layer, jnp.ones((4, 2))).shape
+        (4, 3)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] | State) -> None:
+        super().__init__(entries)
+        for item, value in zip(self._filters, self._values, strict=True):
+            if value is not None and value is not Carry and not is_axis(value):
+                raise PrefixError(
+                    f"StateAxes gives {value!r} for {_name(item)}; an entry is an axis (an int), "
+                    f"None for what all lanes share, or sx.Carry in sx.scan."
+                )
+
+
+def is_axis(entry: Any) -> bool:
+    """Whether an entry is an axis: an integer that is no bool."""
+    return isinstance(entry, int) and not isinstance(entry, bool)
+
+
+def check_axes_only(prefix: Any, name: str, carry: bool = False) -> None:
+    """Checks a prefix of axes before anything is called.
+
+    Args:
+        prefix: What the caller gave.
+        name: The option's name, for messages.
+        carry: Whether ``Carry`` is an entry.
+
+    Raises:
+        PrefixError: If an entry is neither an axis nor None nor such.
+    """
+    for leaf in jax.tree.leaves(prefix):
+        if isinstance(leaf, StateSharding):
+            raise PrefixError(f"{name} takes axes, but was given a StateSharding; use StateAxes.")
+        values = leaf.values() if isinstance(leaf, FilterMapping) else [leaf]
+        for value in values:
+            if not (is_axis(value) or value is None or (carry and value is Carry)):
+                allowed = (
+                    "an axis (an int), None or sx.Carry" if carry else "an axis (an int) or None"
+                )
+                hint = " (sx.Carry is for sx.scan)" if value is Carry else ""
+                raise PrefixError(f"{name} gives {value!r}{hint}; an entry is {allowed}.")
+
+
+def per_argument(prefix: Any, labels: Sequence[str], name: str) -> list[Any]:
+    """Returns one prefix per positional argument.
+
+    Args:
+        prefix: One entry for all arguments, or a tuple or list of one entry each.
+        labels: The arguments' names.
+        name: The option's name, for messages.
+
+    Raises:
+        PrefixError: If a tuple of another length was given.
+    """
+    if not isinstance(prefix, (tuple, list)) or isinstance(prefix, jax.sharding.PartitionSpec):
+        return [prefix] * len(labels)
+    if len(prefix) == len(labels):
+        return list(prefix)
+    raise PrefixError(
+        f"{name} has {len(prefix)} entries, but the call has {len(labels)} positional arguments "
+        f"({', '.join(labels)}). Give one entry per argument, or one for all."
+    )
 
 
 def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tuple[Path, Any, Any]]:

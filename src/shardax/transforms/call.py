@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls: the arguments of one lifted call, and one run of a function on them.
+
+A *call* takes its arguments apart once. Each *run* of one of its functions happens inside a
+transform, in a frame of its own, and ends with a transform's own rule for what leaves (``leave``),
+which is given an ``Inside``: everything that is known while the frame is open.
+
+A Variable that a function uses without being given it is *captured*. Reads see the value of the
+calling frame. For writes a transform has one of three rules:
+
+- hand the value back beside the result (``Inside.captured``): ``grad``, ``remat``;
+- make it an input and run again (``retry_captured``): loops and branches, which must know their
+  inputs before they run;
+- refuse, where the write has no meaning (``SealedFrame``): ``vmap``, ``shard_map``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardax.core.frames import Adopted, Frame, local
+from shardax.core.paths import Path, format_path
+from shardax.core.structure import GraphDef, flatten
+from shardax.core.variables import Variable
+from shardax.transforms.closures import find_sources, objects_in, parameter_name
+from shardax.transforms.lift import (
+    Arguments,
+    Carried,
+    Graph,
+    bind,
+    carry_out,
+    same_value,
+)
+from shardax.transforms.naming import root_names
+
+
+class Captured(Exception):
+    """Stops a trace that used objects nobody passed in; it runs again with them as inputs."""
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        super().__init__(objects)
+        self.objects = list(objects)
+
+
+def wraps(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """``functools.wraps``, for functions that may be Modules, whose attributes are not copied."""
+    return functools.wraps(function, updated=())
+
+
+class Call:
+    """The arguments of one lifted call, and the functions that may run on them.
+
+    Args:
+        name: The transform's name, for messages.
+        functions: The user's functions; all take the same arguments.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        make_frame: Makes the frame of a run from the transform's name.
+        captured: Variables that the functions use without being given them, as inputs.
+
+    Attributes:
+        arguments: The arguments taken apart.
+        labels: The parameter name of each positional argument.
+        graph: Functions, objects in the arguments, and captured Variables, flattened together.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        functions: Sequence[Callable[..., Any]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        make_frame: Callable[[str], Frame] = Frame,
+        captured: Sequence[Variable[Any]] = (),
+    ) -> None:
+        self.name = name
+        self.functions = tuple(functions)
+        self.make_frame = make_frame
+        self.arguments = Arguments(args, kwargs)
+        self.captured_count = len(captured)
+        count = len(self.arguments.templates)
+        self.labels = [parameter_name(functions[0], i) for i in range(count)]
+        names = [
+            *([()] * len(functions)),
+            *root_names(self.labels, self.arguments),
+            *((name_of(functions, variable),) for variable in captured),
+        ]
+        self.graph = Graph([*functions, *self.arguments.roots, *captured], names)
+
+    def run(
+        self,
+        values: Sequence[Any],
+        plain: Sequence[Any],
+        plain_named: Mapping[str, Any],
+        leave: Callable[[Inside], Any],
+        which: int = 0,
+        graphdef: GraphDef | None = None,
+    ) -> Any:
+        """Runs a function inside the transform.
+
+        Args:
+            values: One value per Variable of the graph.
+            plain: Plain parts of the positional arguments.
+            plain_named: Plain parts of the keyword arguments.
+            leave: Called while the frame is open; returns what leaves the transform.
+            which: Which of the functions.
+            graphdef: Structure to bind, if it differs from the caller's in metadata.
+
+        Returns:
+            What ``leave`` returned.
+        """
+        graphdef = graphdef or self.graph.flat.graphdef
+        objects = self.graph.objects()
+        with self.make_frame(self.name) as frame:
+            roots, copies = bind(frame, graphdef, values, objects, self.graph.leaves)
+            given = roots[len(self.functions) : len(roots) - self.captured_count]
+            args, kwargs = self.arguments.restore(plain, plain_named, given)
+            result = roots[which](*args, **kwargs)
+            return leave(Inside(self, frame, graphdef, copies, values, args, kwargs, result))
+
+
+class Inside:
+    """What is known while the frame of a run is open.
+
+    Attributes:
+        call: The call.
+        frame: The frame.
+        copies: The objects of the private copy, in the order of ``graphdef.objects``.
+        args: The positional arguments, with copies for objects.
+        kwargs: The keyword arguments, likewise.
+        result: What the user's function returned.
+        bound: The values that were bound, one per Variable.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        frame: Frame,
+        graphdef: GraphDef,
+        copies: Sequence[Any],
+        bound: Sequence[Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        self.call = call
+        self.frame = frame
+        self.graphdef = graphdef
+        self.copies = copies
+        self.bound = bound
+        self.args = args
+        self.kwargs = kwargs
+        self.result = result
+
+    def carry_out(self, rest: Any, emit: frozenset[int] = frozenset()) -> Carried:
+        """Records what the function did; ``rest`` is the part of the result that leaves with it."""
+        return carry_out(self.frame, self.graphdef, self.copies, self.bound, rest, emit)
+
+    def variable(self, position: int) -> Variable[Any]:
+        """Returns the copy of a Variable, by its position among the graph's Variables."""
+        return self.copies[self.graphdef.leaves[position]]
+
+    def captured(self) -> list[Adopted]:
+        """Returns the captured Variables that were written."""
+        return [
+            item for item in self.frame.adopted if not same_value(item.value, item.stand_in._value)
+        ]
+
+    def require_inputs(self) -> None:
+        """Raises ``Captured`` if captured Variables were written."""
+        written = self.captured()
+        if written:
+            raise Captured([item.outer for item in written])
+
+
+def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
+    """Runs ``attempt`` until no Variable is written that is not an input.
+
+    Args:
+        attempt: Called with the captured Variables that are known so far.
+    """
+    captured: list[Variable[Any]] = []
+    while True:
+        try:
+            return attempt(captured)
+        except Captured as found:
+            known = {id(item) for item in captured}
+            new = [item for item in found.objects if id(item) not in known]
+            if not new:
+                raise
+            captured = [*captured, *new]
+
+
+def name_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) -> str:
+    """Returns how a function knows a captured Variable: ``model.head.kernel``, or its type."""
+    for function in functions:
+        for source in find_sources(function):
+            for item in objects_in(source.read()):
+                flat = flatten(item)
+                for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
+                    if leaf is variable or _stands_for(variable, leaf):
+                        return f"{source.name}{format_path(path) if path else ''}"
+    return type(variable).__name__
+
+
+def _stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:
+    frame = local.frame
+    while frame is not None:
+        known = frame.copies.get(id(original))
+        if known is not None and known[1] is variable:
+            return True
+        frame = frame.parent
+    return False
+
+
+class SealedFrame(Frame):
+    """A frame in which captured Variables can be read but not written.
+
+    Attributes:
+        reason: Why a write has no meaning here, and what to do, for the message.
+        functions: The user's functions, to say how they know a Variable.
+    """
+
+    __slots__ = ("functions", "reason")
+
+    def __init__(self, name: str, functions: Sequence[Callable[..., Any]], reason: str) -> None:
+        super().__init__(name)
+        self.functions = functions
+        self.reason = reason
+
+    def adopt(self, outer: Any) -> Any:
+        """See ``Frame.adopt``."""
+        stand_in = super().adopt(outer)
+        label = f"{type(outer).__name__} {name_of(self.functions, outer)}".replace("{", "{{")
+        stand_in._lock = (
+            f"Cannot write {{what}} inside sx.{self.name}: the {label.replace('}', '}}')} was not "
+            f"passed in, {self.reason}"
+        )
+        return stand_in

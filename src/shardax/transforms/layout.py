@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of mapped calls: which entry each Variable and each plain array of a call got.
+
+A *mapped* call runs its function on parts of its arguments: ``vmap`` on lanes, ``scan`` on
+iterations, ``shard_map`` on shards. The caller's prefixes say how each argument is taken apart and
+how results are put together, one *entry* per array: an axis, a spec, ``None``, ``Carry``.
+
+Before the run, ``Layout`` spreads the in-prefix over the arguments. In the run, ``leaving`` spreads
+both prefixes over what the function left behind, so that a new Variable, too, has an entry: that of
+its place in the result, or of the argument that it was attached to. A Variable that stands in
+arguments and result must get one entry; two different ones are an error with both paths.
+
+JAX's transforms want out-entries before the run, when what leaves is not known yet. But which
+entries can occur is known: those of the two prefixes. So values leave sorted by entry
+(``Sorted``), one list for each entry that can occur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from shardax.core.node import Object
+from shardax.core.paths import Path, format_path
+from shardax.core.structure import GraphDef, VariableDef
+from shardax.core.variables import Variable
+from shardax.transforms.call import Call, Inside
+from shardax.transforms.lift import Carried
+from shardax.transforms.prefix import FilterMapping, consistent, expand
+
+
+class Layout:
+    """The entries of one call.
+
+    Args:
+        call: The call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        prefixes: One prefix per positional argument.
+        named: The entry of all keyword arguments.
+        outside: The entry of Variables that the functions are bound to, or that they captured.
+        name: The option's name, for messages.
+
+    Attributes:
+        leaves: One entry per Variable of the graph.
+        plain: One entry per plain leaf, positional arguments first, then by name.
+        plain_paths: The path of each plain leaf.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        prefixes: Sequence[Any],
+        named: Any,
+        outside: Any,
+        name: str,
+    ) -> None:
+        self.call = call
+        self.prefixes = prefixes
+        self.named = named
+        self.name = name
+        entries = list(self._spread(args, kwargs))
+        self.by_id = consistent(entries, name)
+        self.leaves = [
+            self.by_id.get(id(leaf), ((), outside))[1] for leaf in call.graph.flat.leaves
+        ]
+        plain = [(path, entry) for path, leaf, entry in entries if not isinstance(leaf, Variable)]
+        self.plain = [entry for _, entry in plain]
+        self.plain_paths = [path for path, _ in plain]
+
+    def _spread(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterable[tuple[Path, Any, Any]]:
+        for label, prefix, arg in zip(self.call.labels, self.prefixes, args, strict=True):
+            yield from expand(prefix, arg, self.name, (label,))
+        for keyword in sorted(kwargs):
+            yield from expand(self.named, kwargs[keyword], self.name, (keyword,))
+
+    @property
+    def leaf_paths(self) -> list[Path]:
+        """The path of each Variable of the graph."""
+        return self.call.graph.flat.leaf_paths
+
+    def leaving(self, inside: Inside, out_prefix: Any, out_name: str) -> Leaving:
+        """Returns the entry of everything that leaves.
+
+        Args:
+            inside: What is known after the function ran.
+            out_prefix: The caller's prefix of the result.
+            out_name: The option's name, for messages.
+        """
+        of_result = list(expand(out_prefix, inside.result, out_name))
+        around = list(self._spread(inside.args, inside.kwargs))
+        entries = consistent([*around, *of_result], f"{self.name} and {out_name}")
+        plain = [(path, entry) for path, leaf, entry in of_result if not isinstance(leaf, Variable)]
+        return Leaving(entries, [entry for _, entry in plain], [path for path, _ in plain])
+
+
+class Leaving(NamedTuple):
+    """Entries of what leaves.
+
+    Attributes:
+        by_id: (path, entry) by ``id`` of a Variable inside.
+        plain: The entry of each plain leaf of the result.
+        plain_paths: The path of each plain leaf of the result.
+    """
+
+    by_id: dict[int, tuple[Path, Any]]
+    plain: list[Any]
+    plain_paths: list[Path]
+
+
+def entries_in(prefix: Any) -> list[Any]:
+    """Returns the distinct entries that a prefix can give."""
+    leaves = jax.tree.leaves(prefix, is_leaf=lambda item: item is None)
+    found: list[Any] = []
+    for leaf in leaves:
+        values = list(leaf.values()) if isinstance(leaf, FilterMapping) else [leaf]
+        found.extend(value for value in values if not any(value == item for item in found))
+    return found
+
+
+class Sorted:
+    """Values on their way out, one list per entry.
+
+    Args:
+        entries: The entries that can occur, in the order of the lists.
+    """
+
+    def __init__(self, entries: Iterable[Hashable]) -> None:
+        self.entries = list(dict.fromkeys(entries))
+        self.order: list[int] = []
+
+    def sort(self, pairs: Iterable[tuple[Hashable, Any]]) -> tuple[list[Any], ...]:
+        """Sorts (entry, value) pairs, inside the transform."""
+        place = {entry: position for position, entry in enumerate(self.entries)}
+        lists: tuple[list[Any], ...] = tuple([] for _ in self.entries)
+        self.order = []
+        for entry, value in pairs:
+            self.order.append(place[entry])
+            lists[place[entry]].append(value)
+        return lists
+
+    def restore(self, lists: Sequence[Sequence[Any]]) -> list[Any]:
+        """Returns the values in their first order, outside the transform."""
+        remaining = [iter(values) for values in lists]
+        return [next(remaining[place]) for place in self.order]
+
+
+class Parts:
+    """The three kinds of values in a ``Carried``, as one flat list and back.
+
+    Args:
+        carried: What leaves the pure function.
+    """
+
+    def __init__(self, carried: Carried) -> None:
+        self.record = carried.record
+        leaves, self.treedef = jax.tree.flatten(carried.result)
+        self.counts = (len(leaves), len(carried.written))
+        self.values = [*leaves, *carried.written, *carried.fresh]
+
+    def assemble(self, values: Sequence[Any]) -> Carried:
+        """Returns the ``Carried`` with other values."""
+        result, written = self.counts
+        return Carried(
+            self.treedef.unflatten(values[:result]),
+            list(values[result : result + written]),
+            list(values[result + written :]),
+            self.record,
+        )
+
+
+def map_metadata(graphdef: GraphDef, change: Callable[[int, VariableDef], VariableDef]) -> GraphDef:
+    """Returns the structure with changed definitions of Variables.
+
+    Args:
+        graphdef: The structure.
+        change: Called with the position among the Variables and the definition.
+    """
+    objects = list(graphdef.objects)
+    for position, index in enumerate(graphdef.leaves):
+        objects[index] = change(position, objects[index])
+    return GraphDef(tuple(objects), graphdef.roots)
+
+
+def describe_leaf(path: Path, leaf: Any) -> str:
+    """Returns how messages call an array: its type, if it is a Variable, and path."""
+    kind = f"{type(leaf).__name__} at " if isinstance(leaf, Object) else ""
+    return f"{kind}{format_path(path)}"
