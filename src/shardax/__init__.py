@@ -58,6 +58,7 @@ from shardax.transforms.jit import jit as jit
 from shardax.transforms.prefix import Carry as Carry
 from shardax.transforms.prefix import StateAxes as StateAxes
 from shardax.transforms.prefix import StateSharding as StateSharding
+from shardax.transforms.scan import scan as scan
 from shardax.transforms.shapes import eval_shape as eval_shape
 from shardax.transforms.stages import Compiled as Compiled
 from shardax.transforms.stages import Lowered as Lowered
