@@ -43,6 +43,8 @@ class Frame:
     """
 
     __slots__ = ("adopted", "closed", "copies", "name", "parent", "trace")
+    carries_captured = True
+    """Whether values written to Variables that were not passed in are handed back."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -192,14 +194,14 @@ def check_structural_write(target: Any, what: str) -> None:
         if not _jax.is_eager():
             check_trace(target, f"the structure of {what}")
         return
+    hint = " (Writing values of its Variables works either way.)" if frame.carries_captured else ""
     raise ForeignMutationError(
         f"Cannot change the structure of {what} inside sx.{frame.name}: the "
         f"{type(target).__name__} was reached through a closure or "
         f"global, so the change would happen once, while tracing, and not when the compiled "
         f"function runs. Pass the "
-        f"Module as an argument of the function; then its structural changes are carried back. "
-        f"(Writing values of its Variables "
-        f"works either way.)"
+        f"Module as an argument of the function; then its structural changes are carried back."
+        f"{hint}"
     )
 
 

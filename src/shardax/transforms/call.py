@@ -224,6 +224,7 @@ class SealedFrame(Frame):
     """
 
     __slots__ = ("functions", "reason")
+    carries_captured = False
 
     def __init__(self, name: str, functions: Sequence[Callable[..., Any]], reason: str) -> None:
         super().__init__(name)

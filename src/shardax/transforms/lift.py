@@ -4,9 +4,8 @@
 Every lifted call has the same four steps.
 
 1. *Take apart* (``Arguments``): the arguments are split into *roots* (the objects in them) and
-   *plain* values, with a hashable
-   *template* that says how to put them together again. The roots are flattened together, so sharing
-   between arguments counts.
+   *plain* values, with a hashable *template* that says how to put them together again. The roots
+   are flattened together, so sharing between arguments counts.
 2. *Bind* (``bind``): inside the transform, the graph is rebuilt as a private copy whose Variables
    hold the transform's tracers, owned by a frame.
 3. *Run* the user's function on the copy.
@@ -31,7 +30,7 @@ from shardax.core._jax import Tracer
 from shardax.core.arraylike import realise_all
 from shardax.core.containers import unbox
 from shardax.core.errors import OutputError, StaticArgumentError, TraceLeakError
-from shardax.core.frames import Frame, check_structural_write, local, resolve
+from shardax.core.frames import Frame, check_structural_write, check_unlocked, local, resolve
 from shardax.core.lazy import LazyValue
 from shardax.core.node import Object
 from shardax.core.paths import Path, format_path
@@ -417,8 +416,11 @@ def carry_in(graph: Graph, carried: Carried) -> Any:
         return carried.result
     objects = graph.objects()
     for position in record.updates:
-        if not isinstance(objects[position], Variable):
-            check_structural_write(objects[position], f"a {type(objects[position]).__name__}")
+        item = objects[position]
+        if isinstance(item, Variable):
+            check_unlocked(resolve(item, local.frame), f"metadata of a {type(item).__name__}")
+        else:
+            check_structural_write(item, f"a {type(item).__name__}")
     _add_fresh(objects, record, carried.fresh)
     for position, value in zip(record.written, carried.written, strict=True):
         graph.leaves[position]._value = value
@@ -456,22 +458,24 @@ def _add_fresh(objects: list[Any], record: Record, values: Sequence[Any]) -> Non
 
 
 def check_no_leak(graph: Graph, carried: Carried) -> None:
-    """Raises if a plain JAX transform around this call would leave tracers in Variables.
+    """Raises if a transform around this call would lose what was written, or leak tracers.
 
     Raises:
         TraceLeakError: Naming the Variable that was about to be written.
+        ForeignMutationError: If it was not passed to a transform around that cannot carry it back.
+        ReadOnlyCopyError: If it is a copy inside a plain JAX transform.
     """
     here = _jax.trace_state()
     for position, value in zip(carried.record.written, carried.written, strict=True):
         variable = graph.leaves[position]
+        path = format_path(graph.flat.leaf_paths[position])
+        check_unlocked(variable, f"to the {type(variable).__name__} at {path}")
         home = _jax.EAGER if variable._owner is None else variable._owner.trace
         if here != home and any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
-            path = graph.flat.leaf_paths[position]
             raise TraceLeakError(
-                f"The {type(variable).__name__} at {format_path(path)} would be written with a "
-                f"traced value, because this call runs inside a "
-                f"plain JAX transform (jax.vmap, jax.grad, jax.jit, ...) that does not carry "
-                f"Variables. Nothing was written. Use the "
+                f"The {type(variable).__name__} at {path} would be written with a traced value, "
+                f"because this call runs inside a plain JAX transform (jax.vmap, jax.grad, "
+                f"jax.jit, ...) that does not carry Variables. Nothing was written. Use the "
                 f"shardax transform of the same name outside, with the Module as its argument."
             )
 
@@ -492,7 +496,6 @@ def check_result(result: Any, name: str) -> None:
         where = jax.tree_util.keystr(key_path) or "the result itself"
         raise OutputError(
             f"The function given to sx.{name} returned {leaf!r} of type {type(leaf).__name__} at "
-            f"{where}. A result holds arrays, numbers, Modules and "
-            f"Variables. Return such a value from outside the transform, or keep it as static "
-            f"configuration of a Module."
+            f"{where}. A result holds arrays, numbers, Modules and Variables. Return such a value "
+            f"from outside the transform, or keep it as static configuration of a Module."
         )

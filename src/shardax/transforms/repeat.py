@@ -3,7 +3,7 @@
 
 The *body* of a loop is the user's function, run once per *iteration*. What goes *around* from one
 iteration to the next is what the body writes: plain arrays that it returns, and the values of
-Variables. Variables that it only reads are constants of the loop, which costs no memory per iteration
+Variables. Variables that it only reads are constants of the loop, which cost no memory per step
 when the loop is differentiated.
 
 Which Variables the body writes is found by tracing it for its shapes. The body is compiled as a
