@@ -270,15 +270,7 @@ class Record:
         shardings: Declared shardings of (result, written, fresh), set by transforms that have such.
     """
 
-    __slots__ = (
-        "foreign",
-        "fresh",
-        "fresh_ids",
-        "result",
-        "shardings",
-        "updates",
-        "written",
-    )
+    __slots__ = ("foreign", "fresh", "fresh_ids", "result", "shardings", "updates", "written")
 
     def __init__(
         self,
