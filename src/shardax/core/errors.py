@@ -108,6 +108,10 @@ class CarryError(ShardaxError, TypeError):
     """What goes from one iteration of a loop to the next changes its type, or is given wrongly."""
 
 
+class DecisionError(ShardaxError, TypeError):
+    """What decides (a predicate, an index, the bound of a loop) is not one number of its kind."""
+
+
 class BranchError(ShardaxError, TypeError):
     """The branches of a choice differ in what they return, write or change."""
 

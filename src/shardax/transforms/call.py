@@ -64,6 +64,7 @@ class Call:
         arguments: The arguments taken apart.
         labels: The parameter name of each positional argument.
         graph: Functions, objects in the arguments, and captured Variables, flattened together.
+        names: The path of each of these roots.
     """
 
     def __init__(
@@ -82,12 +83,12 @@ class Call:
         self.captured_count = len(captured)
         count = len(self.arguments.templates)
         self.labels = [parameter_name(functions[0], i) for i in range(count)]
-        names = [
+        self.names: list[Path] = [
             *([()] * len(functions)),
             *root_names(self.labels, self.arguments),
-            *((name_of(functions, variable),) for variable in captured),
+            *(path_of(functions, variable) for variable in captured),
         ]
-        self.graph = Graph([*functions, *self.arguments.roots, *captured], names)
+        self.graph = Graph([*functions, *self.arguments.roots, *captured], self.names)
 
     def run(
         self,
@@ -195,14 +196,19 @@ def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
 
 def name_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) -> str:
     """Returns how a function knows a captured Variable: ``model.head.kernel``, or its type."""
+    return format_path(path_of(functions, variable)).removeprefix(".")
+
+
+def path_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) -> Path:
+    """Returns the path of a captured Variable, beginning with the name that a function uses."""
     for function in functions:
         for source in find_sources(function):
             for item in objects_in(source.read()):
                 flat = flatten(item)
                 for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
                     if leaf is variable or _stands_for(variable, leaf):
-                        return f"{source.name}{format_path(path) if path else ''}"
-    return type(variable).__name__
+                        return (source.name, *path)
+    return (type(variable).__name__,)
 
 
 def _stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:

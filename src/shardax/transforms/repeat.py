@@ -323,7 +323,7 @@ def refuse_changes(
         old, new = call.graph.flat.graphdef.objects[index], record.updates[index]
         raise CarryError(
             f"The body of sx.{call.name} changes the structure of the {old.type.__name__} at "
-            f"{path}: {_describe_change(old, new)}. The body is traced once for all iterations, so "
+            f"{path}: {describe_change(old, new)}. The body is traced once for all iterations, so "
             f"the change would happen once. Make it before the loop; in the body, write values of "
             f"Variables (v[...] = new)."
         )
@@ -342,7 +342,8 @@ def refuse_new(call: Call, carried: Carried) -> None:
         )
 
 
-def _describe_change(old: Any, new: Any) -> str:
+def describe_change(old: Any, new: Any) -> str:
+    """Returns, for messages, how the definition of an object changed."""
     before, after = getattr(old, "attributes", None), getattr(new, "attributes", None)
     if before is None or after is None:
         same = getattr(old, "metadata", None) == getattr(new, "metadata", None)
