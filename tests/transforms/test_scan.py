@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sx.scan``: a loop in Python, as one program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardax as sx
+from shardax.core.errors import (
+    AxisSizeError,
+    CarryError,
+    InconsistentAliasingError,
+    OutputError,
+    PrefixError,
+)
+
+Carry = sx.Carry
+
+
+class Layer(sx.Module):
+    """A layer with state of every kind: parameters, dropout, a counter."""
+
+    def __init__(self, rngs: sx.Rngs) -> None:
+        self.linear = sx.nn.Linear(3, 3, rngs=rngs)
+        self.dropout = sx.nn.Dropout(0.5, rngs=rngs)
+        self.calls = sx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls += 1
+        return self.dropout(jnp.tanh(self.linear(x)))
+
+
+def stacked(length: int = 4) -> Layer:
+    """Layers stacked on a leading axis."""
+    options: Any = {"axis_size": length, "metadata": {sx.partition.PARTITION_NAME: "layers"}}
+    return sx.vmap(Layer, **options)(sx.Rngs(0))
+
+
+class TestCarry:
+    def test_an_array_goes_from_one_iteration_to_the_next(self) -> None:
+        final, rows = sx.scan(lambda c, x: (c + x, c))(0.0, jnp.arange(4.0))
+        assert float(final) == 6
+        assert rows.tolist() == [0, 0, 1, 3]
+
+    def test_a_module_is_the_same_object_afterwards_and_holds_what_the_last_iteration_wrote(
+        self,
+    ) -> None:
+        total = sx.Variable(jnp.float32(0))
+
+        def add(total: Any, x: Any) -> Any:
+            total += x
+            return total, total.value
+
+        same, rows = sx.scan(add)(total, jnp.arange(4.0))
+        assert same is total
+        assert (float(total), rows.tolist()) == (6, [0, 1, 3, 6])
+
+    def test_any_argument_may_be_the_carry(self) -> None:
+        def body(x: Any, scale: Any, c: Any) -> Any:
+            return x * scale, c + x
+
+        rows, final = sx.scan(body, in_axes=(0, None, Carry), out_axes=(0, Carry))(
+            jnp.arange(3.0), 2.0, 10.0
+        )
+        assert (rows.tolist(), float(final)) == ([0, 2, 4], 13)
+
+    def test_carry_alone_stands_for_the_only_argument_and_the_whole_result(self) -> None:
+        double = sx.scan(lambda c: c * 2, in_axes=Carry, out_axes=Carry, length=5)
+        assert float(double(1.0)) == 32
+
+    def test_without_a_carry_all_results_are_stacked(self) -> None:
+        rows = sx.scan(lambda x, y: {"sum": x + y}, in_axes=0, out_axes=0)(
+            jnp.arange(3.0), jnp.ones(3)
+        )
+        assert rows["sum"].tolist() == [1, 2, 3]
+
+    def test_a_tree_of_arrays_and_modules_goes_around(self) -> None:
+        count = sx.Variable(jnp.zeros((), jnp.int32))
+
+        def body(carry: Any, x: Any) -> Any:
+            carry["count"] += 1
+            return {"count": carry["count"], "sum": (carry["sum"][0] + x,)}, None
+
+        final, rows = sx.scan(body)({"count": count, "sum": (0.0,)}, jnp.arange(4.0))
+        assert final["count"] is count
+        assert (int(count), float(final["sum"][0]), rows) == (4, 6, None)
+
+    def test_a_module_that_was_not_written_is_a_constant_of_the_loop(self) -> None:
+        layer = sx.nn.Linear(3, 3, rngs=sx.Rngs(0))
+        run = sx.scan(lambda m, x: (m, m(x)), in_axes=(Carry, 0))
+        loop = next(
+            equation
+            for equation in jax.make_jaxpr(lambda xs: run(layer, xs)[1])(jnp.ones((5, 3))).eqns
+            if equation.primitive.name == "scan"
+        )
+        assert loop.params["num_carry"] == 0
+
+
+class TestEntries:
+    def test_slices_of_a_module_are_seen_one_by_one_and_their_writes_are_put_together(self) -> None:
+        layers = stacked()
+        layers.eval()
+        x = jnp.ones(3)
+        y = sx.scan(lambda m, x: m(x), in_axes=(0, Carry), out_axes=Carry)(layers, x)
+        for i in range(4):
+            x = jnp.tanh(x @ layers.linear.kernel[i] + layers.linear.bias[i])
+        np.testing.assert_allclose(y, x, rtol=1e-6)
+        assert layers.calls.value.tolist() == [1, 1, 1, 1]
+
+    def test_state_axes_choose_by_filter(self) -> None:
+        layers = stacked()
+        layers.calls.value = jnp.int32(0)
+        axes = sx.StateAxes({sx.BatchStat: Carry, ...: 0})
+        sx.scan(lambda m, x: m(x), in_axes=(axes, Carry), out_axes=Carry)(layers, jnp.ones(3))
+        assert int(layers.calls) == 4
+
+    def test_a_state_of_axes_chooses_by_path(self) -> None:
+        layers = stacked()
+        axes = sx.State.from_flat(dict.fromkeys(sx.state(layers).flat(), 0))
+        sx.scan(lambda m, x: m(x), in_axes=(axes, Carry), out_axes=Carry)(layers, jnp.ones(3))
+        assert layers.calls.value.tolist() == [1, 1, 1, 1]
+
+    def test_a_variable_all_iterations_share_is_written_by_one_and_read_by_the_next(self) -> None:
+        count = sx.Variable(jnp.zeros((), jnp.int32))
+
+        def body(count: Any, x: Any) -> Any:
+            count += 1
+            return x * count
+
+        rows = sx.scan(body, in_axes=(None, 0), out_axes=0)(count, jnp.ones(3))
+        assert (rows.tolist(), int(count)) == ([1, 2, 3], 3)
+
+    @pytest.mark.parametrize("axis", [0, 1, -1, -2])
+    @pytest.mark.parametrize("out", [0, 1, -1])
+    def test_slices_and_results_lie_along_any_axis(self, axis: int, out: int) -> None:
+        w = sx.Variable(jnp.arange(12.0).reshape(3, 4))
+        x = jnp.arange(12.0).reshape(3, 4)
+
+        def body(w: Any, x: Any) -> Any:
+            w[...] = w + x
+            return w * 10
+
+        rows = sx.scan(body, in_axes=axis, out_axes=out)(w, x)
+        np.testing.assert_array_equal(w.value, 2 * x)
+        rows_first = jnp.moveaxis(20 * x, axis, 0)
+        np.testing.assert_array_equal(rows, jnp.moveaxis(rows_first, 0, out))
+
+    def test_keyword_arguments_have_axis_0(self) -> None:
+        final, _ = sx.scan(lambda c, *, x: (c + x, None), in_axes=(Carry,))(0.0, x=jnp.arange(4.0))
+        assert float(final) == 6
+
+    def test_modules_made_in_the_body_come_back_stacked(self) -> None:
+        def body(c: Any, x: Any) -> Any:
+            return c, {"v": sx.Param(x * jnp.ones(2), axes=("embed",))}
+
+        options: Any = {"metadata": {sx.partition.PARTITION_NAME: "time"}}
+        _, rows = sx.scan(body, out_axes=(Carry, 1), **options)(0.0, jnp.arange(3.0))
+        assert isinstance(rows["v"], sx.Param)
+        assert rows["v"].value.tolist() == [[0, 1, 2], [0, 1, 2]]
+        assert rows["v"].axes == ("embed", "time")
+
+    def test_a_shared_variable_has_one_entry(self) -> None:
+        class Tied(sx.Module):
+            def __init__(self) -> None:
+                self.a = sx.Param(jnp.ones((3, 2)))
+                self.b = self.a
+
+        first, second = sx.PathContains("a"), ...
+        axes = sx.StateAxes({first: 0, second: 0})
+        run = sx.scan(lambda m: m.a * m.b, in_axes=(axes,), out_axes=0)
+        assert run(Tied()).shape == (3, 2)
+        tied = Tied()
+        with pytest.raises(InconsistentAliasingError, match=r"\.m\.a: 0\n.*\.other: None"):
+            sx.scan(lambda m, other: m.a * 1, in_axes=(0, None), out_axes=0)(tied, tied.a)
+
+
+class TestOptions:
+    def test_reverse_goes_from_the_last_to_the_first(self) -> None:
+        final, rows = sx.scan(lambda c, x: (c * 2 + x, c), reverse=True)(0.0, jnp.arange(3.0))
+        expected = jax.lax.scan(lambda c, x: (c * 2 + x, c), 0.0, jnp.arange(3.0), reverse=True)
+        assert (float(final), rows.tolist()) == (float(expected[0]), expected[1].tolist())
+
+    @pytest.mark.parametrize("unroll", [2, True])
+    def test_unroll_changes_nothing(self, unroll: Any) -> None:
+        layers, same = stacked(), stacked()
+        once = sx.scan(lambda m, x: m(x), in_axes=(0, Carry), out_axes=Carry)
+        several = sx.scan(lambda m, x: m(x), in_axes=(0, Carry), out_axes=Carry, unroll=unroll)
+        np.testing.assert_allclose(
+            once(layers, jnp.ones(3)), several(same, jnp.ones(3)), rtol=1e-6
+        )
+
+    def test_length_zero_runs_nothing(self) -> None:
+        count = sx.Variable(jnp.zeros((), jnp.int32))
+
+        def body(count: Any, x: Any) -> Any:
+            count += 1
+            return count, x * 2
+
+        _, rows = sx.scan(body)(count, jnp.zeros((0, 3)))
+        assert (int(count), rows.shape) == (0, (0, 3))
+
+    def test_it_decorates_functions_and_methods_with_and_without_options(self) -> None:
+        class Sum(sx.Module):
+            def __init__(self) -> None:
+                self.total = sx.Variable(jnp.float32(0))
+
+            @sx.scan(in_axes=(None, 0), out_axes=0)
+            def rows(self, x: Any) -> Any:
+                self.total += x
+                return self.total * 1
+
+        model = Sum()
+        assert model.rows(jnp.arange(4.0)).tolist() == [0, 1, 3, 6]
+        assert float(model.total) == 6
+
+    def test_a_callable_module_and_a_bound_method_are_bodies(self) -> None:
+        layer = Layer(sx.Rngs(0))
+        layer.eval()
+        run = sx.scan(layer, in_axes=Carry, out_axes=Carry, length=3)
+        assert run(jnp.ones(3)).shape == (3,)
+        assert int(layer.calls) == 3
+        again = sx.scan(layer.__call__, in_axes=Carry, out_axes=Carry, length=2)
+        assert again(jnp.ones(3)).shape == (3,)
+        assert int(layer.calls) == 5
+
+
+class TestTracing:
+    def test_the_body_is_traced_once(self) -> None:
+        traces = 0
+        layers = stacked()
+
+        def body(layer: Any, x: Any) -> Any:
+            nonlocal traces
+            traces += 1
+            return layer(x)
+
+        run = sx.scan(body, in_axes=(0, Carry), out_axes=Carry)
+        run(layers, jnp.ones(3))
+        assert traces == 1
+        sx.jit(sx.grad(lambda layers, x: run(layers, x).sum()))(layers, jnp.ones(3))
+        assert traces == 2
+
+    def test_the_compiled_program_does_not_grow_with_the_length(self) -> None:
+        run = sx.jit(sx.scan(lambda m, x: m(x), in_axes=(0, Carry), out_axes=Carry))
+        texts = [run.lower(stacked(n), jnp.ones(3)).as_text() for n in (2, 64)]
+        assert len(texts[0].splitlines()) == len(texts[1].splitlines())
+
+    def test_gradients_are_those_of_the_unrolled_loop(self) -> None:
+        layers = stacked()
+        layers.eval()
+        run = sx.scan(lambda m, x: m(x), in_axes=(0, Carry), out_axes=Carry)
+        grads = sx.grad(lambda layers, x: run(layers, x).sum())(layers, jnp.ones(3))
+
+        def by_hand(kernel: Any, bias: Any) -> Any:
+            x = jnp.ones(3)
+            for i in range(4):
+                x = jnp.tanh(x @ kernel[i] + bias[i])
+            return x.sum()
+
+        kernel, bias = jax.grad(by_hand, argnums=(0, 1))(
+            layers.linear.kernel.value, layers.linear.bias.value
+        )
+        np.testing.assert_allclose(grads["linear"]["kernel"], kernel, rtol=1e-5)
+        np.testing.assert_allclose(grads["linear"]["bias"], bias, rtol=1e-5)
+
+    def test_inside_jit_it_does_what_it_does_outside(self) -> None:
+        one, other = stacked(), stacked()
+        run = sx.scan(lambda m, x: m(x), in_axes=(0, Carry), out_axes=Carry)
+        np.testing.assert_allclose(
+            run(one, jnp.ones(3)), sx.jit(run)(other, jnp.ones(3)), rtol=1e-6
+        )
+        assert one.calls.value.tolist() == other.calls.value.tolist() == [1, 1, 1, 1]
+
+
+class TestRandomStreams:
+    def test_a_stream_that_goes_around_draws_what_a_python_loop_draws(self) -> None:
+        one, other = sx.Rngs(0), sx.Rngs(0)
+        _, rows = sx.scan(lambda r, _: (r, jax.random.uniform(r())), length=3)(one, jnp.ones(3))
+        assert rows.tolist() == [float(jax.random.uniform(other())) for _ in range(3)]
+        assert int(one.default.count) == int(other.default.count) == 3
+
+    def test_a_stream_all_iterations_share_also_goes_on(self) -> None:
+        one, other = sx.Rngs(0), sx.Rngs(0)
+        run = sx.scan(lambda r: jax.random.uniform(r()), in_axes=None, out_axes=0, length=3)
+        assert run(one).tolist() == [float(jax.random.uniform(other())) for _ in range(3)]
+
+    def test_a_stream_with_an_axis_is_split_and_moves_on_by_one_draw(self) -> None:
+        one, other = sx.Rngs(0), sx.Rngs(0)
+        run = sx.scan(lambda r: jax.random.uniform(r()), in_axes=0, out_axes=0, length=3)
+        keys = other.fork(split=3)
+        expected = [
+            float(jax.random.uniform(jax.random.fold_in(keys.default.key.value[i], 0)))
+            for i in range(3)
+        ]
+        np.testing.assert_allclose(run(one), expected)
+        assert int(one.default.count) == int(other.default.count) == 1
+
+    def test_a_stream_that_no_iteration_draws_from_stays(self) -> None:
+        rngs = sx.Rngs(0)
+        sx.scan(lambda r, x: x, in_axes=0, out_axes=0)(rngs, jnp.ones(3))
+        assert int(rngs.default.count) == 0
+
+    def test_dropout_in_stacked_layers_draws_for_each_layer_and_each_call(self) -> None:
+        layers = stacked()
+        run = sx.scan(lambda m, x: m.dropout(x), in_axes=(0, None), out_axes=0)
+        first, second = run(layers, jnp.ones(64)), run(layers, jnp.ones(64))
+        masks = {tuple((row != 0).tolist()) for row in [*first, *second]}
+        assert len(masks) == 8
+
+    def test_a_new_key_in_a_split_stream_is_refused(self) -> None:
+        def body(rngs: Any, x: Any) -> Any:
+            rngs.default.key.value = jax.random.key(7)
+            return x
+
+        with pytest.raises(OutputError, match=r"\.rngs\.default\.key .* splits it"):
+            sx.scan(body, in_axes=0, out_axes=0)(sx.Rngs(0), jnp.ones(3))
+
+
+class TestSown:
+    class Sower(sx.Module):
+        def __init__(self) -> None:
+            self.scale = sx.Param(jnp.float32(2))
+
+        def __call__(self, x: Any) -> Any:
+            self.sow("seen", x)
+            return self.scale * x
+
+    def test_what_a_carried_module_sows_is_stacked(self) -> None:
+        model = self.Sower()
+        sx.scan(lambda m, x: (m, m(x)))(model, jnp.arange(3.0))
+        assert [rows.tolist() for rows in model.seen.value] == [[0, 1, 2]]
+
+    def test_what_is_sown_on_top_of_what_was_there_is_appended(self) -> None:
+        model = self.Sower()
+        run = sx.scan(lambda m, x: (m, m(x)))
+        run(model, jnp.arange(3.0))
+        run(model, jnp.arange(2.0))
+        model(jnp.float32(9))
+        assert [rows.tolist() for rows in model.seen.value] == [[0, 1, 2], [0, 1], 9]
+
+    def test_what_stacked_layers_sow_lies_along_their_axis(self) -> None:
+        layers = sx.vmap(lambda _: self.Sower(), in_axes=0)(jnp.ones(4))
+        sx.scan(lambda m, x: m(x), in_axes=(0, Carry), out_axes=Carry)(layers, jnp.float32(1))
+        assert [rows.tolist() for rows in layers.seen.value] == [[1, 2, 4, 8]]
+
+
+class TestClosures:
+    def test_a_captured_variable_is_read(self) -> None:
+        scale = sx.Param(jnp.float32(2))
+        final, _ = sx.scan(lambda c, x: (c * scale, None))(1.0, jnp.ones(3))
+        assert float(final) == 8
+
+    def test_a_captured_variable_is_written_and_read_by_the_next_iteration(self) -> None:
+        seen = sx.Variable(jnp.float32(0))
+
+        def body(c: Any, x: Any) -> Any:
+            seen[...] = seen * 2 + x
+            return c, seen.value
+
+        _, rows = sx.scan(body)(0.0, jnp.ones(3))
+        assert (rows.tolist(), float(seen)) == ([1, 3, 7], 7)
+        _, rows = sx.jit(sx.scan(body))(0.0, jnp.ones(3))
+        assert (rows.tolist(), float(seen)) == ([15, 31, 63], 63)
+
+    def test_a_captured_module_cannot_be_part_of_a_row(self) -> None:
+        layer = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
+        with pytest.raises(OutputError, match="Linear that was not passed in"):
+            sx.scan(lambda c, x: (c, layer))(0.0, jnp.ones(3))
+
+
+class TestErrors:
+    def test_carry_stands_once_at_the_top_level_on_both_sides(self) -> None:
+        with pytest.raises(CarryError, match=r"in_axes of sx\.scan has sx\.Carry 2 times"):
+            sx.scan(lambda a, b: a, in_axes=(Carry, Carry))
+        with pytest.raises(CarryError, match=r"out_axes of sx\.scan has sx\.Carry, but in_axes"):
+            sx.scan(lambda a, b: a, in_axes=(0, 0))
+        with pytest.raises(CarryError, match=r"in_axes of sx\.scan has sx\.Carry, but out_axes"):
+            sx.scan(lambda a, b: a, out_axes=(0, 0))
+        with pytest.raises(CarryError, match=r"inside \(Carry, 0\)"):
+            sx.scan(lambda a, b: a, in_axes=((Carry, 0), 0))
+        with pytest.raises(CarryError, match="has 2 \\(a, b\\)"):
+            sx.scan(lambda a, b: a, in_axes=Carry, out_axes=Carry)(1.0, 2.0)
+
+    def test_a_result_without_an_axis_is_refused(self) -> None:
+        with pytest.raises(PrefixError, match=r"out_axes of sx\.scan gives None"):
+            sx.scan(lambda a, b: a, out_axes=(Carry, None))
+
+    def test_the_result_must_have_the_form_of_out_axes(self) -> None:
+        with pytest.raises(CarryError, match="carry at position 0, but it returned a tuple of 3"):
+            sx.scan(lambda c, x: (c, x, x))(0.0, jnp.ones(2))
+
+    def test_what_goes_around_keeps_its_form(self) -> None:
+        with pytest.raises(CarryError, match=r"\.c changes .* float32\[2\] to int32\[2\]"):
+            sx.scan(lambda c, x: (c.astype(int), x))(jnp.ones(2), jnp.ones(2))
+        with pytest.raises(CarryError, match=r"\.c\.b is missing and \.c\.a is new"):
+            sx.scan(lambda c, x: ({"a": 1}, x))({"b": 1.0}, jnp.ones(2))
+
+    def test_a_variable_keeps_its_form_and_the_error_names_it(self) -> None:
+        layer = Layer(sx.Rngs(0))
+        before = sx.state(layer).flat()
+
+        def body(layer: Any, x: Any) -> Any:
+            layer.calls.value = jnp.float32(1.5)
+            return layer, x
+
+        with pytest.raises(CarryError, match=r"BatchStat at \.layer\.calls .*int32\[\] to float32"):
+            sx.scan(body)(layer, jnp.ones(2))
+        after = sx.state(layer).flat()
+        assert all(before[path] is after[path] for path in before)
+
+    def test_the_carried_module_comes_back_itself(self) -> None:
+        layer = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
+        with pytest.raises(CarryError, match=r"Linear at \.m, .* came back as another Linear"):
+            sx.scan(lambda m, x: (sx.clone(m), x))(layer, jnp.ones(2))
+
+    def test_structure_does_not_change_between_iterations(self) -> None:
+        def replace(m: Any, x: Any) -> Any:
+            m.mode = "fast"
+            return m, x
+
+        layer = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
+        with pytest.raises(CarryError, match=r"structure of the Linear at \.m: \.mode is new"):
+            sx.scan(replace)(layer, jnp.ones(2))
+        assert not hasattr(layer, "mode")
+
+        def remove(m: Any, x: Any) -> Any:
+            del m.bias
+            return m, x
+
+        with pytest.raises(CarryError, match=r"\.bias is removed"):
+            sx.scan(remove)(layer, jnp.ones(2))
+
+    def test_sizes_must_agree_and_be_known(self) -> None:
+        with pytest.raises(AxisSizeError, match=r"\.x: 2\n  \.y: 3"):
+            sx.scan(lambda x, y: x, in_axes=0, out_axes=0)(jnp.ones(2), jnp.ones(3))
+        with pytest.raises(AxisSizeError, match=r"Give length="):
+            sx.scan(lambda c: c, in_axes=Carry, out_axes=Carry)(1.0)
+        with pytest.raises(AxisSizeError, match=r"axis 1 of the array at \.w, .* shape \(2,\)"):
+            sx.scan(lambda w: w, in_axes=1, out_axes=0)(jnp.ones(2))
+
+    def test_an_exception_in_the_body_leaves_everything_as_it_was(self) -> None:
+        count = sx.Variable(jnp.zeros((), jnp.int32))
+
+        def body(count: Any, x: Any) -> Any:
+            count += 1
+            raise RuntimeError("stop")
+
+        with pytest.raises(RuntimeError, match="stop"):
+            sx.scan(body)(count, jnp.ones(2))
+        assert int(count) == 0
