@@ -52,6 +52,8 @@ from shardax.transforms.autodiff import DiffState as DiffState
 from shardax.transforms.autodiff import grad as grad
 from shardax.transforms.autodiff import value_and_grad as value_and_grad
 from shardax.transforms.batch import vmap as vmap
+from shardax.transforms.branch import cond as cond
+from shardax.transforms.branch import switch as switch
 from shardax.transforms.explain import explain_retraces as explain_retraces
 from shardax.transforms.jit import Jit as Jit
 from shardax.transforms.jit import jit as jit

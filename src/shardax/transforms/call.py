@@ -170,10 +170,15 @@ class Inside:
         ]
 
     def require_inputs(self) -> None:
-        """Raises ``Captured`` if captured Variables were written."""
-        written = self.captured()
-        if written:
-            raise Captured([item.outer for item in written])
+        """Raises ``Captured`` if captured Variables were written, or given other metadata."""
+        changed = [
+            item.outer
+            for item in self.frame.adopted
+            if not same_value(item.value, item.stand_in._value)
+            or item.outer._metadata != item.stand_in._metadata
+        ]
+        if changed:
+            raise Captured(changed)
 
 
 def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
