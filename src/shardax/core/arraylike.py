@@ -18,7 +18,7 @@ import numpy as np
 
 from shardax.core._jax import is_eager
 from shardax.core.errors import AbstractValueError, VariableValueError
-from shardax.core.lazy import Init, LazyKey, LazyValue, compute_all
+from shardax.core.lazy import LazyValue, Recipe, compute_all
 from shardax.core.node import Object
 
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -105,7 +105,7 @@ def realise_all(variables: Sequence[Any]) -> None:
     Args:
         variables: Resolved Variables.
     """
-    lazy = [v for v in variables if isinstance(v._value, (Init, LazyKey)) and v._owner is None]
+    lazy = [v for v in variables if isinstance(v._value, Recipe) and v._owner is None]
     if len(lazy) > 1 and is_eager():
         arrays = compute_all([v._value for v in lazy], [None] * len(lazy))
         for variable, array in zip(lazy, arrays, strict=True):

@@ -100,6 +100,10 @@ class AxisSizeError(ShardaxError, ValueError):
     """An axis to map over is missing, or its sizes differ between arguments."""
 
 
+class MappedShardingError(ShardaxError, ValueError):
+    """Arrays that are mapped together are split over the Explicit axes of a mesh in two ways."""
+
+
 class SharedWriteError(ShardaxError, ValueError):
     """A Variable that all lanes or shards share was given a value that differs between them."""
 

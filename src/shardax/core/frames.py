@@ -121,6 +121,9 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
     owner = variable._owner
     if owner is frame or (type(owner) is PlainTrace and owner.parent is frame):
         return variable
+    known = None if frame is None else frame.copies.get(id(variable))
+    if known is not None:  # before the next question: a frame may outlive the one of its call
+        return known[1]
     if owner is not None and owner.closed:
         raise TraceLeakError(
             f"A {type(variable).__name__} made inside sx.{owner.name} was used after that call "
@@ -131,9 +134,6 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
         )
     if frame is None:
         return variable
-    known = frame.copies.get(id(variable))
-    if known is not None:
-        return known[1]
     outer = resolve(variable, frame.parent)
     known = frame.copies.get(id(outer))  # passed in by the parent under the name it has there
     stand_in = frame.adopt(outer) if known is None else known[1]

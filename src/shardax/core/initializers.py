@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax.core.keys import NO_MESH
@@ -74,7 +75,12 @@ class InitializerProgram:
 
 @functools.lru_cache(maxsize=4096)
 def initializer_program(
-    initializer: Static, shape: tuple[int, ...], dtype: Any, impl: Any, sharding: Any
+    initializer: Static,
+    shape: tuple[int, ...],
+    dtype: Any,
+    impl: Any,
+    sharding: Any,
+    lead: tuple[int, ...] = (),
 ) -> InitializerProgram:
     """Returns the program of an initializer.
 
@@ -84,6 +90,8 @@ def initializer_program(
         dtype: Its dtype.
         impl: The generator of the key; None to call the initializer without a key.
         sharding: A ``jax.sharding.Sharding``, or None for the default device.
+        lead: Leading dimensions: the program then makes one array per key of ``uint32[*lead, k]``
+            words, the same as one at a time, in one array of shape ``(*lead, *shape)``.
     """
     words = None if impl is None else _words_of(impl)
 
@@ -93,21 +101,57 @@ def initializer_program(
 
     if impl is None:  # one that needs a key fails here, where it is known whose it is
         jax.eval_shape(initialise, None)
-    if not isinstance(sharding, NamedSharding) or _cuts_freely(initialise, words, impl):
+    if not lead and not isinstance(sharding, NamedSharding):  # nothing is cut or put together
         return InitializerProgram(initialise, words, sharding)
+    freely = _cuts_freely(initialise, words, impl)
+    many = _repeated(
+        initialise, lead, None if impl is None else jax.vmap if freely else _one_by_one
+    )
+    given_words = _many_words(words, lead)
+    if freely or not isinstance(sharding, NamedSharding):
+        return InitializerProgram(many, given_words, sharding)
     whole = NamedSharding(sharding.mesh, PartitionSpec())
 
     def initialise_whole(given: Any) -> jax.Array:
-        return jax.lax.with_sharding_constraint(initialise(given), whole)
+        return jax.lax.with_sharding_constraint(many(given), whole)
 
-    return InitializerProgram(initialise_whole, words, sharding)
+    return InitializerProgram(initialise_whole, given_words, sharding)
+
+
+def _repeated(
+    function: Callable[[Any], jax.Array], lead: tuple[int, ...], repeat: Callable[..., Any] | None
+) -> Callable[[Any], jax.Array]:
+    """Returns the function over leading dimensions; without ``repeat`` all rows are the same."""
+    if repeat is None:
+        return lambda given: _broadcast(function(given), lead)
+    for _ in lead:
+        function = repeat(function)
+    return function
+
+
+def _broadcast(array: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    return jnp.broadcast_to(array, (*lead, *array.shape)) if lead else array
+
+
+def _one_by_one(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
+    """Returns the function over a leading dimension, as a loop.
+
+    Some random generators give other numbers when they are batched, and some sums other roundings.
+    """
+    return lambda rows: jax.lax.map(function, rows)
+
+
+def _many_words(words: Any, lead: tuple[int, ...]) -> Any:
+    return None if words is None else jax.ShapeDtypeStruct((*lead, *words.shape), words.dtype)
 
 
 @functools.lru_cache(maxsize=64)
-def key_program(impl: Any, sharding: Any) -> InitializerProgram:
-    """Returns the program that makes the key itself of its words."""
+def key_program(impl: Any, sharding: Any, lead: tuple[int, ...] = ()) -> InitializerProgram:
+    """Returns the program that makes the keys themselves of their words, ``uint32[*lead, k]``."""
     return InitializerProgram(
-        lambda words: jax.random.wrap_key_data(words, impl=impl), _words_of(impl), sharding
+        lambda words: jax.random.wrap_key_data(words, impl=impl),
+        _many_words(_words_of(impl), lead),
+        sharding,
     )
 
 

@@ -59,6 +59,20 @@ def prng_name() -> str:
     return str(jax.config.jax_default_prng_impl)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def words_of(sources: Sequence[KeySource]) -> list[Any]:
+    """Returns the words of several keys, folded together where no transform is tracing.
+
+    Args:
+        sources: The recipes; roots may be tracers.
+
+    Returns:
+        ``uint32[k]`` for each, in order, as ``key_words`` gives them.
+    """
+    if is_eager() and not any(isinstance(source.root, Tracer) for source in sources):
+        return list(all_key_words(sources))
+    return [key_words(source) for source in sources]
+
+
 def key_words(source: KeySource) -> Any:
     """Returns the words of one key.
 

@@ -6,17 +6,18 @@ model from lazy values runs no JAX operation and takes no memory. To *materialis
 recipe: on first read, when a model is first passed to a compiled function, or by ``shardax.shard``,
 which writes each array straight into its shards.
 
-A recipe's key is folded from a key source (``core.keys``), and the array is made by one small
-compiled program per distinct (initializer, shape, dtype, sharding) (``core.initializers``). The
-numbers are the same to the last bit with every sharding.
+A *recipe* is a lazy value made of random keys alone. Its keys are folded from key sources
+(``core.keys``), and the array is made by one small compiled program per distinct (initializer,
+shape, dtype, sharding) (``core.initializers``). The numbers are the same to the last bit with every
+sharding.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,14 +31,14 @@ from shardax.core.initializers import (
     key_program,
 )
 from shardax.core.keys import KeySource as KeySource
-from shardax.core.keys import all_key_words, key_words, prng_name
+from shardax.core.keys import all_key_words, prng_name, words_of
 from shardax.core.static import Static
 
 Initializer = Callable[..., Any]
 
 
 class LazyValue:
-    """Base of recipes. ``shape`` and ``dtype`` are known; ``compute`` makes the array.
+    """Base of lazy values. ``shape`` and ``dtype`` are known; ``compute`` makes the array.
 
     Attributes:
         shape: Shape of the array.
@@ -49,7 +50,7 @@ class LazyValue:
     dtype: Any
 
     def compute(self, sharding: Any = None) -> jax.Array:
-        """Runs the recipe; with a sharding, straight into its shards."""
+        """Makes the array; with a sharding, straight into its shards."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -66,7 +67,61 @@ class LazyValue:
         return math.prod(self.shape)
 
 
-class Init(LazyValue):
+class Recipe(LazyValue):
+    """Base of lazy values whose program and keys are known before they run."""
+
+    __slots__ = ()
+
+    @property
+    def sources(self) -> tuple[KeySource, ...]:
+        """The sources of the keys that the program takes."""
+        raise NotImplementedError
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the program and the keys are known outside of the trace that made this."""
+        return not any(isinstance(source.root, Tracer) for source in self.sources)
+
+    @property
+    def likeness(self) -> Hashable:
+        """Equal for recipes that one program makes, each of its own keys."""
+        raise NotImplementedError
+
+    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+        """Returns the program that makes the array of the words of the keys.
+
+        Args:
+            sharding: A ``jax.sharding.Sharding``, or None for the default device.
+            lead: Leading dimensions, for a program that makes as many arrays in one.
+        """
+        raise NotImplementedError
+
+    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+        """Runs the program.
+
+        Args:
+            program: What ``program`` returned.
+            words: The words of the key of each of ``sources``.
+        """
+        raise NotImplementedError
+
+    def compute(self, sharding: Any = None) -> jax.Array:
+        """Runs the recipe; with a sharding, straight into its shards.
+
+        Args:
+            sharding: A ``jax.sharding.Sharding``, or None for the default device.
+
+        Returns:
+            The array.
+
+        Raises:
+            MissingRngsError: If the initializer needs a key and this value was made without
+                ``rngs``.
+        """
+        return self.run(self.program(sharding), words_of(self.sources))
+
+
+class Init(Recipe):
     """A lazy value made by an initializer such as those of ``jax.nn.initializers``.
 
     Args:
@@ -114,37 +169,32 @@ class Init(LazyValue):
         """Whether the key is a tracer, so that the value must be computed where it is made."""
         return self.source is not None and isinstance(self.source.root, Tracer)
 
-    def compute(self, sharding: Any = None) -> jax.Array:
-        """Runs the initializer; with a sharding, straight into its shards.
+    @property
+    def sources(self) -> tuple[KeySource, ...]:
+        """The source of the key, if there is one."""
+        return () if self.source is None else (self.source,)
 
-        Args:
-            sharding: A ``jax.sharding.Sharding``, or None for the default device.
+    @property
+    def likeness(self) -> Hashable:
+        """See ``Recipe``."""
+        impl = None if self.source is None else self.source.impl
+        return Static(self.initializer), self.shape, self.dtype, impl
 
-        Returns:
-            The array.
-
-        Raises:
-            MissingRngsError: If the initializer needs a key and this value was made without
-                ``rngs``.
-        """
-        words = None if self.source is None else key_words(self.source)
-        return self.run(self.program(sharding), words)
-
-    def program(self, sharding: Any = None) -> InitializerProgram:
+    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
         """Returns the program that makes the array of the words of the key."""
         impl = None if self.source is None else self.source.impl
         try:
             return initializer_program(
-                Static(self.initializer), self.shape, self.dtype, impl, sharding
+                Static(self.initializer), self.shape, self.dtype, impl, sharding, lead
             )
         except TypeError as error:
             self._explain(error)
             raise
 
-    def run(self, program: InitializerProgram, words: Any) -> jax.Array:
+    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
         """Runs the program, explaining what goes wrong without a key."""
         try:
-            return program(words)
+            return program(words[0] if words else None)
         except TypeError as error:
             self._explain(error)
             raise
@@ -158,7 +208,7 @@ class Init(LazyValue):
             ) from error
 
 
-class LazyKey(LazyValue):
+class LazyKey(Recipe):
     """A lazy random key: the key of a ``KeySource``, with shape ()."""
 
     __slots__ = ("source",)
@@ -168,17 +218,23 @@ class LazyKey(LazyValue):
         self.shape = ()
         self.dtype = _key_dtype(prng_name()) if isinstance(source.root, int) else source.root.dtype
 
-    def compute(self, sharding: Any = None) -> jax.Array:
-        """Folds the integers into the root key."""
-        return self.run(self.program(sharding), key_words(self.source))
+    @property
+    def sources(self) -> tuple[KeySource, ...]:
+        """The source of the key."""
+        return (self.source,)
 
-    def run(self, program: InitializerProgram, words: Any) -> jax.Array:
-        """Runs the program."""
-        return program(words)
+    @property
+    def likeness(self) -> Hashable:
+        """See ``Recipe``."""
+        return self.source.impl
 
-    def program(self, sharding: Any = None) -> InitializerProgram:
+    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
         """Returns the program that makes the key of its words."""
-        return key_program(self.source.impl, sharding)
+        return key_program(self.source.impl, sharding, lead)
+
+    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+        """Runs the program."""
+        return program(words[0])
 
 
 @functools.lru_cache(maxsize=8)
@@ -200,25 +256,16 @@ def compute_all(values: Sequence[LazyValue], shardings: Sequence[Any]) -> Iterat
         The arrays, in order; each is made when it is asked for, so that the caller decides what is
         alive at the same time.
     """
-    known = [value if _is_known(value) else None for value in values]
+    known = [value if isinstance(value, Recipe) and value.is_known else None for value in values]
     programs = [
         None if value is None else value.program(sharding)
         for value, sharding in zip(known, shardings, strict=True)
     ]
     compile_together(program for program in programs if program is not None)
-    sources = [recipe.source for recipe in known if recipe is not None]
-    words = iter(all_key_words([source for source in sources if source is not None]))
+    sources = [source for recipe in known if recipe is not None for source in recipe.sources]
+    words = iter(all_key_words(sources))
     for value, recipe, program, sharding in zip(values, known, programs, shardings, strict=True):
         if recipe is None or program is None:
             yield value.compute(sharding)
-        elif recipe.source is None:
-            yield recipe.run(program, None)
         else:
-            yield recipe.run(program, next(words))
-
-
-def _is_known(value: LazyValue) -> TypeGuard[Init | LazyKey]:
-    """Whether the recipe's program and key are known before it runs."""
-    if not isinstance(value, (Init, LazyKey)):
-        return False
-    return value.source is None or not isinstance(value.source.root, Tracer)
+            yield recipe.run(program, [next(words) for _ in recipe.sources])

@@ -19,7 +19,7 @@ from shardax.core import _jax
 from shardax.core._jax import Tracer
 from shardax.core.errors import MeshError
 from shardax.core.frames import check_trace, check_unlocked
-from shardax.core.lazy import Init, LazyKey, LazyValue, compute_all
+from shardax.core.lazy import LazyValue, Recipe, compute_all
 from shardax.core.node import Object
 from shardax.core.paths import format_path
 from shardax.core.state import State
@@ -146,7 +146,7 @@ def _place_variables(slots: Sequence[Slot], shardings: Sequence[Any]) -> None:
         for slot, to in zip(slots, shardings, strict=True)
         if slot.variable is not None
     ]
-    recipes = [pair for pair in pairs if isinstance(pair[0]._value, (Init, LazyKey))]
+    recipes = [pair for pair in pairs if isinstance(pair[0]._value, Recipe)]
     if recipes and _jax.is_eager():
         arrays = compute_all([v._value for v, _ in recipes], [to for _, to in recipes])
         for (variable, _), array in zip(recipes, arrays, strict=True):

@@ -9,19 +9,36 @@ with a value that does not differ between them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from shardax.core.errors import AxisSizeError, MetadataError, OutputError, SharedWriteError
-from shardax.core.metadata import PARTITION_NAME
+from shardax.core.errors import SharedWriteError
 from shardax.core.paths import Path, format_path
-from shardax.core.structure import GraphDef, VariableDef
+from shardax.transforms.axes import (
+    Row,
+    check_new_axis,
+    common_size,
+    lane_sharding,
+    lane_structure,
+    mapped_name,
+    name_new_dimensions,
+)
 from shardax.transforms.call import Call, Inside, SealedFrame, wraps
-from shardax.transforms.layout import Layout, Leaving, Parts, Sorted, entries_in, map_metadata
-from shardax.transforms.lift import Carried, Record, carry_in, check_no_leak, check_result
+from shardax.transforms.layout import (
+    Layout,
+    Parts,
+    Sorted,
+    add_written,
+    appended,
+    drop_written,
+    entries_in,
+    refuse_foreign,
+)
+from shardax.transforms.lift import carry_in, check_no_leak, check_result
 from shardax.transforms.prefix import check_axes_only, per_argument
 from shardax.transforms.streams import SplitStreams
 
@@ -90,7 +107,7 @@ def vmap(
         return functools.partial(vmap, **options)
     check_axes_only(in_axes, "in_axes")
     check_axes_only(out_axes, "out_axes")
-    name = (metadata or {}).get(PARTITION_NAME)
+    name = mapped_name(metadata, "vmap")
 
     @wraps(function)
     def vmapped(*args: Any, **kwargs: Any) -> Any:
@@ -128,217 +145,154 @@ class _Batch:
         )
         axes = self.layout.leaves
         self.streams = SplitStreams(self.call, self.values, lambda p: axes[p] is not None)
-        self.size = self._find_size(axis_size)
+        self.rows = list(self._rows())
+        self.size = common_size(self.rows, axis_size, "vmap")
         self.graphdef = lane_structure(self.layout, self.streams, partition_name)
         self.sorted = Sorted([*entries_in(in_axes), *entries_in(out_axes), 0, None])
+        # set inside:
         self.parts: Parts | None = None
         self.moved: dict[int, Any] = {}
+        self.grown: list[int] = []
 
-    def _find_size(self, axis_size: int | None) -> int:
-        sizes = []
+    def _rows(self) -> Iterator[Row]:
+        """Yields the arrays that enter, except those of split streams, which are made here."""
         rows = zip(self.layout.leaf_paths, self.values, self.layout.leaves, strict=True)
-        sizes = [
-            (path, leaf, axis)
-            for position, (path, value, axis) in enumerate(rows)
-            if position not in self.streams
-            for leaf in jax.tree.leaves(value)
-        ]
-        sizes.extend(zip(self.layout.plain_paths, self.plain, self.layout.plain, strict=True))
-        return common_size(sizes, axis_size, "vmap")
+        for position, (path, value, axis) in enumerate(rows):
+            if position not in self.streams:
+                for leaf in jax.tree.leaves(value):
+                    yield path, leaf, axis
+        yield from zip(self.layout.plain_paths, self.plain, self.layout.plain, strict=True)
 
     def run(self, options: dict[str, Any]) -> Any:
+        """Runs all lanes and carries back what they did."""
         axes = [0 if p in self.streams else axis for p, axis in enumerate(self.layout.leaves)]
+        values = self.streams.lanes(self.values, self.size, lane_sharding(self.rows, "vmap"))
+        mark, mark_axis = self._mark()
         mapped = jax.vmap(
             self._pure,
-            in_axes=(axes, self.layout.plain, 0),
+            in_axes=(axes, self.layout.plain, mark_axis),
             out_axes=tuple(self.sorted.entries),
             axis_size=self.size,
             **options,
         )
-        values = self.streams.lanes(self.values, self.size)
-        lists = mapped(values, self.plain, jnp.arange(self.size))
+        left = self.sorted.restore(mapped(values, self.plain, mark))
         assert self.parts is not None
-        carried = self.parts.assemble(self.sorted.restore(lists))
+        count = len(self.parts.values)
+        carried = self.parts.assemble(left[:count])
+        pairs = zip(self.grown, left[count:], strict=True)
+        carried = add_written(carried, {p: (*self.values[p], *more) for p, more in pairs})
         carried = self.streams.restore(carried, self.moved)
         check_no_leak(self.call.graph, carried)
         return carry_in(self.call.graph, carried)
 
-    def _pure(self, values: list[Any], plain: list[Any], lane: Any) -> tuple[list[Any], ...]:
+    def _mark(self) -> tuple[Any, Any]:
+        """Returns an array that differs between lanes, and its axis."""
+        for _, leaf, axis in self.rows:
+            if axis is not None and isinstance(leaf, (jax.Array, np.ndarray)):
+                return leaf, axis  # not an array of our own: it is split over the mesh as it must
+        return np.arange(self.size), 0
+
+    def _pure(self, values: list[Any], plain: list[Any], mark: Any) -> tuple[list[Any], ...]:
         positional, named = self.plain_tree.unflatten(plain)
 
         def leave(inside: Inside) -> tuple[list[Any], ...]:
-            check_result(inside.result, "vmap")
-            leaving = self.layout.leaving(inside, self.out_axes, "out_axes")
-            carried, self.moved = self.streams.settle(inside.carry_out(inside.result))
-            refuse_foreign(carried.record, "vmap")
-            self.parts = Parts(carried)
-            axes, new = self._axes_of(carried, leaving, lane)
-            name_new_dimensions(self.layout, carried.record, new, self.partition_name)
-            return self.sorted.sort(zip(axes, self.parts.values, strict=True))
+            return self._leave(inside, mark)
 
         return self.call.run(values, positional, named, leave, graphdef=self.graphdef)
 
-    def _axes_of(
-        self, carried: Carried, leaving: Leaving, lane: Any
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns the axis of every value that leaves, and of every new Variable."""
-        assert self.parts is not None
+    def _leave(self, inside: Inside, mark: Any) -> tuple[list[Any], ...]:
+        """Sorts what leaves a lane by axis."""
+        check_result(inside.result, "vmap")
+        leaving = self.layout.leaving(inside, self.out_axes, "out_axes")
+        carried, self.moved = self.streams.settle(inside.carry_out(inside.result))
         record = carried.record
-        written = [self.layout.leaves[position] for position in record.written]
-        new = [leaving.by_id.get(key, ((), None))[1] for key in record.fresh_ids]
-        axes = [*leaving.plain, *written, *new]
-        shared = [i for i, axis in enumerate(axes) if axis is None]
-        varying = varies(lane, [self.parts.values[i] for i in shared])
-        first_new = len(axes) - len(new)
-        for position, differs in zip(shared, varying, strict=True):
-            if not differs:
-                continue
-            if position >= first_new:  # attached to a shared Module: one value per lane
-                axes[position] = 0
-            elif position >= len(leaving.plain):
-                self._refuse_shared(record, position - len(leaving.plain))
-            else:
-                where = format_path(leaving.plain_paths[position]) or "the result"
-                raise SharedWriteError(
-                    f"out_axes gives None for {where} of the result of sx.vmap, but its value "
-                    f"differs between lanes. Give it an axis in out_axes, or reduce it over the "
-                    f"lanes: jax.lax.pmean(x, axis_name)."
-                )
-        return axes, axes[first_new:]
+        refuse_foreign(record, "vmap")
+        sown = appended(inside, record, lambda position: self.layout.leaves[position] is None)
+        carried, self.grown = drop_written(carried, sown), list(sown)
+        self.parts = Parts(carried)
+        nowhere = ((), None)
+        new = [leaving.by_id.get(key, nowhere) for key in record.fresh_ids]
+        leaves = [
+            *(Leaf("result", path, axis) for path, axis in leaving.labels),
+            *(self._leaf("written", position) for position in record.written),
+            *(Leaf("new", path, axis) for path, axis in new),
+            *(self._leaf("new", position) for position in sown),
+        ]
+        values = [*self.parts.values, *sown.values()]
+        leaves = self._checked(leaves, values, mark)
+        axes = [leaf.axis for leaf in leaves]
+        first_new = len(self.parts.values) - len(new)
+        fresh = axes[first_new : first_new + len(new)]
+        name_new_dimensions(self.layout, self.streams, record, fresh, self.partition_name)
+        return self.sorted.sort(zip(axes, values, strict=True))
 
-    def _refuse_shared(self, record: Record, place: int) -> None:
-        position = record.written[place]
-        path = format_path(self.layout.leaf_paths[position])
+    def _leaf(self, kind: str, position: int) -> Leaf:
+        return Leaf(kind, self.layout.leaf_paths[position], self.layout.leaves[position])
+
+    def _checked(self, leaves: list[Leaf], values: Sequence[Any], mark: Any) -> list[Leaf]:
+        """Returns what leaves with its final axes.
+
+        Raises:
+            SharedWriteError: If what all lanes share differs between them.
+            AxisSizeError: If an axis has no place.
+        """
+        shared = [i for i, leaf in enumerate(leaves) if leaf.axis is None]
+        for i, differs in zip(shared, varies(mark, [values[i] for i in shared]), strict=True):
+            if differs and leaves[i].kind == "new":  # one part per lane, attached to what is shared
+                leaves[i] = leaves[i]._replace(axis=0)
+            elif differs:
+                raise SharedWriteError(self._explain(leaves[i]))
+        for leaf, value in zip(leaves, values, strict=True):
+            where = f"the {leaf.kind} value at {format_path(leaf.path)}"
+            check_new_axis(value, leaf.axis, where, "vmap")
+        return leaves
+
+    def _explain(self, leaf: Leaf) -> str:
+        where = format_path(leaf.path)
+        if leaf.kind == "result":
+            return (
+                f"out_axes gives None for the result of sx.vmap at {where}, but its value differs "
+                f"between lanes. Give it an axis in out_axes, or reduce it over the lanes: "
+                f"jax.lax.pmean(x, axis_name)."
+            )
+        position = self.layout.leaf_paths.index(leaf.path)
         kind = type(self.call.graph.leaves[position]).__name__
-        raise SharedWriteError(
-            f"The {kind} at {path} is shared by all lanes of sx.vmap (its entry in in_axes is "
+        return (
+            f"The {kind} at {where} is shared by all lanes of sx.vmap (its entry in in_axes is "
             f"None), but was written with a value that differs between them. Give it an axis, "
             f"sx.StateAxes({{sx.{kind}: 0, ...: None}}), or write a value that is equal in all "
             f"lanes: jax.lax.pmean(x, axis_name)."
         )
 
 
-def varies(lane: jax.Array, values: Sequence[Any]) -> list[bool]:
+class Leaf(NamedTuple):
+    """Something that leaves a lane: ``"result"``, ``"written"`` or ``"new"``, its path and axis."""
+
+    kind: str
+    path: Path
+    axis: Any
+
+
+def varies(mark: Any, values: Sequence[Any]) -> list[bool]:
     """Returns, inside ``vmap``, whether each value differs between lanes.
 
     JAX tells a rule for batching which of its operands are batched; this one only listens.
 
     Args:
-        lane: The number of the lane.
+        mark: An array that differs between lanes.
         values: Pytrees of arrays.
     """
     found = [False] * len(values)
 
     @jax.custom_batching.custom_vmap
-    def look(lane: Any, values: list[Any]) -> Any:
-        return lane
+    def look(mark: Any, values: list[Any]) -> Any:
+        return mark
 
     @look.def_vmap
-    def rule(axis_size: int, batched: Any, lane: Any, values: list[Any]) -> tuple[Any, bool]:
+    def rule(axis_size: int, batched: Any, mark: Any, values: list[Any]) -> tuple[Any, bool]:
         found[:] = [any(jax.tree.leaves(item)) for item in batched[1]]
-        return lane, True
+        return mark, True
 
     if values:
-        look(lane, list(values))
+        look(mark, list(values))
     return found
-
-
-def common_size(sizes: Sequence[tuple[Path, Any, Any]], given: int | None, name: str) -> int:
-    """Returns the size that all mapped arrays have along their axes.
-
-    Args:
-        sizes: (path, array, axis or None) of each array.
-        given: What the caller says it is, or None.
-        name: The transform's name, for messages.
-
-    Raises:
-        AxisSizeError: If an array has no such axis, sizes differ, or nothing has an axis.
-    """
-    found: dict[int, Path | None] = {} if given is None else {int(given): None}
-    for path, leaf, axis in sizes:
-        if axis is None:
-            continue
-        shape = jnp.shape(leaf)
-        if not -len(shape) <= axis < len(shape):
-            raise AxisSizeError(
-                f"sx.{name} maps axis {axis} of the array at {format_path(path)}, which has shape "
-                f"{shape}. Give it None in in_axes if it is the same for all, or another axis."
-            )
-        found.setdefault(shape[axis], path)
-    if len(found) > 1:
-        shown = "\n".join(
-            f"  {'axis_size or length' if path is None else format_path(path)}: {size}"
-            for size, path in found.items()
-        )
-        raise AxisSizeError(f"sx.{name} maps arrays of different sizes:\n{shown}")
-    if not found:
-        option = "length" if name == "scan" else "axis_size"
-        raise AxisSizeError(
-            f"sx.{name} does not know how many times to run: no argument has an axis to map. Give "
-            f"{option}=..., or an axis in in_axes."
-        )
-    return next(iter(found))
-
-
-def lane_structure(layout: Layout, streams: SplitStreams, partition_name: Any) -> GraphDef:
-    """Returns the structure of one lane: mapped Variables without the name of their axis."""
-
-    def change(position: int, definition: VariableDef) -> VariableDef:
-        axis = layout.leaves[position]
-        if not isinstance(axis, int) or position in streams:
-            return definition
-        try:
-            metadata = definition.metadata.without_axis(axis, partition_name)
-        except MetadataError as error:
-            path = format_path(layout.leaf_paths[position])
-            raise MetadataError(
-                f"The {definition.type.__name__} at {path} cannot be mapped: {error}"
-            ) from error
-        return definition._replace(metadata=metadata)
-
-    return map_metadata(layout.call.graph.flat.graphdef, change)
-
-
-def name_new_dimensions(
-    layout: Layout, record: Record, axes_of_new: Sequence[Any], partition_name: Any
-) -> None:
-    """Adds the mapped dimension's name to the metadata of everything that leaves.
-
-    Args:
-        layout: The call's layout.
-        record: What the function did; changed.
-        axes_of_new: The axis of each new Variable.
-        partition_name: Its name, or None.
-    """
-    remaining = iter(axes_of_new)
-    fresh = []
-    for definition in record.fresh:
-        if type(definition) is VariableDef and isinstance(axis := next(remaining), int):
-            metadata = definition.metadata.with_axis(axis, partition_name)
-            definition = definition._replace(metadata=metadata)
-        fresh.append(definition)
-    record.fresh = tuple(fresh)
-    graphdef = layout.call.graph.flat.graphdef
-    leaf_of = {index: position for position, index in enumerate(graphdef.leaves)}
-    for index, definition in record.updates.items():
-        if type(definition) is not VariableDef:
-            continue
-        axis, outer = layout.leaves[leaf_of[index]], graphdef.objects[index].metadata
-        if isinstance(axis, int):
-            name = outer.axes[axis] if outer.axes is not None else partition_name
-            metadata = definition.metadata.with_axis(axis, name)
-            record.updates[index] = definition._replace(metadata=metadata)
-
-
-def refuse_foreign(record: Record, name: str) -> None:
-    """Raises if objects that were not passed in stand in the result.
-
-    Raises:
-        OutputError: Naming the type.
-    """
-    for item in record.foreign.values():
-        raise OutputError(
-            f"The function given to sx.{name} returned (or attached to an argument) a "
-            f"{type(item).__name__} that was not passed in, so it is one object and has no part "
-            f"per lane. Pass it as an argument, or return sx.clone of it."
-        )

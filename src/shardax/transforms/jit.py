@@ -35,6 +35,7 @@ from shardax.core.structure import walk_objects
 from shardax.transforms import explain
 from shardax.transforms.blame import explain_error
 from shardax.transforms.bound import BoundJit
+from shardax.transforms.call import Captured
 from shardax.transforms.closures import (
     Source,
     find_sources,
@@ -46,7 +47,6 @@ from shardax.transforms.lift import Arguments, Carried, Graph, carry_in, check_n
 from shardax.transforms.naming import root_names
 from shardax.transforms.plan import (
     ArgumentLayout,
-    Captured,
     Options,
     Plan,
     Replan,

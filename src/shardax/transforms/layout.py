@@ -17,17 +17,18 @@ entries can occur is known: those of the two prefixes. So values leave sorted by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from shardax.core.errors import OutputError
 from shardax.core.node import Object
 from shardax.core.paths import Path, format_path
 from shardax.core.structure import GraphDef, VariableDef
 from shardax.core.variables import Variable
 from shardax.transforms.call import Call, Inside
-from shardax.transforms.lift import Carried
+from shardax.transforms.lift import Carried, Record, same_value
 from shardax.transforms.prefix import FilterMapping, consistent, expand
 
 
@@ -97,7 +98,7 @@ class Layout:
         around = list(self._spread(inside.args, inside.kwargs))
         entries = consistent([*around, *of_result], f"{self.name} and {out_name}")
         plain = [(path, entry) for path, leaf, entry in of_result if not isinstance(leaf, Variable)]
-        return Leaving(entries, [entry for _, entry in plain], [path for path, _ in plain])
+        return Leaving(entries, plain)
 
 
 class Leaving(NamedTuple):
@@ -105,13 +106,16 @@ class Leaving(NamedTuple):
 
     Attributes:
         by_id: (path, entry) by ``id`` of a Variable inside.
-        plain: The entry of each plain leaf of the result.
-        plain_paths: The path of each plain leaf of the result.
+        labels: (path, entry) of each plain leaf of the result.
     """
 
     by_id: dict[int, tuple[Path, Any]]
-    plain: list[Any]
-    plain_paths: list[Path]
+    labels: list[tuple[Path, Any]]
+
+    @property
+    def plain(self) -> list[Any]:
+        """The entry of each plain leaf of the result."""
+        return [entry for _, entry in self.labels]
 
 
 def entries_in(prefix: Any) -> list[Any]:
@@ -172,6 +176,71 @@ class Parts:
             list(values[result : result + written]),
             list(values[result + written :]),
             self.record,
+        )
+
+
+def drop_written(carried: Carried, positions: Container[int]) -> Carried:
+    """Returns, inside the transform, what leaves without some of the written Variables.
+
+    Args:
+        carried: What leaves; its record is changed.
+        positions: Positions of the Variables.
+    """
+    pairs = zip(carried.record.written, carried.written, strict=True)
+    kept = [(position, value) for position, value in pairs if position not in positions]
+    carried.record.written = tuple(position for position, _ in kept)
+    return carried._replace(written=[value for _, value in kept])
+
+
+def add_written(carried: Carried, more: Mapping[int, Any]) -> Carried:
+    """Returns, outside the transform, what left with more written Variables.
+
+    Args:
+        carried: What left; its record is changed.
+        more: Values by position of the Variable.
+    """
+    carried.record.written = (*carried.record.written, *more)
+    return carried._replace(written=[*carried.written, *more.values()])
+
+
+def appended(
+    inside: Inside, record: Record, is_shared: Callable[[int], bool]
+) -> dict[int, tuple[Any, ...]]:
+    """Returns what was appended to the tuples of shared Variables, as ``Module.sow`` does.
+
+    Such values have a part per lane or iteration, though the tuple that was there before has none.
+
+    Args:
+        inside: What is known after the function ran.
+        record: What it did.
+        is_shared: Whether the Variable at a position is shared.
+    """
+    found: dict[int, tuple[Any, ...]] = {}
+    for position in record.written:
+        before, after = inside.bound[position], inside.variable(position)._value
+        if not is_shared(position) or not (isinstance(before, tuple) and type(after) is tuple):
+            continue
+        count = len(before)
+        if len(after) > count and same_value(before, after[:count]):
+            found[position] = after[count:]
+    return found
+
+
+def refuse_foreign(record: Record, name: str) -> None:
+    """Raises if objects that were not passed in stand in the result.
+
+    Args:
+        record: What the function did.
+        name: The transform's name, for messages.
+
+    Raises:
+        OutputError: Naming the type.
+    """
+    for item in record.foreign.values():
+        raise OutputError(
+            f"The function given to sx.{name} returned (or attached to an argument) a "
+            f"{type(item).__name__} that was not passed in, so it is one object and has no part "
+            f"of its own in each run. Pass it as an argument, or return sx.clone of it."
         )
 
 

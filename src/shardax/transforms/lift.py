@@ -19,7 +19,7 @@ A transform adds only what is its own: how values enter and leave the pure funct
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +77,12 @@ class Plain(NamedTuple):
 PLAIN = Plain()
 
 
+class Fixed(NamedTuple):
+    """Template of an argument that is static: its value."""
+
+    value: Any
+
+
 def take_apart(value: Any, roots: list[Any], auto_static: bool = False) -> tuple[Any, Any]:
     """Splits one argument.
 
@@ -131,6 +137,8 @@ def put_together(template: Any, plain: Any, roots: Sequence[Any], with_static: b
         return plain
     if type(template) is Root:
         return roots[template.position]
+    if type(template) is Fixed:
+        return template.value
     places = [(position, roots[root]) for position, root in template.roots]
     places += [(place, item.value if with_static else None) for place, item in template.static]
     leaves = list(plain)
@@ -141,6 +149,12 @@ def put_together(template: Any, plain: Any, roots: Sequence[Any], with_static: b
 
 class Arguments:
     """The arguments of one lifted call, taken apart.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        auto_static: Whether leaves that are neither arrays nor objects are static.
+        static: Positions and names of arguments that are static as a whole.
 
     Attributes:
         templates: One per positional argument.
@@ -153,15 +167,23 @@ class Arguments:
     __slots__ = ("named", "plain", "plain_named", "roots", "templates")
 
     def __init__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], auto_static: bool = False
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        auto_static: bool = False,
+        static: Container[int | str] = (),
     ) -> None:
         self.roots: list[Any] = []
-        pairs = [take_apart(arg, self.roots, auto_static) for arg in args]
+
+        def apart(key: int | str, value: Any) -> tuple[Any, Any]:
+            if key in static:
+                return Fixed(value), None
+            return take_apart(value, self.roots, auto_static)
+
+        pairs = [apart(position, arg) for position, arg in enumerate(args)]
         self.templates = tuple(template for template, _ in pairs)
         self.plain = tuple(plain for _, plain in pairs)
-        named = [
-            (name, *take_apart(kwargs[name], self.roots, auto_static)) for name in sorted(kwargs)
-        ]
+        named = [(name, *apart(name, kwargs[name])) for name in sorted(kwargs)]
         self.named = tuple((name, template) for name, template, _ in named)
         self.plain_named = {name: plain for name, _, plain in named}
 

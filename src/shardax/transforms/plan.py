@@ -30,6 +30,7 @@ from shardax.core.paths import Path
 from shardax.core.pytree import is_object
 from shardax.core.variables import Variable
 from shardax.transforms import explain
+from shardax.transforms.call import Captured
 from shardax.transforms.lift import (
     Arguments,
     Carried,
@@ -107,14 +108,6 @@ def with_resolved_donation(options: Options, function: Callable[..., Any]) -> Op
             f"donate. Take them out of one of the two."
         )
     return dataclasses.replace(options, donate_argnums=positions, donate_argnames=names)
-
-
-class Captured(Exception):
-    """Stops a trace that used objects nobody passed in; it runs again with them as inputs."""
-
-    def __init__(self, objects: Sequence[Any]) -> None:
-        super().__init__(objects)
-        self.objects = list(objects)
 
 
 class Replan(Exception):

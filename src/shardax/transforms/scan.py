@@ -23,18 +23,17 @@ import jax
 import jax.numpy as jnp
 
 from shardax.core.errors import CarryError, PrefixError
-from shardax.core.metadata import PARTITION_NAME
 from shardax.core.structure import ModuleDef, VariableDef
 from shardax.core.variables import Variable
-from shardax.transforms.batch import (
+from shardax.transforms.axes import (
     common_size,
     lane_structure,
+    mapped_name,
     name_new_dimensions,
-    refuse_foreign,
 )
 from shardax.transforms.call import Call, Inside, retry_captured, wraps
-from shardax.transforms.layout import Layout
-from shardax.transforms.lift import Carried, Record, carry_in, check_no_leak, same_value
+from shardax.transforms.layout import Layout, appended, refuse_foreign
+from shardax.transforms.lift import Carried, carry_in, check_no_leak
 from shardax.transforms.prefix import Carry, FilterMapping, check_axes_only, is_axis, per_argument
 from shardax.transforms.repeat import Body, refuse_changes
 from shardax.transforms.streams import SplitStreams
@@ -93,7 +92,7 @@ def scan(
         given = {"in_axes": in_axes, "out_axes": out_axes, "metadata": metadata, **options}
         return functools.partial(scan, **given)
     has_carry = _check_axes(in_axes, out_axes)
-    name = (metadata or {}).get(PARTITION_NAME)
+    name = mapped_name(metadata, "scan")
 
     @wraps(function)
     def scanned(*args: Any, **kwargs: Any) -> Any:
@@ -237,7 +236,9 @@ class _Scan:
         new = [leaving.by_id.get(key, ((), None))[1] for key in record.fresh_ids]
         self._check_changes(carried, new)
         self.axes_of_new = [axis if is_axis(axis) else 0 for axis in new]
-        name_new_dimensions(self.layout, record, new, self.partition_name)
+        name_new_dimensions(
+            self.layout, self.streams, record, self.axes_of_new, self.partition_name
+        )
         self.result_axes = leaving.plain
         leaves = jax.tree.leaves(carried.result)
         rows = [leaf for leaf, axis in zip(leaves, leaving.plain, strict=True) if axis is not Carry]
@@ -246,20 +247,9 @@ class _Scan:
             for position, value in zip(record.written, carried.written, strict=True)
             if position in self.sliced
         }
-        return carried, (rows, slices, self._sown(inside, record), carried.fresh)
-
-    def _sown(self, inside: Inside, record: Record) -> dict[int, tuple[Any, ...]]:
-        """Returns what was appended to tuples of Variables that all iterations share."""
-        grown: dict[int, tuple[Any, ...]] = {}
-        for position in record.written:
-            before, after = inside.bound[position], inside.variable(position)._value
-            if position in self.sliced or not (isinstance(before, tuple) and type(after) is tuple):
-                continue
-            count = len(before)
-            if len(after) > count and same_value(before, after[:count]):
-                grown[position] = after[count:]
-        self.grown = frozenset(grown)
-        return grown
+        sown = appended(inside, record, lambda position: position not in self.sliced)
+        self.grown = frozenset(sown)
+        return carried, (rows, slices, sown, carried.fresh)
 
     def _check_changes(self, carried: Carried, new: Sequence[Any]) -> None:
         """Raises if the body changed structure in a way that differs from a loop in Python."""

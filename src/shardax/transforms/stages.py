@@ -20,6 +20,7 @@ from shardax.core.paths import Path
 from shardax.core.state import Origin, State
 from shardax.core.structure import GraphDef, Ref, VariableDef, definition_paths, flatten
 from shardax.transforms.blame import explain_places, explain_values, in_user_terms
+from shardax.transforms.call import Captured
 from shardax.transforms.explain import static_leaf_differences, structure_differences
 from shardax.transforms.lift import (
     Arguments,
@@ -31,7 +32,7 @@ from shardax.transforms.lift import (
     put_together,
 )
 from shardax.transforms.naming import root_names
-from shardax.transforms.plan import Captured, Plan, Replan
+from shardax.transforms.plan import Plan, Replan
 
 
 def trace_jit(jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:

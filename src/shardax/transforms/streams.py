@@ -25,6 +25,7 @@ from shardax.core.paths import format_path
 from shardax.core.rng import RngStream
 from shardax.core.structure import GraphDef, ModuleDef, Ref
 from shardax.transforms.call import Call
+from shardax.transforms.layout import add_written, drop_written
 from shardax.transforms.lift import Carried
 
 
@@ -78,13 +79,19 @@ class SplitStreams:
             for stream in self.streams
         }
 
-    def lanes(self, values: Sequence[Any], size: int) -> list[Any]:
-        """Returns the values with one key and count per lane on a leading axis."""
+    def lanes(self, values: Sequence[Any], size: int, sharding: Any = None) -> list[Any]:
+        """Returns the values with one key and count per lane on a leading axis.
+
+        Args:
+            values: One value per Variable of the graph.
+            size: The number of lanes.
+            sharding: How lanes are split over the Explicit axes of a mesh, if they are.
+        """
         split = list(values)
         for position, key in self.draw(values).items():
-            split[position] = jax.random.split(key, size)
+            split[position] = _laid_out(jax.random.split(key, size), sharding)
         for position in self.before:
-            split[position] = jnp.zeros((size,), jnp.uint32)
+            split[position] = _laid_out(jnp.zeros((size,), jnp.uint32), sharding)
         return split
 
     def settle(self, carried: Carried) -> tuple[Carried, dict[int, Any]]:
@@ -96,30 +103,23 @@ class SplitStreams:
         Raises:
             OutputError: If a lane gave a split stream a new key.
         """
-        record = carried.record
-        if not any(position in self for position in record.written):
-            return carried, {}
-        kept, moved = [], {}
-        for position, value in zip(record.written, carried.written, strict=True):
-            if position in self.keys:
-                raise OutputError(
-                    f"The random stream at "
-                    f"{format_path(self.call.graph.flat.leaf_paths[position])} was given another "
-                    f"key inside sx.{self.call.name}, which splits it: every lane has a key of its "
-                    f"own, so there is not one to keep. Reseed it outside, or make a stream of its "
-                    f"own inside (sx.Rngs)."
-                )
-            if position in self.before:
-                moved[position] = self.before[position]
-            else:
-                kept.append((position, value))
-        record.written = tuple(position for position, _ in kept)
-        return carried._replace(written=[value for _, value in kept]), moved
+        written = carried.record.written
+        for position in self.keys.intersection(written):
+            raise OutputError(
+                f"The random stream at "
+                f"{format_path(self.call.graph.flat.leaf_paths[position])} was given another "
+                f"key inside sx.{self.call.name}, which splits it: every lane has a key of its "
+                f"own, so there is not one to keep. Reseed it outside, or make a stream of its "
+                f"own inside (sx.Rngs)."
+            )
+        moved = {position: self.before[position] for position in written if position in self.before}
+        return drop_written(carried, moved), moved
 
     def restore(self, carried: Carried, moved: Mapping[int, Any]) -> Carried:
         """Adds, outside the transform, the counts of the streams that moved on."""
-        record = carried.record
-        record.written = (*record.written, *moved)
-        return carried._replace(
-            written=[*carried.written, *(count + jnp.uint32(1) for count in moved.values())]
-        )
+        counts = {position: count + jnp.uint32(1) for position, count in moved.items()}
+        return add_written(carried, counts)
+
+
+def _laid_out(array: Any, sharding: Any) -> Any:
+    return array if sharding is None else jax.reshard(array, sharding)
