@@ -47,6 +47,7 @@ from shardax.core.variables import Variable
 from shardax.transforms.arguments import PLAIN as PLAIN
 from shardax.transforms.arguments import Arguments as Arguments
 from shardax.transforms.arguments import Mixed as Mixed
+from shardax.transforms.arguments import Plain as Plain
 from shardax.transforms.arguments import Root as Root
 from shardax.transforms.arguments import put_together as put_together
 
