@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vmap``: a function over Modules, run on many lanes at once.
 
-A *lane* is one of the runs. An array with an axis as its entry has one part per lane; an array with
-``None`` is *shared*: all lanes see it whole. A shared Variable stays one, so lanes may write it only
-with a value that does not differ between them.
+A *lane* is one of the runs. An array with an axis as its entry has one part per lane; an array
+with ``None`` is *shared*: all lanes see it whole. A shared Variable stays one, so lanes may write
+it only with a value that does not differ between them. What lanes attach to a shared Module, or sow
+into it, has one part per lane (axis 0) if it differs between them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shardax.core.errors import SharedWriteError
@@ -91,7 +91,7 @@ def vmap(
         >>> make = lambda rngs: sx.nn.Linear(2, 3, rngs=rngs)
         >>> five = sx.vmap(make, axis_size=5)(sx.Rngs(0))
         >>> five.kernel.shape, five.kernel.axes
-        ((5, 2, 3), (None, 'embed', 'mlp'))
+        ((5, 2, 3), (None, 'in', 'out'))
         >>> sx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(five, jnp.ones(2)).shape
         (5, 3)
     """

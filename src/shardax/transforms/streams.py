@@ -15,7 +15,8 @@ After the call a split stream has moved on by one draw, if any lane drew from it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ from shardax.transforms.layout import add_written, drop_written
 from shardax.transforms.lift import Carried
 
 
-class Stream(NamedTuple):
+@dataclass(frozen=True)
+class Stream:
     """Where a stream stands among the graph's Variables."""
 
     key: int
