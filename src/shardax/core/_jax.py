@@ -4,6 +4,9 @@
 *Trace state*: an opaque token for "which transform is tracing right now". Two tokens are equal
 exactly when they were taken under the same trace. ``jax.extend.core`` offers it for libraries that
 hold mutable state.
+
+*Varying axes*: the manual mesh axes over which the shards of a value may differ, inside
+``shard_map``. ``jax.typeof`` has them; the attribute's name changed between versions.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import jax
 from jax.core import Tracer as Tracer
 from jax.extend.core import Literal as Literal
 from jax.extend.core import get_opaque_trace_state
@@ -37,3 +41,11 @@ EAGER: Any = _eager_state()
 def is_eager() -> bool:
     """Whether no JAX transform is tracing right now."""
     return trace_state() == EAGER
+
+
+def varying_axes(array: Any) -> frozenset[str]:
+    """Returns the manual mesh axes over which an array's shards may differ."""
+    kind = jax.typeof(array)
+    if hasattr(kind, "manual_axis_type"):
+        return kind.manual_axis_type.varying
+    return getattr(kind, "vma", frozenset())

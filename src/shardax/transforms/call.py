@@ -116,7 +116,11 @@ class Call:
         objects = self.graph.objects()
         with self.make_frame(self.name) as frame:
             roots, copies = bind(frame, graphdef, values, objects, self.graph.leaves)
-            given = roots[len(self.functions) : len(roots) - self.captured_count]
+            inputs = len(roots) - self.captured_count
+            given, captured = roots[len(self.functions) : inputs], roots[inputs:]
+            if isinstance(frame, SealedFrame):
+                for path, variable in zip(self.names[inputs:], captured, strict=True):
+                    frame.seal(variable, path)
             args, kwargs = self.arguments.restore(plain, plain_named, given)
             result = roots[which](*args, **kwargs)
             return leave(Inside(self, frame, graphdef, copies, values, args, kwargs, result))
@@ -199,11 +203,6 @@ def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
             captured = [*captured, *new]
 
 
-def name_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) -> str:
-    """Returns how a function knows a captured Variable: ``model.head.kernel``, or its type."""
-    return format_path(path_of(functions, variable)).removeprefix(".")
-
-
 def path_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) -> Path:
     """Returns the path of a captured Variable, beginning with the name that a function uses."""
     for function in functions:
@@ -245,9 +244,14 @@ class SealedFrame(Frame):
     def adopt(self, outer: Any) -> Any:
         """See ``Frame.adopt``."""
         stand_in = super().adopt(outer)
-        label = f"{type(outer).__name__} {name_of(self.functions, outer)}".replace("{", "{{")
-        stand_in._lock = (
-            f"Cannot write {{what}} inside sx.{self.name}: the {label.replace('}', '}}')} was not "
-            f"passed in, {self.reason}"
-        )
+        self.seal(stand_in, path_of(self.functions, outer))
         return stand_in
+
+    def seal(self, stand_in: Any, path: Path) -> None:
+        """Makes the stand-in of a captured Variable refuse writes; ``path`` is for the message."""
+        label = f"{type(stand_in).__name__} {format_path(path).removeprefix('.')}"
+        label = label.replace("{", "{{").replace("}", "}}")
+        stand_in._lock = (
+            f"Cannot write {{what}} inside sx.{self.name}: the {label} was not passed in, "
+            f"{self.reason}"
+        )

@@ -40,7 +40,7 @@ class Layout:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         prefixes: One prefix per positional argument.
-        named: The entry of all keyword arguments.
+        named: The entry of all keyword arguments, or a dict with one prefix for each.
         outside: The entry of Variables that the functions are bound to, or that they captured.
         name: The option's name, for messages.
 
@@ -79,7 +79,8 @@ class Layout:
         for label, prefix, arg in zip(self.call.labels, self.prefixes, args, strict=True):
             yield from expand(prefix, arg, self.name, (label,))
         for keyword in sorted(kwargs):
-            yield from expand(self.named, kwargs[keyword], self.name, (keyword,))
+            prefix = self.named[keyword] if isinstance(self.named, dict) else self.named
+            yield from expand(prefix, kwargs[keyword], self.name, (keyword,))
 
     @property
     def leaf_paths(self) -> list[Path]:
