@@ -140,6 +140,14 @@ class DifferentiationError(ShardaxError, TypeError):
     """The differentiated argument or the output has no gradient."""
 
 
+class TangentError(ShardaxError, ValueError):
+    """A tangent, gradient or cotangent does not fit what it belongs to."""
+
+
+class ClosureError(ShardaxError, RuntimeError):
+    """A function uses a Variable that it was not given, where its value cannot be known."""
+
+
 class StructureMismatchError(ShardaxError, ValueError):
     """A compiled function was called with arguments of another structure."""
 

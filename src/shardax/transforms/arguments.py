@@ -158,6 +158,10 @@ class Arguments:
         self.named = tuple((name, template) for name, template, _ in named)
         self.plain_named = {name: plain for name, _, plain in named}
 
+    def release(self) -> None:
+        """Lets go of the objects and plain values; what remains is how to put them together."""
+        self.roots, self.plain, self.plain_named = [], (), {}
+
     def restore(
         self, plain: Sequence[Any], plain_named: Mapping[str, Any], roots: Sequence[Any]
     ) -> tuple[list[Any], dict[str, Any]]:

@@ -17,12 +17,14 @@ calling frame. For writes a transform has one of three rules:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+from shardax.core.errors import ClosureError
 from shardax.core.frames import Adopted, Frame, local
 from shardax.core.paths import Path, format_path
-from shardax.core.structure import GraphDef, flatten
+from shardax.core.structure import GraphDef, build, flatten
 from shardax.core.variables import Variable
 from shardax.transforms.closures import find_sources, objects_in, parameter_name
 from shardax.transforms.lift import (
@@ -59,11 +61,14 @@ class Call:
         kwargs: The keyword arguments.
         make_frame: Makes the frame of a run from the transform's name.
         captured: Variables that the functions use without being given them, as inputs.
+        static: Positions and names of arguments that are passed on as they are.
+        auto_static: Whether leaves that are neither arrays nor objects are passed on so.
 
     Attributes:
         arguments: The arguments taken apart.
         labels: The parameter name of each positional argument.
         graph: Functions, objects in the arguments, and captured Variables, flattened together.
+        graphdef: Their structure.
         names: The path of each of these roots.
     """
 
@@ -75,11 +80,13 @@ class Call:
         kwargs: Mapping[str, Any],
         make_frame: Callable[[str], Frame] = Frame,
         captured: Sequence[Variable[Any]] = (),
+        static: Container[int | str] = (),
+        auto_static: bool = False,
     ) -> None:
         self.name = name
         self.functions = tuple(functions)
         self.make_frame = make_frame
-        self.arguments = Arguments(args, kwargs)
+        self.arguments = Arguments(args, kwargs, auto_static, static)
         self.captured_count = len(captured)
         count = len(self.arguments.templates)
         self.labels = [parameter_name(functions[0], i) for i in range(count)]
@@ -89,6 +96,8 @@ class Call:
             *(path_of(functions, variable) for variable in captured),
         ]
         self.graph = Graph([*functions, *self.arguments.roots, *captured], self.names)
+        self.graphdef = self.graph.flat.graphdef
+        self._late: list[tuple[weakref.ref[Any], int]] | None = None
 
     def run(
         self,
@@ -112,10 +121,9 @@ class Call:
         Returns:
             What ``leave`` returned.
         """
-        graphdef = graphdef or self.graph.flat.graphdef
-        objects = self.graph.objects()
+        graphdef = graphdef or self.graphdef
         with self.make_frame(self.name) as frame:
-            roots, copies = bind(frame, graphdef, values, objects, self.graph.leaves)
+            roots, copies = self._bind(frame, graphdef, values)
             inputs = len(roots) - self.captured_count
             given, captured = roots[len(self.functions) : inputs], roots[inputs:]
             if isinstance(frame, SealedFrame):
@@ -124,6 +132,30 @@ class Call:
             args, kwargs = self.arguments.restore(plain, plain_named, given)
             result = roots[which](*args, **kwargs)
             return leave(Inside(self, frame, graphdef, copies, values, args, kwargs, result))
+
+    def _bind(
+        self, frame: Frame, graphdef: GraphDef, values: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        if self._late is None:
+            return bind(frame, graphdef, values, self.graph.objects(), self.graph.leaves)
+        roots, copies = build(graphdef, values, frame)
+        for reference, position in self._late:
+            original = reference()
+            if original is not None:
+                frame.copies[id(original)] = (original, copies[position])
+        return roots, copies
+
+    def release(self, known: Sequence[tuple[Any, int]]) -> None:
+        """Lets go of the caller's objects and arrays; later runs happen when the call is over.
+
+        Args:
+            known: What those runs shall know: objects with the position, in the structure, of what
+                stands for them (``Inside.known``).
+        """
+        self._late = [(weakref.ref(original), position) for original, position in known]
+        self.arguments.release()
+        self.make_frame = LateFrame
+        del self.graph
 
 
 class Inside:
@@ -163,26 +195,30 @@ class Inside:
         """Records what the function did; ``rest`` is the part of the result that leaves with it."""
         return carry_out(self.frame, self.graphdef, self.copies, self.bound, rest, emit)
 
+    def known(self) -> list[tuple[Any, int]]:
+        """Returns every object that something stands for here, with the position of that."""
+        position = {id(copy): index for index, copy in enumerate(self.copies)}
+        pairs = self.frame.copies.values()
+        return [(item, position[id(copy)]) for item, copy in pairs if id(copy) in position]
+
     def variable(self, position: int) -> Variable[Any]:
         """Returns the copy of a Variable, by its position among the graph's Variables."""
         return self.copies[self.graphdef.leaves[position]]
 
     def captured(self) -> list[Adopted]:
-        """Returns the captured Variables that were written."""
+        """Returns the captured Variables that were written or given other metadata."""
         return [
-            item for item in self.frame.adopted if not same_value(item.value, item.stand_in._value)
-        ]
-
-    def require_inputs(self) -> None:
-        """Raises ``Captured`` if captured Variables were written, or given other metadata."""
-        changed = [
-            item.outer
+            item
             for item in self.frame.adopted
             if not same_value(item.value, item.stand_in._value)
             or item.outer._metadata != item.stand_in._metadata
         ]
+
+    def require_inputs(self) -> None:
+        """Raises ``Captured`` if captured Variables were changed."""
+        changed = self.captured()
         if changed:
-            raise Captured(changed)
+            raise Captured([item.outer for item in changed])
 
 
 def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
@@ -223,6 +259,19 @@ def _stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:
             return True
         frame = frame.parent
     return False
+
+
+class LateFrame(Frame):
+    """The frame of a run that happens when its call is over, so that nothing new can be found."""
+
+    __slots__ = ()
+
+    def adopt(self, outer: Any) -> Any:
+        """See ``Frame.adopt``."""
+        raise ClosureError(
+            f"A function given to sx.{self.name} uses a {type(outer).__name__} that it did not use "
+            f"when it was called, but only now that it is differentiated. Pass it as an argument."
+        )
 
 
 class SealedFrame(Frame):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lifted calls that run once: what ``grad``, ``eval_shape`` and the like share.
+"""Lifted calls that run once: what ``grad``, ``remat``, ``eval_shape`` and the like share.
 
 The user's function is run one time per call, so what it did can be kept in this object instead of
 leaving the transform. Variables that the function uses without being given them are read as they
@@ -8,23 +8,14 @@ are in the calling frame; written values leave beside the result and are stored 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+from shardax.core import epoch
 from shardax.core.frames import Adopted, Frame
-from shardax.transforms.closures import parameter_name
-from shardax.transforms.lift import (
-    Arguments,
-    Carried,
-    Graph,
-    Record,
-    bind,
-    carry_in,
-    carry_out,
-    check_no_leak,
-    same_value,
-)
-from shardax.transforms.naming import root_names
+from shardax.transforms.arguments import Arguments
+from shardax.transforms.call import Call, Inside
+from shardax.transforms.lift import Carried, Graph, Record, carry_in, check_no_leak
 
 
 class Once:
@@ -36,6 +27,10 @@ class Once:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         make_frame: Makes the frame; by default an ordinary one.
+        static: Positions and names of arguments that are passed on as they are.
+
+    Attributes:
+        call: The call.
     """
 
     def __init__(
@@ -45,17 +40,21 @@ class Once:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         make_frame: Callable[[str], Frame] = Frame,
+        static: Container[int | str] = (),
     ) -> None:
-        self.name = name
-        self.make_frame = make_frame
-        self.arguments = Arguments(args, kwargs)
-        labels = [parameter_name(function, i) for i in range(len(self.arguments.templates))]
-        self.graph = Graph(
-            [function, *self.arguments.roots],
-            [(), *root_names(labels, self.arguments)],
-        )
+        self.call = Call(name, [function], args, kwargs, make_frame, static=static)
         self._record: Record | None = None
         self._adopted: list[Adopted] = []
+
+    @property
+    def arguments(self) -> Arguments:
+        """The arguments taken apart."""
+        return self.call.arguments
+
+    @property
+    def graph(self) -> Graph:
+        """The function and the objects in the arguments, flattened together."""
+        return self.call.graph
 
     def run(
         self,
@@ -77,31 +76,42 @@ class Once:
             (the transform's part, what else must leave the transform: a tuple of pytrees of
             arrays).
         """
-        graphdef = self.graph.flat.graphdef
-        with self.make_frame(self.name) as frame:
-            roots, copies = bind(frame, graphdef, values, self.graph.objects(), self.graph.leaves)
-            args, kwargs = self.arguments.restore(plain, plain_named, roots[1:])
-            head, rest = split(roots[0](*args, **kwargs))
-            carried = carry_out(frame, graphdef, copies, values, rest)
-            self._record = carried.record
-            self._adopted = [
-                item for item in frame.adopted if not same_value(item.value, item.stand_in._value)
-            ]
-            captured = [item.stand_in.value for item in self._adopted]
-        return head, (carried.result, carried.written, carried.fresh, captured)
 
-    def finish(self, leaving: tuple[Any, ...], keep_captured: bool = False) -> Any:
+        def leave(inside: Inside) -> tuple[Any, tuple[Any, ...]]:
+            head, rest = split(inside.result)
+            carried = inside.carry_out(rest)
+            self._record = carried.record
+            self._adopted = inside.captured()
+            captured = [item.stand_in.value for item in self._adopted]
+            return head, (carried.result, carried.written, carried.fresh, captured)
+
+        return self.call.run(values, plain, plain_named, leave)
+
+    def finish(self, leaving: tuple[Any, ...]) -> Any:
         """Stores what was written and returns the result, with objects in place.
 
         Args:
             leaving: The second part of what ``run`` returned, as it came out of the transform.
-            keep_captured: Whether Variables that were not passed in keep their values.
         """
-        assert self._record is not None
-        result, written, fresh, captured = leaving
-        carried = Carried(result, written, fresh, self._record)
+        carried = self._carried(leaving)
         check_no_leak(self.graph, carried)
-        for item, value in zip(self._adopted, captured, strict=True):
-            if not keep_captured:
-                item.outer._write(value)
+        for item, value in zip(self._adopted, leaving[3], strict=True):
+            item.outer._write(value)
+            if item.outer._metadata != item.stand_in._metadata:
+                item.outer._metadata = item.stand_in._metadata
+                epoch.advance()
         return carry_in(self.graph, carried)
+
+    def finish_on(self, graph: Graph, leaving: tuple[Any, ...]) -> Any:
+        """Returns the result with the objects of a copy in place of the caller's.
+
+        Args:
+            graph: A copy of the call's graph; what was written is stored there.
+            leaving: As for ``finish``.
+        """
+        return carry_in(graph, self._carried(leaving))
+
+    def _carried(self, leaving: tuple[Any, ...]) -> Carried:
+        assert self._record is not None
+        result, written, fresh, _ = leaving
+        return Carried(result, written, fresh, self._record)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from shardax.core.frames import Adopted, Frame, owner_here
 from shardax.core.lazy import LazyValue
 from shardax.core.structure import build
-from shardax.transforms.lift import Arguments, Graph, abstract
+from shardax.transforms.lift import Graph, abstract
 from shardax.transforms.once import Once
 
 
@@ -63,19 +63,22 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> sx.eval_shape(lambda layer, x: layer(x), layer, batch).shape, layer.kernel.is_lazy
         ((8, 3), True)
     """
-    given = Arguments(args, kwargs)
-    graph = Graph([function, *given.roots])
-    roots, _ = build(graph.flat.graphdef, abstract(graph.leaves), owner_here())
-    copied_args, copied_kwargs = given.restore(given.plain, given.plain_named, roots[1:])
-    once = Once("eval_shape", roots[0], copied_args, copied_kwargs, AbstractFrame)
+    once = Once("eval_shape", function, args, kwargs, AbstractFrame)
 
     def pure(values: Any, plain: Any, plain_named: Any) -> Any:
         return once.run(values, plain, plain_named, lambda result: (None, result))[1]
 
-    leaving = jax.eval_shape(
-        pure,
-        abstract(once.graph.leaves),
-        list(once.arguments.plain),
-        once.arguments.plain_named,
-    )
-    return once.finish(leaving, keep_captured=True)
+    leaving = jax.eval_shape(pure, *abstract_inputs(once))
+    return once.finish_on(abstract_copy(once), leaving)
+
+
+def abstract_inputs(once: Once) -> tuple[Any, ...]:
+    """Returns what a call's pure function takes, lazy values as ``jax.ShapeDtypeStruct``."""
+    plain, named = list(once.arguments.plain), once.arguments.plain_named
+    return abstract(once.graph.leaves), plain, named
+
+
+def abstract_copy(once: Once) -> Graph:
+    """Returns a copy of a call's objects, for what the function did to be stored there."""
+    graphdef = once.call.graphdef
+    return Graph(build(graphdef, abstract(once.graph.leaves), owner_here())[0])
