@@ -62,6 +62,7 @@ from shardax.transforms.prefix import StateAxes as StateAxes
 from shardax.transforms.prefix import StateSharding as StateSharding
 from shardax.transforms.scan import scan as scan
 from shardax.transforms.shapes import eval_shape as eval_shape
+from shardax.transforms.shard_map import shard_map as shard_map
 from shardax.transforms.stages import Compiled as Compiled
 from shardax.transforms.stages import Lowered as Lowered
 from shardax.transforms.stages import Traced as Traced

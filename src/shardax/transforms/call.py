@@ -246,12 +246,13 @@ def path_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) ->
             for item in objects_in(source.read()):
                 flat = flatten(item)
                 for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
-                    if leaf is variable or _stands_for(variable, leaf):
+                    if leaf is variable or stands_for(variable, leaf):
                         return (source.name, *path)
     return (type(variable).__name__,)
 
 
-def _stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:
+def stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:
+    """Whether a Variable is what a frame around has in place of an original."""
     frame = local.frame
     while frame is not None:
         known = frame.copies.get(id(original))

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``shard_map``: a function over Modules, run once on each part of a mesh.
+
+Every run sees its own *shard* of what a spec splits, with the shard's shape, and the whole of what
+no spec splits; runs talk to each other by collectives (``jax.lax.psum`` and the like). A Variable
+has one spec, by which it is taken apart and put together again, so a written one ends where it was
+declared to be. JAX keeps track of the mesh axes over which a value *varies*, that is, over which
+its shards may differ; where a spec does not name such an axis, there would be several values for
+one place, which is refused.
+
+A Variable that the function captured becomes a hidden input that all shards see whole, because
+``jax.shard_map`` cannot take all arrays through a closure.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardax.core import _jax
+from shardax.core.errors import AxisSizeError, SharedWriteError
+from shardax.core.frames import resolve
+from shardax.core.lazy import Init, compute_all
+from shardax.core.paths import Path, format_path
+from shardax.core.structure import flatten
+from shardax.core.variables import Variable
+from shardax.transforms.call import (
+    Call,
+    Captured,
+    Inside,
+    SealedFrame,
+    retry_captured,
+    stands_for,
+    wraps,
+)
+from shardax.transforms.closures import find_sources, objects_in
+from shardax.transforms.layout import Layout, Leaving, Parts, Sorted, refuse_foreign
+from shardax.transforms.lift import Record, carry_in, check_no_leak, check_result
+from shardax.transforms.shard_specs import (
+    WHOLE,
+    AnyMesh,
+    Assigned,
+    Region,
+    assign,
+    axes_of,
+    canonical,
+    check_axes,
+    find_region,
+    specs_in,
+    spread,
+)
+from shardax.transforms.streams import SplitStreams
+
+_REASON = (
+    "so all shards would write the one Variable. Pass the Module that holds it as an argument, "
+    "with its spec in in_specs."
+)
+
+
+class _Options(NamedTuple):
+    """What the caller of ``shard_map`` asked for, specs in their one form."""
+
+    mesh: AnyMesh | None
+    in_specs: Any
+    out_specs: Any
+    axis_names: frozenset[str]
+    check_vma: bool
+
+
+def shard_map(
+    function: Callable[..., Any] | None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: Iterable[str] = frozenset(),
+    check_vma: bool = True,
+) -> Any:
+    """Makes a function over Modules run once on each part of a mesh.
+
+    Arrays and Variables enter by their specs, each run seeing its shard. What is written into a
+    Variable is stored back by the spec of that Variable. A random stream whose spec names mesh axes
+    is split, so that shards along these axes draw different numbers; under ``P()`` all draw the
+    same ones. What a method is bound to, and what a function takes from a closure, is whole in
+    every shard, and what it captured cannot be written.
+
+    Args:
+        function: A function, method or callable Module. Left out: returns a decorator.
+        mesh: The mesh, its axes Auto or Explicit; None for the one in scope (``jax.set_mesh``).
+        in_specs: One entry for all arguments, or a tuple of one per positional parameter; an
+            argument given by name has the entry of its position. An entry is a ``PartitionSpec``
+            (None is ``P()``), for a Module also a State of specs, such as
+            ``sx.partition_specs(model)``, or a ``StateSharding``; for a container the same
+            container with entries.
+        out_specs: A prefix of the result, likewise.
+        axis_names: The mesh axes to split over; the others are left to the compiler. Empty: all.
+        check_vma: As in ``jax.shard_map``: whether JAX keeps track of what varies. Without it,
+            nobody checks that what a spec does not split is equal in all shards.
+
+    Returns:
+        A function of the same arguments.
+
+    Raises:
+        PrefixError: If an entry is no spec. When called, if specs do not fit the arguments, or name
+            axes that the mesh does not have.
+        NoMeshError: When called, if there is no mesh.
+        MeshError: When called, if the mesh is not the one in scope, or lacks an axis.
+        AxisSizeError: When called, if an array has no such dimension, or one that cannot be
+            divided.
+        SharedWriteError: When called, if shards give different values for one place.
+        InconsistentAliasingError: When called, if a Variable gets two different specs.
+        ForeignMutationError: When called, if a captured Variable is written.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> seen = sx.BatchStat(jnp.zeros(3))
+        >>> def centre(seen, x):
+        ...     seen[...] = jax.lax.pmean(x.mean(0), "data")
+        ...     return x - seen
+        >>> specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+        >>> centred = sx.shard_map(centre, mesh=mesh, **specs)
+        >>> centred(seen, jnp.arange(6.0).reshape(2, 3)).tolist(), seen.value.tolist()
+        ([[-1.5, -1.5, -1.5], [1.5, 1.5, 1.5]], [1.5, 2.5, 3.5])
+    """
+    if function is None:
+        return functools.partial(
+            shard_map,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check_vma=check_vma,
+        )
+    options = _Options(
+        mesh,
+        canonical(in_specs, "in_specs"),
+        canonical(out_specs, "out_specs"),
+        frozenset(axis_names),
+        check_vma,
+    )
+
+    @wraps(function)
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        region = find_region(mesh, options.axis_names)
+        check_axes(region, specs_in(options.in_specs), "in_specs")
+        check_axes(region, specs_in(options.out_specs), "out_specs")
+        assigned = assign(function, options.in_specs, args, kwargs)
+        return retry_captured(
+            lambda known: _Shards(function, options, region, assigned, known).run()
+        )
+
+    return sharded
+
+
+class _ShardFrame(SealedFrame):
+    """A frame in which captured Variables must be inputs."""
+
+    __slots__ = ()
+
+    def adopt(self, outer: Any) -> Any:
+        """See ``Frame.adopt``; also asks for the Variables that are likely to be read next."""
+        found = {id(outer): outer}
+        for source in (source for f in self.functions for source in find_sources(f)):
+            for item in objects_in(source.read()):
+                leaves = flatten(item).leaves
+                if any(leaf is outer or stands_for(outer, leaf) for leaf in leaves):
+                    alike = [resolve(v, self.parent) for v in leaves if type(v) is type(outer)]
+                    found.update((id(variable), variable) for variable in alike)
+        raise Captured(list(found.values()))
+
+
+class _Shards:
+    """One call of a function made by ``shard_map``."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: _Options,
+        region: Region,
+        given: Assigned,
+        captured: Sequence[Variable[Any]],
+    ) -> None:
+        def make_frame(name: str) -> _ShardFrame:
+            return _ShardFrame(name, [function], _REASON)
+
+        self.options = options
+        self.region = region
+        self.call = Call("shard_map", [function], given.args, given.kwargs, make_frame, captured)
+        self.layout = Layout(
+            self.call, given.args, given.kwargs, given.prefixes, given.named, WHOLE, "in_specs"
+        )
+        self._materialise()
+        self.values = self.call.graph.values()
+        self.streams = SplitStreams(self.call, self.values, self._splits)
+        self.sorted = Sorted([*specs_in(options.in_specs), *specs_in(options.out_specs), WHOLE])
+        # set inside:
+        self.parts: Parts | None = None
+        self.trees: list[Any] = []
+        self.moved: dict[int, Any] = {}
+
+    def _splits(self, position: int) -> bool:
+        entry = self.layout.leaves[position]
+        return isinstance(entry, PartitionSpec) and bool(axes_of(entry))
+
+    def _materialise(self) -> None:
+        """Writes the lazy values of Variables in the arguments straight into their shards."""
+        mesh, layout = self.region.mesh, self.layout
+        if not (isinstance(mesh, Mesh) and _jax.is_eager()):
+            return
+        rows = [
+            (path, variable, entry)
+            for path, leaf, variable, entry in zip(
+                layout.leaf_paths,
+                self.call.graph.flat.leaves,
+                self.call.graph.leaves,
+                layout.leaves,
+                strict=True,
+            )
+            if id(leaf) in layout.by_id and isinstance(variable._value, Init)
+        ]
+        for path, variable, spec in rows:
+            self.region.check_shape(path, variable._value.shape, spec, "in_specs")
+        places = [NamedSharding(mesh, spec) for _, _, spec in rows]
+        arrays = compute_all([variable._value for _, variable, _ in rows], places)
+        for (_, variable, _), array in zip(rows, arrays, strict=True):
+            variable._value = array
+
+    def run(self) -> Any:
+        """Runs all shards and carries back what they did."""
+        entering, specs, treedef = self._entering()
+        mapped = jax.shard_map(
+            functools.partial(self._pure, treedef),
+            mesh=self.region.mesh,
+            in_specs=(specs,),
+            out_specs=tuple(self.sorted.entries),
+            axis_names=frozenset(self.options.axis_names),
+            check_vma=self.options.check_vma,
+        )
+        left = iter(self.sorted.restore(mapped(entering)))
+        assert self.parts is not None
+        carried = self.parts.assemble(
+            [tree.unflatten([next(left) for _ in range(tree.num_leaves)]) for tree in self.trees]
+        )
+        carried = self.streams.restore(carried, self.moved)
+        check_no_leak(self.call.graph, carried)
+        return carry_in(self.call.graph, carried)
+
+    def _entering(self) -> tuple[list[Any], list[PartitionSpec], Any]:
+        """Returns the arrays that enter, in place; their specs; and how to put them together."""
+        arguments, layout = self.call.arguments, self.layout
+        plain = (list(arguments.plain), arguments.plain_named)
+        rows: list[tuple[Path, Any, PartitionSpec]] = []
+        drawn = self.streams.draw(self.values)
+        values = list(self.values)
+        for position, (path, entry) in enumerate(
+            zip(layout.leaf_paths, layout.leaves, strict=True)
+        ):
+            if position in self.streams:
+                values[position] = drawn.get(position, jnp.zeros((), jnp.uint32))
+                entry = WHOLE
+            value = values[position]
+            leaves = jax.tree.leaves(value)
+            specs = spread(entry, value, path, "in_specs")
+            rows += [(path, leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+        rows += zip(layout.plain_paths, jax.tree.leaves(plain), layout.plain, strict=True)
+        for path, leaf, spec in rows:
+            self.region.check(path, leaf, spec, "in_specs")
+        placed = [self.region.place(leaf, spec) for _, leaf, spec in rows]
+        return placed, [spec for _, _, spec in rows], jax.tree.structure((values, plain))
+
+    def _pure(self, treedef: Any, entering: list[Any]) -> tuple[list[Any], ...]:
+        values, (positional, named) = treedef.unflatten(entering)
+        for stream in self.streams.streams:
+            shard = jax.lax.axis_index(axes_of(self.layout.leaves[stream.key]))
+            values[stream.key] = jax.random.fold_in(values[stream.key], shard)
+        return self.call.run(values, positional, named, self._leave)
+
+    def _leave(self, inside: Inside) -> tuple[list[Any], ...]:
+        """Sorts what leaves a shard by spec."""
+        check_result(inside.result, "shard_map")
+        leaving = self.layout.leaving(inside, self.options.out_specs, "out_specs")
+        carried, self.moved = self.streams.settle(inside.carry_out(inside.result))
+        refuse_foreign(carried.record, "shard_map")
+        self.parts = Parts(carried)
+        self.trees = [jax.tree.structure(value) for value in self.parts.values]
+        pairs: list[tuple[PartitionSpec, Any]] = []
+        places = self._places(carried.record, leaving)
+        for (kind, path, entry), value in zip(places, self.parts.values, strict=True):
+            specs = spread(entry, value, path, "in_specs or out_specs")
+            for leaf, spec in zip(jax.tree.leaves(value), specs, strict=True):
+                self._check_leaving(kind, path, leaf, spec)
+                pairs.append((spec, leaf))
+        return self.sorted.sort(pairs)
+
+    def _places(self, record: Record, leaving: Leaving) -> Iterator[tuple[str, Path, Any]]:
+        """Yields (kind, path, entry) of every value that leaves."""
+        for path, entry in leaving.labels:
+            yield "result", path, entry
+        for position in record.written:
+            yield "written", self.layout.leaf_paths[position], self.layout.leaves[position]
+        for key in record.fresh_ids:
+            yield "new", *leaving.by_id.get(key, ((), WHOLE))
+
+    def _check_leaving(self, kind: str, path: Path, leaf: Any, spec: PartitionSpec) -> None:
+        """Checks that shards can be put together to one array.
+
+        Raises:
+            AxisSizeError: If there is no dimension to put them together along.
+            SharedWriteError: If they differ where there is one place for them.
+        """
+        if len(spec) > jnp.ndim(leaf):
+            raise AxisSizeError(
+                f"sx.shard_map puts the {kind} value at {format_path(path)} together by {spec}, "
+                f"but it has shape {jnp.shape(leaf)} in each shard and so no dimension "
+                f"{len(spec) - 1}. Add one, x[None], or reduce it and give P()."
+            )
+        varying = _jax.varying_axes(leaf) & set(self.region.axes) - set(axes_of(spec))
+        if varying:
+            self._refuse(kind, path, spec, [axis for axis in self.region.axes if axis in varying])
+
+    def _refuse(self, kind: str, path: Path, spec: PartitionSpec, axes: list[str]) -> NoReturn:
+        over = ", ".join(map(repr, axes))
+        reduced = f"jax.lax.pmean(x, {axes[0] if len(axes) == 1 else tuple(axes)!r})"
+        where = format_path(path)
+        if kind == "result":
+            raise SharedWriteError(
+                f"out_specs gives {spec} for the result of sx.shard_map at {where}, but its value "
+                f"differs between shards over the mesh axes {over}. Reduce it, {reduced} or psum, "
+                f"or name these axes in out_specs."
+            )
+        if kind == "new":
+            raise SharedWriteError(
+                f"The new Variable at {where} has the spec {spec} (that of the Module that it was "
+                f"attached to, or of its place in the result), but its value differs between "
+                f"shards over the mesh axes {over}. Reduce it, {reduced}, or give it a spec of its "
+                f"own by its type: sx.StateSharding([(sx.Intermediate, P({over})), (..., P())])."
+            )
+        position = self.layout.leaf_paths.index(path)
+        raise SharedWriteError(
+            f"The {type(self.call.graph.leaves[position]).__name__} at {where} has the spec {spec} "
+            f"in in_specs, but was written with a value that differs between shards over the mesh "
+            f"axes {over}. Write a value that is equal in all of them, {reduced} or psum, or name "
+            f"these axes in its spec."
+        )
