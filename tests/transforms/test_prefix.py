@@ -102,12 +102,18 @@ def test_a_shared_variable_is_listed_once_by_its_first_path() -> None:
     [
         ((1, 2), [1.0, 2.0], r"at \.x: it has a tuple of 2 where the argument has a list of 2"),
         ([1], [1.0, 2.0], r"at \.x: it has a list of 1 where the argument has a list of 2"),
-        ({"a": [1]}, {"a": Scale()}, r"at \.x\.a is a list"),
+        ({"a": 1, "c": 2}, {"a": 1.0, "b": 2.0}, r"a dict of 'a', 'c' where .* a dict of 'a', 'b'"),
+        ({"a": [1]}, {"a": Scale()}, r"argument at \.x\.a, a Scale, is a list"),
         ({"factor": 1}, Scale(), r"no entry for the Variable at \.x\.calls"),
-        (Scale(), Scale(), r"at \.x is a Scale; give one entry"),
-        (sx.State({"factor": 1}), {"m": Scale()}, r"a State of 1 where .* a dict of 1"),
+        ((1,), jnp.ones(2), r"has a tuple of 1 where the argument has an array float32\[2\]"),
+        (Scale(), Scale(), r"at \.x, a Scale, is a Scale\. Give one entry"),
+        (sx.State({"factor": 1}), {"m": Scale()}, r"a State of 'factor' where .* a dict of 'm'"),
         (sx.StateSharding({sx.Param: 1}), Scale(), r"argument at \.x: No filter matches the Var"),
-        (sx.StateSharding({...: 1}), [Scale(), 1.0], r"a StateSharding for \.x\[1\], which holds"),
+        (
+            sx.StateSharding({...: 1}),
+            [Scale(), 1.0],
+            r"a StateSharding for the argument at \.x\[1\], which",
+        ),
     ],
 )
 def test_a_prefix_that_does_not_fit_names_the_place(prefix: Any, tree: Any, message: str) -> None:

@@ -97,7 +97,8 @@ class Layout:
         """
         of_result = list(expand(out_prefix, inside.result, out_name))
         around = list(self._spread(inside.args, inside.kwargs))
-        entries = consistent([*around, *of_result], f"{self.name} and {out_name}")
+        labelled = [(("result", *path), leaf, entry) for path, leaf, entry in of_result]
+        entries = consistent([*around, *labelled], f"{self.name} and {out_name}")
         plain = [(path, entry) for path, leaf, entry in of_result if not isinstance(leaf, Variable)]
         return Leaving(entries, plain)
 

@@ -203,14 +203,23 @@ def per_argument(prefix: Any, labels: Sequence[str], name: str) -> list[Any]:
     Raises:
         PrefixError: If a tuple of another length was given.
     """
-    if not isinstance(prefix, (tuple, list)) or isinstance(prefix, jax.sharding.PartitionSpec):
+    if (
+        not isinstance(prefix, (tuple, list))
+        or hasattr(prefix, "_fields")  # a NamedTuple describes an argument of its own type
+        or isinstance(prefix, jax.sharding.PartitionSpec)
+    ):
         return [prefix] * len(labels)
     if len(prefix) == len(labels):
         return list(prefix)
     raise PrefixError(
-        f"{name} has {len(prefix)} entries, but the call has {len(labels)} positional arguments "
-        f"({', '.join(labels)}). Give one entry per argument, or one for all."
+        f"{name} has {_count(prefix, 'entry', 'entries')}, but the call has "
+        f"{_count(labels, 'positional argument', 'positional arguments')} ({', '.join(labels)}). "
+        f"Give one entry per argument, or one for all."
     )
+
+
+def _count(items: Sequence[Any], one: str, many: str) -> str:
+    return f"{len(items)} {one if len(items) == 1 else many}"
 
 
 def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
@@ -243,15 +252,22 @@ def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tupl
                 yield below, leaf, prefix
         return
     children = _one_level(tree)
-    parts = _one_level(prefix)
-    if type(prefix) is not type(tree) or len(children) != len(parts):
+    parts = dict(_one_level(prefix))
+    if type(prefix) is not type(tree) or [key for key, _ in children] != list(parts):
+        kind, at = _place(name, where)
         raise PrefixError(
-            f"{name} does not fit the argument at {format_path(where)}: it has {_shape(prefix)} "
-            f"where the argument has {_shape(tree)}. "
-            f"Give one entry for the whole argument, or the same containers with one entry each."
+            f"{name} does not fit the {kind}{at}: it has {_shape(prefix)} where the {kind} has "
+            f"{_shape(tree)}. Give one entry for the whole {kind}, or the same containers with one "
+            f"entry each."
         )
-    for (key, child), (_, part) in zip(children, parts, strict=True):
-        yield from expand(part, child, name, (*where, key))
+    for key, child in children:
+        yield from expand(parts[key], child, name, (*where, key))
+
+
+def _place(name: str, where: Path) -> tuple[str, str]:
+    """Returns what an option is about, by its name, and where in it, for messages."""
+    kind = "result" if name.startswith("out_") else "argument"
+    return kind, f" at {format_path(where)}" if where else ""
 
 
 def _is_entry(prefix: Any) -> bool:
@@ -266,8 +282,9 @@ def refuse_filters(prefix: Any, name: str, where: Path) -> None:
     """
     for leaf in jax.tree.leaves(prefix):
         if isinstance(leaf, FilterMapping):
+            kind, at = _place(name, where)
             raise PrefixError(
-                f"{name} gives a {type(leaf).__name__} for {format_path(where)}, which holds no "
+                f"{name} gives a {type(leaf).__name__} for the {kind}{at}, which holds no "
                 f"Variables to choose among. Give plain arrays one entry, and only Modules a "
                 f"{type(leaf).__name__}."
             )
@@ -283,11 +300,16 @@ def path_step(key: Any) -> Hashable:
 
 def _one_level(tree: Any) -> list[tuple[Hashable, Any]]:
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
-    return [(path_step(path[0]), child) for path, child in pairs]
+    return [(path_step(path[0]), child) for path, child in pairs if path]
 
 
 def _shape(tree: Any) -> str:
-    return f"a {type(tree).__name__}" + (f" of {len(tree)}" if hasattr(tree, "__len__") else "")
+    kind = type(tree).__name__
+    if isinstance(tree, Mapping):
+        return f"a {kind} of {', '.join(map(repr, tree)) or 'nothing'}"
+    if isinstance(tree, (tuple, list)):
+        return f"a {kind} of {len(tree)}"
+    return f"an array {tree.dtype}{list(tree.shape)}" if hasattr(tree, "dtype") else f"a {kind}"
 
 
 def _expand_object(
@@ -300,9 +322,8 @@ def _expand_object(
             try:
                 entry = prefix.lookup(path, variable)
             except FilterError as error:
-                raise PrefixError(
-                    f"{name} for the argument at {format_path(where)}: {error}"
-                ) from error
+                kind, at = _place(name, where)
+                raise PrefixError(f"{name} for the {kind}{at}: {error}") from error
             yield (*where, *path), variable, entry
     elif isinstance(prefix, Mapping):
         by_path = flatten_mapping(prefix)
@@ -314,9 +335,10 @@ def _expand_object(
                 )
             yield (*where, *path), variable, by_path[path]
     elif isinstance(prefix, (Variable, Object)) or not _is_entry(prefix):
+        kind, at = _place(name, where)
         raise PrefixError(
-            f"{name} at {format_path(where)} is a {type(prefix).__name__}; give one entry, a State "
-            f"of entries, or a filter mapping."
+            f"{name} for the {kind}{at}, a {type(root).__name__}, is a {type(prefix).__name__}. "
+            f"Give one entry, a State of entries, or a filter mapping."
         )
     else:
         for path, variable in pairs:
