@@ -2,7 +2,6 @@
 """Partitioning by name: rules map the axis names of arrays to the axes of a device mesh."""
 
 from shardax.core.metadata import PARTITION_NAME as PARTITION_NAME
-from shardax.core.metadata import PARTITION_NAME as PARTITION_NAME
 from shardax.partition.assignment import UNCONSTRAINED as UNCONSTRAINED
 from shardax.partition.constraints import constrain as constrain
 from shardax.partition.findings import Finding as Finding
