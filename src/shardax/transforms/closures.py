@@ -149,9 +149,17 @@ def _is_plain_instance(value: Any) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=1024)
 def parameters_of(function: Any) -> tuple[inspect.Parameter, ...] | None:
     """Returns a function's parameters, or None if it has no signature."""
+    try:
+        hash(function)
+    except TypeError:
+        return _known_parameters.__wrapped__(function)
+    return _known_parameters(function)
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_parameters(function: Any) -> tuple[inspect.Parameter, ...] | None:
     try:
         return tuple(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -44,12 +44,14 @@ from shardax.core.structure import (
     walk_objects,
 )
 from shardax.core.variables import Variable
+from shardax.core.views import block_parents
 from shardax.transforms.arguments import PLAIN as PLAIN
 from shardax.transforms.arguments import Arguments as Arguments
 from shardax.transforms.arguments import Mixed as Mixed
 from shardax.transforms.arguments import Plain as Plain
 from shardax.transforms.arguments import Root as Root
 from shardax.transforms.arguments import put_together as put_together
+from shardax.transforms.callables import as_root
 
 # --- step 1: the graph ----------------------------------------------------------------------------
 
@@ -67,7 +69,7 @@ class Graph:
     __slots__ = ("flat", "leaves", "roots")
 
     def __init__(self, roots: Sequence[Any], names: Sequence[Path] | None = None) -> None:
-        self.roots = list(roots)
+        self.roots = [as_root(root) for root in roots]
         self.flat = flatten_roots(self.roots, names)
         frame = local.frame
         self.leaves = (
@@ -128,6 +130,8 @@ def bind(
         frame.copies[id(original)] = (original, copy)
     for leaf, position in zip(leaves, graphdef.leaves, strict=True):
         frame.copies[id(leaf)] = (leaf, copies[position])
+        if leaf._parent is not None:
+            block_parents(frame, leaf)
     return roots, copies
 
 
@@ -221,6 +225,14 @@ def carry_out(
         (i, walk.visit(leaf, ())) for i, leaf in enumerate(leaves) if isinstance(leaf, Object)
     )
     template = Mixed(treedef, places) if places else None
+    for item in walk.objects[len(copies) :]:
+        if isinstance(item, Variable) and item._parent is not None:
+            raise OutputError(
+                f"sx.{frame.name} was to hand out a view of one layer of a stacked "
+                f"{type(item._parent).__name__}, as a result or in an attribute. What leaves a "
+                f"transform would no longer be the stack's. Return sx.clone(stack[i]), or take the "
+                f"layer outside."
+            )
     foreign = {
         i: item for i, item in enumerate(walk.objects) if i >= count and not _belongs(item, frame)
     }
@@ -290,7 +302,7 @@ def carry_in(graph: Graph, carried: Carried) -> Any:
     for position in record.updates:
         item = objects[position]
         if isinstance(item, Variable):
-            check_unlocked(resolve(item, local.frame), f"metadata of a {type(item).__name__}")
+            resolve(item, local.frame)._check_metadata_write(f"metadata of a {type(item).__name__}")
         else:
             check_structural_write(item, f"a {type(item).__name__}")
     _add_fresh(objects, record, carried.fresh)
@@ -342,6 +354,8 @@ def check_no_leak(graph: Graph, carried: Carried) -> None:
         variable = graph.leaves[position]
         path = format_path(graph.flat.leaf_paths[position])
         check_unlocked(variable, f"to the {type(variable).__name__} at {path}")
+        if variable._parent is not None:
+            variable._check_part(value)
         home = _jax.EAGER if variable._owner is None else variable._owner.trace
         if here != home and any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
             raise TraceLeakError(
