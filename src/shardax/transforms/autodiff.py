@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differentiation of functions over Modules.
+"""Gradients of functions over Modules.
 
-What is differentiated is chosen by argument and, for a Module, by filter: its ``Param`` Variables
-unless told otherwise. The gradient of a Module is a ``State`` with the paths of those Variables; a
-Variable that is reached twice is one, so it has one gradient, the sum over all its uses.
+What is differentiated is chosen by argument and, for a Module, by filter (``targets``): its
+``Param`` Variables unless told otherwise.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,127 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax.core.errors import DifferentiationError
-from shardax.core.filters import to_predicate
-from shardax.core.paths import Path, format_path
-from shardax.core.state import Origin, State
-from shardax.core.structure import flatten
 from shardax.core.variables import Param, Variable
-from shardax.transforms.closures import parameter_name
-from shardax.transforms.lift import Mixed, Root
-from shardax.transforms.naming import leaf_paths, plain_paths, template_roots
+from shardax.transforms.call import wraps
 from shardax.transforms.once import Once
-
-
-@dataclass(frozen=True)
-class DiffState:
-    """Which argument to differentiate, and which of its Variables.
-
-    Attributes:
-        argnum: Position of the argument.
-        filter: Filter of the Variables (``core.filters``).
-
-    Example:
-        >>> import jax.numpy as jnp, shardax as sx
-        >>> stats = sx.BatchStat(jnp.float32(3))
-        >>> float(sx.grad(lambda v: v.value**2, argnums=sx.DiffState(0, sx.BatchStat))(stats))
-        6.0
-    """
-
-    argnum: int
-    filter: Any = Param
-
-
-class _Target:
-    """One differentiated argument: which Variables of the graph, and which plain part."""
-
-    def __init__(self, once: Once, chosen: DiffState, function: Any) -> None:
-        arguments = once.arguments
-        count = len(arguments.templates)
-        if not -count <= chosen.argnum < count:
-            raise DifferentiationError(
-                f"argnums={chosen.argnum} is out of range: the call has {count} positional "
-                f"arguments. Arguments to differentiate must be "
-                f"passed by position."
-            )
-        self.position = chosen.argnum % count
-        self.template = arguments.templates[self.position]
-        self.label = parameter_name(function, self.position)
-        self.roots = [arguments.roots[i] for i in template_roots(self.template)]
-        self.has_plain = not isinstance(self.template, Root)
-        self.states = [self._choose(once, root, to_predicate(chosen.filter)) for root in self.roots]
-        if self.roots and not any(self.states) and not self.has_plain:
-            shown = getattr(chosen.filter, "__name__", repr(chosen.filter))
-            raise DifferentiationError(
-                f"The argument {self.label!r} ({type(self.roots[0]).__name__}) has no Variable "
-                f"that the filter {shown} matches, so there is nothing to "
-                f"differentiate. Choose others with wrt=... or "
-                f"argnums=sx.DiffState({chosen.argnum}, filter)."
-            )
-
-    def _choose(
-        self, once: Once, root: Any, predicate: Callable[[Path, Any], bool]
-    ) -> list[tuple[Path, Variable[Any], int]]:
-        index = {id(leaf): i for i, leaf in enumerate(once.graph.flat.leaves)}
-        flat = flatten(root)
-        pairs = zip(flat.leaf_paths, flat.leaves, strict=True)
-        if isinstance(root, Variable):
-            return [(path, leaf, index[id(leaf)]) for path, leaf in pairs]
-        return [(path, leaf, index[id(leaf)]) for path, leaf in pairs if predicate(path, leaf)]
-
-    def check_differentiable(self, once: Once, allow_int: bool, holomorphic: bool) -> None:
-        """Raises, naming the path, if a chosen Variable holds numbers that have no gradient."""
-        wanted = jnp.complexfloating if holomorphic else jnp.inexact
-        if not allow_int:
-            self._check_plain(once.arguments.plain[self.position], wanted)
-        for path, leaf, index in (entry for state in self.states for entry in state):
-            for value in jax.tree.leaves(once.graph.leaves[index]._value):
-                if not allow_int and not jnp.issubdtype(value.dtype, wanted):
-                    raise DifferentiationError(
-                        f"The {type(leaf).__name__} at "
-                        f".{self.label}{format_path(path) if path else ''} has dtype "
-                        f"{value.dtype}, which has no "
-                        f"gradient. Leave it out by a filter (wrt=...), give it a Variable type of "
-                        f"its own, or pass allow_int=True."
-                    )
-
-    def _check_plain(self, plain: Any, wanted: Any) -> None:
-        leaves, treedef = jax.tree.flatten(plain)
-        mixed = isinstance(self.template, Mixed)
-        paths = plain_paths(self.template) if mixed else leaf_paths(treedef)
-        for path, leaf in zip(paths, leaves, strict=True):
-            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int)):
-                continue  # floats have gradients, and what is not a number JAX refuses itself
-            dtype = jnp.result_type(leaf)
-            if jnp.issubdtype(dtype, wanted):
-                continue
-            where = format_path((self.label, *path))
-            raise DifferentiationError(
-                f"The array at {where} has dtype {dtype}, which has no gradient. Pass it as an "
-                f"argument of its own that argnums leaves out, convert it to a float, or pass "
-                f"allow_int=True."
-            )
-
-    def gradient(self, by_index: dict[int, Any], plain: Any) -> Any:
-        """Arranges gradients like the argument.
-
-        A State per Module, a value per Variable, plain parts as they are.
-        """
-        found: list[Any] = []
-        for root, state in zip(self.roots, self.states, strict=True):
-            if isinstance(root, Variable):
-                found.append(by_index[state[0][2]])
-                continue
-            values = {path: by_index[index] for path, _, index in state}
-            origins = {path: Origin(type(leaf), leaf._metadata) for path, leaf, _ in state}
-            found.append(State.from_flat(values, origins))
-        if isinstance(self.template, Root):
-            return found[0]
-        if isinstance(self.template, Mixed):
-            leaves = list(plain)
-            for (place, _), item in zip(self.template.roots, found, strict=True):
-                leaves.insert(place, item)
-            return self.template.treedef.unflatten(leaves)
-        return plain
+from shardax.transforms.targets import DiffState as DiffState
+from shardax.transforms.targets import Target, check_differentiable, replaced
 
 
 def _value_and_grad(
@@ -151,21 +33,17 @@ def _value_and_grad(
 ) -> tuple[Any, Any, list[Any]]:
     """Returns (value, aux, one gradient per chosen argument)."""
     once = Once("grad", function, args, kwargs)
-    targets = [_Target(once, item, function) for item in chosen]
+    targets = [Target(once.call, item) for item in chosen]
     for target in targets:
-        target.check_differentiable(once, options["allow_int"], options["holomorphic"])
+        target.check_chosen()
+        check_differentiable(once.call, target, options["allow_int"], options["holomorphic"])
     values, plain = once.graph.values(), list(once.arguments.plain)
-    indices = sorted(
-        {index for target in targets for state in target.states for _, _, index in state}
-    )
+    indices = sorted({entry.leaf for target in targets for entry in target.entries})
     positions = [target.position for target in targets if target.has_plain]
 
     def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
-        all_values, all_plain = list(values), list(plain)
-        for index, value in zip(indices, some_values, strict=True):
-            all_values[index] = value
-        for position, item in zip(positions, some_plain, strict=True):
-            all_plain[position] = item
+        all_values = replaced(values, indices, some_values)
+        all_plain = replaced(plain, positions, some_plain)
         return once.run(all_values, all_plain, once.arguments.plain_named, split)
 
     def split(result: Any) -> tuple[Any, Any]:
@@ -185,11 +63,8 @@ def _value_and_grad(
     aux = once.finish(leaving)
     by_index = dict(zip(indices, value_grads, strict=True))
     by_position = dict(zip(positions, plain_grads, strict=True))
-    return (
-        value,
-        aux,
-        [target.gradient(by_index, by_position.get(target.position)) for target in targets],
-    )
+    gradients = [target.gradient(by_index, by_position.get(target.position)) for target in targets]
+    return value, aux, gradients
 
 
 def _scalar(value: Any, holomorphic: bool) -> Any:
@@ -283,7 +158,7 @@ def value_and_grad(
     chosen, many = _chosen(argnums, wrt)
     options = {"holomorphic": holomorphic, "allow_int": allow_int}
 
-    @functools.wraps(function)
+    @wraps(function)
     def value_and_grad_function(*args: Any, **kwargs: Any) -> Any:
         value, aux, gradients = _value_and_grad(function, chosen, has_aux, options, args, kwargs)
         return ((value, aux) if has_aux else value), (tuple(gradients) if many else gradients[0])
@@ -334,7 +209,7 @@ def grad(
     chosen, many = _chosen(argnums, wrt)
     options = {"holomorphic": holomorphic, "allow_int": allow_int}
 
-    @functools.wraps(function)
+    @wraps(function)
     def grad_function(*args: Any, **kwargs: Any) -> Any:
         _, aux, gradients = _value_and_grad(function, chosen, has_aux, options, args, kwargs)
         gradient = tuple(gradients) if many else gradients[0]

@@ -25,6 +25,16 @@ def template_roots(template: Any) -> list[int]:
     return [root for _, root in template.roots] if isinstance(template, Mixed) else []
 
 
+def root_places(label: str, template: Any) -> list[tuple[int, Path]]:
+    """Returns (position among the roots, path) of each object of an argument."""
+    if isinstance(template, Root):
+        return [(template.position, (label,))]
+    if not isinstance(template, Mixed):
+        return []
+    paths = leaf_paths(template.treedef)
+    return [(root, (label, *paths[leaf])) for leaf, root in template.roots]
+
+
 def root_names(labels: Iterable[str], arguments: Arguments) -> list[Path]:
     """Returns the path of each root.
 
@@ -34,12 +44,8 @@ def root_names(labels: Iterable[str], arguments: Arguments) -> list[Path]:
     """
     names: list[Path] = [()] * len(arguments.roots)
     for label, template in [*zip(labels, arguments.templates, strict=True), *arguments.named]:
-        if isinstance(template, Root):
-            names[template.position] = (label,)
-        elif isinstance(template, Mixed):
-            paths = leaf_paths(template.treedef)
-            for leaf, root in template.roots:
-                names[root] = (label, *paths[leaf])
+        for root, path in root_places(label, template):
+            names[root] = path
     return names
 
 
