@@ -11,11 +11,18 @@ not marked yet. A remembered walk is valid exactly while the epoch is the one it
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 current: int = 0
 """The epoch now. Read as ``epoch.current`` (never imported by value)."""
 
 _lock = threading.Lock()
+_hooks: list[Callable[[], None]] = []
+
+
+def on_advance(hook: Callable[[], None]) -> None:
+    """Has ``hook`` called after every advance."""
+    _hooks.append(hook)
 
 
 def advance() -> None:
@@ -27,3 +34,5 @@ def advance() -> None:
     global current
     with _lock:
         current += 1
+    for hook in _hooks:
+        hook()

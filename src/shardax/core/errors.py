@@ -50,6 +50,10 @@ class MissingRngsError(ShardaxError, ValueError):
     """A lazy value needs a random key and was made without a key stream."""
 
 
+class LayerViewError(ShardaxError, ValueError):
+    """A view of one layer of a stack was used where it cannot stand for its part of the stack."""
+
+
 class UnknownStreamError(ShardaxError, AttributeError):
     """A random stream was asked for that ``Rngs`` does not hold and that has no default."""
 

@@ -15,6 +15,7 @@ is each transform's own rule (``Frame.adopt``).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 from shardax.core import _jax
@@ -123,7 +124,7 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
         return variable
     known = None if frame is None else frame.copies.get(id(variable))
     if known is not None:  # before the next question: a frame may outlive the one of its call
-        return known[1]
+        return _usable(known)
     if owner is not None and owner.closed:
         raise TraceLeakError(
             f"A {type(variable).__name__} made inside sx.{owner.name} was used after that call "
@@ -134,12 +135,30 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
         )
     if frame is None:
         return variable
+    if variable._parent is not None:
+        stand_in = variable._stand_in(frame)
+        frame.copies[id(variable)] = (variable, stand_in)
+        return stand_in
     outer = resolve(variable, frame.parent)
     known = frame.copies.get(id(outer))  # passed in by the parent under the name it has there
-    stand_in = frame.adopt(outer) if known is None else known[1]
+    stand_in = frame.adopt(outer) if known is None else _usable(known)
     frame.copies[id(variable)] = (variable, stand_in)
     frame.copies[id(outer)] = (outer, stand_in)
     return stand_in
+
+
+class Blocked(NamedTuple):
+    """Stands in a frame's ``copies`` for a Variable that cannot be used there.
+
+    Attributes:
+        refuse: Called with the Variable, raises the error.
+    """
+
+    refuse: Callable[[Any], Any]
+
+
+def _usable(known: tuple[Any, Any]) -> Any:
+    return known[1].refuse(known[0]) if type(known[1]) is Blocked else known[1]
 
 
 READ_ONLY = "copy inside a plain JAX transform"

@@ -144,5 +144,6 @@ def mutable(tree: M) -> M:
     for root in jax.tree.leaves(tree, is_leaf=is_object):
         if isinstance(root, Object):
             for item in walk_objects((root,)):
-                item._lock = None
+                if item._lock is READ_ONLY:
+                    item._lock = None
     return tree

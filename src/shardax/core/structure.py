@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from shardax.core import epoch
-from shardax.core.errors import StaticAttributeError
+from shardax.core.errors import LayerViewError, StaticAttributeError
 from shardax.core.metadata import Metadata
 from shardax.core.node import Object, Wrapper
 from shardax.core.paths import Path, format_path
@@ -344,9 +344,31 @@ def flatten_roots(roots: Sequence[Any], names: Sequence[Path] | None = None) -> 
     )  # read before walking: an edit during the walk then invalidates what is remembered
     walk = Walk(marking=True)
     paths = names or [()] * len(roots)
-    return walk.finish(
+    flat = walk.finish(
         [walk.encode(root, path) for root, path in zip(roots, paths, strict=True)], at
     )
+    _check_views(flat)
+    return flat
+
+
+def _check_views(flat: Flat) -> None:
+    """Raises if a Variable stands beside the stacked one that it is a view of (``core.views``)."""
+    views = [(i, leaf) for i, leaf in enumerate(flat.leaves) if leaf._parent is not None]
+    if not views:
+        return
+    place = {id(leaf): position for position, leaf in enumerate(flat.leaves)}
+    for position, leaf in views:
+        parent = leaf._parent
+        while parent is not None:
+            if id(parent) in place:
+                paths = [flat.leaf_paths[i] for i in (place[id(parent)], position)]
+                raise LayerViewError(
+                    f"The stacked {type(parent).__name__} at {format_path(paths[0])} stands beside "
+                    f"a view of one of its layers, at {format_path(paths[1])}: they would be two "
+                    f"Variables for one value. Pass the stack and take the layer inside, "
+                    f"layer = stack[i]; or pass a copy of the layer, sx.clone(stack[i])."
+                )
+            parent = parent._parent
 
 
 def walk_objects(roots: Sequence[Any]) -> list[Any]:

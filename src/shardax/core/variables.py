@@ -86,6 +86,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     """
 
     __slots__ = ("__weakref__", "_lock", "_marked", "_metadata", "_owner", "_value")
+    _parent: Any = None
+    """The stacked Variable that this one is a view of (``core.views``), or None."""
 
     def __init__(self, value: Any, *, axes: Any = None, **metadata: Any) -> None:
         self._owner: Frame | None = owner_here()
@@ -181,8 +183,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             (('embed', 'mlp'), {'frozen': True})
         """
         target = self._here()
-        if target._lock is not None:
-            check_unlocked(target, f"metadata of a {type(self).__name__}")
+        target._check_metadata_write(f"metadata of a {type(self).__name__}")
         check_trace(target, f"metadata of a {type(self).__name__}")
         metadata = target._metadata.replace(**changes)
         _check_rank(target, metadata.axes)
@@ -191,6 +192,11 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         target._metadata = metadata
         if target._marked:
             epoch.advance()
+
+    def _check_metadata_write(self, what: str) -> None:
+        """Raises if the metadata must not be changed here."""
+        if self._lock is not None:
+            check_unlocked(self, what)
 
     # --- what is known without reading ------------------------------------------------------------
 
