@@ -19,6 +19,7 @@ from shardax.transforms.agree import Outcome, check_agreement, outline_of
 from shardax.transforms.call import Call, Inside, retry_captured
 from shardax.transforms.decide import as_integer, as_predicate, check_operands
 from shardax.transforms.lift import Carried, Record, carry_in, check_no_leak, check_result
+from shardax.transforms.repeat import vary_alike
 
 
 def cond(
@@ -215,18 +216,12 @@ class _Target:
         found = [jax.typeof(item) for item in types]
         self.dtype = found[0].dtype
         self.weak = all(getattr(item, "weak_type", False) for item in found)
-        self.varying = frozenset().union(*map(_varying, found))
+        self.types = types
 
     def convert(self, leaf: Any) -> Any:
         """Returns the array in the type, inside a branch."""
-        here = jax.typeof(leaf)
-        if getattr(here, "weak_type", False) and not self.weak:
+        if getattr(jax.typeof(leaf), "weak_type", False) and not self.weak:
             leaf = jax.lax.convert_element_type(leaf, self.dtype)
-        missing = tuple(sorted(self.varying - _varying(here), key=str))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-
-def _varying(kind: Any) -> frozenset[Any]:
-    """Returns the mesh axes along which an array of this type may differ between shards."""
-    manual = getattr(kind, "manual_axis_type", None)
-    return frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", None) or ())
+        for other in self.types:
+            leaf = vary_alike(leaf, other)
+        return leaf

@@ -20,13 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardax.core._jax import varying_axes
 from shardax.core.errors import CarryError
 from shardax.core.node import Object
 from shardax.core.paths import Path, format_path
 from shardax.core.pytree import is_object
 from shardax.core.structure import GraphDef
 from shardax.transforms.call import Call, Inside
-from shardax.transforms.lift import Carried, check_result
+from shardax.transforms.lift import Carried, check_result, same_value
 from shardax.transforms.prefix import path_step
 
 
@@ -140,7 +141,25 @@ class Body:
             check_form(what, values[position], written[position], self.call.name)
         for path, index, after in zip(self.around_paths, self.around_plain, leaves, strict=True):
             check_form(f"The array at {format_path(path)}", plain[index], after, self.call.name)
+        if self._vary([written[position] for position in self.around], leaves):
+            return self.discover(*self.inputs(self.start(), others=(values, plain)))
         return extra
+
+    def _vary(self, written: Sequence[Any], leaves: Sequence[Any]) -> bool:
+        """Makes what goes around differ between shards where the body makes it differ.
+
+        Inside ``shard_map``, JAX counts this to the type, which must be the same in all iterations.
+        """
+        changed = False
+        for inputs, positions, after in (
+            (self.values, self.around, written),
+            (self.plain, self.around_plain, leaves),
+        ):
+            for position, kind in zip(positions, after, strict=True):
+                before = inputs[position]
+                inputs[position] = jax.tree.map(vary_alike, before, kind)
+                changed |= not same_value(before, inputs[position])
+        return changed
 
     def start(self) -> tuple[list[Any], list[Any]]:
         """Returns what goes into the first iteration: (values of Variables, plain leaves)."""
@@ -174,9 +193,17 @@ class Body:
         around: tuple[Sequence[Any], Sequence[Any]],
         values: Mapping[int, Any] | None = None,
         plain: Mapping[int, Any] | None = None,
+        others: tuple[Sequence[Any], Sequence[Any]] | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Returns all values and plain leaves that an iteration sees."""
-        all_values, all_plain = list(self.values), list(self.plain)
+        """Returns all values and plain leaves that an iteration sees.
+
+        Args:
+            around: As for ``step``.
+            values: As for ``step``.
+            plain: As for ``step``.
+            others: Values and plain leaves for everything else; by default those of the call.
+        """
+        all_values, all_plain = map(list, others or (self.values, self.plain))
         for position, value in [
             *zip(self.around, around[0], strict=True),
             *(values or {}).items(),
@@ -197,6 +224,12 @@ class Body:
         treedef = jax.tree.structure(self.carried.result)
         written = [final[position] for position in record.written]
         return Carried(treedef.unflatten(around[1]), written, [], record)
+
+
+def vary_alike(leaf: Any, other: Any) -> Any:
+    """Returns an array as one that may differ over every mesh axis over which another one may."""
+    missing = varying_axes(other) - varying_axes(leaf)
+    return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
 
 def matching_leaves(
