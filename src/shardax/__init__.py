@@ -55,17 +55,23 @@ from shardax.transforms.batch import vmap as vmap
 from shardax.transforms.branch import cond as cond
 from shardax.transforms.branch import switch as switch
 from shardax.transforms.explain import explain_retraces as explain_retraces
+from shardax.transforms.jaxprs import make_jaxpr as make_jaxpr
 from shardax.transforms.jit import Jit as Jit
 from shardax.transforms.jit import jit as jit
+from shardax.transforms.loops import fori_loop as fori_loop
+from shardax.transforms.loops import while_loop as while_loop
 from shardax.transforms.prefix import Carry as Carry
 from shardax.transforms.prefix import StateAxes as StateAxes
 from shardax.transforms.prefix import StateSharding as StateSharding
+from shardax.transforms.remat import remat as remat
 from shardax.transforms.scan import scan as scan
 from shardax.transforms.shapes import eval_shape as eval_shape
 from shardax.transforms.shard_map import shard_map as shard_map
 from shardax.transforms.stages import Compiled as Compiled
 from shardax.transforms.stages import Lowered as Lowered
 from shardax.transforms.stages import Traced as Traced
+from shardax.transforms.vjp import jvp as jvp
+from shardax.transforms.vjp import vjp as vjp
 
 if _typing.TYPE_CHECKING:
     from shardax import train as train
