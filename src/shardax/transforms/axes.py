@@ -80,13 +80,13 @@ def common_size(rows: Iterable[Row], given: int | None, name: str) -> int:
     return next(iter(found))
 
 
-def check_new_axis(value: Any, axis: Any, where: str, name: str) -> None:
+def check_new_axis(value: Any, axis: Any, path: Path, name: str) -> None:
     """Raises if what leaves one lane has no place for a mapped dimension at an axis.
 
     Args:
         value: A pytree of arrays, as one lane sees it.
         axis: An axis of the whole, or an entry of another kind, which has a place anyway.
-        where: What the value is, for the message.
+        path: Where the value stands.
         name: The transform's name, for messages.
 
     Raises:
@@ -96,10 +96,10 @@ def check_new_axis(value: Any, axis: Any, where: str, name: str) -> None:
         rank = jnp.ndim(leaf) + 1
         if not -rank <= axis < rank:
             raise AxisSizeError(
-                f"sx.{name} puts {where} together along axis {axis}, but each part has shape "
-                f"{jnp.shape(leaf)}, so the whole has {rank} dimensions. Give it an axis from "
-                f"{-rank} to {rank - 1}: in out_axes for a result, in in_axes for what was "
-                f"attached to an argument."
+                f"sx.{name} puts {format_path(path)} together along axis {axis}, but each part has "
+                f"shape {jnp.shape(leaf)}, so the whole has no axis {axis}. Give it one from "
+                f"{-rank} to {rank - 1}: in out_axes for a result, in in_axes for what belongs to "
+                f"an argument."
             )
 
 

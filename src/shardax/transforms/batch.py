@@ -243,16 +243,15 @@ class _Batch:
             elif differs:
                 raise SharedWriteError(self._explain(leaves[i]))
         for leaf, value in zip(leaves, values, strict=True):
-            where = f"the {leaf.kind} value at {format_path(leaf.path)}"
-            check_new_axis(value, leaf.axis, where, "vmap")
+            check_new_axis(value, leaf.axis, leaf.path, "vmap")
         return leaves
 
     def _explain(self, leaf: Leaf) -> str:
         where = format_path(leaf.path)
         if leaf.kind == "result":
             return (
-                f"out_axes gives None for the result of sx.vmap at {where}, but its value differs "
-                f"between lanes. Give it an axis in out_axes, or reduce it over the lanes: "
+                f"out_axes of sx.vmap gives None for {where}, but its value differs between lanes. "
+                f"Give it an axis in out_axes, or reduce it over the lanes: "
                 f"jax.lax.pmean(x, axis_name)."
             )
         position = self.layout.leaf_paths.index(leaf.path)

@@ -95,10 +95,12 @@ class Layout:
             out_prefix: The caller's prefix of the result.
             out_name: The option's name, for messages.
         """
-        of_result = list(expand(out_prefix, inside.result, out_name))
+        of_result = [
+            (("result", *path), leaf, entry)
+            for path, leaf, entry in expand(out_prefix, inside.result, out_name)
+        ]
         around = list(self._spread(inside.args, inside.kwargs))
-        labelled = [(("result", *path), leaf, entry) for path, leaf, entry in of_result]
-        entries = consistent([*around, *labelled], f"{self.name} and {out_name}")
+        entries = consistent([*around, *of_result], f"{self.name} and {out_name}")
         plain = [(path, entry) for path, leaf, entry in of_result if not isinstance(leaf, Variable)]
         return Leaving(entries, plain)
 
@@ -108,7 +110,7 @@ class Leaving(NamedTuple):
 
     Attributes:
         by_id: (path, entry) by ``id`` of a Variable inside.
-        labels: (path, entry) of each plain leaf of the result.
+        labels: (path, entry) of each plain leaf of the result; the path begins with "result".
     """
 
     by_id: dict[int, tuple[Path, Any]]

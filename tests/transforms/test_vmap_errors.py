@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``vmap`` refuses: writes without a meaning, axes that do not fit, two axes for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.strategies import assert_same_model
+from tests.transforms.examples import Scale, Tied, values
+
+import shardax as sx
+from shardax.core.errors import (
+    AxisSizeError,
+    ForeignMutationError,
+    InconsistentAliasingError,
+    OutputError,
+    PrefixError,
+    ReadOnlyCopyError,
+    SharedWriteError,
+    TraceLeakError,
+)
+
+XS = jnp.arange(6.0).reshape(3, 2)
+SHARED = sx.StateAxes({...: None})
+
+
+def _stack(count: int = 3) -> Scale:
+    """A Scale with a factor and a count per lane; the factors are 1, 2, 3."""
+    model = Scale()
+    model.factor[...] = jnp.arange(1.0, count + 1)[:, None] * jnp.ones((count, 2))
+    model.calls[...] = jnp.zeros(count, jnp.int32)
+    return model
+
+
+def _shapes(model: Any) -> dict[Any, Any]:
+    return {path: jax.tree.map(jnp.shape, value) for path, value in sx.state(model).flat().items()}
+
+
+class Sower(sx.Module):
+    """Sows what it is given times its weight."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = sx.Param(weight)
+
+    def __call__(self, x: Any) -> Any:
+        self.sow("seen", x * self.weight)
+        return x
+
+
+# --- closures ---
+
+
+def test_a_model_that_was_not_passed_in_can_be_read() -> None:
+    model = Scale()
+    assert sx.vmap(lambda x: model.factor * x)(XS).tolist() == XS.tolist()
+    compiled = sx.jit(lambda x: sx.vmap(lambda x: model.factor * x)(x))
+    assert compiled(XS).tolist() == XS.tolist()
+    model.factor[...] = jnp.full(2, 2.0)
+    assert compiled(XS).tolist() == (2 * XS).tolist()
+
+
+_WAYS_TO_WRITE = {
+    "directly": lambda m, x: m(x),
+    "at an index": lambda m, x: m.factor.__setitem__(0, 1.0),
+    "by update": lambda m, x: sx.update(m, sx.state(m)),
+    "its metadata": lambda m, x: m.factor.set_metadata(tag="a"),
+    "in jit": lambda m, x: sx.jit(lambda x: m(x))(x),
+    "in jit, passed on": lambda m, x: sx.jit(lambda m, x: m(x))(m, x),
+    "in grad": lambda m, x: sx.grad(lambda x: m(x).sum())(x),
+    "in grad, passed on": lambda m, x: sx.grad(lambda m: m(x).sum())(m),
+    "in vmap, passed on": lambda m, x: sx.vmap(lambda m, x: m(x), in_axes=(None, 0))(m, x[None]),
+    "its metadata in jit": lambda m, x: sx.jit(lambda m: m.factor.set_metadata(tag="a"))(m),
+    "in jit around": sx.jit(lambda m, x: sx.vmap(lambda x: m(x))(x[None])),
+}
+
+
+@pytest.mark.parametrize("way", _WAYS_TO_WRITE)
+def test_a_model_that_was_not_passed_in_cannot_be_written(way: str) -> None:
+    model = Scale()
+    before = sx.clone(model)
+    pattern = r"sx\.vmap: the \w+ m(odel)?\.(calls|factor) was not passed in, .* in_axes"
+    with pytest.raises(ForeignMutationError, match=pattern):
+        sx.vmap(lambda x: _WAYS_TO_WRITE[way](model, x))(XS)
+    assert_same_model(model, before)
+
+
+def test_the_structure_of_a_model_that_was_not_passed_in_cannot_change() -> None:
+    model = Scale()
+    with pytest.raises(ForeignMutationError, match=r"structure of .* inside sx\.vmap"):
+        sx.vmap(lambda x: setattr(model, "new", sx.Param(x)))(XS)
+    assert not hasattr(model, "new")
+
+
+def test_a_model_that_was_not_passed_in_cannot_be_returned() -> None:
+    model = Scale()
+    with pytest.raises(OutputError, match=r"returned .* a Scale that was not passed in"):
+        sx.vmap(lambda x: model)(XS)
+
+
+def test_a_copy_inside_a_plain_transform_is_not_written_in_vain() -> None:
+    run = sx.vmap(lambda m, x: m(x), in_axes=(None, 0))
+    with pytest.raises(ReadOnlyCopyError, match=r"Variable at \.m\.calls"):
+        jax.jit(run)(Scale(), XS)
+
+
+def test_a_traced_value_does_not_leak_through_a_plain_transform() -> None:
+    model = _stack()
+    with pytest.raises(TraceLeakError, match=r"Param at \.m\.factor"):
+        jax.jit(lambda x: sx.vmap(lambda m, x: m.factor.__setitem__(..., x))(model, x))(XS)
+    assert values(model)[("factor",)] == [[1, 1], [2, 2], [3, 3]]
+
+
+# --- sharing ---
+
+
+def test_a_variable_reached_twice_is_one_whatever_the_spelling_of_its_axis() -> None:
+    model = Tied()
+    model.embed[...] = jnp.arange(3.0)
+
+    def bump(a: Tied, b: Tied) -> Any:
+        a.embed += 1
+        return b.head[...]
+
+    axes = (sx.StateAxes({sx.Param: 0}), sx.StateAxes({"none": 5, ...: 0}))
+    assert sx.vmap(bump, in_axes=axes)(model, model).tolist() == [1.0, 2.0, 3.0]
+    assert model.embed.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_two_axes_for_one_variable_name_both_paths() -> None:
+    model = Tied()
+    model.embed[...] = jnp.arange(3.0)
+    with pytest.raises(InconsistentAliasingError) as caught:
+        sx.vmap(lambda a, b: None, in_axes=(0, None))(model, {"b": model})
+    assert "different in_axes" in str(caught.value)
+    assert "\n  .a.embed: 0\n  .b.b.embed: None\n" in str(caught.value)
+
+
+def test_an_argument_that_is_returned_has_one_axis() -> None:
+    model = _stack()
+    with pytest.raises(InconsistentAliasingError) as caught:
+        sx.vmap(lambda m: (m, 0), out_axes=1)(model)
+    assert "different in_axes and out_axes" in str(caught.value)
+    assert "\n  .m.factor: 0\n  .result[0].factor: 1\n" in str(caught.value)
+
+
+def test_one_new_variable_at_two_places_of_the_result_has_one_axis() -> None:
+    def twice(x: Any) -> Any:
+        new = sx.Param(x)
+        return new, new
+
+    with pytest.raises(InconsistentAliasingError, match=r"\.result\[0\]: 0\n  \.result\[1\]: 1"):
+        sx.vmap(twice, out_axes=(0, 1))(XS)
+
+
+# --- what is refused ---
+
+
+def _write_factor(m: Scale, x: Any) -> Any:
+    m.calls += 1
+    m.factor[...] = x
+
+
+@pytest.mark.parametrize("axes", [None, SHARED, sx.StateAxes({sx.Param: None, ...: None})])
+def test_lanes_may_not_write_different_values_into_one_variable(axes: Any) -> None:
+    model = Scale()
+    with pytest.raises(SharedWriteError, match=r"Param at \.m\.factor .*StateAxes\(\{sx\.Param: 0"):
+        sx.vmap(_write_factor, in_axes=(axes, 0))(model, XS)
+    assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
+
+
+def test_a_result_without_an_axis_may_not_differ_between_lanes() -> None:
+    with pytest.raises(SharedWriteError, match=r"None for \.result\[1\], .* differs"):
+        sx.vmap(lambda x: (x, x.sum()), out_axes=(0, None))(XS)
+    same = sx.vmap(lambda x: (x, jnp.ones(2)), out_axes=(0, None))(XS)[1]
+    assert same.shape == (2,)
+
+
+def test_a_result_is_made_of_arrays_and_objects() -> None:
+    with pytest.raises(OutputError, match=r"sx\.vmap returned 's' of type str at \['a'\]"):
+        sx.vmap(lambda x: {"a": "s"})(XS)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda m: sx.vmap(lambda m, x: 0)(m, jnp.ones((2, 4, 2))), r"\.m\.factor: 3\n  \.x: 2"),
+        (lambda m: sx.vmap(lambda m: 0, axis_size=2)(m), r"  axis_size: 2\n  \.m\.factor: 3"),
+        (lambda m: sx.vmap(lambda m: 0, in_axes=2)(m), r"axis 2 .* \.m\.factor, .* shape \(3, 2\)"),
+        (lambda m: sx.vmap(lambda m, x: 0)(m, 1.0), r"axis 0 of the array at \.x, .* shape \(\)"),
+        (lambda m: sx.vmap(lambda m, x: 0)(m, "a"), r"at \.x, but 'a' is a str"),
+        (lambda m: sx.vmap(lambda m: 0, in_axes=None)(m), r"no argument has an axis"),
+        (lambda m: sx.vmap(lambda: 0)(), r"no argument has an axis .* axis_size=\.\.\."),
+        (lambda m: sx.vmap(lambda m: m.calls[...], out_axes=1)(m), r"puts \.result together"),
+        (
+            lambda m: sx.vmap(lambda m: (0, sx.Param(1.0)), out_axes=(0, -2))(m),
+            r"result\[1\] .* axis -2",
+        ),
+        (
+            lambda m: sx.vmap(
+                lambda m: m.factor.__setitem__(..., 1.0),
+                in_axes=(sx.StateAxes({sx.Param: 1, ...: None}),),
+            )(m),
+            r"puts \.m\.factor together along axis 1, .* from -1 to 0",
+        ),
+    ],
+)
+def test_axes_and_sizes_that_do_not_fit_name_the_array(run: Any, message: str) -> None:
+    model = _stack()
+    with pytest.raises(AxisSizeError, match=message):
+        run(model)
+    assert_same_model(model, _stack())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"in_axes": "0"}, r"in_axes gives '0'; an entry is an axis \(an int\) or None"),
+        ({"out_axes": (0, True)}, r"out_axes gives True"),
+        ({"in_axes": (sx.Carry, 0)}, r"in_axes gives Carry \(sx\.Carry is for sx\.scan\)"),
+        ({"in_axes": sx.StateSharding({...: 0})}, r"in_axes .* a StateSharding; use StateAxes"),
+        ({"metadata": {"name": "layers"}}, r"metadata of sx\.vmap has \['name'\]"),
+    ],
+)
+def test_options_are_checked_before_anything_is_called(options: Any, message: str) -> None:
+    with pytest.raises(PrefixError, match=message):
+        sx.vmap(lambda m: m, **options)
+
+
+def test_what_a_lane_adds_must_have_an_axis_too() -> None:
+    model = Sower(jnp.ones(()))
+    with pytest.raises(
+        PrefixError, match=r"in_axes for the argument at \.m: .* Intermediate .*seen"
+    ):
+        sx.vmap(lambda m, x: m(x), in_axes=(sx.StateAxes({sx.Param: None}), 0))(model, XS)
+    assert _shapes(model) == {("weight",): ()}
+
+
+def test_an_exception_leaves_everything_as_it_was() -> None:
+    model, rngs = _stack(), sx.Rngs(0)
+    before = sx.clone((model, rngs))
+
+    def fail(m: Scale, rngs: sx.Rngs, x: Any) -> Any:
+        m(x)
+        m.new = sx.Param(rngs.noise())
+        del m.factor
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        sx.vmap(fail)(model, rngs, XS)
+    assert_same_model(sx.List([model, rngs]), sx.List(list(before)))
+    assert sx.vmap(lambda m, x: m(x))(model, XS).shape == (3, 2)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of ``vmap``, for any model: it is a stack of calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.strategies import (
+    Edit,
+    apply_edit,
+    assert_equal_values,
+    assert_same_model,
+    edits,
+    models,
+)
+
+import shardax as sx
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def _bump(model: Any) -> Any:
+    """Writes every floating Variable and returns what it saw of the first array of each."""
+    seen = {}
+    for path, variable in sx.iter_variables(model):
+        if _is_float(variable.value):
+            seen[str(path)] = variable.value.astype(jnp.float32).sum()
+            variable.value = variable.value * 2
+    return seen
+
+
+def _lane_models(model: Any, count: int) -> list[Any]:
+    """Copies of a model whose floating values differ."""
+    lanes = []
+    for lane in range(count):
+        copy = sx.clone(model)
+        for _, variable in sx.iter_variables(copy):
+            if _is_float(variable.value):
+                variable.value = variable.value + variable.dtype.type(lane)
+        lanes.append(copy)
+    return lanes
+
+
+def _stacked(lanes: list[Any]) -> Any:
+    graphdef, _ = sx.split(lanes[0])
+    states = [sx.state(lane) for lane in lanes]
+    return sx.merge(graphdef, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+
+
+def _unnamed(model: Any) -> Any:
+    for _, variable in sx.iter_variables(model):
+        variable.set_metadata(axes=None)
+    return model
+
+
+@given(models(), st.integers(1, 3))
+@settings(max_examples=25)
+def test_vmap_is_a_stack_of_calls(model: Any, count: int) -> None:
+    lanes = _lane_models(_unnamed(model), count)
+    whole = _stacked(lanes)
+    result = sx.vmap(_bump, axis_size=count)(whole)
+    expected = [_bump(lane) for lane in lanes]
+    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *expected)
+    assert jax.tree.structure(result) == jax.tree.structure(stacked)
+    assert all(map(jnp.allclose, jax.tree.leaves(result), jax.tree.leaves(stacked)))
+    assert_same_model(whole, _stacked(lanes))
+
+
+@given(models(), edits(), st.integers(1, 3))
+@settings(max_examples=25)
+def test_edits_in_lanes_are_edits_of_every_lane(
+    model: Any, changes: list[Edit], count: int
+) -> None:
+    lanes = _lane_models(_unnamed(model), count)
+    whole = _stacked(lanes)
+
+    def change(m: Any) -> None:
+        for edit in changes:
+            apply_edit(m, edit)
+
+    sx.vmap(change, axis_size=count)(whole)
+    for lane in lanes:
+        change(lane)
+    assert_same_model(whole, _stacked(lanes))
+
+
+@given(models(), st.integers(1, 3))
+@settings(max_examples=25)
+def test_lifted_is_plain_vmap_of_the_pure_function(model: Any, count: int) -> None:
+    whole = _stacked(_lane_models(_unnamed(model), count))
+    graphdef, state = sx.split(whole)
+
+    def pure(state: Any) -> Any:
+        copy = sx.merge(graphdef, state)
+        return _bump(copy), sx.state(copy)
+
+    expected, after = jax.vmap(pure, axis_size=count)(state)
+    assert_equal_values(sx.vmap(_bump, axis_size=count)(whole), expected)
+    assert_equal_values(sx.state(whole), after)
+
+
+@given(models(), st.integers(1, 3))
+@settings(max_examples=25)
+def test_sharing_everything_is_calling_once(model: Any, count: int) -> None:
+    once = sx.clone(model)
+    expected = _bump(once)
+    out = sx.vmap(lambda m, i: _bump(m), in_axes=(None, 0), out_axes=None)(model, jnp.arange(count))
+    assert_equal_values(out, expected)
+    assert_same_model(model, once)
+
+
+@given(models())
+@settings(max_examples=25)
+def test_the_mapped_identity_keeps_identity_structure_and_values(model: Any) -> None:
+    whole = _stacked([model, model])
+    before = sx.clone(whole)
+    assert sx.vmap(lambda m: m, axis_size=2)(_unnamed(whole)) is whole
+    assert_same_model(whole, _unnamed(before))
+
+
+_ARRAYS = st.tuples(st.integers(1, 3), st.integers(1, 2)).map(lambda s: jnp.ones(s).cumsum(0))
+
+
+@given(_ARRAYS, st.sampled_from([0, 1, -1, -2]), st.sampled_from([0, 1, -1, -2]))
+@settings(max_examples=30)
+def test_vmap_of_a_pure_function_is_jaxs(x: Any, into: int, out: int) -> None:
+    def pure(x: Any, tree: Any) -> Any:
+        return jnp.tanh(x) * tree["scale"], (jnp.flip(x), jnp.ones(2))
+
+    tree = {"scale": 2.0}
+    options: dict[str, Any] = {"in_axes": (into, None), "out_axes": (out, (0, -1))}
+    assert_equal_values(sx.vmap(pure, **options)(x, tree), jax.vmap(pure, **options)(x, tree))
