@@ -54,6 +54,10 @@ class LayerViewError(ShardaxError, ValueError):
     """A view of one layer of a stack was used where it cannot stand for its part of the stack."""
 
 
+class StackError(ShardaxError, ValueError):
+    """Layers that were to be stacked are not alike."""
+
+
 class UnknownStreamError(ShardaxError, AttributeError):
     """A random stream was asked for that ``Rngs`` does not hold and that has no default."""
 
@@ -117,7 +121,7 @@ class CarryError(ShardaxError, TypeError):
 
 
 class DecisionError(ShardaxError, TypeError):
-    """What decides (a predicate, an index, the bound of a loop) is not one number of its kind."""
+    """What decides (predicate, index, condition) is not one number, or does more than decide."""
 
 
 class BranchError(ShardaxError, TypeError):
