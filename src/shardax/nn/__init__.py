@@ -20,3 +20,6 @@ from shardax.nn.rope import Rotation as Rotation
 from shardax.nn.rope import rotate as rotate
 from shardax.nn.rope import rotation as rotation
 from shardax.nn.sequential import Sequential as Sequential
+from shardax.nn.stack import Stack as Stack
+from shardax.nn.stack import stack_layers as stack_layers
+from shardax.nn.stack import unstack_layers as unstack_layers
