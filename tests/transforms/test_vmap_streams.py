@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random streams under ``vmap``: split where they have an axis, shared where they have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from tests.strategies import assert_equal_values
+
+import shardax as sx
+from shardax.core.errors import AxisSizeError, ForeignMutationError, OutputError
+
+ONES = jnp.ones((3, 64))
+WITH_SHARED_STREAMS = sx.StateAxes({sx.RngState: None, ...: 0})
+
+
+def _state(rngs: sx.Rngs) -> dict[Any, Any]:
+    return sx.state(rngs).flat()
+
+
+def _drop(layer: Any, x: Any) -> Any:
+    return layer(x)
+
+
+def _lane_streams(rngs: sx.Rngs, count: int) -> list[sx.Rngs]:
+    """One Rngs per lane: the parts of ``rngs.fork(split=count)``."""
+    graphdef, state = sx.split(rngs.fork(split=count))
+    return [sx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
+
+
+# --- split ---
+
+
+def test_lanes_draw_different_numbers_and_the_stream_moves_on_by_one_draw() -> None:
+    rngs = sx.Rngs(0)
+    first = sx.vmap(lambda r: jax.random.normal(r.noise()), axis_size=3)(rngs)
+    second = sx.vmap(lambda r: jax.random.normal(r.noise()), axis_size=3)(rngs)
+    assert len({*first.tolist(), *second.tolist()}) == 6
+    assert (rngs.default.key.shape, int(rngs.default.count)) == ((), 2)
+
+
+@given(st.integers(1, 4), st.integers(0, 3), st.lists(st.sampled_from("ab"), max_size=4))
+@settings(max_examples=20)
+def test_lanes_are_a_loop_over_a_split_fork(count: int, before: int, draws: list[str]) -> None:
+    rngs, other = sx.Rngs(a=0, b=1), sx.Rngs(a=0, b=1)
+    for _ in range(before):
+        rngs.a(), other.a()
+
+    def draw(r: sx.Rngs) -> Any:
+        return [jax.random.key_data(r[name]()) for name in draws]
+
+    lanes = [draw(lane) for lane in _lane_streams(other, count)]
+    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *lanes)
+    assert_equal_values(sx.vmap(draw, axis_size=count)(rngs), expected)
+    assert int(rngs.a.count) == before + ("a" in draws)
+    assert int(rngs.b.count) == ("b" in draws)
+
+
+def test_a_stream_that_no_lane_drew_from_stays() -> None:
+    rngs = sx.Rngs(params=0, dropout=1)
+    sx.vmap(lambda r, x: x + jax.random.normal(r.dropout()), in_axes=(0, 0))(rngs, ONES[:, 0])
+    assert (int(rngs.params.count), int(rngs.dropout.count)) == (0, 1)
+
+
+def test_an_ensemble_has_parameters_of_its_own_in_every_lane() -> None:
+    rngs = sx.Rngs(0)
+    made = sx.vmap(lambda r: sx.nn.Linear(2, 3, rngs=r), axis_size=4)(rngs)
+    lanes = [sx.nn.Linear(2, 3, rngs=lane) for lane in _lane_streams(sx.Rngs(0), 4)]
+    assert_equal_values(made.kernel.value, jnp.stack([lane.kernel.value for lane in lanes]))
+    assert len(jnp.unique(made.kernel[:, 0, 0])) == 4
+
+
+def test_dropout_drops_other_elements_in_every_lane() -> None:
+    layer = sx.nn.Dropout(0.5, rngs=sx.Rngs(0))
+    y = sx.vmap(_drop)(layer, ONES)
+    assert len({tuple(row) for row in y.tolist()}) == 3
+    assert int(layer.stream.count) == 1
+
+
+def test_where_the_axis_stands_does_not_matter_to_a_stream() -> None:
+    drawn = [
+        sx.vmap(lambda r, x: x + jax.random.normal(r.noise()), in_axes=(axis, 0))(
+            sx.Rngs(0), jnp.zeros(3)
+        )
+        for axis in (0, -1, 1)
+    ]
+    assert_equal_values(drawn[0], drawn[1])
+    assert_equal_values(drawn[0], drawn[2])
+
+
+def test_a_stream_that_two_arguments_share_is_split_once() -> None:
+    rngs = sx.Rngs(0)
+    layers = [sx.nn.Dropout(0.5, rngs=rngs) for _ in range(2)]
+    y = sx.vmap(lambda a, b, x: (a(x), b(x)))(*layers, ONES)
+    assert int(rngs.default.count) == 1
+    assert len({tuple(row) for part in y for row in part.tolist()}) == 6
+
+
+def test_lanes_of_lanes_draw_different_numbers() -> None:
+    def outer(r: sx.Rngs) -> Any:
+        return sx.vmap(lambda r: jax.random.normal(r.noise()), axis_size=3)(r)
+
+    rngs = sx.Rngs(0)
+    drawn = sx.vmap(outer, axis_size=2)(rngs)
+    assert len(set(drawn.ravel().tolist())) == 6 and int(rngs.default.count) == 1
+
+
+def test_it_draws_the_same_compiled() -> None:
+    def draw(r: sx.Rngs) -> Any:
+        return sx.vmap(lambda r: jax.random.normal(r.noise()), axis_size=3)(r)
+
+    eager, compiled = sx.Rngs(0), sx.Rngs(0)
+    run = sx.jit(draw)
+    for _ in range(3):
+        assert_equal_values(run(compiled), draw(eager))
+    assert_equal_values(_state(compiled), _state(eager))
+
+
+# --- shared ---
+
+
+def test_without_an_axis_all_lanes_draw_the_same_numbers() -> None:
+    rngs, eager = sx.Rngs(0), sx.Rngs(0)
+    drawn = sx.vmap(
+        lambda r, x: (jax.random.normal(r.noise()), jax.random.normal(r.noise())),
+        in_axes=(None, 0),
+    )(rngs, ONES)
+    expected = [jax.random.normal(eager.noise()) for _ in range(2)]
+    assert [row.tolist() for row in drawn] == [[float(x)] * 3 for x in expected]
+    assert_equal_values(_state(rngs), _state(eager))
+
+
+def test_a_model_that_the_function_is_bound_to_shares_its_streams() -> None:
+    layer = sx.nn.Dropout(0.5, rngs=sx.Rngs(0))
+    y = sx.vmap(layer)(ONES)
+    assert len({tuple(row) for row in y.tolist()}) == 1 and int(layer.stream.count) == 1
+
+
+def test_streams_may_be_split_while_parameters_are_shared_and_the_other_way_round() -> None:
+    class Noisy(sx.Module):
+        def __init__(self) -> None:
+            self.scale = sx.Param(jnp.ones(()))
+            self.rngs = sx.Rngs(0)
+
+        def __call__(self, x: Any) -> Any:
+            return self.scale * x + jax.random.normal(self.rngs.noise())
+
+    model, many = Noisy(), Noisy()
+    many.scale[...] = jnp.ones(3)
+    zeros = jnp.zeros(3)
+    split = sx.StateAxes({sx.Param: None, ...: 0})
+    assert len(set(sx.vmap(_drop, in_axes=(split, 0))(model, zeros).tolist())) == 3
+    assert len(set(sx.vmap(_drop, in_axes=(WITH_SHARED_STREAMS, 0))(many, zeros).tolist())) == 1
+
+
+def test_some_streams_may_be_split_by_name() -> None:
+    def draw(r: sx.Rngs) -> Any:
+        return jax.random.normal(r.params()), jax.random.normal(r.dropout())
+
+    axes = sx.StateAxes({"dropout": 0, ...: None})
+    params, dropout = sx.vmap(draw, in_axes=axes, axis_size=3)(sx.Rngs(params=0, dropout=0))
+    assert (len(set(params.tolist())), len(set(dropout.tolist()))) == (1, 3)
+
+
+# --- already one key per lane ---
+
+
+def test_a_stream_with_a_key_per_lane_is_mapped_like_any_array() -> None:
+    rngs = sx.Rngs(0).fork(split=3)
+    lanes = _lane_streams(sx.Rngs(0), 3)
+    for _ in range(2):
+        drawn = sx.vmap(lambda r: jax.random.normal(r.noise()))(rngs)
+        assert drawn.tolist() == [float(jax.random.normal(lane.noise())) for lane in lanes]
+    assert rngs.default.count.tolist() == [2, 2, 2]
+
+
+def test_streams_made_inside_come_out_with_a_key_per_lane() -> None:
+    forks = sx.vmap(lambda r: r.fork(), axis_size=3)(sx.Rngs(0))
+    assert forks.default.key.shape == forks.default.count.shape == (3,)
+    assert len(set(sx.vmap(lambda r: jax.random.normal(r.noise()))(forks).tolist())) == 3
+
+
+def test_a_layer_made_inside_that_keeps_a_given_stream_keeps_the_callers() -> None:
+    rngs = sx.Rngs(0)
+    layer = sx.vmap(lambda r: sx.nn.Dropout(0.5, rngs=r), axis_size=3)(rngs)
+    assert layer.stream is rngs.default
+    assert len({tuple(row) for row in sx.vmap(_drop)(layer, ONES).tolist()}) == 3
+
+
+def test_a_key_per_lane_needs_an_axis() -> None:
+    rngs = sx.Rngs(0).fork(split=3)
+    with pytest.raises(
+        AxisSizeError, match=r"default\.key: 3\n  axis_size|axis_size: 2\n  .*key: 3"
+    ):
+        sx.vmap(lambda r: r.noise(), axis_size=2)(rngs)
+
+
+# --- refused ---
+
+
+def test_a_stream_that_was_not_passed_in_is_not_drawn_from() -> None:
+    layer = sx.nn.Dropout(0.5, rngs=sx.Rngs(0))
+    with pytest.raises(
+        ForeignMutationError, match=r"RngState layer\.stream\.count was not passed in"
+    ):
+        sx.vmap(lambda x: layer(x))(ONES)
+    assert int(layer.stream.count) == 0
+
+
+def test_a_split_stream_is_not_given_another_key_inside() -> None:
+    rngs = sx.Rngs(0)
+
+    def reseed(r: sx.Rngs) -> None:
+        r.default.key.value = jax.random.key(1)
+
+    with pytest.raises(OutputError, match=r"stream at \.r\.default\.key was given another key"):
+        sx.vmap(reseed, axis_size=3)(rngs)
+    assert int(rngs.default.count) == 0
+
+
+# --- meshes ---
+
+
+def test_numbers_are_the_same_over_a_mesh(mesh: Mesh) -> None:
+    def draw(model: Any, rngs: sx.Rngs) -> Any:
+        return model.kernel + jax.random.normal(rngs.noise(), model.kernel.shape)
+
+    def make() -> Any:
+        return sx.vmap(
+            lambda r: sx.nn.Linear(4, 8, rngs=r),
+            axis_size=4,
+            metadata={sx.partition.PARTITION_NAME: "layers"},
+        )(sx.Rngs(0))
+
+    expected = sx.vmap(draw)(make(), sx.Rngs(1))
+    placed, rngs = sx.shard(make(), mesh, {"layers": "data", "out": "model"}), sx.Rngs(1)
+    with jax.set_mesh(mesh):
+        for run in (sx.vmap(draw), sx.jit(sx.vmap(draw))):
+            rngs.default.count[...] = jnp.uint32(0)
+            drawn = run(placed, rngs)
+            assert jnp.allclose(jax.device_get(drawn), expected, atol=1e-6)
+            assert drawn.sharding.spec == placed.kernel.sharding.spec
+            assert int(rngs.default.count) == 1
