@@ -120,14 +120,14 @@ def shard_map(
         >>> import jax, jax.numpy as jnp, shardax as sx
         >>> from jax.sharding import PartitionSpec as P
         >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> seen = sx.BatchStat(jnp.zeros(3))
+        >>> seen = sx.BatchStat(jnp.zeros(()))
         >>> def centre(seen, x):
-        ...     seen[...] = jax.lax.pmean(x.mean(0), "data")
+        ...     seen[...] = jax.lax.pmean(x.mean(), "data")
         ...     return x - seen
         >>> specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
         >>> centred = sx.shard_map(centre, mesh=mesh, **specs)
-        >>> centred(seen, jnp.arange(6.0).reshape(2, 3)).tolist(), seen.value.tolist()
-        ([[-1.5, -1.5, -1.5], [1.5, 1.5, 1.5]], [1.5, 2.5, 3.5])
+        >>> centred(seen, jnp.arange(4.0)).tolist(), float(seen)
+        ([-1.5, -0.5, 0.5, 1.5], 1.5)
     """
     if function is None:
         return functools.partial(
@@ -243,6 +243,8 @@ class _Shards:
             axis_names=frozenset(self.options.axis_names),
             check_vma=self.options.check_vma,
         )
+        if self.region.is_inner:  # JAX does not run one shard_map in another without compiling
+            mapped = jax.jit(mapped)
         left = iter(self.sorted.restore(mapped(entering)))
         assert self.parts is not None
         carried = self.parts.assemble(
@@ -331,9 +333,9 @@ class _Shards:
         where = format_path(path)
         if kind == "result":
             raise SharedWriteError(
-                f"out_specs gives {spec} for the result of sx.shard_map at {where}, but its value "
-                f"differs between shards over the mesh axes {over}. Reduce it, {reduced} or psum, "
-                f"or name these axes in out_specs."
+                f"out_specs of sx.shard_map gives {spec} for the value at {where}, but it differs "
+                f"between shards over the mesh axes {over}. Reduce it, {reduced} or psum, or name "
+                f"these axes in out_specs."
             )
         if kind == "new":
             raise SharedWriteError(

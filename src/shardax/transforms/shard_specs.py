@@ -206,6 +206,11 @@ class Region(NamedTuple):
     axes: tuple[str, ...]
 
     @property
+    def is_inner(self) -> bool:
+        """Whether this is inside another ``shard_map``, over other axes."""
+        return AxisType.Manual in self.mesh.axis_types
+
+    @property
     def types(self) -> dict[str, AxisType]:
         """The type of every mesh axis."""
         return dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
@@ -268,10 +273,9 @@ class Region(NamedTuple):
         kinds = self.types
         typed = {*self.axes} == {*kinds} and set(kinds.values()) == {AxisType.Explicit}
         if isinstance(leaf, Tracer):
-            present = jax.typeof(leaf).sharding
-            if not typed or (present.mesh == _abstract(self.mesh) and present.spec == spec):
+            if not typed:
                 return leaf
-            return jax.device_put(leaf, NamedSharding(self.mesh, spec))
+            return jax.sharding.reshard(leaf, NamedSharding(self.mesh, spec))
         if not isinstance(self.mesh, Mesh):
             return leaf
         wanted = NamedSharding(self.mesh, spec)
