@@ -9,6 +9,7 @@ dimensions in front, and runs as it is on meshes with Auto and with Explicit axe
 
 from shardax.nn.attention import MultiHeadAttention as MultiHeadAttention
 from shardax.nn.attention import QueryKeyValue as QueryKeyValue
+from shardax.nn.batch_norm import BatchNorm as BatchNorm
 from shardax.nn.dropout import Dropout as Dropout
 from shardax.nn.einsum import Einsum as Einsum
 from shardax.nn.embedding import Embed as Embed

@@ -71,7 +71,7 @@ class RMSNorm(Module):
         rngs: Rngs | None = None,
     ) -> None:
         self.features = as_size("RMSNorm", "features", features)
-        self.epsilon = _check_epsilon("RMSNorm", epsilon)
+        self.epsilon = check_epsilon("RMSNorm", epsilon)
         names = as_axes("RMSNorm", "axis names", axes, 1)
         self.scale = (
             make_parameter("RMSNorm", scale_init, (self.features,), param_dtype, names, rngs)
@@ -99,7 +99,7 @@ class RMSNorm(Module):
         normed = wide * jax.lax.rsqrt(mean_square + self.epsilon)
         if scale is not None:
             normed = normed * _spread(scale, normed)
-        return normed.astype(_result_dtype(self.dtype, x, scale))
+        return normed.astype(result_dtype(self.dtype, x, scale))
 
 
 class LayerNorm(Module):
@@ -148,7 +148,7 @@ class LayerNorm(Module):
         rngs: Rngs | None = None,
     ) -> None:
         self.features = as_size("LayerNorm", "features", features)
-        self.epsilon = _check_epsilon("LayerNorm", epsilon)
+        self.epsilon = check_epsilon("LayerNorm", epsilon)
         names, shape = as_axes("LayerNorm", "axis names", axes, 1), (self.features,)
         self.scale = (
             make_parameter("LayerNorm", scale_init, shape, param_dtype, names, rngs)
@@ -186,10 +186,15 @@ class LayerNorm(Module):
             normed = normed * _spread(scale, normed)
         if bias is not None:
             normed = normed + _spread(bias, normed)
-        return normed.astype(_result_dtype(self.dtype, x, scale, bias))
+        return normed.astype(result_dtype(self.dtype, x, scale, bias))
 
 
-def _check_epsilon(layer: str, epsilon: float) -> float:
+def check_epsilon(layer: str, epsilon: float) -> float:
+    """Returns what is added to a variance.
+
+    Raises:
+        LayerConfigError: If it is negative.
+    """
     if not epsilon >= 0:
         raise LayerConfigError(f"{layer} needs epsilon to be at least 0, but epsilon={epsilon!r}.")
     return float(epsilon)
@@ -214,7 +219,8 @@ def _spread(parameter: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.expand_dims(parameter, range(x.ndim - 1))
 
 
-def _result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any:
+def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any:
+    """Returns the compute dtype; without one, what input and parameters promote to."""
     if dtype is not None:
         return dtype
     promoted = jnp.result_type(x, *(one for one in parameters if one is not None))
