@@ -44,7 +44,7 @@ from shardax.transforms.lift import (
     put_together,
 )
 from shardax.transforms.naming import template_roots
-from shardax.transforms.prefix import consistent, expand, refuse_filters
+from shardax.transforms.prefix import check_plain, check_shardings_only, consistent, expand
 from shardax.transforms.static_arguments import as_tuple, resolve_arguments
 
 
@@ -70,6 +70,8 @@ class Options:
                 f"that is no array, number or Module, or None. To choose arguments, use "
                 f"static_argnums or static_argnames."
             )
+        check_shardings_only(self.in_shardings, "in_shardings")
+        check_shardings_only(self.out_shardings, "out_shardings")
 
     @property
     def auto_static(self) -> bool:
@@ -345,7 +347,7 @@ class Plan:
             self.layout.positional, given, args, self.templates, strict=True
         ):
             if isinstance(template, Plain):
-                refuse_filters(prefix, "in_shardings", (label,))
+                check_plain(prefix, arg, "in_shardings", (label,))
                 plain.append(prefix)
                 continue
             found = list(expand(prefix, arg, "in_shardings", (label,)))
@@ -370,7 +372,7 @@ class Plan:
         by_id: dict[int, Any] = {}
         arrays: Any = declared
         if record.result is None:
-            refuse_filters(declared, "out_shardings", ())
+            check_plain(declared, result, "out_shardings")
         else:
             found = list(expand(declared, result, "out_shardings"))
             by_id = {key: entry for key, (_, entry) in consistent(found, "out_shardings").items()}

@@ -192,6 +192,43 @@ def check_axes_only(prefix: Any, name: str, carry: bool = False) -> None:
                 raise PrefixError(f"{name} gives {value!r}{hint}; an entry is {allowed}.")
 
 
+def check_shardings_only(prefix: Any, name: str) -> None:
+    """Checks a prefix of shardings before anything is called.
+
+    Args:
+        prefix: What the caller gave.
+        name: The option's name, for messages.
+
+    Raises:
+        PrefixError: If an entry is neither a sharding nor a spec nor None.
+    """
+    kinds = (jax.sharding.Sharding, jax.sharding.PartitionSpec, Object, StateSharding)
+    for leaf in jax.tree.leaves(prefix, is_leaf=lambda item: isinstance(item, Object)):
+        if isinstance(leaf, StateAxes):
+            raise PrefixError(
+                f"{name} takes shardings, but was given a StateAxes; use StateSharding."
+            )
+        if isinstance(leaf, StateSharding):
+            for value in leaf.values():
+                check_shardings_only(value, name)
+        elif not isinstance(leaf, kinds) and not hasattr(leaf, "sharding"):  # a Format has one
+            raise PrefixError(
+                f"{name} gives {leaf!r}; an entry is a jax.sharding.Sharding, a PartitionSpec or "
+                f"None, for a Module also a State of these or sx.StateSharding."
+            )
+
+
+def check_plain(prefix: Any, tree: Any, name: str, where: Path = ()) -> None:
+    """Checks that a prefix fits something that holds no objects.
+
+    Raises:
+        PrefixError: If it does not, or has filters in it, which choose among Variables.
+    """
+    refuse_filters(prefix, name, where)
+    for _ in expand(prefix, tree, name, where):
+        pass
+
+
 def per_argument(prefix: Any, labels: Sequence[str], name: str) -> list[Any]:
     """Returns one prefix per positional argument.
 
