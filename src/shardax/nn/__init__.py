@@ -24,3 +24,5 @@ from shardax.nn.sequential import Sequential as Sequential
 from shardax.nn.stack import Stack as Stack
 from shardax.nn.stack import stack_layers as stack_layers
 from shardax.nn.stack import unstack_layers as unstack_layers
+from shardax.nn.stack_layout import stack_state as stack_state
+from shardax.nn.stack_layout import unstack_state as unstack_state
