@@ -52,8 +52,12 @@ from shardax.transforms.autodiff import DiffState as DiffState
 from shardax.transforms.autodiff import grad as grad
 from shardax.transforms.autodiff import value_and_grad as value_and_grad
 from shardax.transforms.batch import vmap as vmap
+from shardax.transforms.bounded import WhileResult as WhileResult
+from shardax.transforms.bounded_while import bounded_while_loop as bounded_while_loop
 from shardax.transforms.branch import cond as cond
 from shardax.transforms.branch import switch as switch
+from shardax.transforms.custom_vjp import CustomVjp as CustomVjp
+from shardax.transforms.custom_vjp import custom_vjp as custom_vjp
 from shardax.transforms.explain import explain_retraces as explain_retraces
 from shardax.transforms.jaxprs import make_jaxpr as make_jaxpr
 from shardax.transforms.jit import Jit as Jit

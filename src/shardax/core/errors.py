@@ -124,6 +124,10 @@ class DecisionError(ShardaxError, TypeError):
     """What decides (predicate, index, condition) is not one number, or does more than decide."""
 
 
+class BoundedLoopError(ShardaxError, ValueError):
+    """A bounded loop cannot be made: its limit, mode, history or padding is not valid."""
+
+
 class BranchError(ShardaxError, TypeError):
     """The branches of a choice differ in what they return, write or change."""
 

@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from shardax.core.errors import DecisionError
-from shardax.core.paths import format_path
+from shardax.core.paths import Path, format_path
 from shardax.core.variables import Variable
 from shardax.transforms.call import Call, Inside, path_of, retry_captured
 from shardax.transforms.decide import as_integer, as_predicate, check_operands
 from shardax.transforms.lift import carry_in, check_no_leak
 from shardax.transforms.repeat import Body
 
-BODY, CONDITION = 0, 1
-"""Positions of the functions in a call that has both."""
+CONDITION = 1
+"""Position of the condition among the functions of a call; the body is the first."""
 
 
 def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init: Any) -> Any:
@@ -62,7 +62,7 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
         check_operands(call)
         body = Body(call, carry_of, call.labels[0])
         body.discover(body.values, body.plain)
-        condition = Condition(body)
+        condition = condition_of(body)
         around = jax.lax.while_loop(condition, lambda around: body.step(around)[0], body.start())
         return carry_back(body, around)
 
@@ -144,16 +144,21 @@ def carry_back(body: Body, around: tuple[Sequence[Any], Sequence[Any]]) -> Any:
     return carry_in(body.call.graph, carried)
 
 
-class Condition:
-    """The condition of a loop, as a function of what goes around.
+class Reader:
+    """A function of what goes around a loop that only reads: its condition, for one.
 
     Args:
-        body: The body of the loop, after it was discovered; its call has the condition as second
-            function.
+        body: The body of the loop, after it was discovered.
+        which: Which of the call's functions.
+        role: What the function is to the loop, for messages.
+        finish: Turns its result into arrays, inside.
     """
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: Body, which: int, role: str, finish: Callable[[Any], Any]) -> None:
         self.body = body
+        self.which = which
+        self.role = role
+        self.finish = finish
         # Compiled as a unit so that JAX traces it once.
         self.one = jax.jit(self._one, inline=True)
 
@@ -162,25 +167,29 @@ class Condition:
 
     def _one(self, values: list[Any], plain: list[Any]) -> Any:
         positional, named = self.body.plain_tree.unflatten(plain)
-        return self.body.call.run(values, positional, named, self._leave, which=CONDITION)
+        return self.body.call.run(values, positional, named, self._leave, which=self.which)
 
     def _leave(self, inside: Inside) -> Any:
         call = self.body.call
         for item in inside.captured():
-            self._refuse(item.outer, format_path(path_of(call.functions, item.outer)))
+            self._refuse(item.outer, path_of(call.functions, item.outer))
         record = inside.carry_out(None).record
         for position in record.written:
-            path = call.graph.flat.leaf_paths[position]
-            self._refuse(call.graph.leaves[position], format_path(path))
+            self._refuse(call.graph.leaves[position], call.graph.flat.leaf_paths[position])
         for index in record.updates:
-            path = call.graph.flat.paths[index]
-            self._refuse(call.graph.objects()[index], format_path(path))
-        return as_predicate(inside.result, f"What the condition of sx.{call.name} returns")
+            self._refuse(call.graph.objects()[index], call.graph.flat.paths[index])
+        return self.finish(inside.result)
 
-    def _refuse(self, item: Any, path: str) -> None:
+    def _refuse(self, item: Any, path: Path) -> None:
         raise DecisionError(
-            f"The condition of sx.{self.body.call.name} changes the {type(item).__name__} at "
-            f"{path}. It is asked whether to go on, once more often than the body runs, and only "
-            f"reads. Write in the body (draw random numbers there, too), and keep what decides in "
+            f"The {self.role} of sx.{self.body.call.name} changes the {type(item).__name__} at "
+            f"{format_path(path)}, but it only reads: it may be asked at other times than the body "
+            f"runs. Write in the body (draw random numbers there, too), and keep what it needs in "
             f"the carry."
         )
+
+
+def condition_of(body: Body) -> Reader:
+    """Returns the condition of a loop, whose call has it as second function."""
+    what = f"What the condition of sx.{body.call.name} returns"
+    return Reader(body, CONDITION, "condition", lambda result: as_predicate(result, what))
