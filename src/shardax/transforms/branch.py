@@ -65,7 +65,8 @@ def cond(
     def choose(branches: Sequence[Callable[..., Any]], *arrays: Any) -> Any:
         return jax.lax.cond(decision, branches[0], branches[1], *arrays)
 
-    return _run("cond", [true_fun, false_fun], ["true_fun", "false_fun"], operands, choose)
+    labels = ["true_fun", "false_fun"]
+    return _run("cond", [true_fun, false_fun], labels, operands, decision, choose)
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
@@ -100,7 +101,7 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     def choose(branches: Sequence[Callable[..., Any]], *arrays: Any) -> Any:
         return jax.lax.switch(decision, branches, *arrays)
 
-    return _run("switch", functions, labels, operands, choose)
+    return _run("switch", functions, labels, operands, decision, choose)
 
 
 def _check_callable(name: str, functions: dict[str, Any]) -> None:
@@ -117,11 +118,12 @@ def _run(
     functions: Sequence[Callable[..., Any]],
     labels: Sequence[str],
     operands: Sequence[Any],
+    decision: Any,
     choose: Callable[..., Any],
 ) -> Any:
     def attempt(captured: list[Variable[Any]]) -> Any:
         call = Call(name, functions, operands, {}, captured=captured)
-        return _Choice(call, labels).run(choose)
+        return _Choice(call, labels).run(decision, choose)
 
     return retry_captured(attempt)
 
@@ -176,9 +178,16 @@ class _Choice:
 
     # --- outside ---------------------------------------------------------------------------------
 
-    def run(self, choose: Callable[..., Any]) -> Any:
-        """Traces the branches, runs the one that is chosen, and carries back what it did."""
-        inputs = self.values, self.call.arguments.plain
+    def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
+        """Traces the branches, runs the one that is chosen, and carries back what it did.
+
+        Args:
+            decision: What decides. Inside ``shard_map``, where it may differ between shards, so may
+                all that leaves; JAX does not count it in.
+            choose: Runs one of the branches on arrays.
+        """
+        differ = functools.partial(vary_alike, other=decision)
+        inputs = jax.tree.map(differ, (self.values, self.call.arguments.plain))
         outcomes = []
         for which, label in enumerate(self.labels):
             leaves, written, fresh = jax.eval_shape(self.ones[which], *inputs)
@@ -189,7 +198,8 @@ class _Choice:
         rows = [
             self._joined(item.arrays, item.written, item.fresh, self.values) for item in outcomes
         ]
-        targets = [_Target(types) for types in zip(*map(jax.tree.leaves, rows), strict=True)]
+        columns = zip(*map(jax.tree.leaves, rows), strict=True)
+        targets = [_Target(types, decision) for types in columns]
         branches = [
             functools.partial(self._branch, which, targets) for which in range(len(self.labels))
         ]
@@ -210,18 +220,19 @@ class _Target:
 
     Args:
         types: The array, or its shape, as each branch leaves it.
+        decision: What decides.
     """
 
-    def __init__(self, types: Sequence[Any]) -> None:
+    def __init__(self, types: Sequence[Any], decision: Any) -> None:
         found = [jax.typeof(item) for item in types]
         self.dtype = found[0].dtype
         self.weak = all(getattr(item, "weak_type", False) for item in found)
-        self.types = types
+        self.others = [*types, decision]
 
     def convert(self, leaf: Any) -> Any:
         """Returns the array in the type, inside a branch."""
         if getattr(jax.typeof(leaf), "weak_type", False) and not self.weak:
             leaf = jax.lax.convert_element_type(leaf, self.dtype)
-        for other in self.types:
+        for other in self.others:
             leaf = vary_alike(leaf, other)
         return leaf
