@@ -54,13 +54,16 @@ class Fixed(NamedTuple):
     value: Any
 
 
-def take_apart(value: Any, roots: list[Any], auto_static: bool = False) -> tuple[Any, Any]:
+def take_apart(
+    value: Any, roots: list[Any], auto_static: bool = False, static_numbers: bool = False
+) -> tuple[Any, Any]:
     """Splits one argument.
 
     Args:
         value: The argument.
         roots: Collects the objects.
         auto_static: Whether leaves that are neither arrays nor objects are static.
+        static_numbers: Whether Python's numbers are static, too.
 
     Returns:
         (template, plain part): the plain part is a pytree without objects.
@@ -79,7 +82,7 @@ def take_apart(value: Any, roots: list[Any], auto_static: bool = False) -> tuple
         if isinstance(leaf, Object):
             places.append((position, len(roots)))
             roots.append(leaf)
-        elif auto_static and (isinstance(leaf, bool) or not isinstance(leaf, _DYNAMIC)):
+        elif auto_static and not _is_dynamic(leaf, static_numbers):
             static.append((position, _static_leaf(leaf)))
         else:
             plain.append(leaf)
@@ -88,7 +91,13 @@ def take_apart(value: Any, roots: list[Any], auto_static: bool = False) -> tuple
     return Mixed(treedef, tuple(places), tuple(static)), plain
 
 
-_DYNAMIC = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, complex)
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def _is_dynamic(leaf: Any, static_numbers: bool) -> bool:
+    if isinstance(leaf, (int, float, complex)) and not isinstance(leaf, np.generic):
+        return not static_numbers and not isinstance(leaf, bool)
+    return isinstance(leaf, _ARRAYS)
 
 
 def _static_leaf(leaf: Any) -> Static:
@@ -96,7 +105,7 @@ def _static_leaf(leaf: Any) -> Static:
         return Static(leaf)
     except TypeError as error:
         raise StaticArgumentError(
-            f"static='auto' makes everything static that is no array, number or Module, but "
+            f"What is no array, number or Module is static here (as under static='auto'), but "
             f"{leaf!r} of type {type(leaf).__name__} is not hashable ({error}). Use a tuple or "
             f"frozenset, or a frozen dataclass."
         ) from error

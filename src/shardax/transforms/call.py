@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from shardax.core.errors import ClosureError
@@ -145,7 +145,7 @@ class Call:
                 frame.copies[id(original)] = (original, copies[position])
         return roots, copies
 
-    def release(self, known: Sequence[tuple[Any, int]]) -> None:
+    def release(self, known: Iterable[tuple[Any, int]]) -> None:
         """Lets go of the caller's objects and arrays; later runs happen when the call is over.
 
         Args:

@@ -70,24 +70,29 @@ def _one_number(value: Any, what: str, wanted: str, hint: str) -> Any:
     return number
 
 
-def check_operands(call: Call) -> None:
+def check_operands(
+    call: Call, advice: str = "give it to the functions by functools.partial or a closure"
+) -> None:
     """Raises if an argument is neither arrays nor objects.
+
+    Args:
+        call: The call.
+        advice: What to do if it is configuration, for the message.
 
     Raises:
         ArgumentError: Naming it.
     """
     arguments = call.arguments
-    for label, template, plain in zip(
-        call.labels, arguments.templates, arguments.plain, strict=True
-    ):
+    positional = zip(call.labels, arguments.templates, arguments.plain, strict=True)
+    named = ((name, template, arguments.plain_named[name]) for name, template in arguments.named)
+    for label, template, plain in (*positional, *named):
         leaves, treedef = jax.tree.flatten(plain)
         paths = plain_paths(template) if isinstance(template, Mixed) else leaf_paths(treedef)
         for path, leaf in zip(paths, leaves, strict=True):
-            if isinstance(leaf, (*_NUMBERS, jax.ShapeDtypeStruct)) or is_object(leaf):
+            if isinstance(leaf, _NUMBERS) or hasattr(leaf, "dtype") or is_object(leaf):
                 continue
             raise ArgumentError(
                 f"{format_path((label, *path))} of sx.{call.name} is a {type(leaf).__name__}, "
                 f"which is neither an array or number nor a Module, Variable or pytree of these. "
-                f"If it is configuration, give it to the functions by functools.partial or a "
-                f"closure."
+                f"If it is configuration, {advice}."
             )

@@ -17,6 +17,7 @@ import jax
 
 from shardax.core.errors import StaticArgumentError
 from shardax.transforms.call import wraps
+from shardax.transforms.decide import check_operands
 from shardax.transforms.lift import check_result
 from shardax.transforms.once import Once
 from shardax.transforms.static_arguments import resolve_arguments, static_argument
@@ -28,6 +29,7 @@ def remat(
     policy: Callable[..., bool] | None = None,
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
 ) -> Any:
     """Makes a function over Modules compute its intermediate values anew when differentiated.
 
@@ -42,6 +44,7 @@ def remat(
             with a loop around.
         static_argnums: Positions of arguments that are passed on as they are; they must be
             hashable. Booleans and strings that decide what the function does belong here.
+        static_argnames: Their names.
 
     Returns:
         A function of the same arguments.
@@ -49,6 +52,7 @@ def remat(
     Raises:
         StaticArgumentError: If there is no such argument, or when called, if one is a Module or
             not hashable.
+        ArgumentError: When called, if another argument is neither arrays nor objects.
         OutputError: When called, if the result holds something else than arrays and objects.
 
     Example:
@@ -62,10 +66,14 @@ def remat(
     """
     if function is None:
         return functools.partial(
-            remat, policy=policy, prevent_cse=prevent_cse, static_argnums=static_argnums
+            remat,
+            policy=policy,
+            prevent_cse=prevent_cse,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
         )
     positions, names = resolve_arguments(
-        function, static_argnums, (), "static", StaticArgumentError
+        function, static_argnums, static_argnames, "static", StaticArgumentError
     )
     static = {*positions, *names}
 
@@ -73,6 +81,7 @@ def remat(
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
         check_static(function, static, args, kwargs)
         once = Once("remat", function, args, kwargs, static=static)
+        check_operands(once.call, "make it static: sx.remat(f, static_argnames=...)")
 
         def pure(values: Any, plain: Any, plain_named: Any) -> Any:
             return once.run(values, plain, plain_named, split)[1]

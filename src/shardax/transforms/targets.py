@@ -227,7 +227,7 @@ class Target:
         where = format_path(choice.where)
         if not isinstance(given, Mapping) or isinstance(given, Object):
             raise TangentError(
-                f"The {tangents.noun} for the {choice.type_name} at {where} is a "
+                f"The {tangents.noun} for the {choice.type_name} at {where} is of type "
                 f"{type(given).__name__}; it must be a State or a nested mapping by path, such as "
                 f"sx.grad returns, or None."
             )

@@ -22,6 +22,7 @@ from shardax.core.node import Object
 from shardax.core.pytree import is_object
 from shardax.core.variables import Param
 from shardax.transforms.call import wraps
+from shardax.transforms.decide import check_operands
 from shardax.transforms.once import Once
 from shardax.transforms.prefix import path_step
 from shardax.transforms.tangents import Tangents
@@ -55,6 +56,7 @@ def vjp(
 
     Raises:
         DifferentiationError: If there is nothing to differentiate, or the result holds objects.
+        ArgumentError: If an argument is neither arrays nor objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -84,6 +86,7 @@ def _vjp(
     wrt: Any,
 ) -> Any:
     once = Once("vjp", function, primals, kwargs)
+    check_operands(once.call)
     targets = _targets(once, wrt, len(primals))
     values, plain = once.graph.values(), list(once.arguments.plain)
     indices = sorted({entry.leaf for target in targets for entry in target.entries})
@@ -190,6 +193,7 @@ def jvp(
     Raises:
         TangentError: If a tangent fits nothing, by path, shape or dtype.
         DifferentiationError: If the result holds objects.
+        ArgumentError: If an argument is neither arrays nor objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -220,6 +224,7 @@ def _jvp(
 ) -> Any:
     _check_pairs(primals, tangents)
     once = Once("jvp", function, primals, kwargs)
+    check_operands(once.call)
     values, plain = once.graph.values(), list(once.arguments.plain)
     leaves, treedef = jax.tree.flatten((values, plain))
     moves = _moves(once, values, tangents or ())

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of a function with a derivative of its author's.
+
+The call's inputs are of two kinds. *Moving* ones have a gradient by the rule: chosen Variables, and
+the plain parts of differentiable arguments. *Still* ones do not: other Variables, captured ones,
+arguments in ``nondiff_argnums``. If a transform around the call differentiates one of the latter,
+its gradient would be lost, so that is an error (``still_here``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from shardax.core import _jax
+from shardax.core._jax import Tracer
+from shardax.core.errors import ClosureError, DifferentiationError, OutputError
+from shardax.core.frames import Frame, local
+from shardax.core.node import Object
+from shardax.core.paths import Path, format_path
+from shardax.core.pytree import is_object
+from shardax.core.state import State
+from shardax.core.variables import Variable
+from shardax.transforms.call import Call, Captured, Inside, path_of
+from shardax.transforms.lift import Carried, Record, carry_in, check_no_leak, check_result
+from shardax.transforms.prefix import expand
+from shardax.transforms.residuals import Packed, pack
+from shardax.transforms.tangents import Tangents, is_differentiable
+from shardax.transforms.targets import DiffState, Target, replaced
+from shardax.transforms.vjp import refuse_objects
+
+
+class Rule(Protocol):
+    """What is to be known of the function and its derivative; see ``custom_vjp.CustomVjp``."""
+
+    function: Callable[..., Any]
+    nondiff_argnums: Any
+    wrt: Any
+    fwd: Callable[..., Any] | None
+    bwd: Callable[..., Any] | None
+    state_cotangents: bool
+
+
+class RuleFrame(Frame):
+    """The frame of a function or its ``fwd``; knows the rule, so that it is not explored anew."""
+
+    __slots__ = ("rule",)
+
+    def __init__(self, rule: Rule, name: str) -> None:
+        super().__init__(name)
+        self.rule = rule
+
+
+class BackwardFrame(Frame):
+    """The frame of ``bwd``, which runs when the call is over and sees nothing of around it."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        super().__init__(name)
+        self.function = function
+
+    def adopt(self, outer: Any) -> Any:
+        """See ``Frame.adopt``."""
+        known = format_path(path_of([self.function], outer)).removeprefix(".")
+        raise ClosureError(
+            f"bwd of sx.custom_vjp uses the {type(outer).__name__} {known}, which it was not "
+            f"given. It may run long after the call, when that value is another. Let fwd return "
+            f"it among the residuals."
+        )
+
+
+class RuleCall:
+    """One call.
+
+    Args:
+        rule: The function and its derivative.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        captured: Variables used without being passed in, as inputs.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        captured: Sequence[Variable[Any]],
+    ) -> None:
+        assert rule.fwd is not None
+        self.rule = rule
+        self.nondiff, chosen = _arguments(rule, len(args))
+        given = {**{i: args[i] for i in self.nondiff}, **kwargs}
+        static = {key for key, value in given.items() if not _holds_data(value)}
+        self.static = {key: value for key, value in given.items() if key in static}
+        make_frame = functools.partial(RuleFrame, rule)
+        functions = [rule.function, rule.fwd]
+        self.call = Call(
+            "custom_vjp", functions, args, kwargs, make_frame, captured, static, auto_static=True
+        )
+        self.targets = [Target(self.call, item) for item in chosen]
+        self.indices = sorted({entry.leaf for target in self.targets for entry in target.entries})
+        self.positions = [target.position for target in self.targets if target.has_plain]
+        self.record: Record | None = None
+        self.emit: frozenset[int] = frozenset()
+        self.known: list[tuple[Any, int]] = []
+        self.written_paths: list[Path] = list(self.call.graph.flat.leaf_paths)
+        self.fresh_paths: list[Path] = []
+        self.like: Any = None
+        self.varying: Any = None
+
+    # --- the call ---------------------------------------------------------------------------------
+
+    def run(self) -> Any:
+        values, arguments = self.call.graph.values(), self.call.arguments
+        plain, named = list(arguments.plain), arguments.plain_named
+        self.like = jax.tree.map(_like, (values, plain))
+        moving = ([values[i] for i in self.indices], [plain[p] for p in self.positions])
+        self.varying = jax.tree.map(_jax.varying_axes, moving)
+        nothing = [None] * (len(self.indices) + len(self.positions))
+        still = (
+            replaced(values, self.indices, nothing[: len(self.indices)]),
+            replaced(plain, self.positions, nothing[len(self.indices) :]),
+            named,
+        )
+        used = self._explore(moving, still)
+        transformed = jax.custom_vjp(functools.partial(self._run, 0, self._leave))
+        transformed.defvjp(functools.partial(self._run, 1, self._leave_forward), self._backward)
+        result, written, fresh = transformed(moving, self._guarded(still, used))
+        if not self.rule.state_cotangents:
+            written, fresh = jax.lax.stop_gradient((written, fresh))
+        assert self.record is not None
+        carried = Carried(result, written, fresh, self.record)
+        check_no_leak(self.call.graph, carried)
+        out = carry_in(self.call.graph, carried)
+        known, self.known = self.known, []
+        self.call.release(known)
+        return out
+
+    def _explore(self, moving: Any, still: Any) -> list[bool]:
+        """Learns what ``fwd`` captures and writes; returns which still arrays it uses."""
+        count = len(jax.tree.leaves(still))
+        frame = local.frame
+        while frame is not None:
+            if isinstance(frame, RuleFrame) and frame.rule is self.rule:
+                return [True] * count  # fwd calls the function itself, as is usual
+            frame = frame.parent
+
+        def leave(inside: Inside) -> Any:
+            carried, packed = self._forward(inside)
+            self.known, self.emit = inside.known(), frozenset(carried.record.written)
+            return carried, packed
+
+        try:
+            jaxpr = jax.make_jaxpr(functools.partial(self._run, 1, leave))(moving, still).jaxpr
+        except Captured:
+            raise
+        except Exception:  # noqa: BLE001 (it is raised again, should fwd really run)
+            return [True] * count
+        read = {id(item) for equation in jaxpr.eqns for item in equation.invars}
+        read |= {id(item) for item in jaxpr.outvars}
+        return [id(item) in read for item in jaxpr.invars[len(jaxpr.invars) - count :]]
+
+    def _guarded(self, still: Any, used: Sequence[bool]) -> Any:
+        """Returns the still inputs such that differentiating a used one is an error."""
+        values, plain, named = still
+        leaves, treedef = jax.tree.flatten(still)
+        names: list[str] = []
+        for position, value in enumerate(values):
+            kind = type(self.call.graph.leaves[position]).__name__
+            where = f"the {kind} at {format_path(self.written_paths[position])}"
+            names += [where] * len(jax.tree.leaves(value))
+        labelled = [*zip(self.call.labels, plain, strict=True), *sorted(named.items())]
+        for label, part in labelled:
+            names += [f"the argument {label!r}"] * len(jax.tree.leaves(part))
+        return treedef.unflatten(
+            [
+                still_here(leaf, name) if needed else leaf
+                for leaf, name, needed in zip(leaves, names, used, strict=True)
+            ]
+        )
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _run(self, which: int, leave: Callable[[Inside], Any], moving: Any, still: Any) -> Any:
+        values = replaced(still[0], self.indices, moving[0])
+        plain = replaced(still[1], self.positions, moving[1])
+        return self.call.run(values, plain, still[2], leave, which)
+
+    def _leave(self, inside: Inside) -> Any:
+        carried = self._carry_out(inside, inside.result)
+        self._agree(inside, carried.record)
+        if not self.known:
+            self.known = inside.known()
+        return carried.result, carried.written, carried.fresh
+
+    def _leave_forward(self, inside: Inside) -> Any:
+        carried, packed = self._forward(inside)
+        self._agree(inside, carried.record)
+        return (carried.result, carried.written, carried.fresh), packed
+
+    def _forward(self, inside: Inside) -> tuple[Carried, Packed]:
+        result = inside.result
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise OutputError(
+                f"fwd of sx.custom_vjp must return (result, residuals), but it returned a "
+                f"{type(result).__name__}."
+            )
+        nondiff = [inside.args[i] for i in self.nondiff if i not in self.static]
+        packed = pack([nondiff, result[1]])
+        return self._carry_out(inside, result[0]), packed
+
+    def _carry_out(self, inside: Inside, result: Any) -> Carried:
+        refuse_objects(result, "custom_vjp")
+        check_result(result, "custom_vjp")
+        if inside.frame.adopted:
+            raise Captured([item.outer for item in inside.frame.adopted])
+        return inside.carry_out(result, self.emit)
+
+    def _agree(self, inside: Inside, record: Record) -> None:
+        """Takes the first run as what happened; later ones must do the same."""
+        first = self.record
+        if first is None:
+            self.record, self.emit = record, frozenset(record.written)
+            self.fresh_paths = _fresh_paths(inside, record)
+            return
+        same = (first.written, first.updates, first.fresh) == (
+            record.written,
+            record.updates,
+            record.fresh,
+        )
+        if not same:
+            extra = [
+                format_path(self.written_paths[position])
+                for position in record.written
+                if position not in first.written
+            ]
+            what = f"writes {', '.join(extra)}" if extra else "changes structure or metadata"
+            raise DifferentiationError(
+                f"fwd of sx.custom_vjp {what}, which the function itself does not in the same way. "
+                f"Here the function was traced before it was differentiated, so both must agree. "
+                f"Let fwd call the function, or write the same Variables in both."
+            )
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def _backward(self, packed: Packed, cotangents: Any) -> Any:
+        bwd, (of_result, of_written, of_fresh) = self.rule.bwd, cotangents
+        assert bwd is not None
+        with BackwardFrame(bwd, "custom_vjp") as frame:
+            given, residuals = packed.unpack(frame)
+            remaining = iter(given)
+            nondiff = [
+                self.static[i] if i in self.static else next(remaining) for i in self.nondiff
+            ]
+            extra = [self._of_state(of_written, of_fresh)] if self.rule.state_cotangents else []
+            return self._arrange(bwd(*nondiff, residuals, of_result, *extra)), None
+
+    def _of_state(self, of_written: Sequence[Any], of_fresh: Sequence[Any]) -> State:
+        assert self.record is not None
+        paths = [self.written_paths[position] for position in self.record.written]
+        pairs = [
+            *zip(paths, of_written, strict=True),
+            *zip(self.fresh_paths, of_fresh, strict=True),
+        ]
+        return State.from_flat(
+            {
+                path: value
+                for path, value in pairs
+                if any(is_differentiable(leaf) for leaf in jax.tree.leaves(value))
+            }
+        )
+
+    def _arrange(self, gradients: Any) -> tuple[list[Any], list[Any]]:
+        """Returns what ``bwd`` returned like the moving inputs."""
+        labels = [target.label for target in self.targets]
+        if not isinstance(gradients, (tuple, list)) or len(gradients) != len(labels):
+            count = f" of {len(gradients)}" if isinstance(gradients, (tuple, list)) else ""
+            raise DifferentiationError(
+                f"bwd of sx.custom_vjp must return a tuple with one gradient for each of "
+                f"({', '.join(labels)}), but it returned a {type(gradients).__name__}{count}."
+            )
+        values, plain = self.like
+        tangents = Tangents("gradient", values, strict=False)
+        parts: dict[int, Any] = {}
+        for target, given in zip(self.targets, gradients, strict=True):
+            like = plain[target.position]
+            leaves = target.place(given, like, tangents)
+            parts[target.position] = jax.tree.structure(like).unflatten(leaves)
+        nothing = {index: jax.tree.map(lambda _: None, values[index]) for index in self.indices}
+        of_values = [tangents.by_index.get(index, nothing[index]) for index in self.indices]
+        of_plain = [parts[position] for position in self.positions]
+        return jax.tree.map(
+            _with_varying, self.varying, (of_values, of_plain), is_leaf=lambda item: item is None
+        )
+
+
+def _arguments(rule: Rule, count: int) -> tuple[list[int], list[DiffState]]:
+    """Returns the positions without gradient, and what is differentiated in the others."""
+    given = rule.nondiff_argnums
+    items = list(given) if isinstance(given, (tuple, list)) else [given]
+    filters: dict[int, Any] = {}
+    nondiff: list[int] = []
+    for item in items:
+        argnum = item.argnum if isinstance(item, DiffState) else int(item)
+        if not -count <= argnum < count:
+            raise DifferentiationError(
+                f"nondiff_argnums names the argument {argnum}, but the call has {count}."
+            )
+        if argnum % count in filters or argnum % count in nondiff:
+            raise DifferentiationError(f"nondiff_argnums names the argument {argnum} twice.")
+        if isinstance(item, DiffState):
+            filters[argnum % count] = item.filter
+        else:
+            nondiff.append(argnum % count)
+    chosen = [
+        DiffState(position, filters.get(position, rule.wrt))
+        for position in range(count)
+        if position not in nondiff
+    ]
+    return sorted(nondiff), chosen
+
+
+def _holds_data(value: Any) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=is_object)
+    return any(isinstance(leaf, Object) or hasattr(leaf, "dtype") for leaf in leaves)
+
+
+def _like(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        jnp.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    )
+
+
+def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
+    """Returns a gradient that varies over the manual mesh axes over which its input does.
+
+    An input that all shards share has one gradient, the sum of what they give.
+    """
+    if gradient is None:
+        return None
+    found = _jax.varying_axes(gradient)
+    if found - axes:
+        gradient = jax.lax.psum(gradient, tuple(sorted(found - axes)))
+    if axes - found:
+        gradient = jax.lax.pcast(gradient, tuple(sorted(axes - found)), to="varying")
+    return gradient
+
+
+def _fresh_paths(inside: Inside, record: Record) -> list[Path]:
+    """Returns the path of each new Variable, from the name of the argument it is attached to."""
+    names = [*zip(inside.call.labels, inside.args, strict=True), *sorted(inside.kwargs.items())]
+    found = {
+        id(leaf): path
+        for label, arg in names
+        for path, leaf, _ in expand(None, arg, "", (label,))
+        if isinstance(leaf, Variable)
+    }
+    return [found.get(key, (str(place),)) for place, key in enumerate(record.fresh_ids)]
+
+
+def still_here(value: Any, name: str) -> Any:
+    """Returns a value that it is an error to differentiate.
+
+    Args:
+        value: An array.
+        name: What it is, for the message.
+    """
+    if not isinstance(value, Tracer) or not is_differentiable(value):
+        return value
+
+    @jax.custom_jvp
+    def same(value: Any) -> Any:
+        return value
+
+    @same.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise DifferentiationError(
+            f"A gradient is asked for {name}, which a function made by sx.custom_vjp uses but "
+            f"whose rule gives none: it would be lost. Make it differentiable (pass it as an "
+            f"argument, outside nondiff_argnums, with wrt=... or sx.DiffState(argnum, filter) "
+            f"choosing it) and let bwd return its gradient, or None; or cut it before the call "
+            f"with jax.lax.stop_gradient."
+        )
+
+    return same(value)
