@@ -744,6 +744,50 @@ def test_the_structure_of_a_captured_module_cannot_be_changed(auto_mesh: Mesh) -
 # --- with other transforms ---
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["grad inside", "grad outside"])
+def test_a_rule_of_sx_custom_vjp_is_used_and_its_writes_carried(
+    auto_mesh: Mesh, inside: bool
+) -> None:
+    @sx.custom_vjp
+    def scale(table: Table, x: Any) -> Any:
+        table.calls += 1
+        return table.rows * x
+
+    def bwd(residuals: Any, cotangent: Any) -> Any:
+        rows, x = residuals
+        return {"rows": 10 * cotangent * x}, cotangent * rows
+
+    scale.defvjp(lambda table, x: (scale(table, x), (table.rows.value, x)), bwd)
+
+    def loss(table: Table, x: Any) -> Any:
+        return jax.lax.psum(scale(table, x).sum(), "data")
+
+    shard = functools.partial(sx.shard_map, mesh=auto_mesh, in_specs=(BY_TYPE, P("data")))
+    gradient = (
+        shard(sx.grad(loss), out_specs=P("data")) if inside else sx.grad(shard(loss, out_specs=P()))
+    )
+    table = Table()
+    assert sx.jit(gradient)(table, jnp.arange(8.0))["rows"].tolist() == [10.0 * i for i in range(8)]
+    assert int(table.calls) == 1
+
+
+def test_rematerialised_dropout_replays_in_every_shard(auto_mesh: Mesh) -> None:
+    specs = sx.StateSharding({sx.RngState: P("data"), ...: P()})
+
+    def loss(model: Any, x: Any) -> Any:
+        return jax.lax.psum((model.layers[1](model.layers[0](x)) ** 2).sum(), "data")
+
+    def gradient(loss: Any) -> Any:
+        rngs = sx.Rngs(params=0, dropout=1)
+        layers = sx.nn.Linear(4, 4, rngs=rngs), sx.nn.Dropout(0.5, rngs=rngs)
+        run = sx.shard_map(
+            sx.grad(loss), mesh=auto_mesh, in_specs=(specs, P("data")), out_specs=P()
+        )
+        return sx.jit(run)(sx.nn.Sequential(*layers), batch())
+
+    jax.tree.map(close, gradient(sx.remat(loss)), gradient(loss))
+
+
 def test_custom_derivatives_are_used_inside(auto_mesh: Mesh) -> None:
     @jax.custom_vjp
     def triple(x: Any) -> Any:
@@ -783,6 +827,32 @@ def test_compiled_functions_loops_and_maps_inside(auto_mesh: Mesh) -> None:
     close(result, expected)
     close(table.rows, rows)
     assert int(table.calls) == 3
+
+
+def test_a_decision_that_differs_between_shards_makes_what_it_decides_differ(
+    auto_mesh: Mesh,
+) -> None:
+    """``jax.lax.cond`` counts such results as equal in all shards, and is silently wrong."""
+
+    def choose(table: Table, x: Any) -> Any:
+        return sx.cond(x.sum() > 10, lambda t, x: t(x), lambda t, x: x, table, x)
+
+    run = sx.shard_map(choose, mesh=auto_mesh, in_specs=(BY_TYPE, P("data")), out_specs=P("data"))
+    table = Table()
+    with pytest.raises(SharedWriteError, match=r"\.table\.calls"):
+        run(table, jnp.arange(8.0))
+    assert int(table.calls) == 0
+
+    def pick(weight: Any) -> Any:
+        shard = jax.lax.axis_index("data")
+        by_cond = sx.cond(shard == 0, lambda w: 2 * w, lambda w: 3 * w, weight.value)
+        by_switch = sx.switch(shard, [lambda w, n: n * w, lambda w, n: 1.0], weight.value, 10)
+        return (by_cond + by_switch)[None]
+
+    both = sx.shard_map(pick, mesh=auto_mesh, in_specs=P(), out_specs=P("data"))
+    weight = sx.Param(jnp.float32(1))
+    assert both(weight).tolist() == [12.0, 4.0]
+    assert float(sx.jit(sx.grad(lambda w: both(w).sum()))(weight)) == 15.0
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
