@@ -135,13 +135,12 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
         )
     if frame is None:
         return variable
-    if variable._parent is not None:
-        stand_in = variable._stand_in(frame)
-        frame.copies[id(variable)] = (variable, stand_in)
-        return stand_in
     outer = resolve(variable, frame.parent)
     known = frame.copies.get(id(outer))  # passed in by the parent under the name it has there
-    stand_in = frame.adopt(outer) if known is None else _usable(known)
+    if known is not None:
+        stand_in = _usable(known)
+    else:
+        stand_in = frame.adopt(outer) if outer._parent is None else outer._stand_in(frame)
     frame.copies[id(variable)] = (variable, stand_in)
     frame.copies[id(outer)] = (outer, stand_in)
     return stand_in

@@ -171,9 +171,9 @@ def _remember(made: Any, source: Object, index: int, shared: Container[Any]) -> 
     _known[ref.key] = ref
 
 
-def _forget(ref: Any) -> None:
-    if _known.get(ref.key) is ref:
-        del _known[ref.key]
+def _forget(ref: Any, known: dict[tuple[int, int], _Known] = _known) -> None:
+    if known.get(ref.key) is ref:  # bound above: globals are gone when the interpreter ends
+        del known[ref.key]
 
 
 def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
@@ -247,7 +247,7 @@ def stand_in(variable: Any, frame: Frame) -> Any:
     """Returns what stands in a frame for a view that was not passed in: a view of its parent's.
 
     Args:
-        variable: The view.
+        variable: The view, as the calling frame has it.
         frame: The frame.
     """
     return view(resolve(variable._parent, frame), variable._index)
