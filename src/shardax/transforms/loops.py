@@ -63,6 +63,8 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
         body = Body(call, carry_of, call.labels[0])
         body.discover(body.values, body.plain)
         condition = condition_of(body)
+        while body.differ_like(jax.eval_shape(condition, body.start())):
+            pass
         around = jax.lax.while_loop(condition, lambda around: body.step(around)[0], body.start())
         return carry_back(body, around)
 
@@ -117,6 +119,8 @@ def fori_loop(
             call, lambda inside: (inside.args[1], inside.result), call.labels[1], range(1, count)
         )
         body.discover(body.values, body.plain)
+        body.differ_like(first)
+        body.differ_like(stop)
 
         def step(i: Any, around: Any) -> Any:
             return body.step(around, plain={0: jax.lax.convert_element_type(i, index.dtype)})[0]

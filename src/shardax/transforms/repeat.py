@@ -161,6 +161,31 @@ class Body:
                 changed |= not same_value(before, inputs[position])
         return changed
 
+    def differ_like(self, decision: Any) -> bool:
+        """Makes what goes around differ between shards where what ends the loop does.
+
+        Inside ``shard_map`` shards may then run for different numbers of iterations, which JAX does
+        not count to the types of what comes out.
+
+        Args:
+            decision: What ends the loop, or its shape.
+
+        Returns:
+            Whether anything differs that did not before.
+        """
+        changed = False
+        for inputs, positions in (
+            (self.values, self.around),
+            (self.plain, self.around_plain),
+        ):
+            for position in positions:
+                before = inputs[position]
+                inputs[position] = jax.tree.map(lambda leaf: vary_alike(leaf, decision), before)
+                changed |= not same_value(before, inputs[position])
+        if changed:
+            self.discover(self.values, self.plain)
+        return changed
+
     def start(self) -> tuple[list[Any], list[Any]]:
         """Returns what goes into the first iteration: (values of Variables, plain leaves)."""
         return (
@@ -186,7 +211,8 @@ class Body:
         """
         all_values, all_plain = self.inputs(around, values, plain)
         leaves, written, extra = self.one(all_values, all_plain)
-        return ([written[position] for position in self.around], leaves), extra
+        after = [written[position] for position in self.around], leaves
+        return jax.tree.map(vary_alike, after, tuple(around)), extra
 
     def inputs(
         self,
