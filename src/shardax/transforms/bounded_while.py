@@ -91,6 +91,9 @@ def bounded_while_loop(
         check_operands(call)
         body = Body(call, carry_of, call.labels[0])
         body.discover(body.values, body.plain)
+        condition = condition_of(body)
+        while body.differ_like(jax.eval_shape(condition, body.start())):
+            pass
 
         def advance(around: Any) -> Any:
             return body.step(around)[0]
@@ -98,7 +101,7 @@ def bounded_while_loop(
         start = settled(advance, body.start())
         row = _no_row if history is None else Reader(body, _HISTORY, "history", _row_of)
         rows = padding_row(padding, jax.eval_shape(row, start))
-        loop = Loop(condition_of(body), advance, row, steps, rows)
+        loop = Loop(condition, advance, row, steps, rows)
         result = run_bounded(loop, start, differentiable)
         return result._replace(final=carry_back(body, result.final))
 
