@@ -15,6 +15,8 @@ from tests.transforms.examples import Box, Scale, Tied
 
 import shardax as sx
 from shardax.core.errors import FilterError, InconsistentAliasingError, PrefixError
+from shardax.core.structure import flatten
+from shardax.transforms.aliases import alias_paths
 from shardax.transforms.prefix import consistent, expand
 
 Two = collections.namedtuple("Two", "left right")
@@ -136,6 +138,26 @@ def test_two_answers_for_one_variable_name_both_paths_and_entries() -> None:
         consistent(expand((1, {"embed": 2}), (model, model), "in_axes"), "in_axes")
     assert "One Param is reached by two paths with different in_axes" in str(caught.value)
     assert "\n  [0].embed: 1\n  [1].embed: 2\n" in str(caught.value)
+
+
+def test_further_paths_lead_through_shared_modules_but_not_around_in_circles() -> None:
+    model = Box()
+    model.a = Tied()
+    model.b = [model.a, model]
+    model.a.up = model
+    assert alias_paths(flatten(model).graphdef) == (
+        (0, ("a", "head")),
+        (0, ("b", 0, "embed")),
+    )
+
+
+@given(models())
+def test_further_paths_are_among_all_ways_to_reach_a_variable(model: Any) -> None:
+    flat = flatten(model)
+    further = alias_paths(flat.graphdef)
+    every = {paths[0]: paths[1:] for paths in sx.find_duplicates(model)}
+    assert all(path in every[flat.leaf_paths[position]] for position, path in further)
+    assert {flat.leaf_paths[position] for position, _ in further} == set(every)
 
 
 @given(models(), st.integers())

@@ -170,6 +170,18 @@ def test_unequal_entries_of_a_shared_variable_name_both_paths(way: Way) -> None:
     assert message.startswith(head) and "\n  .b.m.w: " in message
 
 
+def test_a_variable_of_one_model_is_chosen_by_all_its_paths(way: Way) -> None:
+    model = Tied()
+    model.embed[...] = jnp.ones((8, 8))
+    by_embed = way.mapping({sx.PathContains("embed"): way.other})
+    way(_square, (by_embed,))(model)
+    by_head = way.mapping({sx.PathContains("head"): way.other, ...: way.one})
+    with pytest.raises(InconsistentAliasingError) as caught:
+        way(lambda model: _square(model), (by_head,))(model)
+    first, second = str(caught.value).splitlines()[1:3]
+    assert first.startswith("  .model.embed: ") and second.startswith("  .model.head: ")
+
+
 def test_another_number_of_entries_names_the_arguments(way: Way) -> None:
     message = _fails(way, PrefixError, lambda m: way(lambda a, b: _square(a), (way.one,) * 3)(m, m))
     assert message.startswith(f"{way.into} has 3 entries") and "(a, b)" in message

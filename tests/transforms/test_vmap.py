@@ -266,6 +266,22 @@ def test_attributes_may_be_added_changed_and_removed() -> None:
     assert model.factor.metadata["tag"] == "old" and not hasattr(model, "calls")
 
 
+def test_a_variable_that_moves_keeps_the_axis_that_it_came_with() -> None:
+    model = _stack()
+    model.calls[...] = jnp.int32(0)
+
+    def move(m: Scale, x: Any) -> None:
+        m.weight = m.factor
+        del m.factor
+        m.weight[...] = x
+
+    sx.vmap(move, in_axes=({"factor": 0, "calls": None}, 0))(model, XS)
+    assert _shapes(model) == {("calls",): (), ("weight",): (3, 2)}
+    by_rank = sx.StateAxes({lambda path, v: v.ndim == 2: 1, ...: None})
+    out = sx.vmap(lambda m: m, in_axes=by_rank, out_axes=sx.StateAxes({sx.Param: 1, ...: None}))
+    assert out(model) is model
+
+
 def test_what_is_attached_to_a_shared_module_has_one_part_per_lane_if_it_differs() -> None:
     model = Box()
 

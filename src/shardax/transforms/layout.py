@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax.core.errors import OutputError
-from shardax.core.node import Object
-from shardax.core.paths import Path, format_path
+from shardax.core.paths import Path
 from shardax.core.structure import GraphDef, VariableDef
 from shardax.core.variables import Variable
 from shardax.transforms.call import Call, Inside
@@ -64,7 +63,7 @@ class Layout:
         self.prefixes = prefixes
         self.named = named
         self.name = name
-        entries = list(self._spread(args, kwargs))
+        entries = list(self._spread(args, kwargs, {}))
         self.by_id = consistent(entries, name)
         self.leaves = [
             self.by_id.get(id(leaf), ((), outside))[1] for leaf in call.graph.flat.leaves
@@ -74,13 +73,13 @@ class Layout:
         self.plain_paths = [path for path, _ in plain]
 
     def _spread(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], known: Mapping[int, Any]
     ) -> Iterable[tuple[Path, Any, Any]]:
         for label, prefix, arg in zip(self.call.labels, self.prefixes, args, strict=True):
-            yield from expand(prefix, arg, self.name, (label,))
+            yield from expand(prefix, arg, self.name, (label,), known)
         for keyword in sorted(kwargs):
             prefix = self.named[keyword] if isinstance(self.named, dict) else self.named
-            yield from expand(prefix, kwargs[keyword], self.name, (keyword,))
+            yield from expand(prefix, kwargs[keyword], self.name, (keyword,), known)
 
     @property
     def leaf_paths(self) -> list[Path]:
@@ -99,7 +98,13 @@ class Layout:
             (("result", *path), leaf, entry)
             for path, leaf, entry in expand(out_prefix, inside.result, out_name)
         ]
-        around = list(self._spread(inside.args, inside.kwargs))
+        leaves = enumerate(self.call.graph.flat.leaves)
+        given = {  # keep the entries they came with, also where the function moved them
+            id(inside.variable(position)): self.by_id[id(leaf)][1]
+            for position, leaf in leaves
+            if id(leaf) in self.by_id
+        }
+        around = list(self._spread(inside.args, inside.kwargs, given))
         entries = consistent([*around, *of_result], f"{self.name} and {out_name}")
         plain = [(path, entry) for path, leaf, entry in of_result if not isinstance(leaf, Variable)]
         return Leaving(entries, plain)
@@ -259,9 +264,3 @@ def map_metadata(graphdef: GraphDef, change: Callable[[int, VariableDef], Variab
     for position, index in enumerate(graphdef.leaves):
         objects[index] = change(position, objects[index])
     return GraphDef(tuple(objects), graphdef.roots)
-
-
-def describe_leaf(path: Path, leaf: Any) -> str:
-    """Returns how messages call an array: its type, if it is a Variable, and path."""
-    kind = f"{type(leaf).__name__} at " if isinstance(leaf, Object) else ""
-    return f"{kind}{format_path(path)}"

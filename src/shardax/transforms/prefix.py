@@ -12,7 +12,9 @@ that is an error.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,6 +31,7 @@ from shardax.core.paths import Path, format_path
 from shardax.core.state import State, flatten_mapping
 from shardax.core.structure import flatten
 from shardax.core.variables import Variable
+from shardax.transforms.aliases import alias_paths
 
 
 class FilterMapping(Mapping[Any, Any]):
@@ -259,7 +262,13 @@ def _count(items: Sequence[Any], one: str, many: str) -> str:
     return f"{len(items)} {one if len(items) == 1 else many}"
 
 
-def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
+def expand(
+    prefix: Any,
+    tree: Any,
+    name: str,
+    where: Path = (),
+    known: Mapping[int, Any] = MappingProxyType({}),
+) -> Iterator[tuple[Path, Any, Any]]:
     """Spreads a prefix over a tree.
 
     Args:
@@ -267,23 +276,25 @@ def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tupl
         tree: A pytree that may hold objects.
         name: The option's name, for messages.
         where: Path of ``tree``.
+        known: Entries of some Variables by ``id``, whatever the prefix says of them.
 
     Yields:
         (path, Variable or plain leaf, entry) for every Variable of every object and every plain
-        leaf.
+        leaf. A Variable that an object reaches by several paths is yielded for each of them if
+        entries are chosen by path.
 
     Raises:
         PrefixError: If the prefix does not fit.
     """
     if isinstance(tree, Object):
-        yield from _expand_object(prefix, tree, name, where)
+        yield from _expand_object(prefix, tree, name, where, known)
         return
     if _is_entry(prefix):
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
         for key_path, leaf in leaves:
             below = (*where, *(path_step(key) for key in key_path))
             if isinstance(leaf, Object):
-                yield from expand(prefix, leaf, name, below)
+                yield from expand(prefix, leaf, name, below, known)
             else:
                 refuse_filters(prefix, name, below)
                 yield below, leaf, prefix
@@ -298,7 +309,7 @@ def expand(prefix: Any, tree: Any, name: str, where: Path = ()) -> Iterator[tupl
             f"entry each."
         )
     for key, child in children:
-        yield from expand(parts[key], child, name, (*where, key))
+        yield from expand(parts[key], child, name, (*where, key), known)
 
 
 def _place(name: str, where: Path) -> tuple[str, str]:
@@ -350,36 +361,52 @@ def _shape(tree: Any) -> str:
 
 
 def _expand_object(
-    prefix: Any, root: Object, name: str, where: Path
+    prefix: Any, root: Object, name: str, where: Path, known: Mapping[int, Any]
 ) -> Iterator[tuple[Path, Any, Any]]:
     flat = flatten(root)
-    pairs = list(zip(flat.leaf_paths, flat.leaves, strict=True))
+    entry_of = _chooser(prefix, root, name, where)
+    for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
+        if id(variable) in known:
+            yield (*where, *path), variable, known[id(variable)]
+        else:
+            yield (*where, *path), variable, entry_of(path, variable)
+    for position, path in alias_paths(flat.graphdef) if isinstance(prefix, Mapping) else ():
+        variable = flat.leaves[position]
+        if id(variable) not in known:
+            with contextlib.suppress(PrefixError):  # a further path need not be chosen
+                yield (*where, *path), variable, entry_of(path, variable)
+
+
+def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Path, Any], Any]:
+    """Returns the function that gives a Variable below an object, with its path, its entry."""
+    kind, at = _place(name, where)
     if isinstance(prefix, FilterMapping):
-        for path, variable in pairs:
+
+        def by_filter(path: Path, variable: Any) -> Any:
             try:
-                entry = prefix.lookup(path, variable)
+                return prefix.lookup(path, variable)
             except FilterError as error:
-                kind, at = _place(name, where)
                 raise PrefixError(f"{name} for the {kind}{at}: {error}") from error
-            yield (*where, *path), variable, entry
-    elif isinstance(prefix, Mapping):
+
+        return by_filter
+    if isinstance(prefix, Mapping):
         by_path = flatten_mapping(prefix)
-        for path, variable in pairs:
-            if path not in by_path:
-                raise PrefixError(
-                    f"{name} has no entry for the {type(variable).__name__} at "
-                    f"{format_path((*where, *path))}."
-                )
-            yield (*where, *path), variable, by_path[path]
-    elif isinstance(prefix, (Variable, Object)) or not _is_entry(prefix):
-        kind, at = _place(name, where)
+
+        def at_path(path: Path, variable: Any) -> Any:
+            if path in by_path:
+                return by_path[path]
+            raise PrefixError(
+                f"{name} has no entry for the {type(variable).__name__} at "
+                f"{format_path((*where, *path))}."
+            )
+
+        return at_path
+    if isinstance(prefix, (Variable, Object)) or not _is_entry(prefix):
         raise PrefixError(
             f"{name} for the {kind}{at}, a {type(root).__name__}, is a {type(prefix).__name__}. "
             f"Give one entry, a State of entries, or a filter mapping."
         )
-    else:
-        for path, variable in pairs:
-            yield (*where, *path), variable, prefix
+    return lambda path, variable: prefix
 
 
 def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int, tuple[Path, Any]]:
