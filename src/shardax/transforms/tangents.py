@@ -71,6 +71,11 @@ class Tangents:
         """
         if given is None:
             return None
+        if not (hasattr(given, "dtype") or isinstance(given, (bool, int, float, complex))):
+            raise TangentError(
+                f"The {self.noun} for {format_path(path)} is of type {type(given).__name__}, but "
+                f"must be an array like the value itself."
+            )
         dtype = jnp.result_type(given) if not hasattr(given, "dtype") else given.dtype
         if not is_differentiable(like):
             if not self.strict or dtype == jax.dtypes.float0:

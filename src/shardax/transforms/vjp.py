@@ -245,8 +245,8 @@ def _check_pairs(primals: Any, tangents: Any) -> None:
     for name, given in (("primals", primals), ("tangents", tangents)):
         if not isinstance(given, (tuple, list)):
             raise TangentError(
-                f"The {name} of sx.jvp are a tuple with one entry per argument, but a "
-                f"{type(given).__name__} was given. Write sx.jvp(f, (x,), (direction,))."
+                f"The {name} of sx.jvp are a tuple with one entry per argument, but were given as "
+                f"{type(given).__name__}. Write sx.jvp(f, (x,), (direction,))."
             )
     if len(primals) != len(tangents):
         raise TangentError(
