@@ -855,6 +855,44 @@ def test_a_decision_that_differs_between_shards_makes_what_it_decides_differ(
     assert float(sx.jit(sx.grad(lambda w: both(w).sum()))(weight)) == 15.0
 
 
+@pytest.mark.parametrize("kind", ["while_loop", "fori_loop", "bounded_while_loop"])
+def test_loops_of_different_lengths_leave_values_that_differ(auto_mesh: Mesh, kind: str) -> None:
+    """``jax.lax.while_loop`` counts such results as equal in all shards, and is silently wrong."""
+
+    def loop(step: Any, steps: Any) -> Any:
+        if kind == "while_loop":
+            return sx.while_loop(lambda n: n < steps, step, 0)
+        if kind == "fori_loop":
+            return sx.fori_loop(0, steps, lambda _, n: step(n), 0)
+        return sx.bounded_while_loop(lambda n: n < steps, step, 0, max_steps=8).final
+
+    def shard(step: Any, out_specs: Any) -> Any:
+        return sx.shard_map(
+            lambda x: loop(step, x[0])[None] if out_specs else loop(step, x[0]),
+            mesh=auto_mesh,
+            in_specs=P("data"),
+            out_specs=P(out_specs),
+        )
+
+    steps, table = jnp.array([2, 5]), Table()
+    assert shard(lambda n: n + 1, "data")(steps).tolist() == [2, 5]
+    with pytest.raises(SharedWriteError, match=r"\.result"):
+        shard(lambda n: n + 1, None)(steps)
+
+    def count(table: Table, x: Any) -> None:
+        def step(n: Any) -> Any:
+            table.calls += 1
+            return n + 1
+
+        loop(step, x[0])
+
+    with pytest.raises(SharedWriteError, match=r"\.table\.calls"):
+        sx.shard_map(count, mesh=auto_mesh, in_specs=(BY_TYPE, P("data")), out_specs=None)(
+            table, steps
+        )
+    assert int(table.calls) == 0
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_maps_and_loops_around(mesh: Mesh, compiled: bool) -> None:
     wrap = sx.jit if compiled else lambda f: f
