@@ -146,7 +146,7 @@ def _run_buffered(loop: Loop, start: _Progress) -> tuple[_Progress, Any]:
         )
         progress = _Progress(
             active & loop.condition(new),
-            length + active.astype(jnp.int32),
+            jnp.where(mine, step + 1, length),  # without lanes the counter itself
             _select(mine, new, carry),
         )
         return step + 1, progress, buffers
@@ -163,7 +163,7 @@ def _select(mine: Any, new: Any, old: Any) -> Any:
 
 
 def _repeated(rows: Any, count: int) -> Any:
-    return jax.tree.map(lambda row: jnp.repeat(row[None], count, axis=0), rows)
+    return jax.tree.map(lambda row: jax.lax.broadcast(row, (count,)), rows)
 
 
 @jax.custom_batching.custom_vmap

@@ -198,7 +198,15 @@ def _filled(path: Path, value: Any, kind: Any) -> Any:
             f"padding of shape {array.shape} does not fit a row of the history{where}, which has "
             f"shape {kind.shape}."
         ) from error
-    return vary_alike(row, kind)
+    return vary_alike(_laid_out_alike(row, kind), kind)
+
+
+def _laid_out_alike(row: Any, kind: Any) -> Any:
+    """Returns an array in the layout of another, which Explicit mesh axes count to the type."""
+    sharding = jax.typeof(kind).sharding
+    if all(entry is None for entry in sharding.spec):
+        return row
+    return jax.sharding.reshard(row, sharding)
 
 
 def _holds(array: Any, dtype: Any) -> bool:

@@ -1,0 +1,568 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bounded_while_loop``: history, length, convergence, lanes, derivatives and their memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from tests.transforms.examples import Box, Many, Scale, step, values
+
+import shardax as sx
+from shardax.core.errors import ArgumentError, BoundedLoopError, CarryError, DecisionError
+
+MODES = ("no", "store", "recompute")
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def _below(limit: Any) -> Callable[[Any], Any]:
+    return lambda x: x < limit
+
+
+def _add_one(x: Any) -> Any:
+    return x + 1
+
+
+# --- the four parts of the result ---
+
+
+@every_mode
+def test_a_loop_that_ends_by_itself_has_converged(mode: Any) -> None:
+    result = sx.bounded_while_loop(
+        _below(3), _add_one, 0, max_steps=5, history=lambda x: x * 10, differentiable=mode
+    )
+    assert int(result.final) == 3 and result.history.tolist() == [10, 20, 30, 0, 0]
+    assert (int(result.length), bool(result.converged)) == (3, True)
+    assert (result.length.dtype, result.converged.dtype) == (jnp.int32, jnp.bool_)
+
+
+@every_mode
+@pytest.mark.parametrize("max_steps", [1, 2, 3, 5, 7])
+def test_a_loop_that_reaches_its_limit_says_so(mode: Any, max_steps: int) -> None:
+    result = sx.bounded_while_loop(
+        _below(100), _add_one, 0, max_steps=max_steps, history=lambda x: x, differentiable=mode
+    )
+    assert int(result.final) == int(result.length) == max_steps
+    assert result.history.tolist() == list(range(1, max_steps + 1))
+    assert not bool(result.converged)
+
+
+@every_mode
+def test_ending_exactly_at_the_limit_is_converging(mode: Any) -> None:
+    result = sx.bounded_while_loop(_below(4), _add_one, 0, max_steps=4, differentiable=mode)
+    assert int(result.length) == 4 and bool(result.converged)
+
+
+@every_mode
+@pytest.mark.parametrize(("limit", "converged"), [(0, True), (3, False)])
+def test_no_steps_at_all(mode: Any, limit: int, converged: bool) -> None:
+    run = functools.partial(
+        sx.bounded_while_loop, _below(limit), _add_one, history=_add_one, differentiable=mode
+    )
+    none = run(0, max_steps=0)
+    assert int(none.final) == 0 and none.history.shape == (0,) and int(none.length) == 0
+    assert bool(none.converged) == converged
+    never = run(5, max_steps=3)
+    assert int(never.final) == 5 and never.history.tolist() == [0] * 3
+    assert int(never.length) == 0 and bool(never.converged)
+
+
+@every_mode
+def test_without_a_history_there_is_none(mode: Any) -> None:
+    result = sx.bounded_while_loop(_below(2), _add_one, 0, max_steps=3, differentiable=mode)
+    assert result.history is None and len(jax.tree.leaves(result)) == 3
+
+
+@every_mode
+def test_the_result_is_a_pytree_that_leaves_jit(mode: Any) -> None:
+    traced = []
+
+    def body(x: Any) -> Any:
+        traced.append(1)
+        return x * 2.0
+
+    @sx.jit
+    def run(x: Any) -> Any:
+        return sx.bounded_while_loop(
+            _below(50), body, x, max_steps=9, history=lambda x: {"x": x}, differentiable=mode
+        )
+
+    result = run(jnp.float32(3))
+    assert isinstance(result, sx.WhileResult) and float(result.final) == 96.0
+    assert result.history["x"].tolist() == [6.0, 12.0, 24.0, 48.0, 96.0, 0.0, 0.0, 0.0, 0.0]
+    assert int(run(jnp.float32(60)).length) == 0 and len(traced) == 1
+
+
+@every_mode
+def test_a_python_number_takes_the_type_that_the_body_makes_of_it(mode: Any) -> None:
+    body = lambda c: (c[0] * jnp.float32(1.5), c[1] + 1)  # noqa: E731
+    result = sx.bounded_while_loop(
+        lambda c: c[1] < 2, body, (1, 0), max_steps=4, history=lambda c: c, differentiable=mode
+    )
+    assert [float(x) for x in result.final] == [2.25, 2.0]
+    assert result.final[0].dtype == result.history[0].dtype == jnp.float32
+
+
+@every_mode
+def test_random_keys_go_around_and_into_the_history(mode: Any) -> None:
+    first = jax.random.key(0)
+    result = sx.bounded_while_loop(
+        lambda c: c[1] < 2,
+        lambda c: (jax.random.fold_in(c[0], c[1]), c[1] + 1),
+        (first, 0),
+        max_steps=3,
+        history=lambda c: c[0],
+        padding=first,
+        differentiable=mode,
+    )
+    second = jax.random.fold_in(first, 0)
+    expected = [second, jax.random.fold_in(second, 1), first]
+    assert all(bool(a == b) for a, b in zip(result.history, expected, strict=True))
+
+
+# --- padding ---
+
+
+@every_mode
+def test_padding_is_a_number_an_array_or_a_prefix_of_a_row(mode: Any) -> None:
+    def run(padding: Any) -> Any:
+        result = sx.bounded_while_loop(
+            _below(1.0),
+            _add_one,
+            0.0,
+            max_steps=2,
+            history=lambda x: {"a": (x, x > 5), "b": jnp.full(2, x)},
+            padding=padding,
+            differentiable=mode,
+        )
+        return jax.tree.map(lambda rows: rows[1].tolist(), result.history)
+
+    assert run(0) == {"a": (0.0, False), "b": [0.0, 0.0]}
+    assert run({"a": (-1, True), "b": np.array([1, 2])}) == {"a": (-1.0, True), "b": [1.0, 2.0]}
+    assert run({"a": 1, "b": jnp.inf}) == {"a": (1.0, True), "b": [np.inf, np.inf]}
+
+
+@pytest.mark.parametrize(
+    ("padding", "told"),
+    [
+        ({"n": jnp.nan, "x": 0}, r"padding=nan .*\.n, which has dtype int32"),
+        ({"n": 1.5, "x": 0}, r"padding=1\.5 .*\.n"),
+        ({"n": 2**40, "x": 0}, r"\.n, which has dtype int32"),
+        ({"n": 0, "x": 1j}, r"\.x, which has dtype float32"),
+        ({"n": 0, "x": "a"}, r"\.x, which has dtype float32"),
+        ({"n": 0, "x": jnp.ones(3)}, r"shape \(3,\) .*\.x, which has shape \(2,\)"),
+        ({"n": 0}, "not a prefix"),
+        (jax.random.key(0), r"\.n"),
+    ],
+)
+def test_padding_that_does_not_fit_is_an_error_naming_the_place(padding: Any, told: str) -> None:
+    with pytest.raises(BoundedLoopError, match=told):
+        sx.bounded_while_loop(
+            _below(1),
+            _add_one,
+            0,
+            max_steps=2,
+            history=lambda n: {"n": n, "x": jnp.ones(2)},
+            padding=padding,
+        )
+
+
+# --- state ---
+
+
+def _call(model: Scale) -> Scale:
+    model.factor[...] = model(jnp.ones(2)) * 2
+    return model
+
+
+@every_mode
+def test_modules_go_around_as_the_objects_they_are(mode: Any) -> None:
+    model = Scale(rate=1.0)
+    result = sx.bounded_while_loop(
+        lambda m: m.calls < 2,
+        _call,
+        model,
+        max_steps=4,
+        history=lambda m: (m.calls, m.factor),
+        differentiable=mode,
+    )
+    assert result.final is model and values(model) == {("factor",): [4.0, 4.0], ("calls",): 2}
+    calls, factors = result.history
+    assert calls.tolist() == [1, 2, 0, 0]
+    assert factors.tolist() == [[2.0] * 2, [4.0] * 2, [0.0] * 2, [0.0] * 2]
+
+
+@every_mode
+def test_captured_variables_that_the_body_writes_go_around(mode: Any) -> None:
+    total, rngs, same = sx.Variable(jnp.float32(0)), sx.Rngs(0), sx.Rngs(0)
+
+    def body(i: Any) -> Any:
+        total[...] = total + jax.random.uniform(rngs())
+        return i + 1
+
+    result = sx.bounded_while_loop(
+        lambda i: total < 1,
+        body,
+        0,
+        max_steps=50,
+        history=lambda i: total.value,
+        differentiable=mode,
+    )
+    expected = []
+    while sum(expected) < 1:
+        expected.append(float(jax.random.uniform(same())))
+    count = len(expected)
+    assert int(result.length) == int(rngs.default.count) == count
+    assert np.allclose(result.history[:count], np.cumsum(expected))
+    assert float(total) == float(result.history[count - 1])
+
+
+@every_mode
+def test_an_exception_leaves_everything_as_it_was(mode: Any) -> None:
+    model = Scale()
+
+    def fail(model: Scale) -> Any:
+        model(jnp.ones(2))
+        raise KeyError("no")
+
+    with pytest.raises(KeyError):
+        sx.bounded_while_loop(lambda m: True, fail, model, max_steps=3, differentiable=mode)
+    assert values(model) == values(Scale())
+
+
+# --- lanes ---
+
+
+@every_mode
+def test_under_vmap_each_lane_has_its_own_length(mode: Any) -> None:
+    def run(limit: Any) -> Any:
+        return sx.bounded_while_loop(
+            _below(limit),
+            _add_one,
+            0,
+            max_steps=4,
+            history=lambda x: x,
+            padding=-1,
+            differentiable=mode,
+        )
+
+    result = sx.jit(sx.vmap(run))(jnp.array([2, 0, 9, 4]))
+    assert result.final.tolist() == result.length.tolist() == [2, 0, 4, 4]
+    assert result.converged.tolist() == [True, True, False, True]
+    assert result.history.tolist() == [[1, 2, -1, -1], [-1] * 4, [1, 2, 3, 4], [1, 2, 3, 4]]
+    nested = jax.vmap(jax.vmap(run))(jnp.array([[1, 2], [3, 0]]))
+    assert nested.length.tolist() == [[1, 2], [3, 0]]
+
+
+@every_mode
+def test_lanes_that_stop_together_and_lanes_by_argument_agree(mode: Any) -> None:
+    def run(x: Any, limit: Any) -> Any:
+        body = lambda c: (c[0] * 2, c[1] + 1)  # noqa: E731
+        return sx.bounded_while_loop(
+            lambda c: c[1] < limit, body, (x, 0), max_steps=3, differentiable=mode
+        )
+
+    together = jax.vmap(run, in_axes=(0, None))(jnp.arange(3.0), 2)
+    apart = jax.vmap(run)(jnp.arange(3.0), jnp.full(3, 2))
+    assert together.final[0].tolist() == apart.final[0].tolist() == [0.0, 4.0, 8.0]
+    assert together.length.tolist() == apart.length.tolist() == [2, 2, 2]
+
+
+@every_mode
+def test_module_state_of_each_lane_stops_with_it(mode: Any) -> None:
+    lanes = sx.vmap(lambda rate: Scale(1, rate=1.0), axis_size=3)(jnp.zeros(3))
+
+    def body(model: Scale) -> Scale:
+        model.factor[...] = model(jnp.ones(1)) * 2
+        return model
+
+    def run(model: Scale, limit: Any) -> Any:
+        return sx.bounded_while_loop(
+            lambda m: m.calls < limit, body, model, max_steps=3, differentiable=mode
+        )
+
+    result = sx.vmap(run)(lanes, jnp.array([0, 2, 7]))
+    assert result.final is lanes and result.converged.tolist() == [True, True, False]
+    assert lanes.calls.value.tolist() == [0, 2, 3]
+    assert lanes.factor.value.tolist() == [[1.0], [4.0], [8.0]]
+
+
+@every_mode
+def test_what_a_finished_lane_would_compute_does_no_harm(mode: Any) -> None:
+    weight = jnp.float32(1)
+
+    def run(weight: Any, x: Any) -> Any:
+        return sx.bounded_while_loop(
+            lambda x: x > 0,
+            lambda x: jnp.sqrt(weight * x) - 0.5 + jnp.log(x) * 0,
+            x,
+            max_steps=6,
+            history=lambda x: x,
+            differentiable=mode,
+        )
+
+    result = jax.vmap(run, in_axes=(None, 0))(weight, jnp.array([0.04, 0.9]))
+    assert bool(jnp.isfinite(result.history).all()) and result.length.tolist() == [1, 3]
+    if mode != "no":
+        loss = lambda w, x: jax.vmap(run, in_axes=(None, 0))(w, x).final.sum()  # noqa: E731
+        for gradient in jax.grad(loss, argnums=(0, 1))(weight, jnp.array([0.04, 0.9])):
+            assert bool(jnp.isfinite(gradient).all())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_that_no_lane_takes_are_not_run(mode: Any) -> None:
+    ran = []
+
+    def body(x: Any) -> Any:
+        jax.debug.callback(lambda: ran.append(1))
+        return x + 1
+
+    def run(limit: Any) -> Any:
+        return sx.bounded_while_loop(
+            _below(limit), body, 0, max_steps=30, differentiable=mode
+        ).final
+
+    assert int(jax.jit(run)(3)) == 3
+    jax.effects_barrier()
+    assert len(ran) == 3
+    ran.clear()
+    assert jax.jit(jax.vmap(run))(jnp.array([1, 2])).tolist() == [1, 2]
+    jax.effects_barrier()
+    assert len(ran) == 2
+
+
+# --- derivatives ---
+
+
+def _decay(mode: Any, weight: Any, x: Any) -> Any:
+    """A loop whose number of steps depends on its input, with its history."""
+    result = sx.bounded_while_loop(
+        lambda c: c[0].sum() > 0.5,
+        lambda c: (jnp.sin(weight @ c[0]), c[1] + 1),
+        (x, 0),
+        max_steps=7,
+        history=lambda c: c[0],
+        differentiable=mode,
+    )
+    return result.final[0], result.history
+
+
+def _example() -> tuple[Any, Any]:
+    return jnp.array([[0.6, 0.1], [0.2, 0.5]]), jnp.array([0.9, 0.7])
+
+
+@every_mode
+def test_forward_mode_is_exact(mode: Any) -> None:
+    check_grads(functools.partial(_decay, mode), _example(), order=2, modes=["fwd"], rtol=2e-2)
+
+
+@pytest.mark.parametrize("mode", ["store", "recompute"])
+def test_reverse_mode_is_exact(mode: Any) -> None:
+    check_grads(functools.partial(_decay, mode), _example(), order=2, modes=["rev"], rtol=2e-2)
+
+
+@pytest.mark.parametrize("mode", ["store", "recompute"])
+def test_reverse_mode_is_that_of_the_unrolled_loop(mode: Any) -> None:
+    def unrolled(weight: Any, x: Any) -> Any:
+        while x.sum() > 0.5:
+            x = jnp.sin(weight @ x)
+        return x
+
+    weight, x = _example()
+    xs = jnp.stack([x, x / 2, x * 1.3])
+    loss = lambda run: lambda weight, x: (run(weight, x) ** 2).sum()  # noqa: E731
+    bounded = jax.grad(loss(lambda w, x: _decay(mode, w, x)[0]), argnums=(0, 1))
+    expected = [jax.grad(loss(unrolled), argnums=(0, 1))(weight, x) for x in xs]
+    lanes = jax.jit(jax.vmap(bounded, in_axes=(None, 0)))(weight, xs)
+    for i, gradients in enumerate(expected):
+        for one, lane, gradient in zip(bounded(weight, xs[i]), lanes, gradients, strict=True):
+            assert np.allclose(one, gradient, rtol=1e-5)
+            assert np.allclose(lane[i], gradient, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["store", "recompute"])
+def test_gradients_go_through_modules(mode: Any) -> None:
+    model = Box()
+    model.weight, model.state = sx.Param(jnp.float32(2)), sx.Variable(jnp.float32(1))
+
+    def body(model: Box) -> Box:
+        model.state[...] = model.state * model.weight
+        return model
+
+    def loss(model: Box) -> Any:
+        result = sx.bounded_while_loop(
+            lambda m: m.state < 5, body, model, max_steps=10, differentiable=mode
+        )
+        return result.final.state.value
+
+    value, gradient = sx.jit(sx.value_and_grad(loss))(model)
+    assert float(value) == float(model.state) == 8.0
+    assert float(gradient["weight"]) == 3 * 2.0**2
+
+
+def _memory_of_the_gradient(mode: Any, max_steps: int, size: int = 64) -> int:
+    """Returns the bytes of temporary memory of a compiled gradient."""
+
+    def loss(weight: Any, x: Any) -> Any:
+        result = sx.bounded_while_loop(
+            lambda x: x.sum() > -1e9,
+            lambda x: jnp.tanh(weight @ x),
+            x,
+            max_steps=max_steps,
+            differentiable=mode,
+        )
+        return result.final.sum()
+
+    shapes = jax.ShapeDtypeStruct((size, size), "float32"), jax.ShapeDtypeStruct((size,), "float32")
+    analysis = jax.jit(jax.grad(loss)).lower(*shapes).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+@pytest.mark.parametrize(("mode", "growth"), [("store", 16), ("recompute", 4)])
+def test_memory_of_the_gradient_grows_like_the_limit_or_its_root(mode: Any, growth: int) -> None:
+    at = {steps: _memory_of_the_gradient(mode, steps) for steps in (256, 4096, 65536)}
+    first, second = at[4096] - at[256], at[65536] - at[4096]
+    assert 0.9 * growth < second / first < 1.1 * growth, at
+    carry = 64 * 4
+    kept = {"store": 65536, "recompute": 2 * 256}[mode]
+    assert second <= 1.5 * kept * carry, at
+
+
+# --- inside other transforms ---
+
+
+@every_mode
+def test_on_shards_what_goes_around_may_come_to_differ_between_them(
+    auto_mesh: Any, mode: Any
+) -> None:
+    def shard(x: Any) -> Any:
+        result = sx.bounded_while_loop(
+            lambda c: c[1] < 2,
+            lambda c: (c[0] + x, c[1] + 1),
+            (jnp.zeros(1), 0),
+            max_steps=3,
+            history=lambda c: c,
+            differentiable=mode,
+        )
+        return result.final[0] + result.history[0].sum()
+
+    mapped = jax.shard_map(shard, mesh=auto_mesh, in_specs=P("data"), out_specs=P("data"))
+    assert jax.jit(mapped)(jnp.array([1.0, 2.0])).tolist() == [5.0, 10.0]
+
+
+@every_mode
+def test_rows_keep_the_layout_of_what_they_hold(explicit_mesh: Any, mode: Any) -> None:
+    with jax.set_mesh(explicit_mesh):
+        x = jax.device_put(jnp.arange(4.0), P("data"))
+        result = sx.jit(
+            lambda x: sx.bounded_while_loop(
+                lambda x: x.sum() < 20,
+                lambda x: x * 2,
+                x,
+                max_steps=3,
+                history=lambda x: x,
+                differentiable=mode,
+            )
+        )(x)
+        assert result.history.tolist() == [[0.0, 2.0, 4.0, 6.0], [0.0, 4.0, 8.0, 12.0], [0.0] * 4]
+        assert result.history.sharding.spec == P(None, "data")
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("max_steps", [-1, 2.0, True, "3", None])
+def test_the_limit_is_an_integer_of_at_least_zero(max_steps: Any) -> None:
+    with pytest.raises(BoundedLoopError, match=r"max_steps of sx\.bounded_while_loop is "):
+        sx.bounded_while_loop(_below(3), _add_one, 0, max_steps=max_steps)
+
+
+def test_the_limit_is_known_before_the_program_runs() -> None:
+    run = sx.jit(lambda n: sx.bounded_while_loop(_below(3), _add_one, 0, max_steps=n))
+    with pytest.raises(BoundedLoopError, match="static argument"):
+        run(3)
+
+
+def test_options_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(BoundedLoopError, match="'no', 'store', 'recompute'"):
+        sx.bounded_while_loop(_below(3), _add_one, 0, max_steps=3, differentiable="yes")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BoundedLoopError, match=r"history .* is a list"):
+        sx.bounded_while_loop(_below(3), _add_one, 0, max_steps=3, history=[])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_row_of_the_history_holds_arrays() -> None:
+    with pytest.raises(BoundedLoopError, match=r"returned a Scale at \.m"):
+        sx.bounded_while_loop(
+            lambda m: m.calls < 2, _call, Scale(), max_steps=3, history=lambda m: {"m": m}
+        )
+
+
+def test_the_history_only_reads() -> None:
+    with pytest.raises(DecisionError, match=r"history .* changes the Variable at \.model\.calls"):
+        sx.bounded_while_loop(
+            lambda model: model.calls < 2,
+            lambda model: _call(model),
+            Scale(),
+            max_steps=3,
+            history=lambda m: m(jnp.ones(2)),
+        )
+
+
+def test_the_form_of_what_goes_around_stays() -> None:
+    with pytest.raises(CarryError, match=r"from int32\[\] to float32\[2\]"):
+        sx.bounded_while_loop(lambda x: True, lambda x: jnp.ones(2), jnp.int32(0), max_steps=3)
+    with pytest.raises(ArgumentError, match=r"is a str"):
+        sx.bounded_while_loop(lambda x: True, _add_one, "a", max_steps=3)
+
+
+# --- the law ---
+
+
+@given(st.integers(0, 6), st.integers(0, 40), st.sampled_from(MODES), st.booleans())
+@settings(max_examples=20)
+def test_a_bounded_loop_is_a_loop_in_python(
+    max_steps: int, limit: int, mode: Any, captured: bool
+) -> None:
+    many, expected = Many(3), Many(3)
+
+    def holds(many: Many) -> Any:
+        return many.cells[1].value.sum() < limit
+
+    def advance(many: Many) -> Many:
+        step(many)
+        many.cells[1][...] = many.cells[1] * 2
+        return many
+
+    def row(many: Many) -> Any:
+        return many.cells[1].value * 10
+
+    rows = []
+    while holds(expected) and len(rows) < max_steps:
+        advance(expected)
+        rows.append(row(expected).tolist())
+    length = len(rows)
+    options: dict[str, Any] = {"max_steps": max_steps, "differentiable": mode, "padding": -1}
+    if captured:
+        result = sx.bounded_while_loop(
+            lambda none: holds(many),
+            lambda none: advance(many) and none,
+            (),
+            history=lambda none: row(many),
+            **options,
+        )
+    else:
+        result = sx.bounded_while_loop(holds, advance, many, history=row, **options)
+        assert result.final is many
+    assert values(many) == values(expected)
+    assert result.history.tolist() == rows + [[-1.0] * 2] * (max_steps - length)
+    assert int(result.length) == length and bool(result.converged) == (not bool(holds(expected)))
