@@ -117,6 +117,17 @@ def test_modules_may_stand_in_containers_with_entries_of_their_own() -> None:
     assert float(out["z"][1]) == 7.0
 
 
+def test_a_function_may_change_the_plain_containers_that_it_is_given() -> None:
+    def extend(rows: list[Any], named: dict[str, Any]) -> Any:
+        rows.append(rows[0] * named.pop("scale"))
+        return sum(rows)
+
+    rows, named = [XS], {"scale": 2.0}
+    out = sx.vmap(extend, in_axes=([0], {"scale": None}))(rows, named)
+    assert out.tolist() == (3 * XS).tolist()
+    assert len(rows) == 1 and named == {"scale": 2.0}
+
+
 def test_a_named_tuple_is_the_prefix_of_a_named_tuple_argument() -> None:
     pair = collections.namedtuple("pair", "left right")
     out = sx.vmap(lambda p: p.left + p.right, in_axes=pair(0, None))(pair(XS, jnp.ones(2)))

@@ -21,6 +21,8 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from shardax.core.errors import ClosureError
 from shardax.core.frames import Adopted, Frame, local
 from shardax.core.paths import Path, format_path
@@ -130,7 +132,9 @@ class Call:
                 for path, variable in zip(self.names[inputs:], captured, strict=True):
                     frame.seal(variable, path)
             args, kwargs = self.arguments.restore(plain, plain_named, given)
+            kept, kept_named = jax.tree.map(lambda leaf: leaf, (list(plain), dict(plain_named)))
             result = roots[which](*args, **kwargs)
+            args, kwargs = self.arguments.restore(kept, kept_named, given)
             return leave(Inside(self, frame, graphdef, copies, values, args, kwargs, result))
 
     def _bind(
@@ -165,7 +169,8 @@ class Inside:
         call: The call.
         frame: The frame.
         copies: The objects of the private copy, in the order of ``graphdef.objects``.
-        args: The positional arguments, with copies for objects.
+        args: The positional arguments, with copies for objects; plain containers are as they came,
+            though the function may have changed those that it was given.
         kwargs: The keyword arguments, likewise.
         result: What the user's function returned.
         bound: The values that were bound, one per Variable.
