@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Stack``: what a list of the same layers computes, as one layer in a loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from tests.strategies import assert_equal_values, assert_same_model
+
+import shardax as sx
+from shardax.core.errors import CarryError, LayerConfigError, StackError
+from shardax.nn import Stack, stack_layers, unstack_layers
+
+
+class Block(sx.Module):
+    """Parameters, a random stream, running statistics, a counter, something sown."""
+
+    def __init__(self, rngs: sx.Rngs, rate: float = 0.5, sows: bool = False) -> None:
+        self.linear = sx.nn.Linear(4, 4, rngs=rngs)
+        self.dropout = sx.nn.Dropout(rate, rngs=rngs)
+        self.mean = sx.BatchStat(jnp.zeros(4), axes=("embed",))
+        self.calls = sx.Variable(0)
+        self.sows = sows
+
+    def __call__(self, x: Any, scale: Any = 1.0, *, negate: bool = False) -> Any:
+        self.calls += 1
+        self.mean[...] = 0.9 * self.mean + 0.1 * x.mean(0)
+        if self.sows:
+            self.sow("size", x.sum())
+        y = x + scale * self.dropout(jax.nn.tanh(self.linear(x)))
+        return -y if negate else y
+
+
+X = jnp.linspace(-1, 1, 8).reshape(2, 4)
+SHARED = pytest.mark.parametrize("own_streams", [False, True], ids=["shared stream", "own streams"])
+
+
+def both(length: int = 4, own_streams: bool = False, **options: Any) -> tuple[Stack, list[Block]]:
+    """A stack and a list of the same layers."""
+
+    def maker(rngs: sx.Rngs) -> Callable[[], Block]:
+        return lambda: Block(rngs.fork() if own_streams else rngs, **options)
+
+    first, second = (maker(sx.Rngs(params=0, dropout=1)) for _ in range(2))
+    return Stack(first, length), [second() for _ in range(length)]
+
+
+def in_turn(layers: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    for layer in layers:
+        x = layer(x, *args, **kwargs)
+    return x
+
+
+def stacked_values(layers: list[Block]) -> dict[Any, Any]:
+    """The values of the layers, stacked, by path; of what they share, once."""
+    states = [sx.state(layer).flat() for layer in layers]
+    shared = layers[0].dropout.stream is layers[-1].dropout.stream
+    return {
+        path: value
+        if shared and "stream" in path
+        else jax.tree.map(lambda *parts: jnp.stack(parts), *(state[path] for state in states))
+        for path, value in states[0].items()
+    }
+
+
+def assert_same_values(stack: Stack, layers: list[Block]) -> None:
+    mine, theirs = sx.state(stack.stacked).flat(), stacked_values(layers)
+    assert list(mine) == list(theirs)
+    for path, value in mine.items():
+        for one, other in zip(jax.tree.leaves(value), jax.tree.leaves(theirs[path]), strict=True):
+            if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+                assert_equal_values(one, other)
+            else:
+                np.testing.assert_allclose(one, other, rtol=1e-6, err_msg=str(path))
+
+
+# --- building -------------------------------------------------------------------------------------
+
+
+@SHARED
+def test_parameters_are_those_of_the_layers_by_themselves(own_streams: bool) -> None:
+    stack, layers = both(own_streams=own_streams)
+    assert stack.stacked.linear.kernel.is_lazy
+    assert_equal_values(
+        sx.state(stack, sx.Param).to_pure_dict()["stacked"]["linear"]["kernel"],
+        jnp.stack([layer.linear.kernel.value for layer in layers]),
+    )
+    assert_same_values(stack, layers)
+
+
+def test_axes_and_layout() -> None:
+    stack, _ = both()
+    kernel, mean = stack.stacked.linear.kernel, stack.stacked.mean
+    assert (kernel.shape, kernel.axes) == ((4, 4, 4), ("layers", "in", "out"))
+    assert (mean.axes, stack.stacked.calls.axes) == (("layers", "embed"), None)
+    assert stack.shared[0] == ("dropout", "stream")
+    assert (len(stack), stack.length, stack.axis_name) == (4, 4, "layers")
+
+
+NO_BACKEND = """
+import jax.numpy as jnp, shardax as sx
+from shardax.nn import MLP, Dropout, Sequential, Stack
+rngs = sx.Rngs(params=0, dropout=1)
+stack = Stack(lambda: Sequential(MLP(8, 16, rngs=rngs), Dropout(0.5, rngs=rngs.fork())), 3)
+first, last = stack.stacked.layers
+print(first.up.kernel, stack[1].layers[0].up.kernel, last.stream.count)
+try:
+    jnp.ones(2)
+except RuntimeError as error:
+    print("as expected:", str(error)[:28])
+"""
+
+
+def test_building_runs_no_jax_operation() -> None:
+    # On a platform that does not exist any operation fails, as the last lines of the program show.
+    done = subprocess.run(
+        [sys.executable, "-c", NO_BACKEND],
+        env={"JAX_PLATFORMS": "none_such"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == (
+        "Param(float32[3, 8, 16], lazy, axes=('layers', 'embed', 'mlp')) "
+        "Param(float32[8, 16], lazy, axes=('embed', 'mlp')) RngState(uint32[3], tag='dropout')\n"
+        "as expected: Unable to initialize backend\n"
+    ), done.stderr
+
+
+def test_the_stack_of_one_layer_shares_what_its_maker_was_given() -> None:
+    rngs = sx.Rngs(params=0, dropout=1)
+    stack = Stack(lambda: Block(rngs), 1)
+    assert stack.stacked.dropout.stream is rngs.dropout
+    assert stack.stacked.linear.kernel.shape == (1, 4, 4)
+    twin = sx.Rngs(params=0, dropout=1)
+    np.testing.assert_allclose(stack(X), Block(twin)(X), rtol=1e-6)
+    assert int(rngs.dropout.count) == int(twin.dropout.count) == 1
+
+
+def test_layers_that_are_not_alike_are_refused_by_path() -> None:
+    widths = iter([4, 4, 8])
+    with pytest.raises(StackError, match=r"layers 0 and 2 differ at \.linear\.\w+: 4 against 8"):
+        Stack(lambda: _Wide(next(widths)), 3)
+
+
+class _Wide(sx.Module):
+    def __init__(self, width: int) -> None:
+        self.linear = sx.nn.Linear(width, 4, rngs=sx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Stack(lambda: Block(sx.Rngs(0, dropout=1)), 0), "length"),
+        (lambda: Stack(lambda: 3, 2), "Modules that can be called"),  # pyright: ignore[reportArgumentType]
+        (lambda: Stack(lambda: sx.Module(), 2), "Modules that can be called"),
+        (lambda: stack_layers([sx.nn.Sequential()] * 2), "one and the same"),
+        (lambda: Stack(lambda: Block(sx.Rngs(0)), 2, remat="dots"), "dots_saveable"),
+        (lambda: Stack(lambda: Block(sx.Rngs(0)), 2, unroll=0), "unroll"),
+        (lambda: stack_layers([]), "at least one"),
+    ],
+)
+def test_what_cannot_be_a_stack_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(LayerConfigError, match=message):
+        make()
+
+
+# --- calling --------------------------------------------------------------------------------------
+
+
+@SHARED
+@pytest.mark.parametrize("wrap", [lambda f: f, sx.jit], ids=["eager", "jit"])
+def test_a_call_is_the_layers_in_turn_with_all_they_write(own_streams: bool, wrap: Any) -> None:
+    stack, layers = both(own_streams=own_streams)
+    call = wrap(lambda stack, x: stack(x, 0.5, negate=True))
+    for _ in range(2):
+        np.testing.assert_allclose(call(stack, X), in_turn(layers, X, 0.5, negate=True), rtol=1e-5)
+        assert_same_values(stack, layers)
+    assert stack.stacked.calls.value.tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("remat", [None, "full", "dots_saveable"])
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_gradients_are_those_of_the_layers_in_turn(remat: Any, unroll: int) -> None:
+    stack, layers = both(own_streams=True)
+    stack.remat, stack.unroll = remat, unroll
+    mine = sx.jit(sx.grad(lambda stack: (stack(X) ** 2).sum()))(stack)
+    theirs = sx.jit(sx.grad(lambda layers: (in_turn(layers, X) ** 2).sum()))(layers)
+    for path, gradient in mine["stacked"].flat().items():
+        parts = [theirs[i].flat()[path] for i in range(4)]
+        np.testing.assert_allclose(gradient, np.stack(parts), rtol=1e-5, atol=1e-6)
+    assert_same_values(stack, layers)
+
+
+def count_of(primitive: str, jaxpr: Any) -> int:
+    found = 0
+    for equation in jaxpr.eqns:
+        found += equation.primitive.name == primitive
+        for parameter in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(parameter, "jaxpr", parameter)
+            found += count_of(primitive, inner) if hasattr(inner, "eqns") else 0
+    return found
+
+
+def test_remat_computes_again_and_the_program_does_not_grow_with_depth() -> None:
+    def tanhs(length: int, remat: Any) -> int:
+        stack, _ = both(length, rate=0.0)
+        stack.remat = remat
+        graphdef, state = sx.split(stack)
+        loss = lambda state: (sx.merge(graphdef, state)(X) ** 2).sum()  # noqa: E731
+        params = jax.tree.map(lambda leaf: leaf, state)
+        jaxpr = jax.make_jaxpr(jax.grad(loss, allow_int=True))(params)
+        return count_of("tanh", jaxpr.jaxpr)
+
+    assert [tanhs(2, None), tanhs(2, "full"), tanhs(7, None), tanhs(7, "full")] == [1, 2, 1, 2]
+
+
+def test_what_layers_sow_is_stacked_call_by_call() -> None:
+    stack, layers = both(sows=True)
+    for _ in range(2):
+        stack(X)
+        in_turn(layers, X)
+    assert_same_values(stack, layers)
+    popped = sx.pop(stack, sx.Intermediate)["stacked"]["size"]
+    assert [row.shape for row in popped] == [(4,), (4,)]
+
+
+def test_modes_reach_all_layers() -> None:
+    stack, layers = both()
+    stack.eval()
+    for layer in layers:
+        layer.eval()
+    assert stack[3].dropout.deterministic
+    np.testing.assert_allclose(stack(X), in_turn(layers, X), rtol=1e-5)
+    assert int(stack.stacked.dropout.stream.count) == 0
+
+
+class Conditioned(sx.Module):
+    """A layer that takes a Module, a tuple of arrays, a function, and None besides its input."""
+
+    def __init__(self, rngs: sx.Rngs) -> None:
+        self.linear = sx.nn.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: Any, other: Any, pair: Any, *, act: Any, mask: Any = None) -> Any:
+        assert mask is None
+        other.calls += 1
+        return act(self.linear(x)) + other.linear(pair[0]) * pair[1]
+
+
+def test_further_arguments_are_given_whole_modules_among_them() -> None:
+    rngs, twin_rngs = sx.Rngs(0), sx.Rngs(0)
+    stack = Stack(lambda: Conditioned(rngs), 3)
+    layers = [Conditioned(twin_rngs) for _ in range(3)]
+    other, twin = (Block(sx.Rngs(1)) for _ in range(2))
+    rest = {"act": jax.nn.relu, "mask": None}
+    mine = stack(X, other, (X, 2), **rest)
+    np.testing.assert_allclose(mine, in_turn(layers, X, twin, (X, 2), **rest), rtol=1e-5)
+    assert int(other.calls) == int(twin.calls) == 3
+    with pytest.raises(StackError, match="neither an array nor hashable"):
+        stack(X, other, (X, object.__new__(_Unhashable)), **rest)
+
+
+class _Unhashable:
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def test_a_layer_that_changes_the_form_of_its_input_is_refused() -> None:
+    stack = Stack(lambda: sx.nn.Linear(4, 5, rngs=sx.Rngs(0)), 2)
+    with pytest.raises(CarryError, match=r"float32\[2,4\] to float32\[2,5\]"):
+        stack(X)
+
+
+def test_an_eager_call_is_traced_once() -> None:
+    traces = []
+
+    class Noted(sx.nn.Linear):
+        def __call__(self, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            traces.append(1)
+            return super().__call__(x)
+
+    rngs = sx.Rngs(0)
+    stack = Stack(lambda: Noted(4, 4, rngs=rngs), 3)
+    stack(X)
+    first = len(traces)
+    stack(X + 1)
+    assert len(traces) == first
+
+
+def test_stacks_of_stacks() -> None:
+    rngs, twin_rngs = sx.Rngs(0), sx.Rngs(0)
+
+    def inner(rngs: sx.Rngs) -> Stack:
+        return Stack(lambda: Block(rngs, rate=0.0), 2, "inner")
+
+    stack = Stack(lambda: inner(rngs), 3, "outer")
+    layers = [Block(twin_rngs, rate=0.0) for _ in range(6)]
+    kernel = stack.stacked.stacked.linear.kernel
+    assert kernel.shape == (3, 2, 4, 4) and kernel.axes is not None
+    assert kernel.axes[:2] == ("outer", "inner")
+    np.testing.assert_allclose(stack(X), in_turn(layers, X), rtol=1e-5)
+    np.testing.assert_array_equal(stack[2][1].linear.kernel.value, layers[5].linear.kernel.value)
+    assert stack.stacked.stacked.calls.value.tolist() == [[1, 1]] * 3
+
+
+def test_made_by_vmap_and_inside_jit() -> None:
+    def make(rngs: sx.Rngs) -> Stack:
+        return Stack(lambda: sx.nn.Linear(4, 4, rngs=rngs), 3)
+
+    inside, outside = sx.jit(make)(sx.Rngs(0)), make(sx.Rngs(0))
+    np.testing.assert_array_equal(inside.stacked.kernel.value, outside.stacked.kernel.value)
+    many = sx.vmap(make, axis_size=5)(sx.Rngs(0))
+    assert many.stacked.kernel.shape == (5, 3, 4, 4)
+    out = sx.vmap(lambda stack, x: stack(x), in_axes=(0, None))(many, X)
+    assert out.shape == (5, 2, 4)
+
+
+# --- views ----------------------------------------------------------------------------------------
+
+
+def test_layers_are_views() -> None:
+    stack, layers = both(rate=0.0)
+    np.testing.assert_allclose(in_turn(stack, X), in_turn(layers, X), rtol=1e-6)
+    assert stack.stacked.calls.value.tolist() == [1, 1, 1, 1]
+    stack[-1].linear.kernel[...] = jnp.zeros((4, 4))
+    assert stack[3] is stack[-1] and isinstance(stack[3], Block)
+    assert float(jnp.abs(stack.stacked.linear.kernel[3]).sum()) == 0
+    assert [type(layer) for layer in stack[1:3]] == [Block, Block]
+    assert stack[0].dropout.stream is stack.stacked.dropout.stream
+    for outside in (4, -5):
+        with pytest.raises(IndexError, match="4 layers"):
+            stack[outside]
+
+
+def test_a_new_shared_stream_is_shared() -> None:
+    stack, _ = both()
+    first = stack[0]
+    stack.stacked.dropout.stream = sx.Rngs(dropout=7).dropout
+    assert first.dropout.stream is stack.stacked.dropout.stream
+    stack(X)
+    assert int(stack.stacked.dropout.stream.count) == 4
+
+
+# --- conversion -----------------------------------------------------------------------------------
+
+
+@SHARED
+def test_taking_a_stack_apart_is_the_inverse_of_stacking(own_streams: bool) -> None:
+    stack, layers = both(own_streams=own_streams)
+    apart = unstack_layers(stack)
+    assert apart[0].linear.kernel.is_lazy
+    for one, other in zip(apart, layers, strict=True):
+        assert_same_model(one, other)
+    again = stack_layers(apart, "layers")
+    assert_same_model(again, stack)
+    apart[0].linear.kernel[...] = jnp.zeros((4, 4))
+    assert float(jnp.abs(stack[0].linear.kernel.value).sum()) > 0
+
+
+# --- the rest of the library ----------------------------------------------------------------------
+
+
+def test_rules_lay_a_stack_out_and_lazy_values_go_straight_to_their_shards(mesh: Mesh) -> None:
+    rngs, rules = sx.Rngs(0), {"mlp": "model", "layers": "data", "embed": None}
+    stack = Stack(lambda: sx.nn.MLP(8, 16, rngs=rngs), 2)
+    specs = sx.partition_specs(stack, rules)
+    assert specs["stacked"]["up"]["kernel"] == P("data", None, "model")
+    sx.shard(stack, mesh, rules)
+    kernel = stack.stacked.up.kernel
+    assert kernel.sharding.spec == P("data", None, "model")
+    rngs = sx.Rngs(0)
+    plain = Stack(lambda: sx.nn.MLP(8, 16, rngs=rngs), 2)
+    assert_equal_values(np.asarray(kernel.value), np.asarray(plain.stacked.up.kernel.value))
+
+
+def test_an_optimizer_trains_a_stack_like_its_layers() -> None:
+    stack, layers = both(rate=0.0)
+
+    def train(model: Any, call: Any) -> list[float]:
+        optimizer = sx.train.Optimizer(model, optax.adam(0.1))
+
+        @sx.jit
+        def step(model: Any, optimizer: Any) -> Any:
+            loss, gradients = sx.value_and_grad(lambda m: ((call(m, X) - 1) ** 2).mean())(model)
+            optimizer.update(gradients)
+            return loss
+
+        return [float(step(model, optimizer)) for _ in range(3)]
+
+    mine = train(stack, lambda stack, x: stack(x))
+    theirs = train(sx.List(layers), in_turn)
+    np.testing.assert_allclose(mine, theirs, rtol=1e-4)
+    assert mine[-1] < mine[0]
