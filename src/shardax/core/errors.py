@@ -105,7 +105,7 @@ class InconsistentAliasingError(ShardaxError, ValueError):
 
 
 class AxisSizeError(ShardaxError, ValueError):
-    """An axis to map over is missing, or its sizes differ between arguments."""
+    """An axis to map over is missing, cannot be divided, or its sizes differ between arguments."""
 
 
 class MappedShardingError(ShardaxError, ValueError):
