@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of composition: transforms inside transforms, in any order, do what Python does.
+
+A *step* is a function of a model and an array. Each *wrapper* runs a step through one transform in a
+way that must change nothing: one lane, one iteration, the branch that is taken, one device. Every
+chain of two or three wrappers, in any order, then gives the result, the state and the gradient of
+the bare step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardax as sx
+
+Step = Callable[[Any, Any], Any]
+
+
+class Cell(sx.Module):
+    """A layer with parameters, running statistics, a counter, dropout and a tied parameter."""
+
+    def __init__(self, seed: int, rate: float) -> None:
+        rngs = sx.Rngs(seed)
+        self.linear = sx.nn.Linear(3, 3, rngs=rngs)
+        self.dropout = sx.nn.Dropout(rate, rngs=rngs)
+        self.mean = sx.BatchStat(jnp.zeros(3))
+        self.calls = sx.Variable(jnp.zeros((), jnp.int32))
+        self.again = self.linear.bias
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Uses and writes everything."""
+        self.calls += 1
+        y = jnp.tanh(self.linear(x)) + self.again
+        self.mean[...] = 0.9 * self.mean + 0.1 * jax.lax.stop_gradient(y)
+        return self.dropout(y)
+
+
+def bare(model: Cell, x: jax.Array) -> jax.Array:
+    """The step itself."""
+    return model(x)
+
+
+# --- wrappers: each changes nothing ----------------------------------------------------------------
+
+
+def through_jit(step: Step) -> Step:
+    """A compiled function."""
+    return sx.jit(step)
+
+
+def through_remat(step: Step) -> Step:
+    """A function that is computed again in the backward pass."""
+    return sx.remat(step)
+
+
+def through_cond(step: Step) -> Step:
+    """The branch that is taken; the other writes too."""
+
+    def other(model: Any, x: Any) -> Any:
+        model.calls += 100
+        return x
+
+    return lambda model, x: sx.cond(jnp.all(x == x), step, other, model, x)
+
+
+def through_switch(step: Step) -> Step:
+    """The last of three branches."""
+    return lambda model, x: sx.switch(
+        jnp.int32(2), [lambda m, x: x, lambda m, x: x * 2, step], model, x
+    )
+
+
+def through_scan(step: Step) -> Step:
+    """One iteration with the model shared by all."""
+    scanned = sx.scan(step, in_axes=(None, 0), out_axes=0)
+    return lambda model, x: scanned(model, x[None])[0]
+
+
+def through_carry(step: Step) -> Step:
+    """One iteration with the model carried."""
+    scanned = sx.scan(lambda model, x: (model, step(model, x)))
+    return lambda model, x: scanned(model, x[None])[1][0]
+
+
+def through_fori(step: Step) -> Step:
+    """A loop of one round."""
+    return lambda model, x: sx.fori_loop(0, 1, lambda _, c: (c[0], step(*c)), (model, x))[1]
+
+
+def through_vmap(step: Step) -> Step:
+    """One lane, which has all of the model's state to itself."""
+
+    def mapped(model: Any, x: Any) -> Any:
+        for _, variable in sx.iter_variables(model):
+            variable.value = variable.value[None]
+            if variable.axes is not None:
+                variable.set_metadata(axes=(None, *variable.axes))
+        y = sx.vmap(step)(model, x[None])[0]
+        for _, variable in sx.iter_variables(model):
+            variable.value = variable.value[0]
+            if variable.axes is not None:
+                variable.set_metadata(axes=variable.axes[1:])
+        return y
+
+    return mapped
+
+
+def through_shard_map(step: Step) -> Step:
+    """One device."""
+    mesh = jax.make_mesh((1,), ("one",), devices=jax.devices()[:1])
+    spec = jax.sharding.PartitionSpec()
+    return sx.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+
+
+def through_vjp(step: Step) -> Step:
+    """The forward half of a backward pass."""
+    return lambda model, x: sx.vjp(step, model, x)[0]
+
+
+WRAPPERS = [
+    value
+    for name, value in sorted(globals().items())
+    if name.startswith("through_") and callable(value)
+]
+
+
+# --- the laws --------------------------------------------------------------------------------------
+
+
+def run(step: Step, seed: int, rate: float) -> tuple[Any, Any]:
+    """Two calls of a step on a fresh model: (results, state)."""
+    model = Cell(seed, rate)
+    x = jnp.array([0.5, -1.0, 2.0])
+    results = [step(model, x), step(model, 2 * x)]
+    return results, sx.state(model).flat()
+
+
+def assert_alike(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    """Results and states agree; typed keys exactly."""
+    for a, b in zip(one[0], other[0], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert one[1].keys() == other[1].keys()
+    for path, value in one[1].items():
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value, match = jax.random.key_data(value), jax.random.key_data(other[1][path])
+        else:
+            match = other[1][path]
+        np.testing.assert_allclose(value, match, rtol=1e-5, atol=1e-6, err_msg=str(path))
+
+
+# A mesh axis that is Manual already cannot be mapped again, so one shard_map in a chain.
+chains = st.lists(st.sampled_from(WRAPPERS), min_size=2, max_size=3).filter(
+    lambda chain: chain.count(through_shard_map) < 2
+)
+
+
+def compose(chain: list[Any], step: Step) -> Step:
+    """Wraps a step, the first of the chain outermost."""
+    for wrapper in reversed(chain):
+        step = wrapper(step)
+    return step
+
+
+@given(chain=chains, seed=st.integers(0, 3), rate=st.sampled_from([0.0, 0.5]))
+@settings(max_examples=25)
+def test_transforms_compose_in_any_order_with_one_result(
+    chain: list[Any], seed: int, rate: float
+) -> None:
+    assert_alike(run(compose(chain, bare), seed, rate), run(bare, seed, rate))
+
+
+@given(chain=chains, seed=st.integers(0, 3))
+@settings(max_examples=20)
+def test_gradients_through_any_composition_are_those_of_the_bare_step(
+    chain: list[Any], seed: int
+) -> None:
+    x = jnp.array([0.5, -1.0, 2.0])
+
+    def gradient(step: Step) -> Any:
+        model = Cell(seed, 0.5)
+        return sx.grad(lambda m, x: (step(m, x) ** 2).sum())(model, x).flat()
+
+    found, expected = gradient(compose(chain, bare)), gradient(bare)
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=1e-6, err_msg=str(path))
+
+
+@given(chain=chains, seed=st.integers(0, 3))
+@settings(max_examples=20)
+def test_a_model_that_is_closed_over_does_what_one_that_is_passed_does(
+    chain: list[Any], seed: int
+) -> None:
+    """Where writes through closures are carried; vmap and shard_map refuse them."""
+    chain = [w for w in chain if w not in (through_vmap, through_shard_map)]
+    x = jnp.array([0.5, -1.0, 2.0])
+    model, same = Cell(seed, 0.5), Cell(seed, 0.5)
+    none = sx.Variable(jnp.zeros(()))
+    result = compose(chain, lambda _, x: model(x))(_Holder(none), x)
+    expected = bare(same, x)
+    assert_alike(([result], sx.state(model).flat()), ([expected], sx.state(same).flat()))
+
+
+class _Holder(sx.Module):
+    """What is passed when the model is closed over."""
+
+    def __init__(self, calls: Any) -> None:
+        self.calls = calls
