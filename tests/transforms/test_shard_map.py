@@ -312,6 +312,11 @@ def test_what_is_no_spec_is_refused_before_any_call(entry: Any) -> None:
         sx.shard_map(lambda x: x, in_specs=P(), out_specs=entry)
 
 
+def test_a_single_string_is_no_set_of_axis_names() -> None:
+    with pytest.raises(PrefixError, match=r"axis_names='data' .* \{'data'\}"):
+        sx.shard_map(lambda x: x, in_specs=P(), out_specs=P(), axis_names="data")
+
+
 # --- meshes and shapes ---
 
 
@@ -590,7 +595,7 @@ def test_sown_values_are_put_together_by_the_spec_of_their_type(auto_mesh: Mesh)
     for _ in range(2):
         run(probe, jnp.arange(4.0))
     assert [row.tolist() for row in probe.seen.value] == [[0, 2, 4, 6]] * 2
-    with pytest.raises(SharedWriteError, match=r"new Variable at \.probe\.seen"):
+    with pytest.raises(SharedWriteError, match=r"new Intermediate at \.probe\.seen"):
         sx.shard_map(
             lambda probe, x: probe(x),
             mesh=auto_mesh,

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax.core import _jax
-from shardax.core.errors import AxisSizeError, SharedWriteError
+from shardax.core.errors import AxisSizeError, PrefixError, SharedWriteError
 from shardax.core.frames import resolve
 from shardax.core.lazy import Init, compute_all
 from shardax.core.paths import Path, format_path
-from shardax.core.structure import flatten
+from shardax.core.structure import VariableDef, flatten
 from shardax.core.variables import Variable
 from shardax.transforms.call import (
     Call,
@@ -137,6 +137,10 @@ def shard_map(
             out_specs=out_specs,
             axis_names=axis_names,
             check_vma=check_vma,
+        )
+    if isinstance(axis_names, str):
+        raise PrefixError(
+            f"axis_names={axis_names!r} is one string; give a set: {{{axis_names!r}}}."
         )
     options = _Options(
         mesh,
@@ -307,8 +311,9 @@ class _Shards:
             yield "result", path, entry
         for position in record.written:
             yield "written", self.layout.leaf_paths[position], self.layout.leaves[position]
-        for key in record.fresh_ids:
-            yield "new", *leaving.by_id.get(key, ((), WHOLE))
+        types = [item.type.__name__ for item in record.fresh if type(item) is VariableDef]
+        for key, name in zip(record.fresh_ids, types, strict=True):
+            yield f"new {name}", *leaving.by_id.get(key, ((), WHOLE))
 
     def _check_leaving(self, kind: str, path: Path, leaf: Any, spec: PartitionSpec) -> None:
         """Checks that shards can be put together to one array.
@@ -329,7 +334,8 @@ class _Shards:
 
     def _refuse(self, kind: str, path: Path, spec: PartitionSpec, axes: list[str]) -> NoReturn:
         over = ", ".join(map(repr, axes))
-        reduced = f"jax.lax.pmean(x, {axes[0] if len(axes) == 1 else tuple(axes)!r})"
+        named = axes[0] if len(axes) == 1 else tuple(axes)
+        reduced = f"jax.lax.pmean(x, {named!r})"
         where = format_path(path)
         if kind == "result":
             raise SharedWriteError(
@@ -337,12 +343,15 @@ class _Shards:
                 f"between shards over the mesh axes {over}. Reduce it, {reduced} or psum, or name "
                 f"these axes in out_specs."
             )
-        if kind == "new":
+        if kind.startswith("new"):
+            name = kind.removeprefix("new ")
+            place = f"at {where}" if path else "attached to what the function is bound to"
             raise SharedWriteError(
-                f"The new Variable at {where} has the spec {spec} (that of the Module that it was "
+                f"The new {name} {place} has the spec {spec} (that of the Module that it was "
                 f"attached to, or of its place in the result), but its value differs between "
                 f"shards over the mesh axes {over}. Reduce it, {reduced}, or give it a spec of its "
-                f"own by its type: sx.StateSharding([(sx.Intermediate, P({over})), (..., P())])."
+                f"own by its type, in the entry of that Module: "
+                f"sx.StateSharding([({name}, P({named!r})), (..., P())])."
             )
         position = self.layout.leaf_paths.index(path)
         raise SharedWriteError(
