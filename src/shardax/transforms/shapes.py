@@ -79,6 +79,6 @@ def abstract_inputs(once: Once) -> tuple[Any, ...]:
 
 
 def abstract_copy(once: Once) -> Graph:
-    """Returns a copy of a call's objects, for what the function did to be stored there."""
-    graphdef = once.call.graphdef
-    return Graph(build(graphdef, abstract(once.graph.leaves), owner_here())[0])
+    """Returns a copy of a call's objects without arrays, for what the function did to them."""
+    shapes = jax.eval_shape(lambda values: values, abstract(once.graph.leaves))
+    return Graph(build(once.call.graphdef, shapes, owner_here())[0])
