@@ -47,10 +47,20 @@ def _lane_models(model: Any, count: int) -> list[Any]:
     return lanes
 
 
-def _stacked(lanes: list[Any]) -> Any:
+def _stacked(lanes: list[Any], axes: dict[Any, int | None] | None = None) -> Any:
+    """Puts lanes together along axis 0, or the axis of each path; None takes the first."""
     graphdef, _ = sx.split(lanes[0])
-    states = [sx.state(lane) for lane in lanes]
-    return sx.merge(graphdef, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+    states = [sx.state(lane).flat() for lane in lanes]
+    whole = {}
+    for path, first in states[0].items():
+        axis = 0 if axes is None else axes[path]
+        rows = [state[path] for state in states]
+        whole[path] = first if axis is None else jax.tree.map(_stack_along(axis), *rows)
+    return sx.merge(graphdef, sx.State.from_flat(whole))
+
+
+def _stack_along(axis: int) -> Any:
+    return lambda *rows: jnp.stack(rows, axis)
 
 
 def _unnamed(model: Any) -> Any:
@@ -88,6 +98,28 @@ def test_edits_in_lanes_are_edits_of_every_lane(
     for lane in lanes:
         change(lane)
     assert_same_model(whole, _stacked(lanes))
+
+
+@given(models(), st.integers(1, 3), st.data())
+@settings(max_examples=25)
+def test_every_variable_may_have_its_own_axis(model: Any, count: int, data: st.DataObject) -> None:
+    lanes = _lane_models(_unnamed(model), count)
+    axes: dict[Any, int | None] = {}
+    for path, value in sx.state(model).flat().items():
+        rank = min(map(jnp.ndim, jax.tree.leaves(value)), default=0)
+        axes[path] = data.draw(
+            st.sampled_from([None, *range(-rank - 1, rank + 1)]), label=str(path)
+        )
+        for lane in lanes[1:] if axes[path] is None else []:
+            sx.update(lane, sx.state(lanes[0], lambda at, _, path=path: at == path))
+    whole = _stacked(lanes, axes)
+    prefix = sx.State.from_flat(axes)
+    in_axes = data.draw(st.sampled_from([prefix, sx.StateAxes(prefix)]))
+    result = sx.vmap(_bump, in_axes=in_axes, axis_size=count)(whole)
+    expected = [_bump(lane) for lane in lanes]
+    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *expected)
+    assert all(map(jnp.allclose, jax.tree.leaves(result), jax.tree.leaves(stacked)))
+    assert_same_model(whole, _stacked(lanes, axes))
 
 
 @given(models(), st.integers(1, 3))
