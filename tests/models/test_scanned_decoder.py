@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder with scanned layers: the numbers of the unrolled one, in a program of one layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from tests.strategies import assert_equal_values
+
+import shardax as sx
+from shardax.core.errors import LayerConfigError
+from shardax.models import DECODER_RULES, Decoder, DecoderConfig, generate, next_token_loss
+from shardax.nn import unstack_state
+
+SMALL = DecoderConfig(
+    vocab_size=32,
+    num_layers=3,
+    embed_dim=16,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=4,
+    mlp_dim=32,
+    dropout=0.1,
+)
+TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab_size, (4, 9), np.int32)
+BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+
+
+def decoder(**changes: Any) -> Decoder:
+    return Decoder(dataclasses.replace(SMALL, **changes), rngs=sx.Rngs(params=0, dropout=1))
+
+
+def loss_and_gradients(model: Decoder) -> tuple[Any, Any]:
+    return sx.jit(sx.value_and_grad(next_token_loss))(model, BATCH)
+
+
+@pytest.fixture(scope="module")
+def unrolled() -> tuple[Any, Any, Any]:
+    """(parameters, loss, gradients) of the decoder with layers in a list."""
+    model = decoder()
+    loss, gradients = loss_and_gradients(model)
+    return sx.state(model, sx.Param), loss, gradients
+
+
+@pytest.mark.parametrize("remat", [None, "full", "dots_saveable"])
+def test_parameters_loss_and_gradients_are_those_of_the_unrolled_one(
+    remat: str | None, unrolled: Any
+) -> None:
+    model = decoder(scan_layers=True, remat=remat)
+    loss, gradients = loss_and_gradients(model)
+    params = unstack_state(sx.state(model, sx.Param), model)
+    for path, value in unrolled[0].flat().items():
+        assert_equal_values(params.flat()[path], value)
+    np.testing.assert_allclose(loss, unrolled[1], rtol=1e-6)
+    mine = unstack_state(gradients, model).flat()
+    assert mine.keys() == unrolled[2].flat().keys()
+    for path, value in unrolled[2].flat().items():
+        np.testing.assert_allclose(mine[path], value, 1e-5, 1e-6, err_msg=str(path))
+
+
+def test_the_unrolled_one_with_remat_has_the_same_gradients(unrolled: Any) -> None:
+    loss, gradients = loss_and_gradients(decoder(remat="full"))
+    np.testing.assert_allclose(loss, unrolled[1], rtol=1e-6)
+    for path, value in unrolled[2].flat().items():
+        np.testing.assert_allclose(gradients.flat()[path], value, 1e-5, 1e-6, err_msg=str(path))
+
+
+def test_the_rules_lay_it_out_and_it_runs_there(mesh: Mesh, unrolled: Any) -> None:
+    model = sx.shard(decoder(scan_layers=True), mesh, DECODER_RULES)
+    kernel = model.layers.stacked.mlp.up.kernel
+    assert kernel.axes == ("layers", "embed", "mlp")
+    assert kernel.sharding.spec == P(None, None, "model")
+    with jax.set_mesh(mesh), sx.axis_rules(DECODER_RULES):
+        loss, gradients = loss_and_gradients(model)
+    np.testing.assert_allclose(loss, unrolled[1], rtol=1e-5)
+    up = gradients["layers"]["stacked"]["mlp"]["up"]["kernel"]
+    assert up.sharding.spec == P(None, None, "model")
+    expected = [unrolled[2]["layers"][i]["mlp"]["up"]["kernel"] for i in range(3)]
+    np.testing.assert_allclose(up, np.stack(expected), rtol=1e-4, atol=1e-6)
+
+
+def test_it_generates_the_same_tokens() -> None:
+    samples = []
+    for scanned in (False, True):
+        model = decoder(scan_layers=scanned)
+        model.eval()
+        samples.append(generate(model, [1, 2, 3], 4, window=6, temperature=0.5).tolist())
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_positions_and_dtypes_go_through(dtype: str) -> None:
+    positions = jnp.arange(5, 13)
+    logits = [
+        model(TOKENS[:, 1:], positions=positions)
+        for scanned in (False, True)
+        for model in [decoder(scan_layers=scanned, dtype=dtype, tied_head=True, dropout=0.0)]
+    ]
+    assert logits[1].dtype == jnp.dtype(dtype)
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    np.testing.assert_allclose(
+        logits[0].astype("float32"), logits[1].astype("float32"), tolerance, tolerance
+    )
+
+
+def test_the_program_does_not_grow_with_depth() -> None:
+    def size(layers: int) -> int:
+        model = decoder(scan_layers=True, num_layers=layers)
+        text = sx.jit(sx.grad(next_token_loss)).lower(model, BATCH).as_text()
+        return len(text.splitlines())
+
+    assert size(3) == size(6)
+
+
+def test_a_policy_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(LayerConfigError, match="dots_saveable"):
+        dataclasses.replace(SMALL, remat="dots")
