@@ -161,6 +161,28 @@ def test_the_mapped_dimension_may_have_any_name_if_none_is_given(transform: str)
     assert [part.axes for part in model.parts] == [("layers", "in"), ("in", "out")]
 
 
+@each_transform
+@pytest.mark.parametrize(
+    ("body", "out_axis", "path"),
+    [
+        (lambda w, _: w[...].sum(), 1, ".result"),
+        (lambda w, _: {"new": sx.Param(w[...].sum())}, -2, ".result.new"),
+        (lambda w, _: w.__setitem__(..., 0.0), 0, ".w"),
+    ],
+)
+def test_an_axis_that_has_no_place_on_what_leaves_names_it(
+    transform: str, body: Any, out_axis: int, path: str
+) -> None:
+    weight = _weight("in", "layers")
+    run = {
+        "vmap": lambda: sx.vmap(body, in_axes=(1, None), out_axes=out_axis),
+        "scan": lambda: sx.scan(body, in_axes=(1, None), out_axes=out_axis),
+    }[transform]()
+    with pytest.raises(sx.errors.AxisSizeError, match=rf"puts \{path} together along axis"):
+        run(weight, 1.0)
+    assert weight.shape == (2, 2)
+
+
 _NAMES = st.lists(st.sampled_from(["a", "b", None]), max_size=3).map(tuple)
 
 

@@ -26,6 +26,7 @@ from shardax.core.errors import CarryError, PrefixError
 from shardax.core.structure import ModuleDef, VariableDef
 from shardax.core.variables import Variable
 from shardax.transforms.axes import (
+    check_new_axis,
     common_size,
     lane_structure,
     mapped_name,
@@ -233,8 +234,13 @@ class _Scan:
         leaving = self.layout.leaving(inside, self.out_axes, "out_axes")
         carried, self.moved = self.streams.settle(carried)
         record = carried.record
-        new = [leaving.by_id.get(key, ((), None))[1] for key in record.fresh_ids]
+        places = [leaving.by_id.get(key, ((), None)) for key in record.fresh_ids]
+        new = [axis for _, axis in places]
         self._check_changes(carried, new)
+        written = [(self.layout.leaf_paths[p], self.layout.leaves[p]) for p in record.written]
+        values = [*jax.tree.leaves(carried.result), *carried.written, *carried.fresh]
+        for (path, axis), value in zip([*leaving.labels, *written, *places], values, strict=True):
+            check_new_axis(value, axis, path, "scan")
         self.axes_of_new = [axis if is_axis(axis) else 0 for axis in new]
         name_new_dimensions(
             self.layout, self.streams, record, self.axes_of_new, self.partition_name
