@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""shard_map of functions that use Variables which were not passed in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh
+from tests.transforms.examples import Box
+from tests.transforms.sharded import (
+    RULES,
+    Block,
+    P,
+    Table,
+    batch,
+    close,
+)
+
+import shardax as sx
+from shardax.core.errors import (
+    ForeignMutationError,
+    OutputError,
+)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("laid_out", [False, True], ids=["one device", "laid out"])
+def test_captured_variables_are_read_whole(mesh: Mesh, compiled: bool, laid_out: bool) -> None:
+    block, x = Block(), batch()
+    expected = block.down(jax.nn.relu(block.up(x)))
+    if laid_out:
+        sx.shard(block, mesh, RULES)
+    run = sx.shard_map(
+        lambda x: block.down(jax.nn.relu(block.up(x))),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    run = sx.jit(run) if compiled else run
+    close(run(x), expected)
+    block.up.kernel[...] = jnp.zeros_like(block.up.kernel.value)
+    close(run(x), jnp.zeros_like(expected))
+
+
+def test_gradients_reach_captured_variables(mesh: Mesh) -> None:
+    weight, x = sx.Param(jnp.arange(1.0, 4)), jnp.arange(12.0).reshape(4, 3)
+
+    def loss(weight: Any) -> Any:
+        def part(x: Any) -> Any:
+            return jax.lax.psum(((weight.value[None] * x) ** 2).sum(), "data")
+
+        return sx.shard_map(part, mesh=mesh, in_specs=P("data"), out_specs=P())(x)
+
+    expected = jax.grad(lambda w: ((w[None] * x) ** 2).sum())(weight.value)
+    close(sx.jit(sx.grad(loss))(weight), expected)
+
+
+def test_a_write_to_a_captured_variable_names_it_and_the_way_out(auto_mesh: Mesh) -> None:
+    table, count = Table(), sx.Variable(jnp.float32(0))
+
+    def writes(x: Any) -> Any:
+        table.calls += 1
+        return x
+
+    def writes_in_jit(x: Any) -> Any:
+        sx.jit(lambda c: c.set_metadata(note="seen"))(count)
+        return x
+
+    def draws(x: Any) -> Any:
+        return jax.random.normal(rngs.noise(), ())
+
+    rngs = sx.Rngs(0)
+    for function, name in [
+        (writes, r"table\.calls"),
+        (writes_in_jit, "count"),
+        (draws, r"rngs\.default\.count"),
+    ]:
+        run = sx.shard_map(function, mesh=auto_mesh, in_specs=P("data"), out_specs=P("data"))
+        with pytest.raises(ForeignMutationError, match=name + r".*in_specs"):
+            run(jnp.ones(2))
+    assert (int(table.calls), float(count), int(rngs.default.count)) == (0, 0.0, 0)
+
+
+def test_the_structure_of_a_captured_module_cannot_be_changed(auto_mesh: Mesh) -> None:
+    box = Box()
+
+    def change(x: Any) -> Any:
+        box.new = 1
+        return x
+
+    with pytest.raises(ForeignMutationError, match=r"inside sx\.shard_map"):
+        sx.shard_map(change, mesh=auto_mesh, in_specs=P("data"), out_specs=P("data"))(jnp.ones(2))
+    with pytest.raises(OutputError, match="not passed in"):
+        sx.shard_map(lambda x: box, mesh=auto_mesh, in_specs=P(), out_specs=P())(jnp.ones(2))

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""shard_map over meshes of either kind: which one, where arrays are, what cannot be taken apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from tests.transforms.sharded import (
+    BY_TYPE,
+    RULES,
+    Block,
+    P,
+    Table,
+    batch,
+    close,
+    spec_of,
+)
+
+import shardax as sx
+from shardax.core.errors import (
+    AbstractValueError,
+    ArgumentError,
+    AxisSizeError,
+    MeshError,
+    NoMeshError,
+    OutputError,
+    PrefixError,
+)
+
+
+def test_the_mesh_in_scope_is_taken_where_none_is_given(mesh: Mesh) -> None:
+    run = sx.shard_map(
+        lambda table, x: table(x), in_specs=(BY_TYPE, P("data")), out_specs=P("data")
+    )
+    with jax.set_mesh(mesh):
+        for call in (run, sx.jit(run)):
+            table = Table()
+            assert spec_of(call(table, jnp.ones(8))) == spec_of(table.rows) == ("data",)
+    with pytest.raises(NoMeshError):
+        run(Table(), jnp.ones(8))
+
+
+def test_meshes_that_are_none_or_others_than_in_scope_are_refused(auto_mesh: Mesh) -> None:
+    def run(mesh: Any, **options: Any) -> Any:
+        return sx.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), **options)(1.0)
+
+    with pytest.raises(MeshError, match="not a mesh"):
+        run("data")
+    with pytest.raises(MeshError, match="axis_names="):
+        run(auto_mesh, axis_names={"rows"})
+    other = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(other), pytest.raises(MeshError, match="differs from the mesh in scope"):
+        run(auto_mesh)
+
+
+@pytest.mark.parametrize(
+    ("specs", "error", "message"),
+    [
+        ((P("rows"), P()), PrefixError, r"P\('rows',\).* \['data', 'model'\]"),
+        ((P("data", "data"), P()), PrefixError, "twice"),
+        ((P(), P("data", "model")), AxisSizeError, r"\.x, which has shape \(6,\)"),
+        ((P(), P("model")), AxisSizeError, r"\.x,.* 0 .*\(6,\) .* 'model' of size 4.* of 4"),
+        (
+            (
+                P(
+                    ("data", "model"),
+                ),
+                P(),
+            ),
+            AxisSizeError,
+            r"\.table\.calls",
+        ),
+        (
+            (sx.StateSharding({sx.Param: P(None, "model"), ...: P()}), P()),
+            AxisSizeError,
+            r"\.table\.rows",
+        ),
+    ],
+)
+def test_arrays_that_cannot_be_taken_apart_are_named(
+    auto_mesh: Mesh, specs: Any, error: type[Exception], message: str
+) -> None:
+    def call(table: Table, x: Any) -> Any:
+        return x
+
+    with pytest.raises(error, match=message):
+        sx.shard_map(call, mesh=auto_mesh, in_specs=specs, out_specs=P())(Table(), jnp.ones(6))
+
+
+def test_what_is_no_array_is_refused_by_its_path(auto_mesh: Mesh) -> None:
+    run = sx.shard_map(lambda x: 1.0, mesh=auto_mesh, in_specs=P(), out_specs=P())
+    with pytest.raises(ArgumentError, match=r"\.x\.mode is 'fast'"):
+        run({"mode": "fast"})
+    abstract = sx.eval_shape(lambda: Table())
+    with pytest.raises(AbstractValueError, match=r"\.x\.rows"):
+        run(abstract)
+    with pytest.raises(OutputError, match="'text'"):
+        sx.shard_map(lambda x: "text", mesh=auto_mesh, in_specs=P(), out_specs=P())(1.0)
+
+
+def test_results_that_cannot_be_put_together_are_named(auto_mesh: Mesh) -> None:
+    def call(x: Any) -> Any:
+        return {"loss": x.sum()}
+
+    with pytest.raises(AxisSizeError, match=r"at \.result\.loss .* x\[None\]"):
+        sx.shard_map(call, mesh=auto_mesh, in_specs=P("data"), out_specs=P("data"))(jnp.ones(8))
+
+
+def test_arrays_are_brought_to_the_mesh_from_wherever_they_are(mesh: Mesh) -> None:
+    one = jax.devices()[5]
+    other = jax.make_mesh((8,), ("all",))
+    run = sx.shard_map(
+        lambda v, x: v + x, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data")
+    )
+    for place in (one, NamedSharding(other, P("all")), NamedSharding(mesh, P("model"))):
+        variable = sx.Variable(jax.device_put(jnp.arange(8.0), place))
+        x = jax.device_put(jnp.arange(8.0), place)
+        assert run(variable, x).tolist() == [2.0 * i for i in range(8)]
+        assert variable.value.sharding == (
+            place if isinstance(place, NamedSharding) else x.sharding
+        )
+    assert run(sx.Variable(np.arange(8.0)), np.arange(8.0)).tolist() == [2.0 * i for i in range(8)]
+
+
+def test_a_lazy_model_is_made_straight_in_its_shards(mesh: Mesh) -> None:
+    block, x = Block(), batch()
+    expected = Block().up(x)
+    run = sx.shard_map(
+        lambda block, x: block.up(x),
+        mesh=mesh,
+        in_specs=(sx.partition_specs(block, RULES), P("data")),
+        out_specs=P("data", "model"),
+    )
+    assert block.up.kernel.is_lazy
+    close(run(block, x), expected)
+    assert spec_of(block.up.kernel) == (None, "model")
+
+
+def test_axes_that_are_not_named_are_left_to_the_compiler(mesh: Mesh) -> None:
+    table, seen = Table(), []
+
+    def call(table: Table, x: Any) -> Any:
+        seen.append((table.rows.shape, sorted(jax.typeof(x).manual_axis_type.varying)))
+        return table(x)
+
+    run = sx.jit(
+        sx.shard_map(
+            call,
+            mesh=mesh,
+            in_specs=(BY_TYPE, P("data")),
+            out_specs=P("data"),
+            axis_names={"data"},
+        )
+    )
+    x = jax.device_put(jnp.ones(8), NamedSharding(mesh, P(("data", "model"))))
+    with jax.set_mesh(mesh):
+        assert run(table, x).tolist() == [1 + 2 * i for i in range(8)]
+    assert table.rows.value.tolist() == [2 * i for i in range(8)] and int(table.calls) == 1
+    assert seen == [((4,), ["data"])]
+    bad = sx.shard_map(
+        call, mesh=mesh, in_specs=(P(), P("model")), out_specs=P(), axis_names={"data"}
+    )
+    with pytest.raises(PrefixError, match=r"\['data'\]"):
+        bad(table, x)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_one_shard_map_inside_another_over_the_remaining_axes(mesh: Mesh, compiled: bool) -> None:
+    by_model = sx.StateSharding({sx.Param: P("model"), ...: P()})
+    table = Table()
+    inner = sx.shard_map(
+        lambda table, x: table(x),
+        mesh=mesh,
+        in_specs=(by_model, P("model")),
+        out_specs=P("model"),
+        axis_names={"model"},
+    )
+    outer = sx.shard_map(
+        lambda table, x: inner(table, x),
+        mesh=mesh,
+        in_specs=(BY_TYPE, P("data")),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
+    result = (sx.jit(outer) if compiled else outer)(table, jnp.ones(8))
+    assert result.tolist() == [1 + 2 * i for i in range(8)]
+    assert table.rows.value.tolist() == [2 * i for i in range(8)] and int(table.calls) == 1

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random streams under shard_map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh
+from tests.transforms.sharded import (
+    P,
+)
+
+import shardax as sx
+from shardax.core.errors import (
+    OutputError,
+)
+
+
+def test_a_stream_under_mesh_axes_is_split_and_moves_on_by_one_draw(mesh: Mesh) -> None:
+    rngs = sx.Rngs(dropout=0, noise=1)
+
+    def draw(rngs: sx.Rngs) -> Any:
+        return jnp.stack([jax.random.normal(rngs.dropout(), ()) for _ in range(2)])[None]
+
+    grid = P(("data", "model"))
+    run = sx.shard_map(draw, mesh=mesh, in_specs=grid, out_specs=grid)
+    first, second = run(rngs), sx.jit(run)(rngs)
+    assert len({*first.ravel().tolist(), *second.ravel().tolist()}) == 2 * 8 * 2
+    assert (int(rngs.dropout.count), int(rngs.noise.count)) == (2, 0)
+    again = run(sx.Rngs(dropout=0, noise=1))
+    assert again.tolist() == first.tolist()
+
+
+def test_a_split_stream_differs_along_the_axes_of_its_spec_only(auto_mesh: Mesh) -> None:
+    rows = sx.shard_map(
+        lambda rngs: jax.random.normal(rngs.params(), (1,)),
+        mesh=auto_mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )(sx.Rngs(0))
+    assert len(set(rows.tolist())) == 2
+    draw = jax.random.fold_in(sx.Rngs(0).default.key.value, 0)
+    expected = [
+        jax.random.normal(jax.random.fold_in(jax.random.fold_in(draw, shard), 0), (1,))[0]
+        for shard in range(2)
+    ]
+    assert rows.tolist() == [float(x) for x in expected]
+
+
+def test_a_stream_that_is_not_split_draws_the_same_everywhere(auto_mesh: Mesh) -> None:
+    rngs, alone = sx.Rngs(0), sx.Rngs(0)
+    run = sx.shard_map(
+        lambda rngs: jax.random.normal(rngs.params(), (2,)),
+        mesh=auto_mesh,
+        in_specs=P(),
+        out_specs=P(),
+    )
+    assert run(rngs).tolist() == jax.random.normal(alone.params(), (2,)).tolist()
+    assert int(rngs.default.count) == 1
+
+
+def test_dropout_drops_other_elements_in_every_shard(auto_mesh: Mesh) -> None:
+    dropout = sx.nn.Dropout(0.5, rngs=sx.Rngs(dropout=0))
+    split = sx.StateSharding({sx.RngState: P("data"), ...: P()})
+    run = sx.shard_map(
+        lambda dropout, x: dropout(x),
+        mesh=auto_mesh,
+        in_specs=(split, P("data")),
+        out_specs=P("data"),
+    )
+    upper, lower = jnp.split(run(dropout, jnp.ones(64)), 2)
+    assert upper.tolist() != lower.tolist()
+    assert set(upper.tolist()) == set(lower.tolist()) == {0.0, 2.0}
+
+
+def test_a_split_stream_cannot_be_given_another_key(auto_mesh: Mesh) -> None:
+    def reseed(rngs: sx.Rngs) -> None:
+        rngs.default.key.value = jax.random.key(1)
+
+    with pytest.raises(OutputError, match=r"\.rngs\.default\.key"):
+        sx.shard_map(reseed, mesh=auto_mesh, in_specs=P("data"), out_specs=None)(sx.Rngs(0))
