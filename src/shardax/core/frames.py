@@ -122,10 +122,9 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
     owner = variable._owner
     if owner is frame or (type(owner) is PlainTrace and owner.parent is frame):
         return variable
-    known = None if frame is None else frame.copies.get(id(variable))
-    if known is not None:  # before the next question: a frame may outlive the one of its call
-        return _usable(known)
-    if owner is not None and owner.closed:
+    if frame is None:
+        if owner is None or not owner.closed:
+            return variable
         raise TraceLeakError(
             f"A {type(variable).__name__} made inside sx.{owner.name} was used after that call "
             f"ended. Its value exists only "
@@ -133,8 +132,9 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
             f"Module that is an "
             f"argument); then the caller gets it with a real array."
         )
-    if frame is None:
-        return variable
+    known = frame.copies.get(id(variable))
+    if known is not None:
+        return _usable(known)
     outer = resolve(variable, frame.parent)
     known = frame.copies.get(id(outer))  # passed in by the parent under the name it has there
     if known is not None:

@@ -27,6 +27,7 @@ from shardax.core.state import State
 from shardax.core.variables import Variable
 from shardax.transforms.call import Call, Captured, Inside, path_of
 from shardax.transforms.lift import Carried, Record, carry_in, check_no_leak, check_result
+from shardax.transforms.liveness import used_inputs
 from shardax.transforms.prefix import expand
 from shardax.transforms.residuals import Packed, pack
 from shardax.transforms.tangents import Tangents, is_differentiable
@@ -161,9 +162,7 @@ class RuleCall:
             raise
         except Exception:  # noqa: BLE001 (it is raised again, should fwd really run)
             return [True] * count
-        read = {id(item) for equation in jaxpr.eqns for item in equation.invars}
-        read |= {id(item) for item in jaxpr.outvars}
-        return [id(item) in read for item in jaxpr.invars[len(jaxpr.invars) - count :]]
+        return used_inputs(jaxpr)[len(jaxpr.invars) - count :]
 
     def _guarded(self, still: Any, used: Sequence[bool]) -> Any:
         """Returns the still inputs such that differentiating a used one is an error."""
