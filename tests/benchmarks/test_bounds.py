@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bounds the programs hold shardax against say so when they do not hold."""
 
+import bounded_while
 import dispatch
 import init
 import program
 import pytest
+from _harness import Comparison, Samples
 
 
 def dispatch_record(**changes):
@@ -58,3 +60,33 @@ def test_init_bounds_time_programs_and_equal_shards():
 def test_program_ratio_of_two_zeros_is_one_and_of_something_to_zero_is_infinite():
     assert (program.ratio(0.0, 0.0), program.ratio(3.0, 0.0)) == (1.0, float("inf"))
     assert program.ratio(3.0, 2.0) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("found", "failures"),
+    [
+        ({256: 10, 4096: 20, 65536: 60}, []),
+        (
+            {256: 10, 4096: 20, 65536: 180},
+            ["recompute: memory grows by 10 and then 160 bytes, at most 4.5x"],
+        ),
+        ({16: 1, 64: 100}, []),
+    ],
+)
+def test_bounded_while_bounds_the_growth_of_memory(found, failures):
+    assert bounded_while.growth_failures(found) == failures
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "failures"),
+    [
+        ("bounded", 1.2, []),
+        ("bounded", 1.5, ["forward: 1.50 of lax.while_loop, at most 1.3"]),
+        ("scan + cond", 9.0, []),
+    ],
+)
+def test_bounded_while_bounds_the_time_of_the_loop_that_is_not_differentiated(
+    name, ratio, failures
+):
+    comparison = Comparison(Samples(name, (ratio,)), (ratio,), (0.0,))
+    assert bounded_while.bound_failures("forward", comparison) == failures

@@ -5,6 +5,7 @@ import json
 import sys
 
 import _decoder_steps
+import bounded_while
 import dispatch
 import init
 import jax
@@ -21,6 +22,7 @@ RUNS = {
     dispatch: ["--sizes", "2", "--opponents", "shardax.jit"],
     program: ["--opponents", "shardax"],
     trace_time: ["--opponents", "shardax"],
+    bounded_while: [],
     init: ["--layers", "1", "--methods", "raw jax", "shardax.shard"],
 }
 
@@ -68,3 +70,29 @@ def test_both_decoders_give_the_same_loss_and_gradients_with_the_same_parameters
     theirs = jax.jit(jax.value_and_grad(lambda p: raw_decoder.loss(config, p, batch)))(params)
     for mine, its in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-6)
+
+
+def test_bounded_loops_are_timed_and_their_memory_counted(monkeypatch, tmp_path):
+    status, written = figures(bounded_while, monkeypatch, tmp_path)
+    assert (status, written["failures"]) == (0, [])
+    works = {record["work"] for record in written["records"]}
+    assert works == {
+        "forward", "forward with history", "lanes with history", "gradient", "memory"
+    }  # fmt: skip
+    kept = {(r["name"], r["limit"]): r.get("temp_bytes") for r in written["records"]}
+    assert kept['bounded, "recompute"', 64] < kept["scan + cond", 64]
+
+
+def test_bounded_loops_of_all_opponents_agree():
+    given = bounded_while.inputs(5)
+    expected = bounded_while.raw_with_buffer(7)(*given)
+    loops = bounded_while.forward(7) | bounded_while.forward_with_history(7)
+    for run in loops.values():
+        result = run(*given)
+        for mine, its in zip(result, expected, strict=True):
+            assert mine is None or np.allclose(
+                mine[:5] if mine.ndim > 1 else mine, its[:5] if its.ndim > 1 else its
+            )
+    grads = [run(*given) for run in bounded_while.gradients(16).values()]
+    for gradient in grads[1:]:
+        assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(gradient, grads[0], strict=True))

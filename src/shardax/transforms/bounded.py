@@ -10,13 +10,13 @@ Loops that are not differentiated run as one ``while``. It writes rows into a bu
 follows the steps that are taken. Under ``vmap`` it goes on while any *lane* does, and a lane that
 is finished keeps its state.
 
-Loops that are differentiated run as a scan; steps after the end are skipped. Of a step only what
+Loops that are differentiated run as a scan over *blocks* of the square root of the limit, and in
+each a scan over its steps; steps and whole blocks after the end are skipped. Of a step only what
 goes in is kept, and the step is run again when its derivative is computed. (Keeping more would cost
 more: what a branch keeps is kept for every step, also the weights that it uses and does not
-change.) ``"store"`` keeps what goes into every step. ``"recompute"`` scans over *blocks* of the
-square root of the limit, and in each over its steps. It keeps what goes into every block, and, for
-the block whose derivative is being computed, what goes into its steps: twice the square root of the
-limit, for one more run of every step.
+change.) ``"store"`` keeps what goes into every step. ``"recompute"`` keeps what goes into every
+block, and, for the block whose derivative is being computed, what goes into its steps: twice the
+square root of the limit, for one more run of every step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from shardax.transforms.repeat import vary_alike
 
@@ -99,10 +100,8 @@ def run_bounded(loop: Loop, init: Any, differentiable: Differentiable) -> WhileR
         last, history = start, _repeated(loop.padding, 0)
     elif differentiable == "no":
         last, history = _run_buffered(loop, start)
-    elif differentiable == "store":
-        last, history = _run_steps(loop, start)
     else:
-        last, history = _run_blocks(loop, start)
+        last, history = _run_blocks(loop, start, differentiable == "store")
     return WhileResult(last.carry, history, last.length, jnp.logical_not(last.active))
 
 
@@ -192,15 +191,36 @@ def _own_lane_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool
     return active, True
 
 
-# --- scans over steps, and over blocks of them ----------------------------------------------------
+# --- scans over blocks of steps -------------------------------------------------------------------
+
+_GOES_IN = "shardax: what goes into a step of a bounded loop"
 
 
-def _run_steps(loop: Loop, start: _Progress) -> tuple[_Progress, Any]:
-    return _scan_steps(loop, start, jnp.arange(loop.max_steps, dtype=jnp.int32), True)
+def _run_blocks(loop: Loop, start: _Progress, store: bool) -> tuple[_Progress, Any]:
+    size = math.isqrt(loop.max_steps - 1) + 1
+    count = -(-loop.max_steps // size)
+    one_step = _step_of(loop, exact=count * size == loop.max_steps)
+
+    def take_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
+        return jax.lax.scan(one_step, progress, first + jnp.arange(size, dtype=jnp.int32))
+
+    def skip_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
+        return progress, _repeated(loop.padding, size)
+
+    def one_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
+        return jax.lax.cond(any_lane(progress.active), take_block, skip_block, progress, first)
+
+    kept = jax.checkpoint_policies.save_only_these_names(_GOES_IN) if store else None
+    checkpointed = jax.checkpoint(one_block, prevent_cse=False, policy=kept)
+    firsts = jnp.arange(count, dtype=jnp.int32) * size
+    last, rows = jax.lax.scan(checkpointed, start, firsts)
+    return last, jax.tree.map(
+        lambda row: row.reshape(count * size, *row.shape[2:])[: loop.max_steps], rows
+    )
 
 
-def _scan_steps(loop: Loop, start: _Progress, steps: Any, exact: bool) -> tuple[_Progress, Any]:
-    """Scans over steps; unless ``exact``, some of them may be past the limit."""
+def _step_of(loop: Loop, exact: bool) -> Callable[[_Progress, Any], tuple[_Progress, Any]]:
+    """Returns one step, for a scan; unless ``exact``, some steps are past the limit."""
 
     def take(progress: _Progress) -> tuple[_Progress, Any]:
         new = loop.body(progress.carry)
@@ -219,26 +239,9 @@ def _scan_steps(loop: Loop, start: _Progress, steps: Any, exact: bool) -> tuple[
 
     # What a checkpointed function keeps is what goes into it; around the choice, not inside, since
     # what is kept inside a branch is kept by every turn of the scan.
-    return jax.lax.scan(jax.checkpoint(one_step, prevent_cse=False), start, steps)
+    checkpointed = jax.checkpoint(one_step, prevent_cse=False)
 
+    def named_step(progress: _Progress, step: Any) -> tuple[_Progress, Any]:
+        return checkpointed(checkpoint_name(progress, _GOES_IN), step)
 
-def _run_blocks(loop: Loop, start: _Progress) -> tuple[_Progress, Any]:
-    size = math.isqrt(loop.max_steps - 1) + 1
-    count = -(-loop.max_steps // size)
-    exact = count * size == loop.max_steps
-
-    def take_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
-        steps = first + jnp.arange(size, dtype=jnp.int32)
-        return _scan_steps(loop, progress, steps, exact)
-
-    def skip_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
-        return progress, _repeated(loop.padding, size)
-
-    def one_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
-        return jax.lax.cond(any_lane(progress.active), take_block, skip_block, progress, first)
-
-    firsts = jnp.arange(count, dtype=jnp.int32) * size
-    last, rows = jax.lax.scan(jax.checkpoint(one_block, prevent_cse=False), start, firsts)
-    return last, jax.tree.map(
-        lambda row: row.reshape(count * size, *row.shape[2:])[: loop.max_steps], rows
-    )
+    return named_step
