@@ -241,7 +241,7 @@ def growth_failures(found: dict[int, int]) -> list[str]:
     return [f"recompute: memory grows by {less} and then {more} bytes, at most {BOUND_OF_GROWTH}x"]
 
 
-def measure_times(report: Report, repeats: int, quick: bool) -> None:
+def measure_times(report: Report, repeats: int, chosen: Sequence[str], quick: bool) -> None:
     """Time every kind of work and print a table of each."""
     limit = 100 if quick else LIMIT
     given = inputs(STEPS)
@@ -251,8 +251,11 @@ def measure_times(report: Report, repeats: int, quick: bool) -> None:
         "lanes with history": (in_lanes(forward_with_history(limit)), lanes_of(given)),
         "gradient": (gradients(limit), given),
     }
-    for work, (functions, arrays) in works.items():
-        samples = measure(opponents_of(functions, arrays), repeats=repeats)
+    for work, (loops, arrays) in works.items():
+        functions = {name: run for name, run in loops.items() if name in chosen}
+        block_seconds = 0.003 if quick else 0.03
+        opponents = opponents_of(functions, arrays)
+        samples = measure(opponents, repeats=repeats, block_seconds=block_seconds)
         baseline = next(iter(functions))
         rows = []
         for comparison in compare(samples, baseline).values():
@@ -265,10 +268,12 @@ def measure_times(report: Report, repeats: int, quick: bool) -> None:
         print(table(["loop", "least", "median", f"/ {baseline}"], rows), flush=True)
 
 
-def measure_memory(report: Report, limits: Sequence[int]) -> None:
+def measure_memory(report: Report, limits: Sequence[int], chosen: Sequence[str]) -> None:
     """Compile the gradients at each limit and print their memory."""
     by_limit = {
-        limit: {name: bytes_of_gradient(run) for name, run in gradients(limit).items()}
+        limit: {
+            name: bytes_of_gradient(run) for name, run in gradients(limit).items() if name in chosen
+        }
         for limit in limits
     }
     names = list(by_limit[limits[0]])
@@ -277,8 +282,9 @@ def measure_memory(report: Report, limits: Sequence[int]) -> None:
             {"work": "memory", "name": name, "limit": limit, "temp_bytes": size}
             for name, size in found.items()
         ]
+    ours = 'bounded, "recompute"'
     report.failures += growth_failures(
-        {limit: found['bounded, "recompute"'] for limit, found in by_limit.items()}
+        {limit: found[ours] for limit, found in by_limit.items() if ours in found}
     )
     rows = [[name, *(f"{by_limit[limit][name]:,}" for limit in limits)] for name in names]
     print("\n### temporary memory of the gradient, bytes\n")
@@ -287,12 +293,15 @@ def measure_memory(report: Report, limits: Sequence[int]) -> None:
 
 def main() -> int:
     """Measure times, then memory, and check the bounds."""
-    options = arguments(__doc__, repeats=15).parse_args()
+    known = [*forward(1), *gradients(1)]
+    parser = arguments(__doc__, repeats=15)
+    parser.add_argument("--opponents", nargs="*", default=known, choices=known)
+    options = parser.parse_args()
     repeats = 2 if options.quick else options.repeats
     limits = (16, 64) if options.quick else LIMITS
     report = Report("bounded_while", {"size": SIZE, "steps": STEPS, "limits": limits})
-    measure_times(report, repeats, options.quick)
-    measure_memory(report, limits)
+    measure_times(report, repeats, options.opponents, options.quick)
+    measure_memory(report, limits, options.opponents)
     return report.finish(options)
 
 
