@@ -173,7 +173,7 @@ def _check_result(call: Call, first: Outcome, other: Outcome) -> None:
             )
         if mine.position is not None:
             continue
-        one, two = (_form_text(item) for item in next(arrays))
+        one, two = (form(item) for item in next(arrays))
         if one != two:
             raise BranchError(
                 f"The branches of sx.{call.name} return different types{_at(path)}: {first.label} "
@@ -198,7 +198,7 @@ def _check_written(call: Call, first: Outcome, other: Outcome, before: Sequence[
         forms, told = [], []
         for outcome in (first, other):
             is_written = position in outcome.written
-            shown = _form_text(outcome.written[position] if is_written else before[position])
+            shown = form(outcome.written[position] if is_written else before[position])
             forms.append(shown)
             told.append(f"{outcome.label} {'writes' if is_written else 'leaves it as'} {shown}")
         if forms[0] != forms[1]:
@@ -208,17 +208,6 @@ def _check_written(call: Call, first: Outcome, other: Outcome, before: Sequence[
                 f"branches of sx.{call.name} in different forms: {told[0]}, {told[1]}. Keep one "
                 f"structure, shape and dtype: v[...] = new.astype(v.dtype)."
             )
-
-
-def _form_text(value: Any) -> str:
-    """Returns what must agree: structure, shapes, dtypes, and layout over Explicit mesh axes."""
-    specs = {_explicit_spec(leaf) for leaf in jax.tree.leaves(value)} - {""}
-    return form(value) + "".join(f" sharded as {spec}" for spec in sorted(specs))
-
-
-def _explicit_spec(leaf: Any) -> str:
-    spec = getattr(getattr(jax.typeof(leaf), "sharding", None), "spec", None)
-    return "" if spec is None or all(entry is None for entry in spec) else str(spec)
 
 
 def _at(path: Path) -> str:

@@ -320,9 +320,20 @@ def _difference(before: Mapping[Path, Any], after: Mapping[Path, Any], given: An
 
 
 def form(value: Any) -> str:
-    """Returns how messages show the form of a value: ``float32[2,3]``, or a pytree of such."""
+    """Returns how messages show the form of a value: ``float32[2,3]``, or a pytree of such.
+
+    Over Explicit mesh axes the layout is part of the type, and of the form.
+    """
     shown = jax.tree.map(_leaf_form, value)
-    return shown if isinstance(shown, str) else str(shown).replace("'", "")
+    text = shown if isinstance(shown, str) else str(shown).replace("'", "")
+    specs = {explicit_spec(leaf) for leaf in jax.tree.leaves(value)} - {""}
+    return text + "".join(f" sharded as {spec}" for spec in sorted(specs))
+
+
+def explicit_spec(leaf: Any) -> str:
+    """Returns how an array is laid out over Explicit mesh axes, "" if it is not."""
+    spec = getattr(getattr(jax.typeof(leaf), "sharding", None), "spec", None)
+    return "" if spec is None or all(entry is None for entry in spec) else str(spec)
 
 
 def _leaf_form(leaf: Any) -> str:
@@ -346,16 +357,18 @@ def check_form(what: str, before: Any, after: Any, name: str) -> None:
         for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     ):
         return
+    explicit = any(explicit_spec(leaf) for leaf in jax.tree.leaves((before, after)))
+    hint = ", jax.sharding.reshard(new, spec)" if explicit else ""
     raise CarryError(
         f"{what} changes its form in the body of sx.{name}: from {form(before)} to {form(after)}. "
         f"All iterations share one program, so what goes from one to the next keeps structure, "
         f"shape and dtype. Start with the form it will have, or convert what is written: "
-        f"new.astype(old.dtype)."
+        f"new.astype(old.dtype){hint}."
     )
 
 
 def _same_type(before: Any, after: Any) -> bool:
-    if jnp.shape(before) != jnp.shape(after):
+    if jnp.shape(before) != jnp.shape(after) or explicit_spec(before) != explicit_spec(after):
         return False
     old, new = jnp.result_type(before), jnp.result_type(after)
     # What starts as a Python number takes the dtype of what the body makes of it, as in JAX.

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of ``sx.scan``: it is a loop in Python, and the plain scan of the pure function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardax as sx
+
+Carry = sx.Carry
+
+NAMES = ("a", "b", "c")
+PROGRAMS = st.lists(
+    st.tuples(
+        st.sampled_from(NAMES), st.sampled_from(["add", "tanh", "copy"]), st.sampled_from(NAMES)
+    ),
+    max_size=4,
+)
+ENTRIES = st.fixed_dictionaries({name: st.sampled_from([0, -1, None, Carry]) for name in NAMES})
+
+
+class Three(sx.Module):
+    """Three Variables, each sliced, shared or carried."""
+
+    def __init__(self, entries: dict[str, Any], length: int) -> None:
+        for seed, name in enumerate(NAMES):
+            rows = jnp.sin(jnp.arange(2.0 * length) + seed).reshape(2, length)
+            axis = entries[name]
+            value = rows[:, 0] if axis in (None, Carry) else jnp.moveaxis(rows, 1, axis)
+            setattr(self, name, sx.Variable(value))
+
+
+def play(program: list[Any], model: Any, x: Any) -> Any:
+    """Runs a random program on the Variables of a model."""
+    for target, kind, source in program:
+        one, other = getattr(model, target), getattr(model, source)
+        if kind == "add":
+            one[...] = 0.5 * one + other * x
+        elif kind == "tanh":
+            one[...] = jnp.tanh(other.value)
+        else:
+            one[...] = other.value
+    return model.a * model.b + model.c * x
+
+
+@given(PROGRAMS, ENTRIES, st.integers(1, 4), st.booleans())
+@settings(max_examples=40)
+def test_scan_is_a_python_loop(
+    program: list[Any], entries: dict[str, Any], length: int, compiled: bool
+) -> None:
+    model, same = Three(entries, length), Three(entries, length)
+    xs = jnp.cos(jnp.arange(float(length)))
+    axes = sx.StateAxes({sx.PathContains(name): entry for name, entry in entries.items()})
+    run = sx.scan(lambda m, x: play(program, m, x), in_axes=(axes, 0), out_axes=0)
+    rows = (sx.jit(run) if compiled else run)(model, xs)
+
+    expected = []
+    for i in range(length):
+        part = sx.clone(same)
+        for name, axis in entries.items():
+            if axis not in (None, Carry):
+                getattr(part, name).value = jnp.take(getattr(same, name).value, i, axis)
+        expected.append(play(program, part, xs[i]))
+        for name, axis in entries.items():
+            whole, new = getattr(same, name), getattr(part, name).value
+            if axis in (None, Carry):
+                whole.value = new
+            else:
+                front = jnp.moveaxis(whole.value, axis, 0).at[i].set(new)
+                whole.value = jnp.moveaxis(front, 0, axis)
+    np.testing.assert_allclose(rows, jnp.stack(expected), rtol=1e-5, atol=1e-6)
+    for name in NAMES:
+        np.testing.assert_allclose(
+            getattr(model, name).value, getattr(same, name).value, rtol=1e-5, atol=1e-6
+        )
+
+
+@given(PROGRAMS, st.integers(1, 4))
+@settings(max_examples=20)
+def test_lifted_scan_is_the_plain_scan_of_the_pure_function(
+    program: list[Any], length: int
+) -> None:
+    model = Three(dict.fromkeys(NAMES, Carry), length)
+    xs = jnp.cos(jnp.arange(float(length)))
+    graphdef, state = sx.split(model)
+
+    def pure(state: Any, x: Any) -> Any:
+        copy = sx.merge(graphdef, state)
+        row = play(program, copy, x)
+        return sx.state(copy), row
+
+    final, expected = jax.lax.scan(pure, state, xs)
+    _, rows = sx.scan(lambda m, x: (m, play(program, m, x)))(model, xs)
+    np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6)
+    for path, value in sx.state(model).flat().items():
+        np.testing.assert_allclose(value, final.flat()[path], rtol=1e-5, atol=1e-6)
+
+
+@given(PROGRAMS, st.integers(1, 4))
+@settings(max_examples=20)
+def test_a_captured_module_does_what_a_passed_one_does(program: list[Any], length: int) -> None:
+    shared = dict.fromkeys(NAMES, Carry)
+    passed, captured = Three(shared, length), Three(shared, length)
+    xs = jnp.cos(jnp.arange(float(length)))
+    _, rows = sx.scan(lambda m, x: (m, play(program, m, x)))(passed, xs)
+    same = sx.scan(lambda x: play(program, captured, x), in_axes=0, out_axes=0)(xs)
+    np.testing.assert_allclose(rows, same, rtol=1e-5, atol=1e-6)
+    for name in NAMES:
+        np.testing.assert_allclose(
+            getattr(passed, name).value, getattr(captured, name).value, rtol=1e-5, atol=1e-6
+        )
