@@ -16,6 +16,7 @@ from tests.transforms.pure import floating, pure_of, touch
 
 import shardax as sx
 from shardax.core.errors import (
+    AbstractValueError,
     ArgumentError,
     DifferentiationError,
     InconsistentAliasingError,
@@ -211,6 +212,11 @@ def test_lazy_params_are_materialised() -> None:
             r"must return \(result, aux\), but it returned a",
         ),
         (lambda: sx.vjp(lambda m, x: x, Scale(), ["a"]), ArgumentError, r"\.x\[0\] .* is a str"),
+        (
+            lambda: sx.vjp(lambda m: m.factor * 1, sx.eval_shape(Scale)),
+            AbstractValueError,
+            r"2 Variables hold only shapes, not arrays: \.m\.factor, \.m\.calls",
+        ),
     ],
 )
 def test_what_vjp_refuses(call: Any, error: type[ShardaxError], message: str) -> None:

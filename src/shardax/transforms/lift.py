@@ -28,7 +28,7 @@ from shardax.core import _jax, epoch
 from shardax.core._jax import Tracer
 from shardax.core.arraylike import realise_all
 from shardax.core.containers import unbox
-from shardax.core.errors import OutputError, TraceLeakError
+from shardax.core.errors import AbstractValueError, OutputError, TraceLeakError
 from shardax.core.frames import Frame, check_structural_write, check_unlocked, local, resolve
 from shardax.core.lazy import LazyValue
 from shardax.core.node import Object
@@ -79,8 +79,24 @@ class Graph:
         )
 
     def values(self) -> list[Any]:
-        """Reads all values, materialising lazy ones."""
-        return read(self.leaves)
+        """Reads all values, materialising lazy ones.
+
+        Raises:
+            AbstractValueError: If Variables hold only shapes; all are named.
+        """
+        values = read(self.leaves)
+        absent = [
+            format_path(path)
+            for path, leaf, value in zip(self.flat.leaf_paths, self.leaves, values, strict=True)
+            if not isinstance(value, jax.Array) and leaf.is_abstract
+        ]
+        if absent:
+            raise AbstractValueError(
+                f"{len(absent)} Variables hold only shapes, not arrays: {', '.join(absent[:8])}"
+                f"{', ...' if len(absent) > 8 else ''}. Materialise the model first (sx.shard, or "
+                f"restore a checkpoint), or look at shapes only with sx.eval_shape."
+            )
+        return values
 
     def objects(self) -> list[Any]:
         """Returns the objects in the order of the graph definition."""
