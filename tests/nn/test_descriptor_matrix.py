@@ -127,6 +127,19 @@ DESCRIPTORS = {
         (4, 3, 8),
         {("scale",): ("embed",), ("bias",): ("embed",)},
     ),
+    "BatchNorm, running statistics": Descriptor(
+        lambda rngs, dtype: sx.nn.BatchNorm(8, dtype=dtype, use_running_average=True),
+        floats(4, 3, 8),
+        (4, 3, 8),
+        {("scale",): ("embed",), ("bias",): ("embed",)},
+    ),
+    "Stack": Descriptor(
+        lambda rngs, dtype: sx.nn.Stack(lambda: sx.nn.RMSNorm(8, dtype=dtype), 2),
+        floats(4, 3, 8),
+        (4, 3, 8),
+        {("stacked", "scale"): ("layers", "embed")},
+        call=lambda stack, x: stack(x.astype(stack.stacked.dtype)),  # what goes around keeps dtype
+    ),
     "MultiHeadAttention": Descriptor(attention, floats(4, 3, 8), (4, 3, 8), attention_axes()),
     "MultiHeadAttention, causal, grouped, rotary": Descriptor(
         lambda rngs, dtype: attention(rngs, dtype, num_kv_heads=4, causal=True, rope_base=100.0),
