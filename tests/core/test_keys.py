@@ -66,3 +66,12 @@ def test_a_mesh_in_scope_changes_nothing() -> None:
     with jax.set_mesh(jax.make_mesh((8,), ("data",))):
         found = [words.tolist() for words in all_key_words(sources)]
     assert found == [words_one_by_one(source) for source in sources]
+
+
+def test_a_seed_that_was_used_over_one_mesh_can_be_used_over_another() -> None:
+    drawn = jax.jit(lambda: key_words(KeySource(79, (1,))))
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        for count in (8, 4):
+            mesh = jax.make_mesh((count,), ("data",), (kind,), devices=jax.devices()[:count])
+            with jax.set_mesh(mesh):
+                assert drawn().tolist() == words_one_by_one(KeySource(79, (1,)))

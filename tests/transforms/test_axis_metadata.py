@@ -315,6 +315,21 @@ def test_a_sharded_model_keeps_its_shardings_inside_eval_shape(mesh: Mesh) -> No
     assert declared == sx.shardings(model, mesh, RULES).flat()
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("given", [False, True], ids=["made inside", "given"])
+def test_a_model_sharded_inside_a_program_lies_as_its_names_say(
+    mesh: Mesh, stacked: bool, given: bool
+) -> None:
+    def make() -> Any:
+        return _stack(metadata=NAMED) if stacked else _layer(sx.Rngs(0))
+
+    run = sx.jit(lambda *models: sx.shard(models[0] if given else make(), mesh, RULES))
+    with jax.set_mesh(mesh):
+        model = run(*([make()] if given else []))
+    assert _agree(model, mesh)
+    assert not model.kernel.sharding.is_fully_replicated
+
+
 # --- Explicit meshes: the mapped dimension is part of the types ---
 
 

@@ -45,7 +45,11 @@ class KeySource(NamedTuple):
 
     def root_key(self) -> jax.Array:
         """Returns the root as a typed key array of shape ()."""
-        return _seed_key(self.root, prng_name()) if isinstance(self.root, int) else self.root
+        if not isinstance(self.root, int):
+            return self.root
+        # Words are kept, not keys: an array belongs to the mesh in scope when it was made.
+        words = jax.numpy.asarray(_seed_words(self.root, prng_name()))
+        return jax.random.wrap_key_data(words, impl=prng_name())
 
     @property
     def impl(self) -> Any:
@@ -164,11 +168,6 @@ def _fold_program(impl: Any, count: int) -> Callable[[Any, Any], jax.Array]:
 
 
 @functools.lru_cache(maxsize=256)
-def _seed_key(seed: int, impl: str) -> jax.Array:
-    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):
-        return jax.random.key(seed, impl=impl)
-
-
-@functools.lru_cache(maxsize=256)
 def _seed_words(seed: int, impl: str) -> np.ndarray:
-    return np.asarray(jax.random.key_data(_seed_key(seed, impl)))
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):
+        return np.asarray(jax.random.key_data(jax.random.key(seed, impl=impl)))

@@ -11,7 +11,7 @@ error unless it was asked to be ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -184,8 +184,20 @@ def _without(target: Target, axes: frozenset[str]) -> Target:
 
 
 def _apply(array: jax.Array, entries: tuple[Target, ...], mesh: AnyMesh) -> jax.Array:
-    if not isinstance(array, Tracer):
-        return _move(array, entries, mesh)
+    if isinstance(array, Tracer):
+        return lay_out_traced(array, entries, mesh)
+    return _move(array, entries, mesh)
+
+
+def lay_out_traced(array: jax.Array, entries: Sequence[Target], mesh: AnyMesh) -> jax.Array:
+    """Lays out an array inside a program, over mesh axes of every type but Manual.
+
+    Args:
+        array: A tracer.
+        entries: One spec entry per dimension; further dimensions are not split.
+        mesh: The mesh.
+    """
+    entries = _full(entries, array.ndim)
     explicit = frozenset(_axes_of_type(mesh, AxisType.Explicit))
     automatic = frozenset(_axes_of_type(mesh, AxisType.Auto))
     if explicit:

@@ -24,6 +24,7 @@ from shardax.core.node import Object
 from shardax.core.paths import format_path
 from shardax.core.state import State
 from shardax.partition.check import raise_on_errors
+from shardax.partition.constraints import lay_out_traced
 from shardax.partition.findings import Finding
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import RulesLike
@@ -164,11 +165,12 @@ def _place_variables(slots: Sequence[Slot], shardings: Sequence[Any]) -> None:
 def _placed(value: Any, sharding: Any) -> Any:
     """Returns a value, or a pytree of them, where it belongs."""
     if isinstance(value, LazyValue):
-        return value.compute(sharding)
+        value = value.compute(sharding)
     if not is_array(value):
         return jax.tree.map(_placed, value, sharding)
-    concrete = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-    if concrete and value.sharding == sharding:
+    if isinstance(value, Tracer):  # device_put would be a wish that the compiler may ignore
+        return lay_out_traced(value, sharding.spec, sharding.mesh)
+    if isinstance(value, jax.Array) and value.sharding == sharding:
         return value
     return jax.device_put(value, sharding)
 
