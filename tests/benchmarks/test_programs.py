@@ -82,8 +82,10 @@ def test_bounded_loops_are_timed_and_their_memory_counted(monkeypatch, tmp_path)
     status, written = figures(bounded_while, monkeypatch, tmp_path)
     assert (status, written["failures"]) == (0, [])
     works = {record["work"] for record in written["records"]}
+    forward, gradient = "forward", "gradient"
     assert works == {
-        "forward", "forward with history", "lanes with history", "gradient", "memory"
+        forward, f"{forward} with history", "lanes with history",
+        gradient, f"{gradient} of all steps", "memory",
     }  # fmt: skip
     kept = {(r["name"], r["limit"]): r.get("temp_bytes") for r in written["records"]}
     assert kept['bounded, "recompute"', 64] < kept["scan + cond", 64]
