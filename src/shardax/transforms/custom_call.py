@@ -157,12 +157,13 @@ class RuleCall:
             return carried, packed
 
         try:
-            jaxpr = jax.make_jaxpr(functools.partial(self._run, 1, leave))(moving, still).jaxpr
+            program = jax.make_jaxpr(functools.partial(self._run, 1, leave))(moving, still)
         except Captured:
             raise
         except Exception:  # noqa: BLE001 (it is raised again, should fwd really run)
             return [True] * count
-        return used_inputs(jaxpr)[len(jaxpr.invars) - count :]
+        used = used_inputs(program.jaxpr)
+        return used[len(used) - count :]
 
     def _guarded(self, still: Any, used: Sequence[bool]) -> Any:
         """Returns the still inputs such that differentiating a used one is an error."""

@@ -76,7 +76,7 @@ class Tangents:
                 f"The {self.noun} for {format_path(path)} is of type {type(given).__name__}, but "
                 f"must be an array like the value itself."
             )
-        dtype = jnp.result_type(given) if not hasattr(given, "dtype") else given.dtype
+        dtype = _dtype_of(given)
         if not is_differentiable(like):
             if not self.strict or dtype == jax.dtypes.float0:
                 return None
