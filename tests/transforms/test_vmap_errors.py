@@ -171,7 +171,16 @@ def test_lanes_may_not_write_different_values_into_one_variable(axes: Any) -> No
     assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
 
 
+def test_lanes_may_not_write_different_values_into_what_the_function_is_bound_to() -> None:
+    model = Scale()
+    with pytest.raises(SharedWriteError, match=r"Param at \.factor of what sx\.vmap was bound to"):
+        sx.vmap(model.grow)(XS)
+    assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
+
+
 def test_a_result_without_an_axis_may_not_differ_between_lanes() -> None:
+    with pytest.raises(SharedWriteError, match=r"None for \.result\.new, .* differs"):
+        sx.vmap(lambda x: {"new": sx.Param(x)}, out_axes=None)(XS)
     with pytest.raises(SharedWriteError, match=r"None for \.result\[1\], .* differs"):
         sx.vmap(lambda x: (x, x.sum()), out_axes=(0, None))(XS)
     same = sx.vmap(lambda x: (x, jnp.ones(2)), out_axes=(0, None))(XS)[1]

@@ -30,6 +30,7 @@ from shardax.transforms.axes import (
 from shardax.transforms.call import Call, Inside, SealedFrame, wraps
 from shardax.transforms.layout import (
     Layout,
+    Leaving,
     Parts,
     Sorted,
     add_written,
@@ -81,10 +82,14 @@ def vmap(
         A function of the same arguments.
 
     Raises:
-        PrefixError: When called, if a prefix does not fit.
+        PrefixError: If an entry is no axis; when called, if a prefix does not fit.
         AxisSizeError: When called, if an array has no such axis, or sizes differ.
-        SharedWriteError: When called, if lanes write different values into a shared Variable.
+        SharedWriteError: When called, if lanes write different values into a shared Variable, or a
+            result without an axis differs between them.
         InconsistentAliasingError: When called, if a Variable gets two different axes.
+        ForeignMutationError: When called, if a Variable that was not passed in is written.
+        MetadataError: When called, if a mapped dimension has another name than ``metadata`` gives.
+        MappedShardingError: When called, if arrays are split differently over Explicit mesh axes.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -210,19 +215,17 @@ class _Batch:
         sown = appended(inside, record, lambda position: self.layout.leaves[position] is None)
         carried, self.grown = drop_written(carried, sown), list(sown)
         self.parts = Parts(carried)
-        nowhere = ((), None)
-        new = [leaving.by_id.get(key, nowhere) for key in record.fresh_ids]
         leaves = [
             *(Leaf("result", path, axis) for path, axis in leaving.labels),
             *(self._leaf("written", position) for position in record.written),
-            *(Leaf("new", path, axis) for path, axis in new),
-            *(self._leaf("new", position) for position in sown),
+            *(_new_leaf(leaving, key) for key in record.fresh_ids),
+            *(self._leaf("attached", position) for position in sown),
         ]
         values = [*self.parts.values, *sown.values()]
         leaves = self._checked(leaves, values, mark)
         axes = [leaf.axis for leaf in leaves]
-        first_new = len(self.parts.values) - len(new)
-        fresh = axes[first_new : first_new + len(new)]
+        count = len(self.parts.values)
+        fresh = axes[count - len(record.fresh_ids) : count]
         name_new_dimensions(self.layout, self.streams, record, fresh, self.partition_name)
         return self.sorted.sort(zip(axes, values, strict=True))
 
@@ -238,7 +241,7 @@ class _Batch:
         """
         shared = [i for i, leaf in enumerate(leaves) if leaf.axis is None]
         for i, differs in zip(shared, varies(mark, [values[i] for i in shared]), strict=True):
-            if differs and leaves[i].kind == "new":  # one part per lane, attached to what is shared
+            if differs and leaves[i].kind == "attached":  # to something shared: one part per lane
                 leaves[i] = leaves[i]._replace(axis=0)
             elif differs:
                 raise SharedWriteError(self._explain(leaves[i]))
@@ -255,7 +258,15 @@ class _Batch:
                 f"jax.lax.pmean(x, axis_name)."
             )
         position = self.layout.leaf_paths.index(leaf.path)
-        kind = type(self.call.graph.leaves[position]).__name__
+        variable = self.call.graph.flat.leaves[position]
+        kind = type(variable).__name__
+        if id(variable) not in self.layout.by_id:
+            return (
+                f"The {kind} at {where} of what sx.vmap was bound to is shared by all lanes, but "
+                f"was written with a value that differs between them. Pass the Module as an "
+                f"argument with an axis, sx.vmap(lambda module, x: module(x))(module, x), or write "
+                f"a value that is equal in all lanes: jax.lax.pmean(x, axis_name)."
+            )
         return (
             f"The {kind} at {where} is shared by all lanes of sx.vmap (its entry in in_axes is "
             f"None), but was written with a value that differs between them. Give it an axis, "
@@ -265,11 +276,24 @@ class _Batch:
 
 
 class Leaf(NamedTuple):
-    """Something that leaves a lane: ``"result"``, ``"written"`` or ``"new"``, its path and axis."""
+    """Something that leaves a lane.
+
+    Attributes:
+        kind: ``"result"``, ``"written"`` into what was given, or ``"attached"`` to it.
+        path: Where it stands.
+        axis: Its axis, or None.
+    """
 
     kind: str
     path: Path
     axis: Any
+
+
+def _new_leaf(leaving: Leaving, key: int) -> Leaf:
+    """Returns the leaf of a new Variable; what is not in arguments or result, a Module holds."""
+    path, axis = leaving.by_id.get(key, ((), None))
+    in_result = key in leaving.by_id and key not in leaving.attached
+    return Leaf("result" if in_result else "attached", path, axis)
 
 
 def varies(mark: Any, values: Sequence[Any]) -> list[bool]:

@@ -107,7 +107,7 @@ class Layout:
         around = list(self._spread(inside.args, inside.kwargs, given))
         entries = consistent([*around, *of_result], f"{self.name} and {out_name}")
         plain = [(path, entry) for path, leaf, entry in of_result if not isinstance(leaf, Variable)]
-        return Leaving(entries, plain)
+        return Leaving(entries, plain, frozenset(id(leaf) for _, leaf, _ in around))
 
 
 class Leaving(NamedTuple):
@@ -116,10 +116,12 @@ class Leaving(NamedTuple):
     Attributes:
         by_id: (path, entry) by ``id`` of a Variable inside.
         labels: (path, entry) of each plain leaf of the result; the path begins with "result".
+        attached: ``id`` of what the arguments hold.
     """
 
     by_id: dict[int, tuple[Path, Any]]
     labels: list[tuple[Path, Any]]
+    attached: frozenset[int]
 
     @property
     def plain(self) -> list[Any]:
