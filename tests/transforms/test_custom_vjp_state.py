@@ -172,7 +172,9 @@ def test_captured_variables_in_loops_branches_and_lanes(wrap: Any) -> None:
     xs = jnp.ones((3, 2))
     assert sx.grad(wrap(scanned))(xs).tolist() == [[10.0, 20.0]] * 3 and int(counter) == 3
     assert sx.grad(wrap(decided))(xs[0]).tolist() == [10.0, 20.0] and int(counter) == 4
-    with pytest.raises(ForeignMutationError, match=r"at \S*counter inside sx\.vmap"):
+    with pytest.raises(
+        ForeignMutationError, match=r"inside sx\.vmap: the Variable \S*c(ounter)? was"
+    ):
         sx.vmap(wrap(function))(xs)
     reading = sx.custom_vjp(lambda x: (model.mean * x).sum())
     reading.defvjp(lambda x: (reading(x), model.mean.value), lambda mean, ct: (10 * ct * mean,))
