@@ -147,6 +147,20 @@ def test_sharing_everything_is_calling_once(model: Any, count: int) -> None:
     assert_same_model(model, once)
 
 
+def _read(model: Any) -> Any:
+    """Returns a number of every floating Variable."""
+    return [v.value.sum() for _, v in sx.iter_variables(model) if _is_float(v.value)]
+
+
+@given(models(), st.integers(1, 3))
+@settings(max_examples=25)
+def test_closed_over_is_the_same_as_passed_in(model: Any, count: int) -> None:
+    lanes = jnp.arange(count)
+    passed = sx.vmap(lambda m, i: (_read(m), i), in_axes=(None, 0))(model, lanes)
+    assert_equal_values(sx.vmap(lambda i: (_read(model), i))(lanes), passed)
+    assert_equal_values(sx.jit(lambda x: sx.vmap(lambda i: (_read(model), i))(x))(lanes), passed)
+
+
 @given(models())
 @settings(max_examples=25)
 def test_the_mapped_identity_keeps_identity_structure_and_values(model: Any) -> None:

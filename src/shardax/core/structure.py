@@ -138,7 +138,7 @@ class GraphDef:
         True
     """
 
-    __slots__ = ("_hash", "_paths", "leaves", "objects", "roots")
+    __slots__ = ("_aliases", "_hash", "_paths", "leaves", "objects", "roots")
 
     def __init__(self, objects: tuple[Any, ...], roots: tuple[Any, ...]) -> None:
         self.objects = objects
@@ -146,6 +146,7 @@ class GraphDef:
         self.leaves = tuple(i for i, item in enumerate(objects) if type(item) is VariableDef)
         self._hash = hash((objects, roots))
         self._paths: list[Path] | None = None
+        self._aliases: Any = None  # of transforms.aliases; kept here, where it keeps nothing alive
 
     @property
     def leaf_paths(self) -> list[Path]:

@@ -7,7 +7,6 @@ hear of the others, too: a choice by ``.head.kernel`` means the tied ``.embed.ke
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from shardax.core.paths import Path
@@ -23,13 +22,18 @@ from shardax.core.structure import (
 )
 
 
-@functools.lru_cache(maxsize=256)
 def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
     """Returns (position among the Variables, path) of every further way to reach a Variable.
 
     A way goes through one shared place at most, so that there are not more than shared places times
-    Variables; and never back to an object that it came through.
+    Variables; and never back to an object that it came through. Remembered on the structure.
     """
+    if graphdef._aliases is None:
+        graphdef._aliases = _find(graphdef)
+    return graphdef._aliases
+
+
+def _find(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
     walk = _Walk(graphdef)
     found = []
     for target, path, parent in walk.edges:
