@@ -74,7 +74,8 @@ def test_the_unrolled_one_with_remat_has_the_same_gradients(unrolled: Any) -> No
 
 def test_the_rules_lay_it_out_and_it_runs_there(mesh: Mesh, unrolled: Any) -> None:
     model = sx.shard(decoder(scan_layers=True), mesh, DECODER_RULES)
-    kernel = model.layers.stacked.mlp.up.kernel
+    layers: Any = model.layers
+    kernel = layers.stacked.mlp.up.kernel
     assert kernel.axes == ("layers", "embed", "mlp")
     assert kernel.sharding.spec == P(None, None, "model")
     with jax.set_mesh(mesh), sx.axis_rules(DECODER_RULES):
@@ -119,6 +120,7 @@ def test_the_program_does_not_grow_with_depth() -> None:
     assert size(3) == size(6)
 
 
-def test_a_policy_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(LayerConfigError, match="dots_saveable"):
-        dataclasses.replace(SMALL, remat="dots")
+@pytest.mark.parametrize("remat", ["dots", jax.checkpoint_policies.dots_saveable])
+def test_a_policy_that_has_no_such_name_is_refused(remat: Any) -> None:
+    with pytest.raises(LayerConfigError, match="remat="):
+        dataclasses.replace(SMALL, remat=remat)

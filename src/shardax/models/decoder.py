@@ -119,12 +119,14 @@ class DecoderConfig:
         _check("dropout", self.dropout, 0 <= self.dropout < 1, "from 0 up to, but not, 1")
         _check("rope_base", self.rope_base, self.rope_base > 0, "positive")
         _check("norm_epsilon", self.norm_epsilon, self.norm_epsilon >= 0, "at least 0")
+        named = self.remat is None or isinstance(self.remat, str)
+        _check("remat", self.remat, named, "None or the name of a policy")
         check_policy("DecoderConfig", self.remat)
         for name in ("dtype", "param_dtype"):
             object.__setattr__(self, name, _dtype_name(name, getattr(self, name)))
 
 
-def _check(name: str, value: float, fits: bool, wanted: str) -> None:
+def _check(name: str, value: Any, fits: bool, wanted: str) -> None:
     if not fits:
         raise LayerConfigError(f"DecoderConfig needs {name} to be {wanted}, but {name}={value!r}.")
 
