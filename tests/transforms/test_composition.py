@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of composition: transforms inside transforms, in any order, do what Python does.
 
-A *step* is a function of a model and an array. Each *wrapper* runs a step through one transform in a
+A *step* is a function of a model and an array. Each *wrapper* runs it through one transform in a
 way that must change nothing: one lane, one iteration, the branch that is taken, one device. Every
 chain of two or three wrappers, in any order, then gives the result, the state and the gradient of
 the bare step.
@@ -47,7 +47,7 @@ def bare(model: Cell, x: jax.Array) -> jax.Array:
     return model(x)
 
 
-# --- wrappers: each changes nothing ----------------------------------------------------------------
+# --- wrappers: each changes nothing --------------------------------------------------------------
 
 
 def through_jit(step: Step) -> Step:
@@ -131,7 +131,7 @@ WRAPPERS = [
 ]
 
 
-# --- the laws --------------------------------------------------------------------------------------
+# --- the laws ------------------------------------------------------------------------------------
 
 
 def run(step: Step, seed: int, rate: float) -> tuple[Any, Any]:
