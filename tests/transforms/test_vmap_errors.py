@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from tests.strategies import assert_same_model
-from tests.transforms.examples import Scale, Tied, values
+from tests.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
 from shardax.core.errors import (
@@ -169,6 +169,27 @@ def test_lanes_may_not_write_different_values_into_one_variable(axes: Any) -> No
     with pytest.raises(SharedWriteError, match=r"Param at \.m\.factor .*StateAxes\(\{sx\.Param: 0"):
         sx.vmap(_write_factor, in_axes=(axes, 0))(model, XS)
     assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
+
+
+class Own(sx.Variable[Any]):
+    """A type of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda: Own(jnp.ones(2)), r"The Own at \.m\.x .*StateAxes\(\{Own: 0, \.\.\.: None"),
+        (lambda: jnp.ones(2), r"The array at \.m\.x .*StateAxes\(\{sx\.PathContains\('x'\): 0"),
+    ],
+)
+def test_the_way_out_is_code_that_works(value: Any, message: str) -> None:
+    model = Box()
+    model.x = value()
+    write = sx.vmap(lambda m, x: setattr(m.x, "value", x), in_axes=(None, 0))
+    if not isinstance(model.x, sx.Variable):
+        write = sx.vmap(lambda m, x: setattr(m, "x", x), in_axes=(None, 0))
+    with pytest.raises(SharedWriteError, match=message):
+        write(model, XS)
 
 
 def test_lanes_may_not_write_different_values_into_what_the_function_is_bound_to() -> None:

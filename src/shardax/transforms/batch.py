@@ -18,6 +18,7 @@ import numpy as np
 
 from shardax.core.errors import SharedWriteError
 from shardax.core.paths import Path, format_path
+from shardax.core.variables import ArrayAttribute, Variable
 from shardax.transforms.axes import (
     Row,
     check_new_axis,
@@ -259,7 +260,7 @@ class _Batch:
             )
         position = self.layout.leaf_paths.index(leaf.path)
         variable = self.call.graph.flat.leaves[position]
-        kind = type(variable).__name__
+        kind = "array" if isinstance(variable, ArrayAttribute) else type(variable).__name__
         if id(variable) not in self.layout.by_id:
             return (
                 f"The {kind} at {where} of what sx.vmap was bound to is shared by all lanes, but "
@@ -270,9 +271,17 @@ class _Batch:
         return (
             f"The {kind} at {where} is shared by all lanes of sx.vmap (its entry in in_axes is "
             f"None), but was written with a value that differs between them. Give it an axis, "
-            f"sx.StateAxes({{sx.{kind}: 0, ...: None}}), or write a value that is equal in all "
-            f"lanes: jax.lax.pmean(x, axis_name)."
+            f"sx.StateAxes({{{_filter_of(variable, leaf.path)}: 0, ...: None}}), or write a value "
+            f"that is equal in all lanes: jax.lax.pmean(x, axis_name)."
         )
+
+
+def _filter_of(variable: Variable[Any], path: Path) -> str:
+    """Returns a filter that matches a Variable, as the user would write it."""
+    kind = type(variable)
+    if kind is ArrayAttribute:
+        return f"sx.PathContains({path[-1]!r})"
+    return f"sx.{kind.__name__}" if kind.__module__.startswith("shardax.") else kind.__name__
 
 
 class Leaf(NamedTuple):
