@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests.strategies import assert_equal_values, assert_same_model
 
 import shardax as sx
-from shardax.core.errors import CarryError, LayerConfigError, StackError
+from shardax.core.errors import CarryError, LayerConfigError, MappedShardingError, StackError
 from shardax.nn import Stack, stack_layers, unstack_layers
 
 
@@ -380,6 +380,23 @@ def test_rules_lay_a_stack_out_and_lazy_values_go_straight_to_their_shards(mesh:
     rngs = sx.Rngs(0)
     plain = Stack(lambda: sx.nn.MLP(8, 16, rngs=rngs), 2)
     assert_equal_values(np.asarray(kernel.value), np.asarray(plain.stacked.up.kernel.value))
+
+
+def test_stages_of_a_pipeline_run_over_auto_axes_and_are_refused_over_explicit_ones(
+    auto_mesh: Mesh, explicit_mesh: Mesh
+) -> None:
+    def staged(mesh: Mesh) -> Stack:
+        rngs = sx.Rngs(0)
+        stack = Stack(lambda: sx.nn.MLP(8, 16, rngs=rngs), 4)
+        return sx.shard(stack, mesh, {"layers": "data", "mlp": "model"})
+
+    rngs, x = sx.Rngs(0), jnp.ones((2, 8))
+    expected = in_turn([sx.nn.MLP(8, 16, rngs=rngs) for _ in range(4)], x)
+    call = sx.jit(lambda stack, x: stack(x))
+    with jax.set_mesh(auto_mesh):
+        np.testing.assert_allclose(call(staged(auto_mesh), x), expected, rtol=1e-4)
+    with jax.set_mesh(explicit_mesh), pytest.raises(MappedShardingError, match=r"\.kernel.*'data'"):
+        call(staged(explicit_mesh), x)
 
 
 def test_an_optimizer_trains_a_stack_like_its_layers() -> None:

@@ -146,6 +146,30 @@ def lane_sharding(rows: Iterable[Row], name: str) -> NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec(first[2]))
 
 
+def refuse_split(rows: Iterable[Row], name: str) -> None:
+    """Raises if a dimension to be gone through in turn is split over Explicit mesh axes.
+
+    Args:
+        rows: The arrays that enter.
+        name: The transform's name, for messages.
+
+    Raises:
+        MappedShardingError: Naming the first such array.
+    """
+    for path, leaf, axis in rows:
+        if not is_axis(axis) or not isinstance(leaf, jax.Array):
+            continue
+        over = _specs(leaf)[axis]
+        if over is not None:
+            raise MappedShardingError(
+                f"sx.{name} takes slices along axis {axis} of the array at {format_path(path)}, "
+                f"which is split over the mesh axis {over!r} there: {jax.typeof(leaf)}. One slice "
+                f"after another cannot be split so over Explicit mesh axes. Keep the dimension "
+                f"whole (a rule such as ('layers', None), or jax.reshard), or give the mesh Auto "
+                f"axes."
+            )
+
+
 def _specs(leaf: Any) -> Sequence[Any]:
     return tuple(jax.typeof(leaf).sharding.spec)
 

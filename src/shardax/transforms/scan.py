@@ -31,6 +31,7 @@ from shardax.transforms.axes import (
     lane_structure,
     mapped_name,
     name_new_dimensions,
+    refuse_split,
 )
 from shardax.transforms.call import Call, Inside, retry_captured, wraps
 from shardax.transforms.layout import Layout, appended, refuse_foreign
@@ -315,7 +316,9 @@ class _Scan:
             (self.layout.plain_paths[index], self.body.plain[index], axis)
             for index, axis in self.sliced_plain.items()
         )
-        return common_size(sizes, length, "scan")
+        size = common_size(sizes, length, "scan")
+        refuse_split(sizes, "scan")
+        return size
 
     def _assemble(self, around: Any, rows: Any) -> Carried:
         """Puts together what went around and what left every iteration."""
