@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.transforms.examples import Box, Many, Scale, Tied, step, values
 
 import shardax as sx
-from shardax.core.errors import ArgumentError, CarryError, DecisionError
+from shardax.core.errors import ArgumentError, CarryError, DecisionError, DifferentiationError
 
 
 def _below(limit: int) -> Any:
@@ -290,6 +290,24 @@ def test_fori_loop_has_a_gradient_through_state() -> None:
 
     gradient = sx.grad(lambda m: sx.fori_loop(0, 3, body, m).state.value)(model)
     assert float(gradient["weight"]) == 3 * 2.0**2 and float(model.state) == 8.0
+
+
+def test_reverse_mode_through_a_while_loop_is_an_error_that_says_what_has_one() -> None:
+    model = Scale()
+
+    def loss(m: Scale) -> Any:
+        return sx.while_loop(lambda x: x < 9, lambda x: x + m.factor.sum(), 0.0)
+
+    with pytest.raises(DifferentiationError, match=r"sx\.bounded_while_loop"):
+        sx.grad(loss)(model)
+    _, pullback = sx.vjp(loss, model)
+    with pytest.raises(DifferentiationError, match=r"sx\.fori_loop with Python integers"):
+        pullback(1.0)
+    limited = lambda m: sx.bounded_while_loop(  # noqa: E731
+        lambda x: x < 9, lambda x: x + m.factor.sum(), 0.0, max_steps=9
+    )
+    with pytest.raises(DifferentiationError, match=r"differentiable='recompute'"):
+        sx.grad(lambda m: limited(m).final)(model)
 
 
 def test_on_shards_what_goes_around_may_come_to_differ_between_them(auto_mesh: Any) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardax.core.errors import DifferentiationError
 from shardax.core.variables import Param, Variable
+from shardax.transforms.blame import explained_reverse_mode
 from shardax.transforms.call import wraps
 from shardax.transforms.once import Once
 from shardax.transforms.targets import DiffState as DiffState
@@ -57,9 +58,10 @@ def _value_and_grad(
         return _scalar(result[0], options["holomorphic"]), result[1]
 
     transformed = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **options)
-    (value, leaving), (value_grads, plain_grads) = transformed(
-        [values[i] for i in indices], [plain[p] for p in positions]
-    )
+    with explained_reverse_mode():
+        (value, leaving), (value_grads, plain_grads) = transformed(
+            [values[i] for i in indices], [plain[p] for p in positions]
+        )
     aux = once.finish(leaving)
     by_index = dict(zip(indices, value_grads, strict=True))
     by_position = dict(zip(positions, plain_grads, strict=True))

@@ -4,12 +4,15 @@
 A plan calls JAX with flat lists of values, so JAX names a *place* like ``flat[0][3]``. Here such a
 place gets its name back: ``model.layers[0].kernel``. Mistakes that are common get an error of their
 own; any other error keeps its type and text, and a note says which argument each place is.
+
+The same for what JAX says of a loop that cannot be differentiated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +21,7 @@ from shardax.core._jax import Tracer
 from shardax.core.errors import (
     AbstractValueError,
     ArgumentError,
+    DifferentiationError,
     DonationError,
     PrefixError,
 )
@@ -170,3 +174,24 @@ def _is_deleted(leaf: Any) -> bool:
 def _listed(paths: Sequence[Path]) -> str:
     shown = ", ".join(format_path(path) for path in paths[:8])
     return shown + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
+
+
+@contextlib.contextmanager
+def explained_reverse_mode() -> Iterator[None]:
+    """Says, where reverse mode meets a while loop, which loops have a reverse-mode derivative.
+
+    Raises:
+        DifferentiationError: If it does.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
+            raise
+        raise DifferentiationError(
+            "What is differentiated goes through a while loop, which has no reverse-mode "
+            "derivative: nobody knows how many steps it would have to remember. Give it a limit, "
+            "sx.bounded_while_loop(..., max_steps=100, differentiable='recompute'); if the number "
+            "of steps is known, use sx.fori_loop with Python integers, or sx.scan; if the gradient "
+            "shall not go through it, jax.lax.stop_gradient."
+        ) from error

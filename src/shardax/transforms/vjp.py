@@ -21,6 +21,7 @@ from shardax.core.errors import DifferentiationError, TangentError
 from shardax.core.node import Object
 from shardax.core.pytree import is_object
 from shardax.core.variables import Param
+from shardax.transforms.blame import explained_reverse_mode
 from shardax.transforms.call import wraps
 from shardax.transforms.decide import check_operands
 from shardax.transforms.once import Once
@@ -131,7 +132,8 @@ class _Arrange:
         self.indices = indices
 
     def __call__(self, pullback: Callable[[Any], Any], cotangent: Any) -> tuple[Any, ...]:
-        values, plain = pullback(cotangent)
+        with explained_reverse_mode():
+            values, plain = pullback(cotangent)
         by_index = dict(zip(self.indices, values, strict=True))
         return tuple(target.gradient(by_index, plain[target.position]) for target in self.targets)
 
