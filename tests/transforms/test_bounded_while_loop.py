@@ -148,6 +148,7 @@ def test_padding_is_a_number_an_array_or_a_prefix_of_a_row(mode: Any) -> None:
 
     assert run(0) == {"a": (0.0, False), "b": [0.0, 0.0]}
     assert run({"a": (-1, True), "b": np.array([1, 2])}) == {"a": (-1.0, True), "b": [1.0, 2.0]}
+    assert run(sx.Variable(jnp.float32(0))) == run(0)
     assert run({"a": 1, "b": jnp.inf}) == {"a": (1.0, True), "b": [np.inf, np.inf]}
 
 
@@ -160,7 +161,7 @@ def test_padding_is_a_number_an_array_or_a_prefix_of_a_row(mode: Any) -> None:
         ({"n": 0, "x": 1j}, r"\.x, which has dtype float32"),
         ({"n": 0, "x": "a"}, r"\.x, which has dtype float32"),
         ({"n": 0, "x": jnp.ones(3)}, r"shape \(3,\) .*\.x, which has shape \(2,\)"),
-        ({"n": 0}, "not a prefix"),
+        ({"n": 0}, r"not a prefix .* which is \{n: int32\[\], x: float32\[2\]\}"),
         (jax.random.key(0), r"\.n"),
     ],
 )

@@ -22,6 +22,7 @@ square root of the limit, for one more run of every step.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -89,11 +90,10 @@ def run_bounded(loop: Loop, init: Any, differentiable: Differentiable) -> WhileR
 
     Args:
         loop: What to run.
-        init: The first carry: a pytree of arrays and numbers.
+        init: The first carry, as ``settled`` returns it.
         differentiable: ``"no"`` for no reverse-mode derivative; ``"store"`` and ``"recompute"`` as
             in the module's docstring.
     """
-    init = settled(loop.body, init)
     active = loop.condition(init)
     start = _Progress(active, vary_alike(jnp.zeros((), jnp.int32), active), init)
     if loop.max_steps == 0:
@@ -107,15 +107,13 @@ def run_bounded(loop: Loop, init: Any, differentiable: Differentiable) -> WhileR
 
 def settled(body: Callable[[Any], Any], init: Any) -> Any:
     """Returns the first carry as arrays, Python numbers in the dtypes that the body gives them."""
-    while True:
-        kinds = jax.eval_shape(body, init)
-        before = jax.tree.map(jnp.asarray, init)
-        init = jax.tree.map(_with_dtype, before, kinds)
-        if all(
-            old.dtype == new.dtype
-            for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(init), strict=True)
-        ):
-            return init
+    arrays = jax.tree.map(jnp.asarray, init)
+    for _ in range(len(jax.tree.leaves(arrays)) + 1):  # one number may change what another becomes
+        kinds = jax.eval_shape(body, arrays)
+        before, arrays = arrays, jax.tree.map(_with_dtype, arrays, kinds)
+        if all(map(operator.is_, jax.tree.leaves(before), jax.tree.leaves(arrays))):
+            break
+    return arrays
 
 
 def _with_dtype(leaf: Any, kind: Any) -> Any:

@@ -27,7 +27,7 @@ from shardax.transforms.call import Call, retry_captured
 from shardax.transforms.decide import check_operands
 from shardax.transforms.loops import Reader, carry_back, carry_of, condition_of
 from shardax.transforms.prefix import path_step
-from shardax.transforms.repeat import Body, vary_alike
+from shardax.transforms.repeat import Body, form, vary_alike
 
 _HISTORY = 2
 """Position of the history function among the functions of a call."""
@@ -168,12 +168,16 @@ def padding_row(padding: Any, kinds: Any) -> Any:
     Raises:
         BoundedLoopError: If the padding does not fit, naming the place.
     """
+    given = jax.tree.map(
+        lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, padding, is_leaf=is_object
+    )
     try:
-        spread = jax.tree.broadcast(padding, kinds)
+        spread = jax.tree.broadcast(given, kinds)
     except ValueError as error:
         raise BoundedLoopError(
-            f"padding of sx.bounded_while_loop is not a prefix of a row of the history: {error}. "
-            f"Give one number for all, or the containers of a row with one number each."
+            f"padding={padding!r} of sx.bounded_while_loop is not a prefix of a row of the "
+            f"history, which is {form(kinds)}. Give one number for all, or the containers of a row "
+            f"with one number each."
         ) from error
 
     def fill(path: Any, value: Any, kind: Any) -> Any:
