@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bounded_while_loop``: history, length, convergence, lanes, derivatives and their memory."""
+"""``bounded_while_loop``: history, length, convergence, padding, state and lanes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from jax.test_util import check_grads
-from tests.transforms.examples import Box, Many, Scale, step, values
+from tests.transforms.examples import Many, Scale, step, values
 
 import shardax as sx
 from shardax.core.errors import ArgumentError, BoundedLoopError, CarryError, DecisionError
@@ -339,104 +338,6 @@ def test_steps_that_no_lane_takes_are_not_run(mode: Any) -> None:
     assert jax.jit(jax.vmap(run))(jnp.array([1, 2])).tolist() == [1, 2]
     jax.effects_barrier()
     assert len(ran) == 2
-
-
-# --- derivatives ---
-
-
-def _decay(mode: Any, weight: Any, x: Any) -> Any:
-    """A loop whose number of steps depends on its input, with its history."""
-    result = sx.bounded_while_loop(
-        lambda c: c[0].sum() > 0.5,
-        lambda c: (jnp.sin(weight @ c[0]), c[1] + 1),
-        (x, 0),
-        max_steps=7,
-        history=lambda c: c[0],
-        differentiable=mode,
-    )
-    return result.final[0], result.history
-
-
-def _example() -> tuple[Any, Any]:
-    return jnp.array([[0.6, 0.1], [0.2, 0.5]]), jnp.array([0.9, 0.7])
-
-
-@every_mode
-def test_forward_mode_is_exact(mode: Any) -> None:
-    check_grads(functools.partial(_decay, mode), _example(), order=2, modes=["fwd"], rtol=2e-2)
-
-
-@pytest.mark.parametrize("mode", ["store", "recompute"])
-def test_reverse_mode_is_exact(mode: Any) -> None:
-    check_grads(functools.partial(_decay, mode), _example(), order=2, modes=["rev"], rtol=2e-2)
-
-
-@pytest.mark.parametrize("mode", ["store", "recompute"])
-def test_reverse_mode_is_that_of_the_unrolled_loop(mode: Any) -> None:
-    def unrolled(weight: Any, x: Any) -> Any:
-        while x.sum() > 0.5:
-            x = jnp.sin(weight @ x)
-        return x
-
-    weight, x = _example()
-    xs = jnp.stack([x, x / 2, x * 1.3])
-    loss = lambda run: lambda weight, x: (run(weight, x) ** 2).sum()  # noqa: E731
-    bounded = jax.grad(loss(lambda w, x: _decay(mode, w, x)[0]), argnums=(0, 1))
-    expected = [jax.grad(loss(unrolled), argnums=(0, 1))(weight, x) for x in xs]
-    lanes = jax.jit(jax.vmap(bounded, in_axes=(None, 0)))(weight, xs)
-    for i, gradients in enumerate(expected):
-        for one, lane, gradient in zip(bounded(weight, xs[i]), lanes, gradients, strict=True):
-            assert np.allclose(one, gradient, rtol=1e-5)
-            assert np.allclose(lane[i], gradient, rtol=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["store", "recompute"])
-def test_gradients_go_through_modules(mode: Any) -> None:
-    model = Box()
-    model.weight, model.state = sx.Param(jnp.float32(2)), sx.Variable(jnp.float32(1))
-
-    def body(model: Box) -> Box:
-        model.state[...] = model.state * model.weight
-        return model
-
-    def loss(model: Box) -> Any:
-        result = sx.bounded_while_loop(
-            lambda m: m.state < 5, body, model, max_steps=10, differentiable=mode
-        )
-        return result.final.state.value
-
-    value, gradient = sx.jit(sx.value_and_grad(loss))(model)
-    assert float(value) == float(model.state) == 8.0
-    assert float(gradient["weight"]) == 3 * 2.0**2
-
-
-def _memory_of_the_gradient(mode: Any, max_steps: int, size: int = 64) -> int:
-    """Returns the bytes of temporary memory of a compiled gradient."""
-
-    def loss(weight: Any, x: Any) -> Any:
-        result = sx.bounded_while_loop(
-            lambda x: x.sum() > -1e9,
-            lambda x: jnp.tanh(weight @ x),
-            x,
-            max_steps=max_steps,
-            differentiable=mode,
-        )
-        return result.final.sum()
-
-    shapes = jax.ShapeDtypeStruct((size, size), "float32"), jax.ShapeDtypeStruct((size,), "float32")
-    analysis = jax.jit(jax.grad(loss)).lower(*shapes).compile().memory_analysis()
-    assert analysis is not None
-    return analysis.temp_size_in_bytes
-
-
-@pytest.mark.parametrize(("mode", "growth"), [("store", 16), ("recompute", 4)])
-def test_memory_of_the_gradient_grows_like_the_limit_or_its_root(mode: Any, growth: int) -> None:
-    at = {steps: _memory_of_the_gradient(mode, steps) for steps in (256, 4096, 65536)}
-    first, second = at[4096] - at[256], at[65536] - at[4096]
-    assert 0.9 * growth < second / first < 1.1 * growth, at
-    carry = 64 * 4
-    kept = {"store": 65536, "recompute": 2 * 256}[mode]
-    assert second <= 1.5 * kept * carry, at
 
 
 # --- inside other transforms ---
