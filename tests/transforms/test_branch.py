@@ -230,6 +230,18 @@ def test_a_change_that_one_branch_makes_is_an_error_naming_module_and_attribute(
     assert not hasattr(model.inner, "seen") and int(model.inner.rngs.noise.count) == 0
 
 
+def test_configuration_that_branches_set_differently_is_an_error_with_both_values() -> None:
+    def branch(mode: str, m: Box) -> None:
+        m.mode = mode
+
+    model = Box()
+    branches = [functools.partial(branch, mode) for mode in ("fast", "slow")]
+    with pytest.raises(BranchError, match=r"true_fun \.mode is 'fast'; in false_fun .*'slow'"):
+        sx.cond(True, *branches, model)
+    sx.cond(True, branches[0], branches[0], model)
+    assert model.mode == "fast"
+
+
 def test_metadata_that_one_branch_changes_is_an_error_naming_the_variable() -> None:
     with pytest.raises(BranchError, match=r"Param at \.m\.factor .*true_fun its metadata change"):
         sx.cond(True, lambda m: m.factor.set_metadata(axes=("a",)), _nothing, Scale())
@@ -244,6 +256,15 @@ def test_new_variables_of_different_shapes_are_an_error_naming_the_place() -> No
 def test_new_objects_in_the_result_of_different_types_are_an_error() -> None:
     with pytest.raises(BranchError, match=r"\.result\.a: true_fun a Param .*a Variable"):
         sx.cond(True, lambda: {"a": sx.Param(1.0)}, lambda: {"a": sx.Variable(1.0)})
+
+
+def test_captured_objects_may_be_returned_and_attached_if_all_branches_do() -> None:
+    model, outside, other = Box(), Scale(), Scale()
+    assert sx.cond(True, *[lambda: outside.factor] * 2) is outside.factor
+    sx.cond(True, *[lambda m: setattr(m, "inner", outside)] * 2, model)
+    assert model.inner is outside
+    with pytest.raises(BranchError, match=r"\.result: .*a Scale from outside, but another"):
+        sx.cond(True, lambda: outside, lambda: other)
 
 
 def test_the_structure_of_a_captured_module_cannot_change() -> None:

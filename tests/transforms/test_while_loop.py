@@ -91,6 +91,17 @@ def test_captured_variables_that_the_body_writes_go_around() -> None:
     assert int(sx.jit(run)()) == 4 and float(total) == 8.0 and float(step_size) == 2.0
 
 
+def test_a_captured_module_in_the_carry_is_that_module() -> None:
+    model = Scale()
+
+    def body(carry: Any) -> Any:
+        model.calls += 1
+        return model, carry[1] + carry[0].calls
+
+    last = sx.while_loop(lambda carry: model.calls < 3, body, (model, 0))
+    assert last[0] is model and int(last[1]) == 1 + 2 + 3
+
+
 def test_loops_nest_and_write_what_neither_was_given() -> None:
     count = sx.Variable(jnp.int32(0))
 

@@ -17,7 +17,15 @@ from shardax.core.errors import BranchError
 from shardax.core.node import Object
 from shardax.core.paths import Path, format_path
 from shardax.core.pytree import is_object
-from shardax.core.structure import GraphDef, Ref, VariableDef, definition_paths
+from shardax.core.static import Static
+from shardax.core.structure import (
+    GraphDef,
+    ModuleDef,
+    Ref,
+    VariableDef,
+    definition_children,
+    definition_paths,
+)
 from shardax.transforms.call import Call
 from shardax.transforms.lift import Record
 from shardax.transforms.prefix import path_step
@@ -85,9 +93,17 @@ def _check_structure(call: Call, first: Outcome, other: Outcome) -> None:
         theirs = other.record.updates.get(position, old)
         if mine == theirs:
             continue
+        changes = [
+            describe_change(old, new) if new != old else "nothing changes" for new in (mine, theirs)
+        ]
+        if changes[0] == changes[1]:
+            changes = [
+                _describe_attributes(call, outcome, new, against)
+                for outcome, new, against in ((first, mine, theirs), (other, theirs, mine))
+            ]
         told = [
-            f"in {outcome.label} {describe_change(old, new) if new != old else 'nothing changes'}"
-            for outcome, new in ((first, mine), (other, theirs))
+            f"in {outcome.label} {change}"
+            for outcome, change in zip((first, other), changes, strict=True)
         ]
         raise BranchError(
             f"The branches of sx.{call.name} change the {old.type.__name__} at "
@@ -96,6 +112,30 @@ def _check_structure(call: Call, first: Outcome, other: Outcome) -> None:
             f"(sow the same names, set the same attributes in the same order), or change it before "
             f"the choice and only write values inside."
         )
+
+
+def _describe_attributes(call: Call, outcome: Outcome, new: Any, against: Any) -> str:
+    """Returns what the attributes are in which the definition of a Module differs from another."""
+    mine, theirs = (
+        {key: child for key, child in definition_children(item) if isinstance(key, str)}
+        if isinstance(item, ModuleDef)
+        else {}
+        for item in (new, against)
+    )
+    shown = [
+        f".{name} is {_describe_child(call, outcome, child)}"
+        for name, child in mine.items()
+        if child != theirs.get(name)
+    ]
+    if shown:
+        return ", ".join(shown)
+    return f"the order is {', '.join(mine)}" if mine else "it is another"
+
+
+def _describe_child(call: Call, outcome: Outcome, child: Any) -> str:
+    if isinstance(child, Ref):
+        return _describe(call, outcome, Place(child.position))
+    return repr(child.value)[:40] if isinstance(child, Static) else "another container"
 
 
 def _check_new(call: Call, first: Outcome, other: Outcome) -> None:
@@ -107,21 +147,21 @@ def _check_new(call: Call, first: Outcome, other: Outcome) -> None:
         told = []
         for outcome, fresh in zip((first, other), values, strict=True):
             made = outcome.record.fresh[position - count : position - count + 1]
-            foreign = outcome.record.foreign.get(position)
-            if made and foreign is None and type(made[0]) is VariableDef:
-                shape = form(next(fresh))
-                told.append((made, f"a {made[0].type.__name__} {shape}"))
-            else:
-                told.append((made, f"a {made[0].type.__name__}" if made else "nothing"))
+            kind = f"a {made[0].type.__name__}" if made else "nothing"
+            if position in outcome.record.foreign:
+                kind += " from outside"
+            elif made and type(made[0]) is VariableDef:
+                kind += f" {form(next(fresh))}"
+            told.append((made, kind))
         same = [o.record.foreign.get(position) for o in (first, other)]
         if told[0] == told[1] and same[0] is same[1]:
             continue
         where = format_path(paths[0].get(position) or paths[1].get(position) or ())
         raise BranchError(
-            f"The branches of sx.{call.name} make different objects at {where}: {first.label} "
+            f"The branches of sx.{call.name} leave different objects at {where}: {first.label} "
             f"{told[0][1]}, {other.label} {told[1][1]}"
-            f"{'' if told[0][1] != told[1][1] else ' with other metadata or attributes'}. Make the "
-            f"same in every branch, with the same shapes and dtypes, or make it before the choice."
+            f"{'' if told[0][1] != told[1][1] else ', but another one'}. Make the same in every "
+            f"branch, with the same shapes, dtypes and metadata, or make it before the choice."
         )
 
 

@@ -206,6 +206,11 @@ class Inside:
         pairs = self.frame.copies.values()
         return [(item, position[id(copy)]) for item, copy in pairs if id(copy) in position]
 
+    def here(self, item: Any) -> Any:
+        """Returns the object that stands here for one of the caller's; anything else as it is."""
+        known = self.frame.copies.get(id(item))
+        return item if known is None else known[1]
+
     def variable(self, position: int) -> Variable[Any]:
         """Returns the copy of a Variable, by its position among the graph's Variables."""
         return self.copies[self.graphdef.leaves[position]]

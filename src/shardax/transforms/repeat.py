@@ -93,6 +93,7 @@ class Body:
         inside.require_inputs()
         check_result(inside.result, name)
         given, returned = self.carry(inside)
+        returned = jax.tree.map(inside.here, returned, is_leaf=is_object)
         paths, leaves = matching_leaves(given, returned, self.label, name)
         self.around_paths = paths
         carried = inside.carry_out(inside.result)
