@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -152,14 +153,20 @@ def _is_plain_instance(value: Any) -> bool:
 def parameters_of(function: Any) -> tuple[inspect.Parameter, ...] | None:
     """Returns a function's parameters, or None if it has no signature."""
     try:
-        hash(function)
-    except TypeError:
-        return _known_parameters.__wrapped__(function)
-    return _known_parameters(function)
+        found = _PARAMETERS.get(function, _UNKNOWN)
+    except TypeError:  # without a hash, or without weak references
+        return _find_parameters(function)
+    if found is _UNKNOWN:
+        found = _PARAMETERS[function] = _find_parameters(function)
+    return found
 
 
-@functools.lru_cache(maxsize=1024)
-def _known_parameters(function: Any) -> tuple[inspect.Parameter, ...] | None:
+_UNKNOWN: Any = object()
+_PARAMETERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Parameters by function, which may close over a model: remembering them keeps nothing alive."""
+
+
+def _find_parameters(function: Any) -> tuple[inspect.Parameter, ...] | None:
     try:
         return tuple(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choices and loops inside other transforms, and what they leave behind: nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from tests.transforms.examples import Scale
+
+import shardax as sx
+from shardax.core.errors import ForeignMutationError, SharedWriteError
+
+
+class Dropped(sx.Module):
+    """Multiplies by a weight and a random mask, and counts."""
+
+    def __init__(self) -> None:
+        self.weight = sx.Param(jnp.arange(1.0, 4.0))
+        self.count = sx.Variable(jnp.int32(0))
+        self.rngs = sx.Rngs(0)
+
+    def __call__(self, x: Any) -> Any:
+        self.count += 1
+        mask = jax.random.bernoulli(self.rngs(), 0.5, (3,))
+        return self.weight * x * mask
+
+
+def _by_cond(model: Dropped, x: Any) -> Any:
+    return sx.cond(x.sum() > 0, lambda m, x: m(x), lambda m, x: x, model, x)
+
+
+def _by_switch(model: Dropped, x: Any) -> Any:
+    return sx.switch(1, [lambda x: x, lambda x: model(x)], x)
+
+
+def _by_fori(model: Dropped, x: Any) -> Any:
+    return sx.fori_loop(0, 2, lambda i, x: model(x) + i, x)
+
+
+def _by_bounded(model: Dropped, x: Any) -> Any:
+    def body(carry: Any) -> Any:
+        model, x = carry
+        return model, model(x) + 1
+
+    return sx.bounded_while_loop(
+        lambda carry: carry[0].count < 2,
+        body,
+        (model, x),
+        max_steps=3,
+        differentiable="recompute",
+    ).final[1]
+
+
+KINDS = (_by_cond, _by_switch, _by_fori, _by_bounded)
+every_kind = pytest.mark.parametrize("run", KINDS)
+
+
+@every_kind
+def test_remat_replays_the_same_random_numbers(run: Callable[..., Any]) -> None:
+    plain, again = Dropped(), Dropped()
+    x = jnp.ones(3)
+    expected = sx.grad(lambda m: (run(m, x) ** 2).sum())(plain)
+    found = sx.grad(sx.remat(lambda m: (run(m, x) ** 2).sum()))(again)
+    assert found["weight"].tolist() == expected["weight"].tolist()
+    assert int(again.count) == int(plain.count) > 0
+    assert int(again.rngs.default.count) == int(plain.rngs.default.count) > 0
+
+
+@every_kind
+def test_jit_changes_nothing(run: Callable[..., Any]) -> None:
+    plain, compiled = Dropped(), Dropped()
+    x = jnp.ones(3)
+    assert jnp.allclose(sx.jit(run)(compiled, x), run(plain, x))
+    assert int(compiled.count) == int(plain.count)
+    assert int(compiled.rngs.default.count) == int(plain.rngs.default.count)
+
+
+@every_kind
+def test_on_shards_every_shard_has_its_own_state(run: Callable[..., Any], auto_mesh: Any) -> None:
+    lanes = sx.vmap(lambda _: Dropped(), axis_size=2)(jnp.zeros(2))
+    expected = sx.clone(lanes)
+    xs = jnp.arange(1.0, 7.0).reshape(2, 3)
+
+    def one(model: Dropped, x: Any) -> Any:
+        return sx.vmap(run)(model, x)
+
+    sharded = sx.shard_map(
+        one, mesh=auto_mesh, in_specs=(P("data"), P("data")), out_specs=P("data")
+    )
+    assert jnp.allclose(sharded(lanes, xs), one(expected, xs))
+    assert lanes.count.value.tolist() == expected.count.value.tolist()
+
+
+def test_a_choice_that_differs_between_shards_cannot_write_what_they_share(auto_mesh: Any) -> None:
+    model = Scale(1)
+
+    def add(model: Scale) -> None:
+        model.calls += 1
+
+    def run(model: Scale, x: Any) -> Any:
+        sx.cond(x.sum() > 0, add, lambda model: None, model)
+        return x
+
+    sharded = sx.shard_map(run, mesh=auto_mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    with pytest.raises(SharedWriteError, match=r"\.model\.calls"):
+        sharded(model, jnp.array([1.0, -1.0]))
+    assert int(model.calls) == 0
+
+
+@every_kind
+def test_what_all_lanes_share_is_not_written_through_a_closure(run: Callable[..., Any]) -> None:
+    model = Dropped()
+    with pytest.raises(ForeignMutationError, match=r"model\.(count|rngs)"):
+        sx.vmap(lambda x: run(model, x))(jnp.ones((2, 3)))
+    assert int(model.count) == 0
+
+
+@every_kind
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_is_let_go_when_its_last_user_is(run: Callable[..., Any], compiled: bool) -> None:
+    model = Dropped()
+    transformed = sx.jit(run) if compiled else run
+    transformed(model, jnp.ones(3))
+    weight = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert weight() is None
