@@ -71,6 +71,15 @@ def test_like_parts_are_made_by_one_program_and_unlike_ones_one_by_one() -> None
     assert LazyStack([unlike]).compute().shape == (1, 2, 8, 12)
 
 
+@pytest.mark.parametrize("spec", [P(None, "data", "model"), P("data", None, "model")])
+def test_unlike_parts_go_to_their_shards_too(spec: P, mesh: Mesh) -> None:
+    names = ("normal", "orthogonal")
+    parts = [lazies(INITIALIZERS[name], 1)[0] for name in names]
+    array = LazyStack(parts).compute(NamedSharding(mesh, spec))
+    assert array.sharding == NamedSharding(mesh, spec)
+    assert_equal_values(np.asarray(array), computed(parts))
+
+
 def test_stacks_of_stacks_are_one_program_too() -> None:
     parts = lazies(INITIALIZERS["normal"], 6)
     nested = LazyStack([LazyStack(parts[:3]), LazyStack(parts[3:])])

@@ -225,8 +225,10 @@ def test_remat_computes_again_and_the_program_does_not_grow_with_depth() -> None
     assert [tanhs(2, None), tanhs(2, "full"), tanhs(7, None), tanhs(7, "full")] == [1, 2, 1, 2]
 
 
-def test_what_layers_sow_is_stacked_call_by_call() -> None:
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_what_layers_sow_is_stacked_call_by_call(remat: Any) -> None:
     stack, layers = both(sows=True)
+    stack.remat = remat
     for _ in range(2):
         stack(X)
         in_turn(layers, X)

@@ -88,9 +88,12 @@ class LazyStack(Recipe):
         return (len(self.parts), *(first._lead() if isinstance(first, LazyStack) else ()))
 
     def compute(self, sharding: Any = None) -> jax.Array:
-        """Makes the array; with a sharding, straight into its shards if the parts are alike."""
+        """Makes the array; with a sharding, straight into its shards."""
         if self.likeness is not self:
             return super().compute(sharding)
+        if isinstance(sharding, NamedSharding):
+            there = without_lead(sharding)
+            return _stack_program(sharding)([part.compute(there) for part in self.parts])
         stacked = jnp.stack([part.compute() for part in self.parts])
         return stacked if sharding is None else jax.device_put(stacked, sharding)
 

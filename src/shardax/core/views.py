@@ -106,12 +106,12 @@ class _ViewOfVariable:
 
     def _check_part(self, new: Any) -> None:
         """Raises if a value does not have the form of the part that it is to replace."""
-        old = part_of(self._parent._value, self._index)
-        if _form(old) != _form(new) or _is_abstract(old) != _is_abstract(new):
+        old = self._parent._value
+        if _form(old, 1) != _form(new) or _is_abstract(old) != _is_abstract(new):
             raise LayerViewError(
                 f"Cannot write {_shown(new)} to a view of one layer of a stacked "
-                f"{self._plain.__name__}, whose part is {_shown(old)}: the layers of a stack are "
-                f"one array. Convert the value, or write the stacked Variable whole."
+                f"{self._plain.__name__}, whose part is {_shown(old, 1)}: the layers of a stack "
+                f"are one array. Convert the value, or write the stacked Variable whole."
             )
 
     def _check_metadata_write(self, what: str) -> None:
@@ -123,17 +123,18 @@ def _part_metadata(metadata: Metadata) -> Metadata:
     return metadata.without_axis(0)
 
 
-def _form(value: Any) -> Any:
+def _form(value: Any, lead: int = 0) -> Any:
+    """Structure, shapes and dtypes of a value; without the leading dimensions."""
     leaves, treedef = jax.tree.flatten(value)
-    return treedef, [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
+    return treedef, [(tuple(leaf.shape[lead:]), leaf.dtype) for leaf in leaves]
 
 
 def _is_abstract(value: Any) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
-def _shown(value: Any) -> str:
-    shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", value)
+def _shown(value: Any, lead: int = 0) -> str:
+    shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[lead:])}", value)
     abstract = "the abstract " if _is_abstract(value) else ""
     return abstract + (shown if isinstance(shown, str) else str(shown).replace("'", ""))
 

@@ -12,6 +12,7 @@ it stays one, and goes from layer to layer as in a Python loop.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
@@ -109,7 +110,7 @@ class Stack(Module):
         self.unroll = as_size("Stack", "unroll", unroll)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layers one after the other.
+        """Runs the layers one after the other; outside of transforms, compiled.
 
         Args:
             x: What goes from layer to layer: an array or a pytree of arrays.
@@ -150,7 +151,7 @@ class Stack(Module):
         """
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self.length))]
-        place = int(index)
+        place = operator.index(index)
         if not -self.length <= place < self.length:
             raise IndexError(f"The stack has {self.length} layers, none at {place}.")
         return view(self.stacked, place % self.length, _Shared(self.stacked, self.shared))
