@@ -98,6 +98,19 @@ def test_on_shards_every_shard_has_its_own_state(run: Callable[..., Any], auto_m
     assert lanes.count.value.tolist() == expected.count.value.tolist()
 
 
+def test_a_choice_takes_in_only_what_its_branches_use() -> None:
+    model = sx.List([Scale(2), Scale(7)])
+
+    def run(model: Any) -> Any:
+        return sx.cond(model[0].calls > 3, lambda m: m[0](1.0), lambda m: m[0].factor.value, model)
+
+    jaxpr = sx.jit(run).trace(model).jaxpr
+    (choice,) = [step for step in jaxpr.eqns if step.primitive.name == "cond"]
+    assert sorted(str(value.aval) for value in choice.invars) == [
+        "float32[2]", "int32[]", "int32[]"
+    ]  # fmt: skip
+
+
 def test_a_choice_that_differs_between_shards_cannot_write_what_they_share(auto_mesh: Any) -> None:
     model = Scale(1)
 

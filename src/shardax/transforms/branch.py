@@ -62,8 +62,8 @@ def cond(
     _check_callable("cond", {"true_fun": true_fun, "false_fun": false_fun})
     decision = as_predicate(pred, "pred of sx.cond")
 
-    def choose(branches: Sequence[Callable[..., Any]], *arrays: Any) -> Any:
-        return jax.lax.cond(decision, branches[0], branches[1], *arrays)
+    def choose(branches: Sequence[Callable[[], Any]]) -> Any:
+        return jax.lax.cond(decision, *branches)
 
     labels = ["true_fun", "false_fun"]
     return _run("cond", [true_fun, false_fun], labels, operands, decision, choose)
@@ -98,8 +98,8 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     _check_callable("switch", dict(zip(labels, functions, strict=True)))
     decision = as_integer(index, "index of sx.switch")
 
-    def choose(branches: Sequence[Callable[..., Any]], *arrays: Any) -> Any:
-        return jax.lax.switch(decision, branches, *arrays)
+    def choose(branches: Sequence[Callable[[], Any]]) -> Any:
+        return jax.lax.switch(decision, branches)
 
     return _run("switch", functions, labels, operands, decision, choose)
 
@@ -200,10 +200,13 @@ class _Choice:
         ]
         columns = zip(*map(jax.tree.leaves, rows), strict=True)
         targets = [_Target(types, decision) for types in columns]
+        # Values are closed over, not passed: JAX then takes in those that a branch uses, so that a
+        # large model of which little is used costs nothing when the choice is differentiated.
         branches = [
-            functools.partial(self._branch, which, targets) for which in range(len(self.labels))
+            functools.partial(self._branch, which, targets, *inputs)
+            for which in range(len(self.labels))
         ]
-        flat = choose(branches, *inputs)
+        flat = choose(branches)
         leaves, written, fresh = jax.tree.unflatten(jax.tree.structure(rows[0]), flat)
         record, _, treedef = self.done[0]
         record.written = self.union
