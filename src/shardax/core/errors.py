@@ -195,6 +195,14 @@ class NoRulesError(ShardaxError, ValueError):
     """Rules are needed, none were given, and none are in scope."""
 
 
+class BoxError(ShardaxError, ValueError):
+    """A box of axis metadata cannot do what it is asked for: names, positions, or static data."""
+
+
+class PartitioningUnspecifiedError(ShardaxError, ValueError):
+    """A dimension is added to or removed from a box, and nothing says what it is called."""
+
+
 class ConstraintError(ShardaxError, ValueError):
     """An array inside a program cannot be constrained as asked."""
 
@@ -215,6 +223,14 @@ class PartitionCheckError(ShardaxError, ValueError):
         problems = f"{count} problem{'' if count == 1 else 's'}"
         lines = "".join(f"\n  {finding}" for finding in self.findings)
         return f"The layout has {problems}; nothing was moved.{lines}"
+
+
+class OverrideError(ShardaxError, ValueError):
+    """What was said about places apart from the rules is malformed: an override, a memory kind."""
+
+
+class PlacementError(ShardaxError, RuntimeError):
+    """A device refused an array while a model was being placed; every array is still valid."""
 
 
 # --- text, batches and logs ----------------------------------------------------------------------
