@@ -7,6 +7,12 @@ array's type, the array is resharded (``jax.sharding.reshard``); over a Manual a
 ``jax.shard_map``, the array is the device's own part already, and the axis is left out. One mesh
 may have all three. A constraint is never dropped without a word: where there is no mesh, that is an
 error unless it was asked to be ignored.
+
+Where a program is traced, what counts is the mesh *as it is seen there*: inside ``jax.shard_map``,
+``jax.sharding.auto_axes`` and ``jax.sharding.explicit_axes`` some axes of a mesh have other types
+than outside. A dimension that is split over axes of both kinds has the Explicit ones outermost,
+whatever the order in its rule: a type can say nothing about an Auto axis, so JAX lays out what the
+type says first.
 """
 
 from __future__ import annotations
@@ -18,9 +24,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardax.core._jax import Tracer
+from shardax.core._jax import Tracer, is_eager
 from shardax.core.arraylike import ArrayLike
-from shardax.core.errors import ConstraintError, MeshError, NoMeshError, NoRulesError
+from shardax.core.errors import (
+    ConstraintError,
+    MeshError,
+    NoMeshError,
+    NoRulesError,
+    ShardaxError,
+)
 from shardax.core.paths import format_path
 from shardax.partition.assignment import (
     UNCONSTRAINED,
@@ -54,7 +66,8 @@ def constrain(
         x: An array (or a Variable, whose value is taken).
         axes: One entry per dimension: a name, None (not split), ``PartitionSpec.UNCONSTRAINED``
             (left as it is), or a tuple of names for a merged dimension.
-        mesh: The mesh; None for the one in scope, else the one that ``x`` is laid out over.
+        mesh: The mesh; None for the one in scope, else the one that ``x`` is laid out over. Over
+            Explicit axes, JAX wants the mesh of a compiled function in scope or under its inputs.
         rules: Rules, pairs or a mapping; None for the current rules.
         on_no_mesh: What to do without a mesh, or without rules: ``"error"``, or ``"ignore"`` to
             return ``x`` as it is.
@@ -66,7 +79,9 @@ def constrain(
     Raises:
         NoMeshError: If there is no mesh, under ``on_no_mesh="error"``.
         NoRulesError: If there are no rules, under ``on_no_mesh="error"``.
-        ConstraintError: If the array cannot be laid out so.
+        MeshError: If the mesh has no devices and nothing says which to use, or is another than that
+            of the ``jax.shard_map`` around.
+        ConstraintError: If the array cannot be laid out so, or ``x`` is no array.
         AxisNamesError: If ``axes`` is malformed.
 
     Example:
@@ -83,9 +98,8 @@ def constrain(
         raise ConstraintError(
             f"on_no_mesh={on_no_mesh!r} is not a policy; use 'error' or 'ignore'."
         )
-    array = x.value if isinstance(x, ArrayLike) else x
-    array = array if isinstance(array, jax.Array) else jnp.asarray(array)
     names = check_names(axes)
+    array = _as_array(x, names)
     if len(names) != array.ndim:
         raise ConstraintError(
             f"{_intro(array, names)} there are {len(names)} axis names for {array.ndim} "
@@ -102,10 +116,29 @@ def constrain(
     entries = _entries(array, names, where, chosen, manual)
     if manual and len(manual) == len(where.axis_names):
         return array
-    return _apply(array, entries, where)
+    try:
+        return _apply(array, entries, where)
+    except ShardaxError:
+        raise
+    except Exception as error:  # of classes that JAX keeps to itself
+        raise _refused_by_jax(array, names, entries, where, error) from error
 
 
 # --- what is asked for ---------------------------------------------------------------------------
+
+
+def _as_array(x: Any, names: Names) -> jax.Array:
+    value = x.value if isinstance(x, ArrayLike) else x
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ConstraintError(
+            f"Cannot constrain a value of type {type(value).__name__} by {names}: it is no array. "
+            "The arrays of a tree are constrained one by one, each by names of its own; shapes "
+            "without numbers get their shardings from sx.abstract(tree, mesh, rules)."
+        ) from error
 
 
 def _intro(array: Any, names: Names) -> str:
@@ -127,24 +160,60 @@ def _nothing_to_go_by(array: Any, names: Names, mesh: AnyMesh | None) -> Excepti
     )
 
 
+def _refused_by_jax(
+    array: Any, names: Names, entries: tuple[Target, ...], mesh: AnyMesh, error: Exception
+) -> ConstraintError:
+    return ConstraintError(
+        f"{_intro(array, names)} JAX refuses {PartitionSpec(*entries)} over {mesh} here: {error}\n"
+        "Under vmap, a mesh axis that splits the mapped dimension (over Explicit axes by the "
+        "array's type, else by spmd_axis_name) is taken: give the names inside the mapped function "
+        "other mesh axes, or None, by rules of their own."
+    )
+
+
 def _mesh_for(array: jax.Array, given: AnyMesh | None) -> AnyMesh | None:
     """The mesh to constrain over: given, in scope, or that of the array; as it is seen here."""
     inside = jax.sharding.get_abstract_mesh()
-    if given is not None and not inside.empty and _axes_of_type(inside, AxisType.Manual):
-        given = resolve_mesh(given)
-        if given is not None and dict(given.shape) != dict(inside.shape):
+    own = _own_mesh(array)
+    if given is None:
+        return resolve_mesh() or own
+    mesh = resolve_mesh(given)
+    assert mesh is not None  # it was given
+    if not inside.empty and _axes_of_type(inside, AxisType.Manual):
+        if dict(mesh.shape) != dict(inside.shape):
             raise MeshError(
-                f"mesh={given} differs from {inside}, the mesh of the shard_map around this code. "
+                f"mesh={mesh} differs from {inside}, the mesh of the shard_map around this code. "
                 "Pass the same mesh, or none to take the one in scope."
             )
         return inside
-    found = resolve_mesh(given)
-    if found is not None:
-        return found
+    seen = inside if not inside.empty else own
+    if isinstance(array, Tracer) and isinstance(mesh, AbstractMesh) and seen is None:
+        raise MeshError(
+            f"{mesh} has no devices, no mesh is in scope, and the array is not laid out over one, "
+            "so nothing says which devices the program is for, and JAX would drop the constraint. "
+            "Call the compiled function under jax.set_mesh(mesh), or give it an array that is laid "
+            "out over the mesh."
+        )
+    return _as_seen(mesh, seen) if isinstance(array, Tracer) else mesh
+
+
+def _own_mesh(array: jax.Array) -> AnyMesh | None:
+    """The mesh that an array is laid out over, as far as that is known."""
     if not isinstance(array, Tracer):
         return array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-    own = jax.typeof(array).sharding.mesh
-    return None if own.empty else own
+    mesh = jax.typeof(array).sharding.mesh
+    return None if mesh.empty else mesh
+
+
+def _as_seen(mesh: AnyMesh, seen: AnyMesh | None) -> AnyMesh:
+    """The mesh with the axis types of ``seen``, if that is the same mesh otherwise."""
+    if seen is None or tuple(seen.shape.items()) != tuple(mesh.shape.items()):
+        return mesh
+    if seen.axis_types == mesh.axis_types:
+        return mesh
+    if isinstance(mesh, Mesh):  # its devices may be in another order
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=seen.axis_types)
+    return seen
 
 
 def _axes_of_type(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
@@ -186,7 +255,12 @@ def _without(target: Target, axes: frozenset[str]) -> Target:
 def _apply(array: jax.Array, entries: tuple[Target, ...], mesh: AnyMesh) -> jax.Array:
     if isinstance(array, Tracer):
         return lay_out_traced(array, entries, mesh)
-    return _move(array, entries, mesh)
+    if is_eager() or not isinstance(jnp.zeros(()), Tracer):
+        return _move(array, entries, mesh)
+    # An array from outside of the function that is being compiled: moving it says which devices
+    # are meant, but over Auto axes it is a wish that the compiler may ignore.
+    moved = array if isinstance(mesh, AbstractMesh) else _move(array, entries, mesh)
+    return lay_out_traced(moved, entries, mesh)
 
 
 def lay_out_traced(array: jax.Array, entries: Sequence[Target], mesh: AnyMesh) -> jax.Array:
