@@ -17,6 +17,7 @@ import numpy as np
 
 from shardax.core.errors import StateMismatchError
 from shardax.core.filters import Filter, first_match, no_match_error, to_predicates
+from shardax.core.layout_text import layout_text
 from shardax.core.metadata import EMPTY, Metadata
 from shardax.core.paths import Path, PathKey, format_path
 from shardax.core.variables import Variable
@@ -183,6 +184,11 @@ class State(Mapping[Any, Any]):
         return State.from_flat({p: self._values[p] for p in chosen}, self._origins)
 
     def __repr__(self) -> str:
+        layout = layout_text(
+            (path, self._origins[path].axes, value) for path, value in self._values.items()
+        )
+        if layout is not None:
+            return layout
         rows = [f"  {format_path(path)}: {_shown(value)}" for path, value in self._values.items()]
         return "State(\n" + "\n".join(rows) + "\n)" if rows else "State()"
 
