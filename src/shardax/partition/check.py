@@ -32,7 +32,9 @@ from shardax.partition.findings import (
     format_mesh,
     judge,
 )
+from shardax.partition.given_places import judge_place
 from shardax.partition.mesh import AnyMesh
+from shardax.partition.overrides import FREE, Choice
 from shardax.partition.rules import Rules, format_rule
 
 LARGE_BYTES = 2**20
@@ -49,12 +51,14 @@ class ArrayRecord(NamedTuple):
         axes: One name per dimension (see ``logical_to_mesh_axes``), or None if it was given none.
         shape: The global shape.
         nbytes: The bytes of the global array.
+        choice: What was said of it apart from the rules.
     """
 
     path: Path
     axes: Iterable[Any] | None
     shape: tuple[int, ...]
     nbytes: int
+    choice: Choice = FREE
 
 
 def spec_for(
@@ -127,7 +131,14 @@ def specs_for(
     findings: list[Finding] = []
     laid_out: list[LaidOutArray] = []
     for record in records:
-        spec, found, array = _lay_out(record.axes, record.shape, mesh, rules, record.path)
+        place, more = record.choice.place, record.choice.more_rules
+        if place is not None:
+            spec, found = judge_place(place, record.path, record.shape, mesh, record.choice.source)
+            specs.append(spec)
+            findings.extend(found)
+            continue
+        its_rules = rules if more is None else rules.override(more)
+        spec, found, array = _lay_out(record.axes, record.shape, mesh, its_rules, record.path)
         specs.append(spec)
         findings.extend(found)
         if array is not None:
@@ -228,11 +239,18 @@ def _about_rules(
     arrays: Sequence[LaidOutArray], mesh: AnyMesh | None, rules: Rules
 ) -> Iterable[Finding]:
     """Findings about rules that no array chose: misspelt, shadowed, or for a missing mesh axis."""
-    used = {position for array in arrays for position in array.assignment.chosen.values()}
+    own = [array for array in arrays if array.rules == rules]
+    served = {position for array in own for position in array.assignment.chosen.values()}
+    elsewhere = {
+        array.rules.pairs[i]
+        for array in arrays
+        if array.rules != rules
+        for i in array.assignment.chosen.values()
+    }
     lost = {loss.rule for array in arrays for loss in array.assignment.passed_over}
     present = {name for array in arrays for name in strings(array.names)}
     for position, rule in enumerate(rules.pairs):
-        if position in used:
+        if position in served or rule in elsewhere:
             continue
         axes = mesh_axes_of(rule[1])
         unknown = [axis for axis in axes if mesh is not None and axis not in mesh.shape]

@@ -9,11 +9,13 @@ Everything that can be wrong is found before anything is moved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from shardax.core import _jax
 from shardax.core._jax import Tracer
@@ -21,34 +23,49 @@ from shardax.core.errors import MeshError
 from shardax.core.frames import check_trace, check_unlocked
 from shardax.core.lazy import LazyValue, Recipe, compute_all
 from shardax.core.node import Object
-from shardax.core.paths import format_path
+from shardax.core.paths import Path, format_path
 from shardax.core.state import State
+from shardax.core.variables import Variable
 from shardax.partition.check import raise_on_errors
 from shardax.partition.constraints import lay_out_traced
 from shardax.partition.findings import Finding
 from shardax.partition.mesh import AnyMesh
+from shardax.partition.moves import Moves
+from shardax.partition.overrides import MemoryKinds, OverridesLike, choices
 from shardax.partition.rules import RulesLike
 from shardax.partition.scope import resolve_rules
 from shardax.partition.specs import lay_out, require_mesh, to_shardings
-from shardax.partition.survey import Part, Slot, Survey, is_array
+from shardax.partition.survey import Part, Slot, Survey, arrays_in, in_slot, is_array
 
 T = TypeVar("T")
 
 
-def shard(model: T, mesh: AnyMesh | None = None, rules: RulesLike | None = None) -> T:
+def shard(
+    model: T,
+    mesh: AnyMesh | None = None,
+    rules: RulesLike | None = None,
+    *,
+    overrides: OverridesLike | None = None,
+    memory_kind: MemoryKinds | None = None,
+) -> T:
     """Lays a model out over a mesh, in place.
 
     Lazy values are computed, one small compiled program per distinct (initializer, shape, dtype,
-    sharding), each writing straight into its shards; other arrays are moved. The values are the
-    same to the last bit whatever the mesh and the rules. A Variable that is reached by several
-    paths is placed once. An array without axis names, and a dimension whose name no rule mentions,
-    is not split.
+    sharding), each writing straight into its shards; other arrays are moved, from wherever they
+    are, one after the other (see ``shardax.partition.moves``). The values are the same to the last
+    bit whatever the mesh and the rules. A Variable that is reached by several paths is placed once.
+    An array without axis names, and a dimension whose name no rule mentions, is not split.
 
     Args:
         model: A Module, a Variable, a State, or a pytree that holds such and arrays, such as
             ``(model, optimizer)``.
         mesh: The mesh, its axes Auto or Explicit; None for the one in scope.
         rules: Rules, pairs or a mapping; None for the current rules.
+        overrides: Filter to place or rules, which hold for the Variables that match instead of the
+            rules alone (see ``shardax.partition.overrides``). ``{sx.OptState: {"embed": "data"}}``
+            splits an optimizer's state further than its parameters.
+        memory_kind: Memory of the devices for all arrays, such as ``"pinned_host"``, or a mapping
+            from filters to such; None for the default.
 
     Returns:
         ``model`` itself; a pytree with plain arrays or a State in it is rebuilt, because these
@@ -56,10 +73,13 @@ def shard(model: T, mesh: AnyMesh | None = None, rules: RulesLike | None = None)
 
     Raises:
         NoMeshError: If no mesh is given and none is in scope.
-        MeshError: If the mesh has no devices.
+        MeshError: If the mesh has no devices, or axes of type Manual.
+        OverrideError: If overrides or memory kinds are malformed.
         PartitionCheckError: If an array cannot be placed so (an axis that the mesh does not have, a
             dimension that cannot be divided, a policy of the rules, an abstract or deleted array);
             lists all of them by path, and nothing was changed.
+        PlacementError: If a device refuses an array, for want of memory. What was placed before
+            stays there, the rest is where it was, and the call can be repeated.
 
     Example:
         >>> import jax, shardax as sx
@@ -70,29 +90,89 @@ def shard(model: T, mesh: AnyMesh | None = None, rules: RulesLike | None = None)
     """
     where = _with_devices(require_mesh(mesh, "shard"))
     survey = Survey(model)
-    slots = survey.slots
-    specs, findings = lay_out(slots, where, resolve_rules(rules))
-    raise_on_errors([*findings, *_not_placeable(survey)])
-    for slot in slots:
+    chosen, said = choices(survey, where, overrides, memory_kind)
+    for choice in chosen:
+        if isinstance(choice.place, NamedSharding):
+            _with_devices(choice.place.mesh)
+    specs, findings = lay_out(survey.slots, where, resolve_rules(rules), chosen)
+    raise_on_errors([*findings, *said, *_not_placeable(survey)])
+    _check_writable(survey)
+    return _place(survey, model, to_shardings(specs, where, chosen))
+
+
+def unshard(model: T, device: Any = None) -> T:
+    """Gathers a model on one device, in place: the inverse of ``shard``.
+
+    Lazy values stay lazy, as they are on no device. Arrays are gathered one after the other, so
+    that besides what the model is made of there is one array more at a time (the device must have
+    room for the whole model).
+
+    Args:
+        model: A Module, a Variable, a State, or a pytree that holds such and arrays.
+        device: A ``jax.Device``; None for JAX's default device.
+
+    Returns:
+        ``model`` itself; a pytree with plain arrays or a State in it is rebuilt, because these
+        cannot be changed in place.
+
+    Raises:
+        MeshError: If ``device`` is no device.
+        PartitionCheckError: If an array is abstract, deleted, inside a trace, or partly on devices
+            of another process; lists all of them by path, and nothing was changed.
+        PlacementError: If the device refuses an array; as for ``shard``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> weight = sx.Param(jnp.ones((4, 8)), axes=("embed", "mlp"))
+        >>> placed = sx.shard(weight, jax.make_mesh((1,), ("model",)), {"mlp": "model"})
+        >>> unshard(weight) is weight, weight.sharding == SingleDeviceSharding(jax.devices()[0])
+        (True, True)
+    """
+    place = SingleDeviceSharding(_one_device(device))
+    survey = Survey(model)
+    raise_on_errors([*_not_placeable(survey), *_not_gatherable(survey)])
+    _check_writable(survey)
+    lazy = {id(slot) for slot, value in survey.values() if isinstance(value, LazyValue)}
+    places = [None if id(slot) in lazy else in_slot(slot, repeat(place)) for slot in survey.slots]
+    return _place(survey, model, places)
+
+
+def _one_device(device: Any) -> Any:
+    if device is None:
+        default = getattr(jax.config, "jax_default_device", None)  # a device or a platform's name
+        if isinstance(default, jax.Device):
+            return default
+        return jax.local_devices(backend=default)[0]
+    if isinstance(device, jax.Device):
+        return device
+    raise MeshError(
+        f"unshard gathers on one device, but device={device!r} is of type {type(device).__name__}. "
+        "Give a device, such as jax.devices()[0], or None for the default one. To lay the model "
+        "out over another mesh use shard(model, mesh, rules)."
+    )
+
+
+def _with_devices(mesh: AnyMesh) -> Mesh:
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"shard cannot place arrays over {mesh}, which has no devices. Pass the mesh itself, "
+            "shard(model, mesh): an AbstractMesh serves partition_specs, shardings, abstract and "
+            "check only."
+        )
+    if AxisType.Manual in mesh.axis_types:
+        raise MeshError(
+            f"shard cannot place arrays over {mesh}, which has axes of type Manual: these are for "
+            "the inside of jax.shard_map. Make the mesh with axes of type Auto or Explicit."
+        )
+    return mesh
+
+
+def _check_writable(survey: Survey) -> None:
+    for slot in survey.slots:
         if slot.variable is not None:
             what = f"to the {type(slot.variable).__name__} at {format_path(slot.path)}"
             check_unlocked(slot.variable, what)
             check_trace(slot.variable, what)
-    shardings = to_shardings(specs, where)
-    _place_variables(slots, shardings)
-    if all(isinstance(part.value, Object) or not part.slots for part in survey.parts):
-        return model
-    return survey.treedef.unflatten([_placed_part(part, shardings) for part in survey.parts])
-
-
-def _with_devices(mesh: AnyMesh) -> Mesh:
-    if isinstance(mesh, Mesh):
-        return mesh
-    raise MeshError(
-        f"shard cannot place arrays over {mesh}, which has no devices. Pass the mesh itself, "
-        "shard(model, mesh): an AbstractMesh serves partition_specs, shardings, abstract and "
-        "check only."
-    )
 
 
 # --- what cannot be placed -----------------------------------------------------------------------
@@ -100,8 +180,8 @@ def _with_devices(mesh: AnyMesh) -> Mesh:
 
 def _not_placeable(survey: Survey) -> Iterator[Finding]:
     """Errors about values that are not there: abstract ones, and arrays that were donated."""
-    for slot, value in _values(survey):
-        for info, leaf in zip(slot.arrays, _leaves(slot, value), strict=True):
+    for slot, value in survey.values():
+        for info, leaf in zip(slot.arrays, arrays_in(slot, value), strict=True):
             where = format_path(info.path)
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 text = (
@@ -119,47 +199,103 @@ def _not_placeable(survey: Survey) -> Iterator[Finding]:
                 yield Finding("error", info.path, "deleted", text)
 
 
-def _values(survey: Survey) -> Iterator[tuple[Slot, Any]]:
-    """Yields every slot with its value."""
-    for slot in survey.slots:
-        if slot.variable is not None:
-            yield slot, slot.variable._value
-    for part in survey.parts:
-        if isinstance(part.value, State):
-            yield from zip(
-                (survey.slots[i] for i in part.slots), part.value.flat().values(), strict=True
-            )
-        elif not isinstance(part.value, Object) and part.slots:
-            yield survey.slots[part.slots[0]], part.value
-
-
-def _leaves(slot: Slot, value: Any) -> list[Any]:
-    return [value] if slot.treedef is None else slot.treedef.flatten_up_to(value)
+def _not_gatherable(survey: Survey) -> Iterator[Finding]:
+    """Errors about arrays that one device cannot be given."""
+    for slot, value in survey.values():
+        for info, leaf in zip(slot.arrays, arrays_in(slot, value), strict=True):
+            where = format_path(info.path)
+            if isinstance(leaf, Tracer):
+                text = (
+                    f"{where}: is being traced, and inside a program the compiler says where "
+                    "arrays are. Call unshard outside, or constrain the array: "
+                    "sx.constrain(x, (None,) * x.ndim)."
+                )
+                yield Finding("error", info.path, "traced", text)
+            elif isinstance(leaf, jax.Array) and not (
+                leaf.is_fully_addressable or leaf.is_fully_replicated
+            ):
+                text = (
+                    f"{where}: parts of it are on devices of other processes. Replicate it on "
+                    "every device first, shard(model, mesh, {}), in all processes."
+                )
+                yield Finding("error", info.path, "not-addressable", text)
 
 
 # --- placing -------------------------------------------------------------------------------------
 
 
-def _place_variables(slots: Sequence[Slot], shardings: Sequence[Any]) -> None:
+def _place(survey: Survey, model: T, shardings: Sequence[Any]) -> T:
+    """Places every value; one whose sharding is None stays."""
+    moves = Moves(sum(to is not None for to in shardings))
+    _place_variables(survey.slots, shardings, moves)
+    if all(isinstance(part.value, Object) or not part.slots for part in survey.parts):
+        moves.finish()
+        return model
+    placed: list[Any] = [_place_part(part, survey.slots, shardings, moves) for part in survey.parts]
+    moves.finish()
+    return survey.treedef.unflatten([result() for result in placed])
+
+
+def _place_variables(slots: Sequence[Slot], shardings: Sequence[Any], moves: Moves) -> None:
     """Places the values of Variables; values that are computed from other Variables come last."""
-    pairs = [
-        (slot.variable, to)
+    places = [
+        _VariablePlace(slot.path, slot.variable, to)
         for slot, to in zip(slots, shardings, strict=True)
-        if slot.variable is not None
+        if slot.variable is not None and to is not None
     ]
-    recipes = [pair for pair in pairs if isinstance(pair[0]._value, Recipe)]
+    recipes = [place for place in places if isinstance(place.variable._value, Recipe)]
     if recipes and _jax.is_eager():
-        arrays = compute_all([v._value for v, _ in recipes], [to for _, to in recipes])
-        for (variable, _), array in zip(recipes, arrays, strict=True):
-            variable._value = array
-    dependent = []
-    for variable, to in pairs:
-        if isinstance(variable._value, LazyValue):
-            dependent.append((variable, to))
-        else:
-            variable._value = _placed(variable._value, to)
-    for variable, to in dependent:
-        variable._value = _placed(variable._value, to)
+        arrays = compute_all([p.variable._value for p in recipes], [p.to for p in recipes])
+        for place in recipes:
+            moves.add(place.path, functools.partial(next, arrays), place.store)
+        moves.finish()
+    dependent = [p for p in places if isinstance(p.variable._value, LazyValue)]
+    late = {id(place.variable) for place in dependent}
+    present = [p for p in places if id(p.variable) not in late]
+    for some in (present, dependent):
+        for place in some:
+            if not _is_placed(place.variable._value, place.to):
+                moves.add(place.path, place.moved, place.store)
+        moves.finish()
+
+
+class _VariablePlace(NamedTuple):
+    """A Variable and where its value belongs."""
+
+    path: Path
+    variable: Variable[Any]
+    to: Any
+
+    def moved(self) -> Any:
+        return _placed(self.variable._value, self.to)
+
+    def store(self, value: Any) -> None:
+        self.variable._value = value
+
+
+def _place_part(
+    part: Part, slots: Sequence[Slot], shardings: Sequence[Any], moves: Moves
+) -> Callable[[], Any]:
+    """Begins to place a plain array or a State; returns what gives the result when all is there."""
+    value = part.value
+    if isinstance(value, Object) or not part.slots:
+        return lambda: value
+    before = value.flat() if isinstance(value, State) else {(): value}
+    after = dict(before)
+    for (path, array), position in zip(before.items(), part.slots, strict=True):
+        to = shardings[position]
+        if to is not None and not _is_placed(array, to):
+            make = functools.partial(_placed, array, to)
+            moves.add(slots[position].path, make, functools.partial(after.__setitem__, path))
+    if isinstance(value, State):
+        return lambda: State.from_flat(after, part.origins)
+    return lambda: after[()]
+
+
+def _is_placed(value: Any, to: Any) -> bool:
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+        return value.sharding == to
+    return False
 
 
 def _placed(value: Any, sharding: Any) -> Any:
@@ -170,18 +306,6 @@ def _placed(value: Any, sharding: Any) -> Any:
         return jax.tree.map(_placed, value, sharding)
     if isinstance(value, Tracer):  # device_put would be a wish that the compiler may ignore
         return lay_out_traced(value, sharding.spec, sharding.mesh)
-    if isinstance(value, jax.Array) and value.sharding == sharding:
+    if _is_placed(value, sharding):
         return value
     return jax.device_put(value, sharding)
-
-
-def _placed_part(part: Part, shardings: Sequence[Any]) -> Any:
-    if isinstance(part.value, Object) or not part.slots:
-        return part.value
-    if isinstance(part.value, State):
-        values = part.value.flat()
-        pairs = zip(values.items(), part.slots, strict=True)
-        return State.from_flat(
-            {path: _placed(value, shardings[i]) for (path, value), i in pairs}, part.origins
-        )
-    return _placed(part.value, shardings[part.slots[0]])

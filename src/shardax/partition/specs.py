@@ -23,20 +23,32 @@ from shardax.core.frames import owner_here
 from shardax.core.node import Object
 from shardax.core.paths import format_path
 from shardax.core.structure import build, flatten_roots
-from shardax.partition.check import ArrayRecord, raise_on_errors, spec_for, specs_for
+from shardax.partition.check import (
+    LARGE_BYTES,
+    LARGE_FRACTION,
+    ArrayRecord,
+    raise_on_errors,
+    spec_for,
+    specs_for,
+)
 from shardax.partition.findings import Finding
 from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.overrides import FREE, Choice, MemoryKinds, OverridesLike, choices
 from shardax.partition.rules import Rules, RulesLike
 from shardax.partition.scope import resolve_rules
 from shardax.partition.survey import Slot, Survey, in_slot, nbytes
 
 
-def partition_specs(tree: Any, rules: RulesLike | None = None) -> Any:
+def partition_specs(
+    tree: Any, rules: RulesLike | None = None, *, overrides: OverridesLike | None = None
+) -> Any:
     """Returns the ``PartitionSpec`` of every array of a tree, by its axis names.
 
     Args:
         tree: A Module, a Variable, a State, or a pytree that holds such and arrays.
         rules: Rules, pairs or a mapping; None for the current rules.
+        overrides: Filter to place or rules, which hold for the Variables that match instead of the
+            rules alone (see ``shardax.partition.overrides``).
 
     Returns:
         A State of specs for a Module; a pytree like ``tree`` otherwise. Arrays without names have
@@ -57,18 +69,30 @@ def partition_specs(tree: Any, rules: RulesLike | None = None) -> Any:
         [P(None, 'model'), P(), None]
     """
     survey = Survey(tree)
-    specs, findings = lay_out(survey.slots, None, resolve_rules(rules))
-    raise_on_errors(findings)
+    chosen, said = choices(survey, None, overrides, None)
+    specs, findings = lay_out(survey.slots, None, resolve_rules(rules), chosen)
+    raise_on_errors([*findings, *said])
     return survey.arrange(specs)
 
 
-def shardings(tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None) -> Any:
+def shardings(
+    tree: Any,
+    mesh: AnyMesh | None = None,
+    rules: RulesLike | None = None,
+    *,
+    overrides: OverridesLike | None = None,
+    memory_kind: MemoryKinds | None = None,
+) -> Any:
     """Returns the ``NamedSharding`` of every array of a tree, by its axis names.
 
     Args:
         tree: A Module, a Variable, a State, or a pytree that holds such and arrays.
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope.
         rules: Rules, pairs or a mapping; None for the current rules.
+        overrides: Filter to place or rules, which hold for the Variables that match instead of the
+            rules alone (see ``shardax.partition.overrides``).
+        memory_kind: Memory of the devices for all arrays, or a mapping from filters to such; None
+            for the default.
 
     Returns:
         As ``partition_specs``, with shardings.
@@ -86,12 +110,20 @@ def shardings(tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = 
     """
     where = require_mesh(mesh, "shardings")
     survey = Survey(tree)
-    specs, findings = lay_out(survey.slots, where, resolve_rules(rules))
-    raise_on_errors(findings)
-    return survey.arrange(to_shardings(specs, where))
+    chosen, said = choices(survey, where, overrides, memory_kind)
+    specs, findings = lay_out(survey.slots, where, resolve_rules(rules), chosen)
+    raise_on_errors([*findings, *said])
+    return survey.arrange(to_shardings(specs, where, chosen))
 
 
-def abstract(tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None) -> Any:
+def abstract(
+    tree: Any,
+    mesh: AnyMesh | None = None,
+    rules: RulesLike | None = None,
+    *,
+    overrides: OverridesLike | None = None,
+    memory_kind: MemoryKinds | None = None,
+) -> Any:
     """Returns a copy of a tree that holds shapes, dtypes and shardings in place of arrays.
 
     It can be given to ``sx.jit(f).lower(...)``, ``jax.eval_shape`` or a checkpoint's restore.
@@ -101,12 +133,17 @@ def abstract(tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = N
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope. Without any, arrays
             that already have a ``NamedSharding`` keep it and the others have none.
         rules: Rules, pairs or a mapping; None for the current rules.
+        overrides: Filter to place or rules, which hold for the Variables that match instead of the
+            rules alone (see ``shardax.partition.overrides``).
+        memory_kind: Memory of the devices for all arrays, or a mapping from filters to such; None
+            for the default.
 
     Returns:
         The tree with new Modules and Variables, whose values are ``jax.ShapeDtypeStruct``. What
         was shared is shared.
 
     Raises:
+        NoMeshError: If overrides or a memory kind are given and there is no mesh.
         PartitionCheckError: If an array cannot be laid out so; lists all.
 
     Example:
@@ -116,44 +153,23 @@ def abstract(tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = N
         >>> copy.shape, copy.sharding.spec, copy.is_abstract, weight.is_lazy
         ((4, 8), P(None, 'model'), True, True)
     """
-    where = resolve_mesh(mesh)
+    said_more = overrides is not None or memory_kind is not None
+    where = require_mesh(mesh, "abstract") if said_more else resolve_mesh(mesh)
     survey = Survey(tree)
     if where is None:
         places: Sequence[Any] = [
             in_slot(slot, (info.sharding for info in slot.arrays)) for slot in survey.slots
         ]
     else:
-        specs, findings = lay_out(survey.slots, where, resolve_rules(rules))
-        raise_on_errors(findings)
-        places = to_shardings(specs, where)
+        chosen, said = choices(survey, where, overrides, memory_kind)
+        specs, findings = lay_out(survey.slots, where, resolve_rules(rules), chosen)
+        raise_on_errors([*findings, *said])
+        places = to_shardings(specs, where, chosen)
     values = [_structs(slot, place) for slot, place in zip(survey.slots, places, strict=True)]
     flat = flatten_roots([part.value for part in survey.parts if isinstance(part.value, Object)])
     given = [values[survey.position(leaf)] for leaf in flat.leaves]
     copies = iter(build(flat.graphdef, given, owner_here())[0])
     return survey.arrange(values, lambda part: next(copies))
-
-
-def check(tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None) -> list[Finding]:
-    """Returns all there is to say about how a tree would be laid out, without raising.
-
-    Args:
-        tree: A Module, a Variable, a State, or a pytree that holds such and arrays.
-        mesh: The mesh, also an ``AbstractMesh``; None for the one in scope. Without any, the rules
-            alone are judged.
-        rules: Rules, pairs or a mapping; None for the current rules.
-
-    Returns:
-        Findings: those of severity ``"error"`` make ``shard`` refuse. ``str(finding)`` says what
-        was found, where, why it matters and what to do.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, shardax as sx
-        >>> mesh = jax.sharding.AbstractMesh((4,), ("model",))
-        >>> weight = sx.Param(jnp.ones((4, 6)), axes=("embed", "mlp"))
-        >>> [finding.code for finding in check({"w": weight}, mesh, {"mlp": "model"})]
-        ['indivisible']
-    """
-    return lay_out(Survey(tree).slots, resolve_mesh(mesh), resolve_rules(rules))[1]
 
 
 def batch_sharding(
@@ -207,7 +223,13 @@ def require_mesh(mesh: AnyMesh | None, function: str) -> AnyMesh:
 
 
 def lay_out(
-    slots: Sequence[Slot], mesh: AnyMesh | None, rules: Rules
+    slots: Sequence[Slot],
+    mesh: AnyMesh | None,
+    rules: Rules,
+    chosen: Sequence[Choice] | None = None,
+    *,
+    large_bytes: int = LARGE_BYTES,
+    large_fraction: float = LARGE_FRACTION,
 ) -> tuple[list[Any], list[Finding]]:
     """Lays out the arrays of slots.
 
@@ -215,21 +237,33 @@ def lay_out(
         slots: The slots of a survey.
         mesh: The mesh, or None to apply the rules alone.
         rules: The rules.
+        chosen: One choice per slot, of what holds apart from the rules; None for nothing.
+        large_bytes: See ``specs_for``.
+        large_fraction: See ``specs_for``.
 
     Returns:
         One spec per slot (for a value that is a pytree, a pytree of specs), and the findings.
     """
+    chosen = [FREE] * len(slots) if chosen is None else chosen
     misfits = [
-        _many_arrays(slot) for slot in slots if slot.axes is not None and len(slot.arrays) > 1
+        _many_arrays(slot)
+        for slot, choice in zip(slots, chosen, strict=True)
+        if slot.axes is not None and len(slot.arrays) > 1 and choice.place is None
     ]
     records = [
         ArrayRecord(
-            info.path, slot.axes if len(slot.arrays) == 1 else None, info.shape, nbytes(info)
+            info.path,
+            slot.axes if len(slot.arrays) == 1 else None,
+            info.shape,
+            nbytes(info),
+            choice,
         )
-        for slot in slots
+        for slot, choice in zip(slots, chosen, strict=True)
         for info in slot.arrays
     ]
-    specs, findings = specs_for(records, mesh, rules)
+    specs, findings = specs_for(
+        records, mesh, rules, large_bytes=large_bytes, large_fraction=large_fraction
+    )
     remaining = iter(specs)
     return [in_slot(slot, remaining) for slot in slots], [*misfits, *findings]
 
@@ -244,19 +278,33 @@ def _many_arrays(slot: Slot) -> Finding:
 
 
 @functools.lru_cache(maxsize=4096)
-def named_sharding(mesh: Any, spec: PartitionSpec) -> NamedSharding:
+def named_sharding(mesh: Any, spec: PartitionSpec, memory_kind: str | None = None) -> NamedSharding:
     """Returns the sharding of a mesh and a spec, the same object each time."""
-    return NamedSharding(mesh, spec)
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
-def to_shardings(specs: Sequence[Any], mesh: AnyMesh) -> list[Any]:
-    """Returns the shardings of specs, also of those inside pytrees."""
-    return [
-        named_sharding(mesh, spec)
-        if isinstance(spec, PartitionSpec)
-        else jax.tree.map(functools.partial(named_sharding, mesh), spec)
-        for spec in specs
-    ]
+def to_shardings(
+    specs: Sequence[Any], mesh: AnyMesh, chosen: Sequence[Choice] | None = None
+) -> list[Any]:
+    """Returns the shardings of specs, also of those inside pytrees.
+
+    Args:
+        specs: One spec, or pytree of specs, per slot.
+        mesh: The mesh.
+        chosen: One choice per slot: another mesh, a memory kind; None for nothing.
+    """
+    chosen = [FREE] * len(specs) if chosen is None else chosen
+    return [_shardings(spec, mesh, choice) for spec, choice in zip(specs, chosen, strict=True)]
+
+
+def _shardings(spec: Any, mesh: AnyMesh, choice: Choice) -> Any:
+    kind = choice.memory_kind
+    if isinstance(choice.place, NamedSharding):
+        mesh = choice.place.mesh
+        kind = choice.place.memory_kind if kind is None else kind
+    if isinstance(spec, PartitionSpec):
+        return named_sharding(mesh, spec, kind)
+    return jax.tree.map(lambda each: named_sharding(mesh, each, kind), spec)
 
 
 def _structs(slot: Slot, places: Any) -> Any:

@@ -19,11 +19,13 @@ from jax.sharding import NamedSharding
 
 from shardax.core._jax import Tracer
 from shardax.core.frames import local, resolve
+from shardax.core.metadata import EMPTY
 from shardax.core.node import Object
 from shardax.core.paths import Path, PathKey
 from shardax.core.state import Origin, State
 from shardax.core.structure import flatten
 from shardax.core.variables import Variable
+from shardax.transforms.aliases import alias_paths
 
 
 class ArrayInfo(NamedTuple):
@@ -71,11 +73,26 @@ class Part(NamedTuple):
         slots: Positions of its slots.
         origins: For Modules and States, path below the part to what the value came from, in the
             order of ``slots``; None for what has one value or none.
+        path: Where the part is in the tree.
     """
 
     value: Any
     slots: tuple[int, ...]
     origins: dict[Path, Origin] | None
+    path: Path = ()
+
+
+class Subject(NamedTuple):
+    """What a filter is asked about a slot.
+
+    Attributes:
+        paths: Every path by which the slot is reached.
+        like: The Variable; for an entry of a State what it came from, and for a plain array a
+            Variable type without metadata.
+    """
+
+    paths: tuple[Path, ...]
+    like: Any
 
 
 class Survey:
@@ -97,13 +114,13 @@ class Survey:
 
     def _visit(self, path: Path, leaf: Any) -> Part:
         if isinstance(leaf, Variable):
-            return Part(leaf, (self._variable(path, leaf),), None)
+            return Part(leaf, (self._variable(path, leaf),), None, path)
         if isinstance(leaf, Object):
             flat = flatten(leaf)
             pairs = list(zip(flat.leaf_paths, flat.leaves, strict=True))
             positions = tuple(self._variable((*path, *below), v) for below, v in pairs)
             found = zip(flat.leaf_paths, (self.slots[i].variable for i in positions), strict=True)
-            return Part(leaf, positions, {below: _origin_of(v) for below, v in found})
+            return Part(leaf, positions, {below: _origin_of(v) for below, v in found}, path)
         if isinstance(leaf, State):
             origins = leaf.origins()
             entries = leaf.flat().items()
@@ -111,10 +128,10 @@ class Survey:
                 self._add((*path, *below), origins[below].axes, value, None)
                 for below, value in entries
             )
-            return Part(leaf, positions, origins)
+            return Part(leaf, positions, origins, path)
         if is_array(leaf):
-            return Part(leaf, (self._add(path, None, leaf, None),), None)
-        return Part(leaf, (), None)
+            return Part(leaf, (self._add(path, None, leaf, None),), None, path)
+        return Part(leaf, (), None, path)
 
     def _variable(self, path: Path, variable: Variable[Any]) -> int:
         target = resolve(variable, local.frame)
@@ -137,6 +154,32 @@ class Survey:
     def position(self, variable: Variable[Any]) -> int:
         """Returns which slot belongs to a Variable of the tree."""
         return self._seen[id(resolve(variable, local.frame))]
+
+    def subjects(self) -> list[Subject]:
+        """Returns, for every slot, all its paths and what filters are asked about."""
+        paths: list[list[Path]] = [[] for _ in self.slots]
+        like: list[Any] = [slot.variable for slot in self.slots]
+        for part in self.parts:
+            for below, position in zip(part.origins or ((),), part.slots, strict=False):
+                paths[position].append((*part.path, *below))
+                if like[position] is None:
+                    like[position] = (part.origins or {}).get(below, _PLAIN)
+            if isinstance(part.value, Object) and not isinstance(part.value, Variable):
+                for position, below in alias_paths(flatten(part.value).graphdef):
+                    paths[part.slots[position]].append((*part.path, *below))
+        return [Subject(tuple(dict.fromkeys(p)), v) for p, v in zip(paths, like, strict=True)]
+
+    def values(self) -> Iterator[tuple[Slot, Any]]:
+        """Yields every slot with its value."""
+        for slot in self.slots:
+            if slot.variable is not None:
+                yield slot, slot.variable._value
+        for part in self.parts:
+            if isinstance(part.value, State):
+                found = part.value.flat().values()
+                yield from zip((self.slots[i] for i in part.slots), found, strict=True)
+            elif not isinstance(part.value, Object) and part.slots:
+                yield self.slots[part.slots[0]], part.value
 
     def arrange(self, entries: Sequence[Any], replace: Callable[[Part], Any] | None = None) -> Any:
         """Puts one entry per slot where the slots are in the tree.
@@ -170,6 +213,11 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
 
 
+def arrays_in(slot: Slot, value: Any) -> list[Any]:
+    """Returns the arrays of a slot's value, in the order of ``slot.arrays``."""
+    return [value] if slot.treedef is None else slot.treedef.flatten_up_to(value)
+
+
 def in_slot(slot: Slot, leaves: Iterator[Any]) -> Any:
     """Takes as many entries as the slot has arrays and arranges them as its value is."""
     if slot.treedef is None:
@@ -179,6 +227,9 @@ def in_slot(slot: Slot, leaves: Iterator[Any]) -> Any:
 
 def _is_part(value: Any) -> bool:
     return isinstance(value, (Object, State))
+
+
+_PLAIN = Origin(Variable, EMPTY)
 
 
 def _origin_of(variable: Any) -> Origin:
