@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boxes with axis names: ``Partitioned`` names mesh axes, ``LogicallyPartitioned`` logical ones.
+
+Both have one name per dimension of their value. The names of a ``Partitioned`` are axes of a mesh
+and say at once where its value goes. Those of a ``LogicallyPartitioned`` say what a dimension is,
+and rules map them to mesh axes: rules *baked* into the box, or else the current ones.
+
+A *baked* mesh or rules belong to the box and take precedence over what is in scope. When a box is
+unboxed where a mesh is known, its value is laid out as its names say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Self, TypeVar
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardax.core.errors import BoxError, NoRulesError, PartitioningUnspecifiedError
+from shardax.core.metadata import PARTITION_NAME, check_axes
+from shardax.partition.assignment import Names, check_names, mesh_axes_of, strings
+from shardax.partition.boxes import AxisMetadata, inserted, without
+from shardax.partition.check import raise_on_errors, spec_for
+from shardax.partition.constraints import constrain
+from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.rules import Rules, RulesLike
+from shardax.partition.scope import current_rules
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioned(AxisMetadata[T]):
+    """A box whose names are axes of a mesh.
+
+    Attributes:
+        value: An array, or a pytree of arrays, to each of which the names apply.
+        names: One per dimension: a mesh axis, a tuple of them, None (not split), or
+            ``PartitionSpec.UNCONSTRAINED``. None in place of all names: nothing is known.
+        mesh: The mesh to lay the value out over; None for the one in scope.
+
+    Raises:
+        MetadataError: If ``names`` is one string or holds something unhashable.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> kernel = Partitioned(jnp.ones((4, 8)), (None, "model"))
+        >>> kernel
+        Partitioned(float32[4, 8], names=(None, 'model'))
+        >>> kernel.get_partition_spec(), jax.tree.map(jnp.shape, kernel).value
+        (P(None, 'model'), (4, 8))
+        >>> kernel.add_axis(0, {PARTITION_NAME: "layers"}).names
+        ('layers', None, 'model')
+    """
+
+    value: T
+    names: Names | None
+    mesh: AnyMesh | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", check_axes(self.names))
+        resolve_mesh(self.mesh)
+
+    def unbox(self, apply_constraint: bool = True) -> T:
+        """Returns the value, laid out as the names say if a mesh is known.
+
+        A mesh is known if the box has one or one is in scope, by ``jax.set_mesh``,
+        ``jax.sharding.use_abstract_mesh`` or ``with mesh:``. Over Explicit axes the value is
+        resharded, over Manual ones left as it is; an abstract value gets the sharding.
+
+        Args:
+            apply_constraint: False to return the value as it is, whatever is known.
+
+        Raises:
+            NoRulesError: If names are logical, a mesh is known, and there are no rules.
+            ConstraintError: If the value cannot be laid out so.
+            AxisNamesError: If the names are malformed.
+        """
+        mesh = resolve_mesh(self.mesh) if apply_constraint and self.names is not None else None
+        if mesh is None:
+            return self.value
+        names, rules = self.layout()
+        if not rules and next(iter(strings(check_names(names))), None) is not None:
+            raise _no_rules(self, "unbox", ", or call unbox(apply_constraint=False)")
+        return jax.tree.map(lambda leaf: _laid_out(leaf, names, self.mesh, mesh, rules), self.value)
+
+    def layout(self) -> tuple[Names, Rules]:
+        """Returns the names, and the rules that map them to mesh axes."""
+        names = self.names or ()
+        return names, identity_rules(names)
+
+    def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        """Returns the box with the name of a new dimension inserted.
+
+        Args:
+            index: Where the new dimension is; negative counts from the end of the new dimensions.
+            params: ``{PARTITION_NAME: name}``; the name may be None.
+
+        Raises:
+            PartitioningUnspecifiedError: If ``params`` has no name.
+            BoxError: If there is no such place.
+        """
+        name = self._name_of_axis("add", index, params)
+        return self if self.names is None else self._named(inserted(self, self.names, index, name))
+
+    def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        """Returns the box with the name of a dimension removed: the inverse of ``add_axis``.
+
+        Args:
+            index: Which dimension goes; negative counts from the end.
+            params: ``{PARTITION_NAME: name}``, with the name that stands there.
+
+        Raises:
+            PartitioningUnspecifiedError: If ``params`` has no name.
+            BoxError: If there is no such dimension, or it has another name.
+        """
+        name = self._name_of_axis("remove", index, params)
+        return self if self.names is None else self._named(without(self, self.names, index, name))
+
+    def get_partition_spec(self) -> PartitionSpec:
+        """Returns the names as a ``PartitionSpec``; for a ``LogicallyPartitioned``, a logical one.
+
+        Raises:
+            AxisNamesError: If the names are malformed, or one occurs twice.
+        """
+        return PartitionSpec(*check_names(self.names or ()))
+
+    def get_sharding(self, mesh: AnyMesh | None = None) -> NamedSharding:
+        """Returns the ``NamedSharding`` of the value.
+
+        Args:
+            mesh: The mesh, also an ``AbstractMesh``; None for the box's own.
+
+        Raises:
+            PartitionCheckError: If the value cannot be laid out so.
+            NoRulesError: If the names are logical and there are no rules.
+            BoxError: If there is no mesh.
+        """
+        where = resolve_mesh(mesh if mesh is not None else self.mesh)
+        if where is None:
+            raise BoxError(f"{self!r}: there is no mesh. Write box.get_sharding(mesh).")
+        names, rules = self.layout()
+        if not rules and next(iter(strings(names)), None) is not None:
+            raise _no_rules(self, "make a sharding of", "")
+        axes = None if self.names is None else names
+        shape = getattr(self.value, "shape", (0,) * len(names))
+        spec, findings = spec_for(axes, shape, where, rules)
+        raise_on_errors(findings)
+        return NamedSharding(where, spec)
+
+    def _named(self, names: tuple[Any, ...]) -> Self:
+        return dataclasses.replace(self, names=names)
+
+    def _name_of_axis(self, verb: str, index: int, params: Mapping[Any, Any]) -> Any:
+        if PARTITION_NAME in params:
+            return params[PARTITION_NAME]
+        raise PartitioningUnspecifiedError(
+            f"{self!r}: cannot {verb} an axis at {index} without a name for it; {dict(params)} "
+            f"does not give one. Write {verb}_axis(tree, {index}, {{PARTITION_NAME: 'layers'}}), "
+            "or None for a dimension without a name."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LogicallyPartitioned(Partitioned[T]):
+    """A box whose names are logical: rules map them to mesh axes.
+
+    Attributes:
+        value: An array, or a pytree of arrays, to each of which the names apply.
+        names: One per dimension: a name, None (not split), ``PartitionSpec.UNCONSTRAINED``, or a
+            tuple of names for a merged dimension. None in place of all names: nothing is known.
+        mesh: The mesh to lay the value out over; None for the one in scope.
+        rules: Rules, pairs or a mapping; None for the current rules.
+
+    Raises:
+        MetadataError: If ``names`` is one string or holds something unhashable.
+        RulesError: If ``rules`` are malformed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> kernel = LogicallyPartitioned(jnp.ones((4, 8)), ("embed", "mlp"))
+        >>> kernel.get_partition_spec()
+        P('embed', 'mlp')
+        >>> mesh = jax.make_mesh((1,), ("model",))
+        >>> baked = LogicallyPartitioned(kernel.value, kernel.names, mesh, {"mlp": "model"})
+        >>> baked.unbox().sharding.spec
+        P(None, 'model')
+    """
+
+    rules: Rules | None = None
+
+    def __init__(
+        self,
+        value: T,
+        names: Any,
+        mesh: AnyMesh | None = None,
+        rules: RulesLike | None = None,
+    ) -> None:
+        baked = rules if rules is None or isinstance(rules, Rules) else Rules(rules)
+        for name, item in (("value", value), ("names", names), ("mesh", mesh), ("rules", baked)):
+            object.__setattr__(self, name, item)
+        self.__post_init__()
+
+    def layout(self) -> tuple[Names, Rules]:
+        """Returns the names, and the rules that map them: those baked in, else the current ones."""
+        return self.names or (), current_rules() if self.rules is None else self.rules
+
+
+@functools.lru_cache(maxsize=1024)
+def identity_rules(names: Names) -> Rules:
+    """Returns the rules by which names of mesh axes stand for themselves."""
+    axes = (axis for name in names for axis in mesh_axes_of(name))
+    return Rules([(axis, axis) for axis in axes if isinstance(axis, str)])
+
+
+def _no_rules(box: Any, what: str, way_out: str) -> NoRulesError:
+    return NoRulesError(
+        f"Cannot {what} {box!r} over a mesh: its names are logical, it has no rules of its own, "
+        "and none are in scope. Put them in scope, with sx.axis_rules(rules): ..., or give the box "
+        f"rules=rules{way_out}."
+    )
+
+
+def _laid_out(leaf: Any, names: Names, baked: AnyMesh | None, mesh: AnyMesh, rules: Rules) -> Any:
+    if not hasattr(leaf, "shape"):
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        spec, findings = spec_for(names, leaf.shape, mesh, rules)
+        raise_on_errors(findings)
+        return leaf.update(sharding=NamedSharding(mesh, spec))
+    return constrain(leaf, names, baked, rules)
