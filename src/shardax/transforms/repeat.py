@@ -71,8 +71,9 @@ class Body:
         self.around: tuple[int, ...] = ()
         self.around_paths: list[Path] = []
         self.carried: Carried | None = None
-        # Compiled as a unit so that JAX traces it once, for its shapes and for the loop.
-        self.one = jax.jit(self._one)
+        # A unit, so that JAX traces it once, for its shapes and for the loop; put into the loop's own
+        # program, which is then smaller and quicker to differentiate.
+        self.one = jax.jit(self._one, inline=True)
 
     # --- inside ----------------------------------------------------------------------------------
 
