@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardax.core.errors import LayerInputError
-from shardax.nn.explicit import explicit_entries
+from shardax.nn.explicit import align, explicit_entries
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> jax.Array:
@@ -40,10 +40,12 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> ja
                 f"dimension, {logits.shape[:-1]}."
             )
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    chosen = _pick(log_probabilities, targets)
+    # Over Explicit axes the logits, which are large, stay where they are.
+    leading = range(logits.ndim - 1)
+    chosen = _pick(log_probabilities, align(jnp.asarray(targets), logits, leading))
     if mask is None:
         return -jnp.mean(chosen)
-    weights = jnp.asarray(mask, jnp.float32)
+    weights = align(jnp.asarray(mask, jnp.float32), logits, leading)
     total = jnp.sum(weights)
     return -jnp.sum(chosen[..., 0] * weights) / jnp.where(total > 0, total, 1)
 
