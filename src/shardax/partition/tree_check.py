@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from shardax.core._jax import Tracer
 from shardax.core.filters import OfType
@@ -221,7 +221,6 @@ def _devices(array: Any) -> str:
 
 
 def _shown(sharding: Any) -> str:
-    spec: Any = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    spec_text = str(PartitionSpec(*spec)) if isinstance(spec, PartitionSpec) else str(spec)
+    place = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     kind = sharding.memory_kind
-    return spec_text if kind in (None, "device") else f"{spec_text} in {kind}"
+    return str(place) if kind in (None, "device") else f"{place} in {kind}"
