@@ -24,6 +24,7 @@ from shardax.core.paths import format_path
 from shardax.core.pytree import has_objects
 from shardax.core.variables import Param
 from shardax.transforms.autodiff import value_and_grad
+from shardax.transforms.kinds import result_kinds
 from shardax.transforms.once import Once
 
 
@@ -165,7 +166,7 @@ class _Loop:
 
     def run(self, parts: Any, steps: int, scale: float) -> Any:
         first = jax.tree.map(lambda part: part[0], parts)
-        shapes, _, _ = jax.eval_shape(self.one, self.values, first)
+        shapes, _, _ = result_kinds(self.one, self.values, first)
         zeros = jax.tree.map(_zeros_for_sum, shapes)
 
         def body(carry: tuple[Any, list[Any]], microbatch: Any) -> tuple[Any, Any]:

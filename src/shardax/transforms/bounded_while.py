@@ -25,6 +25,7 @@ from shardax.transforms.bounded import (
 )
 from shardax.transforms.call import Call, retry_captured
 from shardax.transforms.decide import check_operands
+from shardax.transforms.kinds import result_kinds
 from shardax.transforms.loops import Reader, carry_back, carry_of, condition_of
 from shardax.transforms.prefix import path_step
 from shardax.transforms.repeat import Body, form, vary_alike
@@ -100,7 +101,7 @@ def bounded_while_loop(
 
         start = settled(advance, body.start())
         row = _no_row if history is None else Reader(body, _HISTORY, "history", _row_of)
-        rows = padding_row(padding, jax.eval_shape(row, start))
+        rows = padding_row(padding, result_kinds(row, start))
         loop = Loop(condition, advance, row, steps, rows)
         result = run_bounded(loop, start, differentiable)
         return result._replace(final=carry_back(body, result.final))

@@ -18,6 +18,7 @@ from shardax.core.variables import Variable
 from shardax.transforms.agree import Outcome, check_agreement, outline_of
 from shardax.transforms.call import Call, Inside, retry_captured
 from shardax.transforms.decide import as_integer, as_predicate, check_operands
+from shardax.transforms.kinds import result_kinds
 from shardax.transforms.lift import Carried, Record, carry_in, check_no_leak, check_result
 from shardax.transforms.repeat import vary_alike
 
@@ -190,7 +191,7 @@ class _Choice:
         inputs = jax.tree.map(differ, (self.values, self.call.arguments.plain))
         outcomes = []
         for which, label in enumerate(self.labels):
-            leaves, written, fresh = jax.eval_shape(self.ones[which], *inputs)
+            leaves, written, fresh = result_kinds(self.ones[which], *inputs)
             record, outline, _ = self.done[which]
             outcomes.append(Outcome(label, record, outline, leaves, written, fresh))
         check_agreement(self.call, outcomes, self.values)

@@ -27,6 +27,7 @@ from shardax.core.paths import Path, format_path
 from shardax.core.pytree import is_object
 from shardax.core.structure import GraphDef
 from shardax.transforms.call import Call, Inside
+from shardax.transforms.kinds import result_kinds
 from shardax.transforms.lift import Carried, check_result, same_value
 from shardax.transforms.prefix import path_step
 
@@ -71,8 +72,8 @@ class Body:
         self.around: tuple[int, ...] = ()
         self.around_paths: list[Path] = []
         self.carried: Carried | None = None
-        # A unit, so that JAX traces it once, for its shapes and for the loop; put into the loop's own
-        # program, which is then smaller and quicker to differentiate.
+        # A unit, so that JAX traces it once, for its shapes and for the loop; put into the program
+        # of the loop, which is then smaller and quicker to differentiate.
         self.one = jax.jit(self._one, inline=True)
 
     # --- inside ----------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class Body:
         Raises:
             CarryError: Naming what changes its form.
         """
-        leaves, written, extra = jax.eval_shape(self.one, list(values), list(plain))
+        leaves, written, extra = result_kinds(self.one, list(values), list(plain))
         self.around = tuple(sorted(written))
         paths = self.call.graph.flat.leaf_paths
         for position in self.around:

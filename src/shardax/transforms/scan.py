@@ -34,6 +34,7 @@ from shardax.transforms.axes import (
     refuse_split,
 )
 from shardax.transforms.call import Call, Inside, retry_captured, wraps
+from shardax.transforms.kinds import result_kinds
 from shardax.transforms.layout import Layout, appended, refuse_foreign
 from shardax.transforms.lift import Carried, carry_in, check_no_leak
 from shardax.transforms.prefix import Carry, FilterMapping, check_axes_only, is_axis, per_argument
@@ -374,7 +375,7 @@ def _first_row(leaf: Any) -> Any:
     """The type of one row, without computing it."""
     if not leaf.shape[0]:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-    return jax.eval_shape(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), leaf)
+    return result_kinds(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), leaf)
 
 
 def _to_front(value: Any, axis: int) -> Any:
