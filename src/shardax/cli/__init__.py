@@ -2,7 +2,8 @@
 """The ``shardax`` command: thin, with no logic of its own beyond reading the command line.
 
 ``shardax train`` trains a byte-level decoder on text, ``shardax show`` prints the parameters of a
-run, ``shardax sample`` continues a prompt with a trained one.
+run, ``shardax sample`` continues a prompt with a trained one, ``shardax check`` says what is wrong
+with a layout.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     import tyro
 
+    from shardax.cli.check import Check
     from shardax.cli.sample import Sample
     from shardax.cli.show import Show
     from shardax.cli.train import Train
 
-    commands: dict[str, Any] = {"train": Train, "show": Show, "sample": Sample}
+    commands: dict[str, Any] = {"train": Train, "show": Show, "sample": Sample, "check": Check}
     command = tyro.extras.subcommand_cli_from_dict(commands, args=arguments, prog="shardax")
     status = command.run()
     sys.stdout.flush()

@@ -37,22 +37,20 @@ def use_devices(count: int | None) -> None:
         )
 
 
-def parse_mesh(text: str, axes: Sequence[str]) -> Mesh | None:
-    """Makes the mesh that a text such as ``data=2,model=4`` describes, with Auto axes.
+def mesh_sizes(text: str, axes: Sequence[str]) -> dict[str, int]:
+    """Reads the sizes of mesh axes from a text such as ``data=2,model=4``.
 
     Args:
-        text: Comma-separated ``name=size``; empty: no mesh.
+        text: Comma-separated ``name=size``.
         axes: The names that rules use. One that the text leaves out has size 1.
 
     Raises:
-        CommandError: If the text cannot be read, names another axis, or the devices do not suffice.
+        CommandError: If the text cannot be read, or names another axis.
 
     Example:
-        >>> dict(parse_mesh("data=1", ("data", "model")).shape)
-        {'data': 1, 'model': 1}
+        >>> mesh_sizes("model=4", ("data", "model"))
+        {'model': 4, 'data': 1}
     """
-    if not text:
-        return None
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
@@ -69,6 +67,26 @@ def parse_mesh(text: str, axes: Sequence[str]) -> Mesh | None:
             raise CommandError(f"--mesh {text!r}: the axis {name.strip()!r} is given twice.")
         sizes[name.strip()] = int(size)
     sizes.update({name: 1 for name in axes if name not in sizes})
+    return sizes
+
+
+def parse_mesh(text: str, axes: Sequence[str]) -> Mesh | None:
+    """Makes the mesh that a text such as ``data=2,model=4`` describes, with Auto axes.
+
+    Args:
+        text: Comma-separated ``name=size``; empty: no mesh.
+        axes: The names that rules use. One that the text leaves out has size 1.
+
+    Raises:
+        CommandError: If the text cannot be read, names another axis, or the devices do not suffice.
+
+    Example:
+        >>> dict(parse_mesh("data=1", ("data", "model")).shape)
+        {'data': 1, 'model': 1}
+    """
+    if not text:
+        return None
+    sizes = mesh_sizes(text, axes)
     needed = math.prod(sizes.values())
     if needed > jax.device_count():
         raise CommandError(

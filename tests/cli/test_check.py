@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``shardax check``: findings on the screen, and an exit status that a script can use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from shardax.cli import main
+from shardax.cli.presets import PRESETS
+from shardax.cli.run_files import RunSettings, write_settings
+
+
+def said(capsys: Any, *words: str) -> tuple[int, list[str]]:
+    """Exit status, and the lines printed; nothing is said to standard error."""
+    status = main(["check", *words])
+    printed, errors = capsys.readouterr()
+    assert errors == ""
+    return status, printed.splitlines()
+
+
+def refused(capsys: Any, *words: str) -> str:
+    """What a command that must fail with status 1 says; it prints nothing else."""
+    assert main(["check", *words]) == 1
+    printed, text = capsys.readouterr()
+    assert printed == ""
+    assert text.startswith("shardax: ") and text.count("Traceback") == 0
+    return text.removeprefix("shardax: ")
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run as it is before its first step."""
+    preset = PRESETS["tiny"]
+    settings = RunSettings(
+        preset.model, None, 8, 16, 4, 1e-2, 0, "data=2,model=4", 8, preset.eval_batches, 2
+    )
+    write_settings(tmp_path / "run", settings)
+    return tmp_path / "run"
+
+
+def test_a_sound_layout_has_notes_only_and_status_0(capsys: Any) -> None:
+    status, lines = said(capsys, "tiny", "--mesh", "data=2,model=4")
+    assert status == 0
+    assert lines[-1] == "tiny over data=2, model=4: 0 errors, 0 warnings, 3 notes"
+    assert [line.split()[0] for line in lines[:-1]] == ["note"] * 3
+    quiet = said(capsys, "tiny", "--mesh", "data=2,model=4", "--quiet")
+    assert quiet == (0, lines[-1:])
+
+
+def test_errors_are_said_once_for_all_arrays_alike_and_give_status_1(capsys: Any) -> None:
+    status, lines = said(capsys, "tiny", "--mesh", "model=3", "--quiet")
+    assert status == 1
+    assert lines[0].startswith(
+        "error    dimension 0 ('vocab') has size 256, which is not divisible"
+    )
+    assert lines[1] == (
+        "         at .model.embed.embedding, .optimizer.opt_state[0].mu.embed.embedding, "
+        ".optimizer.opt_state[0].nu.embed.embedding"
+    )
+    [heads] = [i for i, line in enumerate(lines) if "('heads')" in line and "dimension 1" in line]
+    assert lines[heads + 1] == (
+        "         at .model.layers[0].attn.q.kernel, .model.layers[1].attn.q.kernel, "
+        ".optimizer.opt_state[0].mu.layers[0].attn.q.kernel, "
+        ".optimizer.opt_state[0].mu.layers[1].attn.q.kernel and 2 more"
+    )
+    assert lines[-1] == "tiny over model=3, data=1: 45 errors, 0 warnings, 3 notes"
+
+
+def test_a_mesh_larger_than_the_machine_can_be_checked(capsys: Any) -> None:
+    status, lines = said(capsys, "small", "--mesh", "data=512,model=4", "--quiet")
+    assert jax.device_count() < 2048
+    assert (status, lines[-1]) == (
+        0,
+        "small over data=512, model=4: 0 errors, 0 warnings, 3 notes",
+    )
+
+
+def test_warnings_give_status_0_unless_they_are_to_be_errors(capsys: Any) -> None:
+    words = ["small", "--mesh", "data=8", "--quiet"]
+    status, lines = said(capsys, *words)
+    assert (status, lines[0].split()[0]) == (0, "warning")
+    assert "held whole by each of 8 devices" in lines[0]
+    assert said(capsys, *words, "--strict") == (1, lines)
+    assert said(capsys, *words, "--strict", "--large", "100")[0] == 0
+
+
+def test_states_split_over_data_too_can_be_checked(capsys: Any) -> None:
+    assert said(capsys, "tiny", "--mesh", "data=2,model=4", "--zero", "--quiet")[0] == 0
+    status, lines = said(capsys, "tiny", "--mesh", "data=3,model=4", "--zero", "--quiet")
+    assert status == 1
+    assert all(".optimizer" in line and ".model" not in line for line in lines[1:-1:2])
+
+
+def test_a_run_is_checked_over_its_own_mesh_or_another(capsys: Any, run_folder: Path) -> None:
+    status, lines = said(capsys, str(run_folder), "--quiet")
+    assert (status, lines[-1]) == (
+        0,
+        f"{run_folder} over data=2, model=4: 0 errors, 0 warnings, 3 notes",
+    )
+    assert said(capsys, str(run_folder), "--mesh", "model=8", "--quiet")[0] == 1
+    assert [file.name for file in run_folder.iterdir()] == ["run.json"]
+
+
+def test_what_cannot_be_checked_is_said_in_one_line(capsys: Any, tmp_path: Path) -> None:
+    assert "--mesh data=2,model=4" in refused(capsys, "tiny")
+    assert "presets are tiny, demo, small" in refused(capsys, "tyni", "--mesh", "data=2")
+    assert "is no run" in refused(capsys, str(tmp_path), "--mesh", "data=2")
+    assert "'modle'" in refused(capsys, "tiny", "--mesh", "modle=2")
+    assert "not name=size" in refused(capsys, "tiny", "--mesh", "data=two")
