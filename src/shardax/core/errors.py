@@ -233,6 +233,10 @@ class PlacementError(ShardaxError, RuntimeError):
     """A device refused an array while a model was being placed; every array is still valid."""
 
 
+class ShardingViewError(ShardaxError, ValueError):
+    """There is no sharding to show: the value is not laid out, or only inside a program."""
+
+
 # --- text, batches and logs ----------------------------------------------------------------------
 
 
