@@ -169,7 +169,7 @@ def compose(chain: list[Any], step: Step) -> Step:
 
 
 @given(chain=chains, seed=st.integers(0, 3), rate=st.sampled_from([0.0, 0.5]))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_transforms_compose_in_any_order_with_one_result(
     chain: list[Any], seed: int, rate: float
 ) -> None:
@@ -177,7 +177,7 @@ def test_transforms_compose_in_any_order_with_one_result(
 
 
 @given(chain=chains, seed=st.integers(0, 3))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_gradients_through_any_composition_are_those_of_the_bare_step(
     chain: list[Any], seed: int
 ) -> None:
@@ -194,7 +194,7 @@ def test_gradients_through_any_composition_are_those_of_the_bare_step(
 
 
 @given(chain=chains, seed=st.integers(0, 3))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_a_model_that_is_closed_over_does_what_one_that_is_passed_does(
     chain: list[Any], seed: int
 ) -> None:

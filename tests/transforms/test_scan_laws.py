@@ -50,7 +50,7 @@ def play(program: list[Any], model: Any, x: Any) -> Any:
 
 
 @given(PROGRAMS, ENTRIES, st.integers(1, 4), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_scan_is_a_python_loop(
     program: list[Any], entries: dict[str, Any], length: int, compiled: bool
 ) -> None:
@@ -82,7 +82,7 @@ def test_scan_is_a_python_loop(
 
 
 @given(PROGRAMS, st.integers(1, 4))
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_lifted_scan_is_the_plain_scan_of_the_pure_function(
     program: list[Any], length: int
 ) -> None:
@@ -103,7 +103,7 @@ def test_lifted_scan_is_the_plain_scan_of_the_pure_function(
 
 
 @given(PROGRAMS, st.integers(1, 4))
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_a_captured_module_does_what_a_passed_one_does(program: list[Any], length: int) -> None:
     shared = dict.fromkeys(NAMES, Carry)
     passed, captured = Three(shared, length), Three(shared, length)

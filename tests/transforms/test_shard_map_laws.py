@@ -21,7 +21,7 @@ from tests.transforms.sharded import (
 import shardax as sx
 
 ONE = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-FEW = settings(max_examples=10)
+FEW = settings(max_examples=6)
 
 
 @given(models(), edits())
