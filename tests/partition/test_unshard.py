@@ -61,6 +61,15 @@ def test_plain_arrays_and_states_come_back_in_a_new_pytree(mesh: Mesh) -> None:
     assert_same_bits(values(gathered["state"]), values(Tower(depth=1)))
 
 
+def test_arrays_come_out_of_the_memory_of_the_host(auto_mesh: Mesh) -> None:
+    kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
+    for kind in kinds:
+        model = sx.shard(Tower(depth=1), auto_mesh, RULES, memory_kind=kind)
+        sx.unshard(model)
+        assert devices_of(model) == {SingleDeviceSharding(jax.devices()[0])}
+        assert_same_bits(values(model), values(Tower(depth=1)))
+
+
 def test_what_is_no_device_is_refused(mesh: Mesh) -> None:
     model = sx.shard(Tower(depth=1), mesh, RULES)
     before = devices_of(model)

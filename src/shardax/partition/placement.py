@@ -308,4 +308,8 @@ def _placed(value: Any, sharding: Any) -> Any:
         return lay_out_traced(value, sharding.spec, sharding.mesh)
     if _is_placed(value, sharding):
         return value
+    if isinstance(value, jax.Array) and value.sharding.memory_kind != sharding.memory_kind:
+        # To another memory first, and then to other devices: JAX 0.10 fails at both in one step
+        # where a device keeps its part ("Memory kind mismatch with buffers").
+        value = jax.device_put(value, value.sharding.with_memory_kind(sharding.memory_kind))
     return jax.device_put(value, sharding)
