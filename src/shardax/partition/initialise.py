@@ -73,7 +73,8 @@ def initialise(
     """
     where = _usable(require_mesh(mesh, "initialise"))
     chosen = resolve_rules(rules)
-    run, inputs = _program(fn, args, kwargs)
+    run, given = _program(fn, args, kwargs)
+    inputs = [_over_automatic(array) for array in given]
     automatic = _automatic(where)
     with jax.set_mesh(automatic), axis_rules(chosen):
         shapes = eval_shape(run, inputs)
@@ -111,6 +112,19 @@ def _over(leaf: Any, mesh: Mesh, rules: Rules) -> Any:
     if is_object(leaf):
         return shard(leaf, mesh, rules)
     return jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
+
+
+def _over_automatic(array: Any) -> Any:
+    """Says that an input is laid out over Auto axes, as the program will be; moves nothing."""
+    now = array.sharding if isinstance(array, jax.Array) else None
+    if not isinstance(now, NamedSharding) or not isinstance(now.mesh, Mesh):
+        return array
+    automatic = _automatic(now.mesh)
+    return (
+        array
+        if automatic == now.mesh
+        else jax.device_put(array, NamedSharding(automatic, now.spec))
+    )
 
 
 def _program(
