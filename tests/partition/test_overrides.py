@@ -199,7 +199,7 @@ def train_step(model: Any, optimizer: Any, x: Any) -> Any:
 
 
 def trained(mesh: Mesh, overrides: Any) -> tuple[list[float], Any, Any]:
-    """Losses of five steps, model and optimizer."""
+    """Losses of five steps, model and optimizer, the layout being declared to the compiler."""
     model = Regression()
     optimizer = train.Optimizer(model, optax.adamw(1e-2))
     sx.shard((model, optimizer), mesh, PARAMETER_RULES, overrides=overrides)
@@ -226,6 +226,42 @@ def test_moments_split_over_data_train_as_moments_laid_out_like_their_parameters
     for path, value in moments.items():
         expected = {"up": P("data", "model"), "down": P("model", "data")}.get(path[-1], P())
         assert value.sharding.is_equivalent_to(NamedSharding(auto_mesh, expected), value.ndim), path
+
+
+class Curve(sx.Module):
+    """One matrix, with products that are clear on every mesh."""
+
+    def __init__(self) -> None:
+        init = sx.Init(jax.nn.initializers.lecun_normal(), (8, 16), rngs=sx.Rngs(0))
+        self.weight = sx.Param(init, axes=("embed", "mlp"))
+        self.scale = sx.Param(jnp.ones(()))
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.tanh(x @ self.weight.value) * self.scale.value
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+def test_over_explicit_axes_and_outside_programs_the_layout_stays_without_being_declared(
+    explicit_mesh: Mesh, compiled: bool
+) -> None:
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    batch = sx.partition.batch_sharding(("batch", None), explicit_mesh, PARAMETER_RULES)
+    losses = []
+    for overrides in (None, ZERO):
+        model = Curve()
+        optimizer = train.Optimizer(model, optax.adamw(1e-2))
+        pair = (model, optimizer)
+        sx.shard(pair, explicit_mesh, PARAMETER_RULES, overrides=overrides)
+        places = sx.shardings(pair, explicit_mesh, PARAMETER_RULES, overrides=overrides)
+        step = sx.jit(train_step) if compiled else train_step
+        with jax.set_mesh(explicit_mesh):
+            put = jax.device_put(x, batch)
+            losses.append([float(step(model, optimizer, put)) for _ in range(3)])
+        for part, place in zip(pair, places, strict=True):
+            for path, value in sx.state(part).flat().items():
+                assert value.sharding.is_equivalent_to(place.flat()[path], value.ndim), path
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[0][-1] < losses[0][0]
 
 
 def test_moments_split_over_data_take_that_much_less_of_each_device(auto_mesh: Mesh) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from shardax.core._jax import Tracer
 from shardax.core.errors import GradientMismatchError, OptimizerStateError
@@ -138,7 +139,7 @@ class Optimizer(Module):
         for path, variable in chosen:
             variable.value = new_params.flat()[path]
         for place, leaf, value in zip(places, layout.leaves, new_leaves, strict=True):
-            place.value = jnp.asarray(value, leaf.dtype)
+            place.value = _where(place.value, jnp.asarray(value, leaf.dtype))
         self.step.value = self.step.value + 1
 
     # --- parts -----------------------------------------------------------------------------------
@@ -225,7 +226,24 @@ def _shape_of(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def _apply(update: Any, param: Any) -> Any:
-    return param if update is None else (param + update).astype(param.dtype)
+    return param if update is None else _where(param, (param + update).astype(param.dtype))
+
+
+def _where(old: Any, new: Any) -> Any:
+    """Returns a new value laid out as the old one, where the layout is known.
+
+    A state that is split further than its parameter would otherwise hand its layout on to the
+    parameter. Over Auto axes inside a program nothing is known; there ``in_shardings`` says it.
+    """
+    if not isinstance(old, jax.Array):
+        return new
+    if not isinstance(old, Tracer) and not isinstance(new, Tracer):
+        same = new.sharding.is_equivalent_to(old.sharding, old.ndim)
+        return new if same else jax.device_put(new, old.sharding)
+    place = jax.typeof(old).sharding
+    known = AxisType.Explicit in place.mesh.axis_types
+    same = not known or jax.typeof(new).sharding == place
+    return new if same else jax.sharding.reshard(new, place)
 
 
 # --- checks ---------------------------------------------------------------------------------------
