@@ -120,7 +120,8 @@ def test_boxes_of_other_names_are_other_structures() -> None:
         traces.append(box.names)
         return box
 
-    look(first), look(second), look(first)
+    for box in (first, second, first):
+        look(box)
     assert traces == [("a",), ("b",)]
 
 
@@ -475,7 +476,7 @@ def test_the_states_of_optimizers_carry_the_boxes(mesh: Mesh) -> None:
     state = optimizer.init(params)
     grads = jax.tree.map(jnp.ones_like, params)
     updates, state = jax.jit(optimizer.update)(grads, state, params)
-    new = optax.apply_updates(params, updates)
+    new: Any = optax.apply_updates(params, updates)
     assert new["w"].names == ("data", "model")
     place = sx.partition.get_sharding(state, mesh)
     adam = place[1][0]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import linen
 from flax.core import meta
+from flax.linen import spmd
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
@@ -55,9 +56,9 @@ def test_specs_and_logical_specs_are_the_same(names: Any, rules: Any) -> None:
     flaxs = {**tree, "m": both(names)[1], "l": linen.LogicallyPartitioned(1.0, names)}
     specs = part.get_partition_spec(mine)
     assert specs == meta.get_partition_spec(flaxs)
-    assert part.logical_to_mesh(specs, rules) == linen.logical_to_mesh(specs, rules)
+    assert part.logical_to_mesh(specs, rules) == spmd.logical_to_mesh(specs, rules)
     with part.logical_axis_rules(rules), linen.logical_axis_rules(rules):
-        assert part.logical_to_mesh(specs) == linen.logical_to_mesh(specs)
+        assert part.logical_to_mesh(specs) == spmd.logical_to_mesh(specs)
 
 
 def test_names_of_the_keys_are_the_same() -> None:
@@ -146,7 +147,7 @@ def test_case_17_the_older_with_statement_is_seen(auto_mesh: Mesh) -> None:
         auto_mesh.__enter__()
     try:
         mine = part.with_logical_constraint(x, ("a", None), rules)
-        flaxs = linen.with_logical_constraint(x, ("a", None), rules)
+        flaxs = spmd.with_logical_constraint(x, ("a", None), rules)
     finally:
         auto_mesh.__exit__(None, None, None)
     assert mine.sharding.spec == P("data", None) and flaxs is x

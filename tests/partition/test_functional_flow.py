@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from shardax.partition import (
 
 RULES = sx.Rules({"batch": "data", "mlp": "model", "embed": None, "layers": None})
 DEPTH, EMBED, MLP, BATCH = 3, 8, 16, 4
-NORMAL = jax.nn.initializers.lecun_normal()
+NORMAL = jax.nn.initializers.uniform(0.3)  # quick to compile
 OPTIMIZER = optax.adam(1e-2)
 Wrap = Callable[..., Callable[..., Any]]
 
@@ -134,7 +134,7 @@ def test_a_training_state_is_made_in_its_shardings(wrap: Wrap, mesh: Mesh) -> No
         "params": {"layers": layers, "bias": whole},
         "opt": (
             optax.ScaleByAdamState(
-                count=whole,
+                count=cast(Any, whole),
                 mu={"layers": layers, "bias": whole},
                 nu={"layers": layers, "bias": whole},
             ),
@@ -223,12 +223,11 @@ def test_variables_and_modules_are_initialised_by_their_axes(mesh: Mesh) -> None
 
 
 def test_the_result_is_a_function_of_its_key(auto_mesh: Mesh) -> None:
+    init = with_partitioning(NORMAL, (None, "model"))
     first, again, other = (
-        sx.initialise(init_params, by_name, jax.random.key(seed), mesh=auto_mesh, rules=RULES)
-        for seed in (0, 0, 1)
+        sx.initialise(init, jax.random.key(seed), (4, 8), mesh=auto_mesh) for seed in (0, 0, 1)
     )
-    assert_equal(first, again)
-    assert arrays(first)[1].tolist() != arrays(other)[1].tolist()
+    assert first == again and first != other
 
 
 def test_all_problems_are_found_before_anything_is_compiled(auto_mesh: Mesh) -> None:
