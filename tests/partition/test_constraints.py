@@ -274,3 +274,79 @@ def test_bad_arguments_are_refused_also_where_constraints_may_be_ignored() -> No
         sx.constrain(x, "batch", rules=RULES, on_no_mesh="ignore")
     with pytest.raises(ConstraintError, match="on_no_mesh='skip'"):
         sx.constrain(x, ("batch", None), on_no_mesh="skip")  # pyright: ignore[reportArgumentType] (on purpose)
+
+
+# --- meshes that look different from inside -------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["NumPy", "on one device", "on the mesh"])
+def test_an_array_from_outside_of_the_program_is_laid_out_too(where: str, mesh: Mesh) -> None:
+    outside = {
+        "NumPy": np.asarray(rows(mesh)),
+        "on one device": jnp.asarray(np.asarray(rows(mesh))),
+    }
+    x = outside.get(where, rows(mesh))
+    with jax.set_mesh(mesh):
+        result = jax.jit(lambda: sx.constrain(x, ("batch", "embed"), rules=RULES))()
+    assert_laid_out(result, mesh, P("data", "model"))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_given_with_other_axis_types_is_taken_as_it_is_seen_here(
+    kind: AxisType, mesh: Mesh
+) -> None:
+    twin = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    call = jax.jit(lambda x: sx.constrain(x, ("batch", "embed"), twin, RULES))
+    assert_laid_out(call(rows(mesh)), mesh, P("data", "model"))
+    with jax.set_mesh(mesh):
+        assert_laid_out(call(rows(mesh)), mesh, P("data", "model"))
+        abstract = jax.jit(lambda x: sx.constrain(x, ("batch", None), twin.abstract_mesh, RULES))
+        assert_laid_out(abstract(rows(mesh)), mesh, P("data"))
+
+
+def test_inside_explicit_axes_a_mesh_of_auto_axes_is_explicit(auto_mesh: Mesh) -> None:
+    types = []
+
+    def inside(x: jax.Array) -> jax.Array:
+        y = sx.constrain(x, ("batch", "embed"), auto_mesh, RULES)
+        types.append(jax.typeof(y).sharding.spec)
+        return y
+
+    outside = jax.sharding.explicit_axes(inside, in_sharding=P(None, None))
+    with jax.set_mesh(auto_mesh):
+        assert_laid_out(jax.jit(outside)(rows(auto_mesh)), auto_mesh, P("data", "model"))
+    assert types == [P("data", "model")]
+
+
+def test_a_mesh_without_devices_will_do_where_something_says_which_are_meant(mesh: Mesh) -> None:
+    call = jax.jit(lambda x: sx.constrain(x, ("batch", "embed"), mesh.abstract_mesh, RULES))
+    assert_laid_out(call(rows(mesh)), mesh, P("data", "model"))
+    with jax.set_mesh(mesh):
+        assert_laid_out(call(np.asarray(rows(mesh))), mesh, P("data", "model"))
+    with pytest.raises(MeshError, match=r"jax\.set_mesh\(mesh\)"):
+        call(np.asarray(rows(mesh)))
+
+
+def test_a_dimension_split_over_both_kinds_of_axes_has_the_explicit_ones_outermost() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    call = jax.jit(lambda x: sx.constrain(x, ("both", None), mesh, RULES))
+    assert_laid_out(call(rows(mesh)), mesh, P(("model", "data")))
+
+
+def test_a_mesh_axis_that_vmap_has_taken_is_refused(explicit_mesh: Mesh, auto_mesh: Mesh) -> None:
+    def lane(row: jax.Array) -> jax.Array:
+        return sx.constrain(row, ("batch",), rules=RULES)
+
+    refused = pytest.raises(ConstraintError, match=r"(?s)JAX refuses .*Under vmap")
+    with refused, jax.set_mesh(explicit_mesh):
+        jax.jit(jax.vmap(lane))(rows(explicit_mesh, P("data")))
+    with pytest.raises(ConstraintError, match="spmd_axis_name"), jax.set_mesh(auto_mesh):
+        jax.jit(jax.vmap(lane, spmd_axis_name="data"))(rows(auto_mesh))
+
+
+@pytest.mark.parametrize(
+    "value", [{"a": np.ones(2)}, jax.ShapeDtypeStruct((8, 16), np.float32)], ids=["tree", "shape"]
+)
+def test_what_is_no_array_is_refused(value: Any, mesh: Mesh) -> None:
+    with pytest.raises(ConstraintError, match=f"of type {type(value).__name__}"):
+        sx.constrain(value, ("batch", None), mesh, RULES)

@@ -4,9 +4,9 @@
 from shardax.view.pictures import sharding_svg as sharding_svg
 from shardax.view.pictures import show_sharding as show_sharding
 from shardax.view.report import write_report as write_report
-from shardax.view.sharding import ShardingRow as ShardingRow
-from shardax.view.sharding import ShardingView as ShardingView
-from shardax.view.sharding import sharding as sharding
+from shardax.view.sharding_view import ShardingRow as ShardingRow
+from shardax.view.sharding_view import ShardingView as ShardingView
+from shardax.view.sharding_view import sharding as sharding
 from shardax.view.table import ParameterRow as ParameterRow
 from shardax.view.table import ParameterTable as ParameterTable
 from shardax.view.table import table as table

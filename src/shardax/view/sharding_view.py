@@ -4,7 +4,7 @@
 A *view* says of every array which mesh axes split which dimension, what one device holds (its
 *shard*), and how many devices hold the same (*copies*). It reads shapes and shardings only, so lazy
 and abstract models can be viewed. Rows that differ in the number of a layer alone are shown as one.
-The HTML needs no scripts; notebooks show it by themselves, and so does treescope.
+The HTML needs no scripts, and notebooks show it by themselves.
 """
 
 from __future__ import annotations
@@ -188,7 +188,9 @@ def sharding(
         │                  │                  │
         │                  │                  │
         │                  │                  │
+        │                  │                  │
         │    device 0,2    │    device 1,3    │
+        │                  │                  │
         │                  │                  │
         │                  │                  │
         │                  │                  │
