@@ -18,13 +18,15 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardax.core._jax import Tracer
+from shardax.core.errors import BoxError
 from shardax.core.frames import local, resolve
 from shardax.core.metadata import EMPTY
 from shardax.core.node import Object
-from shardax.core.paths import Path, PathKey
+from shardax.core.paths import Path, PathKey, format_path
 from shardax.core.state import Origin, State
 from shardax.core.structure import flatten
 from shardax.core.variables import Variable
+from shardax.partition.boxes import AxisMetadata
 from shardax.transforms.aliases import alias_paths
 
 
@@ -129,6 +131,12 @@ class Survey:
                 for below, value in entries
             )
             return Part(leaf, positions, origins, path)
+        if isinstance(leaf, AxisMetadata):
+            raise BoxError(
+                f"{format_path(path)}: {leaf!r} is a box, whose names would be lost here. Use "
+                "shardax.partition.get_sharding(tree, mesh, rules) for boxes, or give Variables: "
+                "shardax.partition.to_variables(tree)."
+            )
         if is_array(leaf):
             return Part(leaf, (self._add(path, None, leaf, None),), None, path)
         return Part(leaf, (), None, path)
@@ -226,7 +234,7 @@ def in_slot(slot: Slot, leaves: Iterator[Any]) -> Any:
 
 
 def _is_part(value: Any) -> bool:
-    return isinstance(value, (Object, State))
+    return isinstance(value, (Object, State, AxisMetadata))
 
 
 _PLAIN = Origin(Variable, EMPTY)
