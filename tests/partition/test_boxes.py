@@ -172,8 +172,8 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=str)
-@pytest.mark.parametrize("other", VALUES, ids=str)
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("other", VALUES)
 def test_comparing_and_hashing_never_fail(value: Any, other: Any) -> None:
     """Case 23 of the notes on Flax: there, arrays make it raise."""
     first, second = Partitioned(value, ("a",)), Partitioned(other, ("a",))
