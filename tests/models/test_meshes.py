@@ -89,8 +89,9 @@ def train(scanned: bool, by_batch_too: bool, kinds: str) -> tuple[list[float], d
     return losses, wire_bytes(program)
 
 
-@pytest.mark.parametrize("kinds", ["EE", "AE", "EA"])
-@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(
+    ("scanned", "kinds"), [(False, "EE"), (True, "EE"), (True, "AE"), (True, "EA")]
+)
 def test_tensor_parallel_the_axis_types_change_neither_losses_nor_bytes(
     scanned: bool, kinds: str
 ) -> None:
@@ -102,8 +103,7 @@ def test_tensor_parallel_the_axis_types_change_neither_losses_nor_bytes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", ["AE", "EA", "EE"])
-@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(("scanned", "kinds"), [(False, "EE"), (True, "EE"), (True, "AE")])
 def test_with_parameters_split_by_the_batch_too_explicit_axes_cost_no_bytes_more(
     scanned: bool, kinds: str
 ) -> None:

@@ -151,7 +151,7 @@ def arrays(tree: Any) -> list[Any]:
     ]
 
 
-@settings(max_examples=150, phases=PHASES)
+@settings(max_examples=40, phases=PHASES)
 @given(trees(), meshes(), rules, policies, overrides, memory_kinds)
 def test_shard_lays_out_everything_or_raises_our_error_and_changes_nothing(
     tree: Any, mesh: Any, rules: Any, policy: Any, overrides: Any, memory_kind: Any
@@ -174,7 +174,7 @@ def test_shard_lays_out_everything_or_raises_our_error_and_changes_nothing(
     assert all(len(array.devices()) == 1 for array in arrays(again))
 
 
-@settings(max_examples=100, phases=PHASES)
+@settings(max_examples=30, phases=PHASES)
 @given(trees(), meshes(), rules, overrides, memory_kinds)
 def test_check_lists_errors_exactly_where_shard_refuses(
     tree: Any, mesh: Any, rules: Any, overrides: Any, memory_kind: Any
