@@ -42,7 +42,9 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> ja
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     # Over Explicit axes the logits, which are large, stay where they are.
     leading = range(logits.ndim - 1)
-    chosen = _pick(log_probabilities, align(jnp.asarray(targets), logits, leading))
+    if explicit_entries(logits) is not None:
+        targets = align(jnp.asarray(targets), logits, leading)
+    chosen = _pick(log_probabilities, targets)
     if mask is None:
         return -jnp.mean(chosen)
     weights = align(jnp.asarray(mask, jnp.float32), logits, leading)
