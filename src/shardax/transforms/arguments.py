@@ -167,6 +167,10 @@ class Arguments:
         self.named = tuple((name, template) for name, template, _ in named)
         self.plain_named = {name: plain for name, _, plain in named}
 
+    def plain_leaves(self) -> tuple[list[Any], Any]:
+        """Returns the leaves of all plain parts, and the treedef of (positional, by name)."""
+        return jax.tree.flatten((list(self.plain), self.plain_named))
+
     def release(self) -> None:
         """Lets go of the objects and plain values; what remains is how to put them together."""
         self.roots, self.plain, self.plain_named = [], (), {}

@@ -34,6 +34,28 @@ Row = tuple[Path, Any, Any]
 """(path, array, axis or None) of an array that enters."""
 
 
+def entering(
+    layout: Layout, streams: SplitStreams, values: Sequence[Any], plain: Sequence[Any]
+) -> list[Row]:
+    """Returns the arrays that enter, except those of split streams, which the transform makes.
+
+    Args:
+        layout: The call's layout; an entry that is no axis (``Carry``) stands as None.
+        streams: The streams that are split.
+        values: One value per Variable of the graph.
+        plain: The plain leaves of the arguments.
+    """
+    variables = zip(layout.leaf_paths, values, layout.leaves, strict=True)
+    rows = [
+        (path, leaf, entry)
+        for position, (path, value, entry) in enumerate(variables)
+        if position not in streams
+        for leaf in jax.tree.leaves(value)
+    ]
+    rows += zip(layout.plain_paths, plain, layout.plain, strict=True)
+    return [(path, leaf, entry if is_axis(entry) else None) for path, leaf, entry in rows]
+
+
 # --- sizes ----------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ into it, has one part per lane (axis 0) if it differs between them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +20,9 @@ from shardax.core.errors import SharedWriteError
 from shardax.core.paths import Path, format_path
 from shardax.core.variables import ArrayAttribute, Variable
 from shardax.transforms.axes import (
-    Row,
     check_new_axis,
     common_size,
+    entering,
     lane_sharding,
     lane_structure,
     mapped_name,
@@ -145,13 +145,10 @@ class _Batch:
         self.out_axes = out_axes
         self.partition_name = partition_name
         self.values = self.call.graph.values()
-        arguments = self.call.arguments
-        self.plain, self.plain_tree = jax.tree.flatten(
-            (list(arguments.plain), arguments.plain_named)
-        )
+        self.plain, self.plain_tree = self.call.arguments.plain_leaves()
         axes = self.layout.leaves
         self.streams = SplitStreams(self.call, self.values, lambda p: axes[p] is not None)
-        self.rows = list(self._rows())
+        self.rows = entering(self.layout, self.streams, self.values, self.plain)
         self.size = common_size(self.rows, axis_size, "vmap")
         self.graphdef = lane_structure(self.layout, self.streams, partition_name)
         self.sorted = Sorted([*entries_in(in_axes), *entries_in(out_axes), 0, None])
@@ -159,15 +156,6 @@ class _Batch:
         self.parts: Parts | None = None
         self.moved: dict[int, Any] = {}
         self.grown: list[int] = []
-
-    def _rows(self) -> Iterator[Row]:
-        """Yields the arrays that enter, except those of split streams, which are made here."""
-        rows = zip(self.layout.leaf_paths, self.values, self.layout.leaves, strict=True)
-        for position, (path, value, axis) in enumerate(rows):
-            if position not in self.streams:
-                for leaf in jax.tree.leaves(value):
-                    yield path, leaf, axis
-        yield from zip(self.layout.plain_paths, self.plain, self.layout.plain, strict=True)
 
     def run(self, options: dict[str, Any]) -> Any:
         """Runs all lanes and carries back what they did."""

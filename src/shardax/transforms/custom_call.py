@@ -30,7 +30,7 @@ from shardax.transforms.lift import Carried, Record, carry_in, check_no_leak, ch
 from shardax.transforms.liveness import used_inputs
 from shardax.transforms.prefix import expand
 from shardax.transforms.residuals import Packed, pack
-from shardax.transforms.tangents import Tangents, is_differentiable
+from shardax.transforms.tangents import Tangents, dtype_of, is_differentiable
 from shardax.transforms.targets import DiffState, Target, replaced
 from shardax.transforms.vjp import refuse_objects
 
@@ -122,10 +122,9 @@ class RuleCall:
         self.like = jax.tree.map(_like, (values, plain))
         moving = ([values[i] for i in self.indices], [plain[p] for p in self.positions])
         self.varying = jax.tree.map(_jax.varying_axes, moving)
-        nothing = [None] * (len(self.indices) + len(self.positions))
         still = (
-            replaced(values, self.indices, nothing[: len(self.indices)]),
-            replaced(plain, self.positions, nothing[len(self.indices) :]),
+            replaced(values, self.indices, [None] * len(self.indices)),
+            replaced(plain, self.positions, [None] * len(self.positions)),
             named,
         )
         used = self._explore(moving, still)
@@ -331,9 +330,7 @@ def _holds_data(value: Any) -> bool:
 
 
 def _like(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(
-        jnp.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    )
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype_of(leaf))
 
 
 def _with_varying(axes: frozenset[str], gradient: Any) -> Any:

@@ -40,10 +40,9 @@ class Body:
         carry: Returns, inside, (what was given that goes around, what came back for it).
         label: How messages call what goes around: the parameter's name.
         around_plain: Positions, among the plain leaves of the arguments, of those that go around.
-        which: Which of the call's functions is the body.
-        graphdef: The structure that one iteration sees, if its metadata differ.
 
     Attributes:
+        graphdef: The structure that one iteration sees, where its metadata differ.
         plain: All plain leaves of the arguments.
         around: Positions of the Variables that go around, known after ``discover``.
         carried: What left the last trace; its record is how to carry back.
@@ -55,19 +54,13 @@ class Body:
         carry: Callable[[Inside], tuple[Any, Any]],
         label: str,
         around_plain: Sequence[int] | None = None,
-        which: int = 0,
-        graphdef: GraphDef | None = None,
     ) -> None:
         self.call = call
         self.carry = carry
         self.label = label
-        self.which = which
-        self.graphdef = graphdef
+        self.graphdef: GraphDef | None = None
         self.values = call.graph.values()
-        arguments = call.arguments
-        self.plain, self.plain_tree = jax.tree.flatten(
-            (list(arguments.plain), arguments.plain_named)
-        )
+        self.plain, self.plain_tree = call.arguments.plain_leaves()
         self.around_plain = range(len(self.plain)) if around_plain is None else around_plain
         self.around: tuple[int, ...] = ()
         self.around_paths: list[Path] = []
@@ -86,9 +79,7 @@ class Body:
             leaves).
         """
         positional, named = self.plain_tree.unflatten(plain)
-        return self.call.run(
-            values, positional, named, self._leave, which=self.which, graphdef=self.graphdef
-        )
+        return self.call.run(values, positional, named, self._leave, graphdef=self.graphdef)
 
     def _leave(self, inside: Inside) -> tuple[list[Any], dict[int, Any], Any]:
         name = self.call.name
@@ -176,15 +167,8 @@ class Body:
         Returns:
             Whether anything differs that did not before.
         """
-        changed = False
-        for inputs, positions in (
-            (self.values, self.around),
-            (self.plain, self.around_plain),
-        ):
-            for position in positions:
-                before = inputs[position]
-                inputs[position] = jax.tree.map(lambda leaf: vary_alike(leaf, decision), before)
-                changed |= not same_value(before, inputs[position])
+        values, plain = jax.tree.map(lambda _: decision, self.start())
+        changed = self._vary(values, plain)
         if changed:
             self.discover(self.values, self.plain)
         return changed

@@ -28,6 +28,7 @@ from shardax.core.variables import Variable
 from shardax.transforms.axes import (
     check_new_axis,
     common_size,
+    entering,
     lane_structure,
     mapped_name,
     name_new_dimensions,
@@ -163,7 +164,7 @@ class _ScanBody(Body):
 
     def __init__(self, scan: _Scan, around_plain: Sequence[int]) -> None:
         label = "" if scan.carry_position is None else scan.call.labels[scan.carry_position]
-        super().__init__(scan.call, scan.carry_of, label, around_plain, graphdef=scan.graphdef)
+        super().__init__(scan.call, scan.carry_of, label, around_plain)
         self.scan = scan
 
     def leave_more(self, inside: Inside, carried: Carried) -> tuple[Carried, Any, Collection[int]]:
@@ -198,13 +199,12 @@ class _Scan:
             )
         self.layout = Layout(call, args, kwargs, prefixes, 0, None, "in_axes")
         axes = self.layout.leaves
-        values = call.graph.values()
-        self.streams = SplitStreams(call, values, lambda p: is_axis(axes[p]))
-        self.sliced = {p: 0 if p in self.streams else a for p, a in enumerate(axes) if is_axis(a)}
-        self.sliced_plain = {i: a for i, a in enumerate(self.layout.plain) if is_axis(a)}
-        self.graphdef = lane_structure(self.layout, self.streams, partition_name)
         around = [i for i, entry in enumerate(self.layout.plain) if entry is Carry]
         self.body = _ScanBody(self, around)
+        self.streams = SplitStreams(call, self.body.values, lambda p: is_axis(axes[p]))
+        self.sliced = {p: 0 if p in self.streams else a for p, a in enumerate(axes) if is_axis(a)}
+        self.sliced_plain = {i: a for i, a in enumerate(self.layout.plain) if is_axis(a)}
+        self.body.graphdef = lane_structure(self.layout, self.streams, partition_name)
         self.moved: dict[int, Any] = {}
         self.grown: frozenset[int] = frozenset()
         self.result_axes: list[Any] = []
@@ -238,9 +238,10 @@ class _Scan:
         record = carried.record
         places = [leaving.by_id.get(key, ((), None)) for key in record.fresh_ids]
         new = [axis for _, axis in places]
-        self._check_changes(carried, new)
+        self._check_changes(inside, carried, new)
         written = [(self.layout.leaf_paths[p], self.layout.leaves[p]) for p in record.written]
-        values = [*jax.tree.leaves(carried.result), *carried.written, *carried.fresh]
+        leaves = jax.tree.leaves(carried.result)
+        values = [*leaves, *carried.written, *carried.fresh]
         for (path, axis), value in zip([*leaving.labels, *written, *places], values, strict=True):
             check_new_axis(value, axis, path, "scan")
         self.axes_of_new = [axis if is_axis(axis) else 0 for axis in new]
@@ -248,7 +249,6 @@ class _Scan:
             self.layout, self.streams, record, self.axes_of_new, self.partition_name
         )
         self.result_axes = leaving.plain
-        leaves = jax.tree.leaves(carried.result)
         rows = [leaf for leaf, axis in zip(leaves, leaving.plain, strict=True) if axis is not Carry]
         slices = {
             position: value
@@ -259,10 +259,10 @@ class _Scan:
         self.grown = frozenset(sown)
         return carried, (rows, slices, sown, carried.fresh)
 
-    def _check_changes(self, carried: Carried, new: Sequence[Any]) -> None:
+    def _check_changes(self, inside: Inside, carried: Carried, new: Sequence[Any]) -> None:
         """Raises if the body changed structure in a way that differs from a loop in Python."""
         record = carried.record
-        objects = self.graphdef.objects
+        objects = inside.graphdef.objects
         count = len(objects)
         entries = iter(zip(new, carried.fresh, strict=True))
         stackable = set()
@@ -293,7 +293,7 @@ class _Scan:
             {i: _to_front(body.plain[i], axis) for i, axis in self.sliced_plain.items()},
         )
         first = jax.tree.map(_first_row, slices)
-        body.discover(*_replaced(body.values, body.plain, first))
+        body.discover(*body.inputs(body.start(), *first))
 
         def one(around: Any, part: Any) -> Any:
             return body.step(around, *part)
@@ -306,19 +306,9 @@ class _Scan:
         return carry_in(self.call.graph, carried)
 
     def _find_size(self, length: int | None) -> int:
-        rows = zip(self.layout.leaf_paths, self.body.values, strict=True)
-        sizes = [
-            (path, leaf, self.sliced[position])
-            for position, (path, value) in enumerate(rows)
-            if position in self.sliced and position not in self.streams
-            for leaf in jax.tree.leaves(value)
-        ]
-        sizes.extend(
-            (self.layout.plain_paths[index], self.body.plain[index], axis)
-            for index, axis in self.sliced_plain.items()
-        )
-        size = common_size(sizes, length, "scan")
-        refuse_split(sizes, "scan")
+        rows = entering(self.layout, self.streams, self.body.values, self.body.plain)
+        size = common_size(rows, length, "scan")
+        refuse_split(rows, "scan")
         return size
 
     def _assemble(self, around: Any, rows: Any) -> Carried:
@@ -361,14 +351,6 @@ def _only_adds(old: Any, new: Any, stackable: set[int]) -> bool:
         if not set(known) <= {name for name, _ in after}:
             return False
     return True
-
-
-def _replaced(values: Sequence[Any], plain: Sequence[Any], parts: Any) -> tuple[list[Any], ...]:
-    whole = list(values), list(plain)
-    for target, part in zip(whole, parts, strict=True):
-        for position, value in part.items():
-            target[position] = value
-    return whole
 
 
 def _first_row(leaf: Any) -> Any:

@@ -100,7 +100,7 @@ class SplitStreams:
         """Separates, inside the transform, what was written to split streams.
 
         Returns:
-            (what else leaves, new counts of the streams that were drawn from).
+            (what else leaves, the counts before the call of the streams that were drawn from).
 
         Raises:
             OutputError: If a lane gave a split stream a new key.

@@ -76,15 +76,15 @@ class Tangents:
                 f"The {self.noun} for {format_path(path)} is of type {type(given).__name__}, but "
                 f"must be an array like the value itself."
             )
-        dtype = _dtype_of(given)
+        dtype = dtype_of(given)
         if not is_differentiable(like):
             if not self.strict or dtype == jax.dtypes.float0:
                 return None
             raise TangentError(
                 f"There is a {self.noun} for {format_path(path)}, which has dtype "
-                f"{_dtype_of(like)} and so no derivative. Leave it out, or give None."
+                f"{dtype_of(like)} and so no derivative. Leave it out, or give None."
             )
-        shape, wanted = jnp.shape(given), _dtype_of(like)
+        shape, wanted = jnp.shape(given), dtype_of(like)
         weak = not hasattr(given, "dtype") or (
             isinstance(given, jax.Array) and jax.typeof(given).weak_type
         )
@@ -99,8 +99,9 @@ class Tangents:
 
 def is_differentiable(leaf: Any) -> bool:
     """Whether an array, or its shape and dtype, is of numbers that have derivatives."""
-    return jnp.issubdtype(_dtype_of(leaf), jnp.inexact)
+    return jnp.issubdtype(dtype_of(leaf), jnp.inexact)
 
 
-def _dtype_of(leaf: Any) -> Any:
+def dtype_of(leaf: Any) -> Any:
+    """Returns the dtype of an array, its shape, or a Python number."""
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
