@@ -15,6 +15,9 @@ from typing import Any
 # Before jax is imported, and also for the processes that tests start. A machine with an accelerator
 # can run the tests on it with JAX_PLATFORMS=cuda.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests compile thousands of programs and run each once or twice: LLVM's optimizations, which leave
+# XLA's own passes and so the text of the programs alone, would take half of all the time.
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import pytest
