@@ -17,22 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tests.models.small import BATCH, SMALL, TOKENS
 
 import shardax as sx
 from shardax.core.errors import LayerConfigError, LayerInputError
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
-
-SMALL = DecoderConfig(
-    vocab_size=32,
-    num_layers=1,
-    embed_dim=16,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=4,
-    mlp_dim=32,
-)
-TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab_size, (4, 9), np.int32)
-BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
 
 
 def make(**changes: Any) -> Decoder:

@@ -12,25 +12,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from tests.models import small
+from tests.models.small import BATCH, TOKENS
 from tests.strategies import assert_equal_values
 
 import shardax as sx
 from shardax.core.errors import LayerConfigError
-from shardax.models import DECODER_RULES, Decoder, DecoderConfig, generate, next_token_loss
+from shardax.models import DECODER_RULES, Decoder, generate, next_token_loss
 from shardax.nn import unstack_state
 
-SMALL = DecoderConfig(
-    vocab_size=32,
-    num_layers=3,
-    embed_dim=16,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=4,
-    mlp_dim=32,
-    dropout=0.1,
-)
-TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab_size, (4, 9), np.int32)
-BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+SMALL = dataclasses.replace(small.SMALL, num_layers=3, dropout=0.1)
 
 
 def decoder(**changes: Any) -> Decoder:

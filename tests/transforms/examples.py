@@ -5,9 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 import shardax as sx
+
+XS = jnp.arange(6.0).reshape(3, 2)
+"""Three rows for three lanes."""
+
+SHARED = sx.StateAxes({...: None})
 
 
 class Scale(sx.Module):
@@ -35,6 +41,17 @@ class Tied(sx.Module):
         self.head = self.embed
 
 
+class Sower(sx.Module):
+    """Sows what it is given times its weight."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = sx.Param(weight)
+
+    def __call__(self, x: Any) -> Any:
+        self.sow("seen", x * self.weight)
+        return x
+
+
 class Box(sx.Module):
     """A Module without attributes of its own."""
 
@@ -50,6 +67,19 @@ def step(model: Many) -> None:
     """Writes every Variable of the model."""
     for cell in model.cells:
         cell[...] = cell + 1
+
+
+def lanes(count: int = 3) -> Scale:
+    """Returns a Scale with a factor and a count per lane; the factors are 1, 2, 3, ..."""
+    model = Scale()
+    model.factor[...] = jnp.arange(1.0, count + 1)[:, None] * jnp.ones((count, 2))
+    model.calls[...] = jnp.zeros(count, jnp.int32)
+    return model
+
+
+def shapes(model: Any) -> dict[Any, Any]:
+    """Returns the shapes of a model's values by path."""
+    return {path: jax.tree.map(jnp.shape, value) for path, value in sx.state(model).flat().items()}
 
 
 def values(model: Any) -> dict[Any, Any]:

@@ -11,45 +11,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 from tests.strategies import assert_equal_values
-from tests.transforms.examples import Box, Scale, Tied, values
+from tests.transforms.examples import XS, Box, Scale, Sower, Tied, lanes, shapes, values
 
 import shardax as sx
 from shardax.core.errors import (
     AbstractValueError,
 )
 
-XS = jnp.arange(6.0).reshape(3, 2)
-SHARED = sx.StateAxes({...: None})
-
-
-def _stack(count: int = 3) -> Scale:
-    """A Scale with a factor and a count per lane; the factors are 1, 2, 3."""
-    model = Scale()
-    model.factor[...] = jnp.arange(1.0, count + 1)[:, None] * jnp.ones((count, 2))
-    model.calls[...] = jnp.zeros(count, jnp.int32)
-    return model
-
-
-def _shapes(model: Any) -> dict[Any, Any]:
-    return {path: jax.tree.map(jnp.shape, value) for path, value in sx.state(model).flat().items()}
-
-
-class Sower(sx.Module):
-    """Sows what it is given times its weight."""
-
-    def __init__(self, weight: Any) -> None:
-        self.weight = sx.Param(weight)
-
-    def __call__(self, x: Any) -> Any:
-        self.sow("seen", x * self.weight)
-        return x
-
-
 # --- what is mapped ---
 
 
 def test_lanes_see_their_parts_and_their_writes_are_stacked() -> None:
-    model = _stack()
+    model = lanes()
     y = sx.vmap(lambda m, x: m(x))(model, XS)
     assert y.tolist() == [[0.0, 0.5], [2.0, 3.0], [6.0, 7.5]]
     assert values(model) == {("factor",): [[1, 1], [2, 2], [3, 3]], ("calls",): [1, 1, 1]}
@@ -62,7 +35,7 @@ def test_a_shared_model_is_written_once_where_lanes_agree() -> None:
 
 
 def test_axes_may_be_chosen_by_filter() -> None:
-    model = _stack()
+    model = lanes()
     model.calls[...] = jnp.int32(0)
     axes = sx.StateAxes({sx.Param: 0, ...: None})
     sx.vmap(lambda m, x: m(x), in_axes=(axes, 0))(model, XS)
@@ -70,7 +43,7 @@ def test_axes_may_be_chosen_by_filter() -> None:
 
 
 def test_axes_may_be_chosen_by_path() -> None:
-    model = _stack()
+    model = lanes()
     model.calls[...] = jnp.int32(0)
     for axes in (sx.State({"factor": 0, "calls": None}), {"factor": 0, "calls": None}):
         sx.vmap(lambda m, x: m(x), in_axes=(axes, 0))(model, XS)
@@ -94,7 +67,7 @@ def test_axes_may_be_negative_and_differ_between_what_comes_in_and_goes_out() ->
 
 
 def test_keyword_arguments_are_mapped_over_axis_0() -> None:
-    model = _stack()
+    model = lanes()
     y = sx.vmap(lambda m, *, x, other: m(x) + other["m"].calls, in_axes=0)(
         model, x=XS, other={"m": model}
     )
@@ -103,7 +76,7 @@ def test_keyword_arguments_are_mapped_over_axis_0() -> None:
 
 def test_modules_may_stand_in_containers_with_entries_of_their_own() -> None:
     pair = collections.namedtuple("pair", "left right")
-    shared, mapped = Scale(), _stack()
+    shared, mapped = Scale(), lanes()
 
     def run(tree: Any, x: Any) -> Any:
         return {"y": tree.left(x), "z": (tree.right[0](x), tree.right[1])}
@@ -232,7 +205,7 @@ def test_collectives_work_by_the_name_of_the_axis() -> None:
 
 
 def test_given_modules_come_back_as_themselves() -> None:
-    shared, mapped = Scale(), _stack()
+    shared, mapped = Scale(), lanes()
     out = sx.vmap(
         lambda a, b, x: {"m": (b, a), "y": x},
         in_axes=(None, 0, 0),
@@ -257,12 +230,12 @@ def test_new_modules_may_have_axes_by_filter() -> None:
         lambda x: sx.nn.Linear(2, 3, rngs=sx.Rngs(0)),
         out_axes=sx.StateAxes({sx.PathContains("kernel"): -1, ...: 0}),
     )(XS)
-    assert _shapes(made) == {("kernel",): (2, 3, 3), ("bias",): (3, 3)}
+    assert shapes(made) == {("kernel",): (2, 3, 3), ("bias",): (3, 3)}
     assert made.kernel.axes == ("in", "out", None) and made.bias.axes == (None, "out")
 
 
 def test_attributes_may_be_added_changed_and_removed() -> None:
-    model = _stack()
+    model = lanes()
 
     def edit(m: Scale, x: Any) -> None:
         m.new = sx.Param(x)
@@ -272,13 +245,13 @@ def test_attributes_may_be_added_changed_and_removed() -> None:
         del m.calls
 
     sx.vmap(edit)(model, XS)
-    assert _shapes(model) == {("factor",): (3, 2), ("new",): (3, 2), ("parts", 0): (3,)}
+    assert shapes(model) == {("factor",): (3, 2), ("new",): (3, 2), ("parts", 0): (3,)}
     assert model.parts[1] is model.factor and model.rate == 2.0
     assert model.factor.metadata["tag"] == "old" and not hasattr(model, "calls")
 
 
 def test_a_variable_that_moves_keeps_the_axis_that_it_came_with() -> None:
-    model = _stack()
+    model = lanes()
     model.calls[...] = jnp.int32(0)
 
     def move(m: Scale, x: Any) -> None:
@@ -287,7 +260,7 @@ def test_a_variable_that_moves_keeps_the_axis_that_it_came_with() -> None:
         m.weight[...] = x
 
     sx.vmap(move, in_axes=({"factor": 0, "calls": None}, 0))(model, XS)
-    assert _shapes(model) == {("calls",): (), ("weight",): (3, 2)}
+    assert shapes(model) == {("calls",): (), ("weight",): (3, 2)}
     by_rank = sx.StateAxes({lambda path, v: v.ndim == 2: 1, ...: None})
     out = sx.vmap(lambda m: m, in_axes=by_rank, out_axes=sx.StateAxes({sx.Param: 1, ...: None}))
     assert out(model) is model
@@ -300,7 +273,7 @@ def test_what_is_attached_to_a_shared_module_has_one_part_per_lane_if_it_differs
         m.differs, m.same = sx.Param(x), sx.Param(jnp.ones(2))
 
     sx.vmap(attach, in_axes=(None, 0))(model, XS)
-    assert _shapes(model) == {("differs",): (3, 2), ("same",): (2,)}
+    assert shapes(model) == {("differs",): (3, 2), ("same",): (2,)}
 
 
 @pytest.mark.parametrize("calls", [1, 3])
@@ -340,7 +313,7 @@ def test_it_is_the_same_eagerly_and_compiled() -> None:
     def step(m: Scale, x: Any) -> Any:
         return sx.vmap(lambda m, x: (m(x), m))(m, x)
 
-    eager, compiled = _stack(), _stack()
+    eager, compiled = lanes(), lanes()
     expected, same = step(eager, XS)
     for _ in range(2):
         result, returned = sx.jit(step)(compiled, XS)
@@ -350,7 +323,7 @@ def test_it_is_the_same_eagerly_and_compiled() -> None:
 
 
 def test_gradients_pass_through_from_outside() -> None:
-    model = _stack()
+    model = lanes()
 
     def loss(m: Scale) -> Any:
         return sx.vmap(lambda m, x: m(x) ** 2)(m, XS).sum()
@@ -361,7 +334,7 @@ def test_gradients_pass_through_from_outside() -> None:
 
 
 def test_gradients_may_be_taken_in_each_lane() -> None:
-    model = _stack()
+    model = lanes()
 
     def lane(m: Scale, x: Any) -> Any:
         gradient = sx.grad(lambda m: (m(x) ** 2).sum())(m)

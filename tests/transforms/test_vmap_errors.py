@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from tests.strategies import assert_same_model
-from tests.transforms.examples import Box, Scale, Tied, values
+from tests.transforms.examples import SHARED, XS, Box, Scale, Sower, Tied, lanes, shapes, values
 
 import shardax as sx
 from shardax.core.errors import (
@@ -22,33 +22,6 @@ from shardax.core.errors import (
     SharedWriteError,
     TraceLeakError,
 )
-
-XS = jnp.arange(6.0).reshape(3, 2)
-SHARED = sx.StateAxes({...: None})
-
-
-def _stack(count: int = 3) -> Scale:
-    """A Scale with a factor and a count per lane; the factors are 1, 2, 3."""
-    model = Scale()
-    model.factor[...] = jnp.arange(1.0, count + 1)[:, None] * jnp.ones((count, 2))
-    model.calls[...] = jnp.zeros(count, jnp.int32)
-    return model
-
-
-def _shapes(model: Any) -> dict[Any, Any]:
-    return {path: jax.tree.map(jnp.shape, value) for path, value in sx.state(model).flat().items()}
-
-
-class Sower(sx.Module):
-    """Sows what it is given times its weight."""
-
-    def __init__(self, weight: Any) -> None:
-        self.weight = sx.Param(weight)
-
-    def __call__(self, x: Any) -> Any:
-        self.sow("seen", x * self.weight)
-        return x
-
 
 # --- closures ---
 
@@ -107,7 +80,7 @@ def test_a_copy_inside_a_plain_transform_is_not_written_in_vain() -> None:
 
 
 def test_a_traced_value_does_not_leak_through_a_plain_transform() -> None:
-    model = _stack()
+    model = lanes()
     with pytest.raises(TraceLeakError, match=r"Param at \.m\.factor"):
         jax.jit(lambda x: sx.vmap(lambda m, x: m.factor.__setitem__(..., x))(model, x))(XS)
     assert values(model)[("factor",)] == [[1, 1], [2, 2], [3, 3]]
@@ -139,7 +112,7 @@ def test_two_axes_for_one_variable_name_both_paths() -> None:
 
 
 def test_an_argument_that_is_returned_has_one_axis() -> None:
-    model = _stack()
+    model = lanes()
     with pytest.raises(InconsistentAliasingError) as caught:
         sx.vmap(lambda m: (m, 0), out_axes=1)(model)
     assert "different in_axes and out_axes" in str(caught.value)
@@ -238,10 +211,10 @@ def test_a_result_is_made_of_arrays_and_objects() -> None:
     ],
 )
 def test_axes_and_sizes_that_do_not_fit_name_the_array(run: Any, message: str) -> None:
-    model = _stack()
+    model = lanes()
     with pytest.raises(AxisSizeError, match=message):
         run(model)
-    assert_same_model(model, _stack())
+    assert_same_model(model, lanes())
 
 
 @pytest.mark.parametrize(
@@ -265,11 +238,11 @@ def test_what_a_lane_adds_must_have_an_axis_too() -> None:
         PrefixError, match=r"in_axes for the argument at \.m: .* Intermediate .*seen"
     ):
         sx.vmap(lambda m, x: m(x), in_axes=(sx.StateAxes({sx.Param: None}), 0))(model, XS)
-    assert _shapes(model) == {("weight",): ()}
+    assert shapes(model) == {("weight",): ()}
 
 
 def test_an_exception_leaves_everything_as_it_was() -> None:
-    model, rngs = _stack(), sx.Rngs(0)
+    model, rngs = lanes(), sx.Rngs(0)
     before = sx.clone((model, rngs))
 
     def fail(m: Scale, rngs: sx.Rngs, x: Any) -> Any:

@@ -12,6 +12,7 @@ the shards of ``shard_map``, ``axis_name`` makes its statistics those of the who
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -108,16 +109,11 @@ class BatchNorm(Module):
         names, shape = as_axes("BatchNorm", "axis names", axes, 1), (self.features,)
         self.mean = BatchStat(Init(zeros, shape, np.float32), axes=names)
         self.var = BatchStat(Init(ones, shape, np.float32), axes=names)
-        self.scale = (
-            make_parameter("BatchNorm", scale_init, shape, param_dtype, names, rngs)
-            if use_scale
-            else None
+        make = functools.partial(
+            make_parameter, "BatchNorm", shape=shape, dtype=param_dtype, axes=names, rngs=rngs
         )
-        self.bias = (
-            make_parameter("BatchNorm", bias_init, shape, param_dtype, names, rngs)
-            if use_bias
-            else None
-        )
+        self.scale = make(scale_init) if use_scale else None
+        self.bias = make(bias_init) if use_bias else None
         self.dtype = canonical_dtype(dtype)
 
     def __call__(

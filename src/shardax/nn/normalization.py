@@ -7,6 +7,7 @@ whatever the input's dtype, and the result is cast to the compute dtype at the e
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -150,16 +151,11 @@ class LayerNorm(Module):
         self.features = as_size("LayerNorm", "features", features)
         self.epsilon = check_epsilon("LayerNorm", epsilon)
         names, shape = as_axes("LayerNorm", "axis names", axes, 1), (self.features,)
-        self.scale = (
-            make_parameter("LayerNorm", scale_init, shape, param_dtype, names, rngs)
-            if use_scale
-            else None
+        make = functools.partial(
+            make_parameter, "LayerNorm", shape=shape, dtype=param_dtype, axes=names, rngs=rngs
         )
-        self.bias = (
-            make_parameter("LayerNorm", bias_init, shape, param_dtype, names, rngs)
-            if use_bias
-            else None
-        )
+        self.scale = make(scale_init) if use_scale else None
+        self.bias = make(bias_init) if use_bias else None
         self.dtype = canonical_dtype(dtype)
 
     def __call__(self, x: Any) -> jax.Array:
