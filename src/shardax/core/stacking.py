@@ -8,13 +8,15 @@ originals, such as a random stream that they draw from together, is *shared*: it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from shardax.core.errors import StackError
 from shardax.core.frames import local, owner_here, resolve
+from shardax.core.metadata import Metadata
 from shardax.core.node import Object
 from shardax.core.paths import Path, format_path
 from shardax.core.stacked import part_of, stack_values
@@ -65,24 +67,15 @@ def stack_objects(roots: Sequence[Object], axis_name: Any, older: Collection[int
     walks = [_walk(root) for root in roots]
     for number, walk in enumerate(walks):
         _check_alike(walks[0], walk, number)
-    first, owner = walks[0], owner_here()
+    first = walks[0]
     shared = _shared(walks, older)
-    objects: list[Any] = []
-    for position, (item, definition) in enumerate(
-        zip(first.objects, first.definitions, strict=True)
-    ):
-        if position in shared:
-            objects.append(item)
-        elif type(definition) is VariableDef:
-            value = stack_values(
-                _values([walk.objects[position] for walk in walks], first, position)
-            )
-            metadata = definition.metadata.with_axis(0, axis_name)
-            objects.append(definition.type._make(value, metadata, owner))
-        else:
-            objects.append(definition.type._allocate(owner, None))
-    _fill(objects, first, shared)
-    return Stacked(objects[0], tuple(first.paths[position] for position in sorted(shared)))
+
+    def stacked(position: int, definition: VariableDef) -> tuple[Any, Metadata]:
+        values = _values([walk.objects[position] for walk in walks], first, position)
+        return stack_values(values), definition.metadata.with_axis(0, axis_name)
+
+    root = _rebuilt(first, shared, stacked)
+    return Stacked(root, tuple(first.paths[position] for position in sorted(shared)))
 
 
 def unstack_objects(root: Object, shared: Collection[Path], count: int) -> list[Any]:
@@ -96,25 +89,14 @@ def unstack_objects(root: Object, shared: Collection[Path], count: int) -> list[
     Returns:
         New objects, which share what is shared with the stack and with one another.
     """
-    walk, owner = _walk(root), owner_here()
+    walk = _walk(root)
     kept = {position for position, path in enumerate(walk.paths) if path in shared}
-    roots = []
-    for index in range(count):
-        objects: list[Any] = []
-        for position, (item, definition) in enumerate(
-            zip(walk.objects, walk.definitions, strict=True)
-        ):
-            if position in kept:
-                objects.append(item)
-            elif type(definition) is VariableDef:
-                value = part_of(resolve(item, local.frame)._value, index)
-                metadata = definition.metadata.without_axis(0)
-                objects.append(definition.type._make(value, metadata, owner))
-            else:
-                objects.append(definition.type._allocate(owner, None))
-        _fill(objects, walk, kept)
-        roots.append(objects[0])
-    return roots
+
+    def part(index: int, position: int, definition: VariableDef) -> tuple[Any, Metadata]:
+        whole = resolve(walk.objects[position], local.frame)._value
+        return part_of(whole, index), definition.metadata.without_axis(0)
+
+    return [_rebuilt(walk, kept, functools.partial(part, index)) for index in range(count)]
 
 
 def _walk(root: Object) -> Walk:
@@ -123,11 +105,35 @@ def _walk(root: Object) -> Walk:
     return walk
 
 
-def _fill(objects: Sequence[Any], walk: Walk, kept: Collection[int]) -> None:
+def _rebuilt(
+    walk: Walk,
+    kept: Collection[int],
+    variable: Callable[[int, VariableDef], tuple[Any, Metadata]],
+) -> Any:
+    """Builds the objects of a walk anew.
+
+    Args:
+        walk: What was walked.
+        kept: Positions of objects to use as they are.
+        variable: Gives value and metadata of the new Variable at a position.
+
+    Returns:
+        The new root.
+    """
+    owner = owner_here()
+    objects = list(walk.objects)
+    new = [(i, each) for i, each in enumerate(walk.definitions) if i not in kept]
+    for position, definition in new:
+        if type(definition) is VariableDef:
+            made = definition.type._make(*variable(position, definition), owner)
+        else:
+            made = definition.type._allocate(owner, None)
+        objects[position] = made
     decode = Decoder(objects)
-    for position, definition in enumerate(walk.definitions):
-        if position not in kept and type(definition) is not VariableDef:
+    for position, definition in new:
+        if type(definition) is not VariableDef:
             objects[position]._fill(definition, decode)
+    return objects[0]
 
 
 def _shared(walks: Sequence[Walk], older: Collection[int]) -> set[int]:
