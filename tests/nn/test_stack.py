@@ -18,7 +18,13 @@ from jax.sharding import PartitionSpec as P
 from tests.strategies import assert_equal_values, assert_same_model
 
 import shardax as sx
-from shardax.core.errors import CarryError, LayerConfigError, MappedShardingError, StackError
+from shardax.core.errors import (
+    CarryError,
+    LayerConfigError,
+    MappedShardingError,
+    PartitionCheckError,
+    StackError,
+)
 from shardax.nn import Stack, stack_layers, unstack_layers
 
 
@@ -382,6 +388,35 @@ def test_rules_lay_a_stack_out_and_lazy_values_go_straight_to_their_shards(mesh:
     rngs = sx.Rngs(0)
     plain = Stack(lambda: sx.nn.MLP(8, 16, rngs=rngs), 2)
     assert_equal_values(np.asarray(kernel.value), np.asarray(plain.stacked.up.kernel.value))
+
+
+def test_a_layer_of_a_stack_is_not_laid_out_apart_from_the_others(mesh: Mesh) -> None:
+    rngs, rules = sx.Rngs(0), {"mlp": "model"}
+    stack = Stack(lambda: sx.nn.MLP(8, 16, rngs=rngs), 2)
+    other = sx.Param(jnp.ones((8, 16)), axes=("embed", "mlp"))
+    moves = [lambda tree: sx.shard(tree, mesh, rules), lambda tree: sx.unshard(tree)]
+    for move in moves:
+        for tree, place in ((stack[0], ()), ({"other": other, "first": stack[0]}, ("first",))):
+            with pytest.raises(PartitionCheckError, match=r"shard\(stack, mesh, rules\)") as caught:
+                move(tree)
+            paths = [(*place, kernel, "kernel") for kernel in ("up", "down")]
+            found = {finding.path for finding in caught.value.findings}
+            assert found.issuperset(paths)
+            assert {finding.code for finding in caught.value.findings} == {"layer-view"}
+    assert stack.stacked.up.kernel.is_lazy
+    assert len(other.sharding.device_set) == 1
+
+
+def test_the_value_of_a_layer_can_be_constrained_and_its_layout_asked_for(mesh: Mesh) -> None:
+    rngs, rules = sx.Rngs(0), {"mlp": "model"}
+    stack = sx.shard(Stack(lambda: sx.nn.MLP(8, 16, rngs=rngs), 2), mesh, rules)
+    assert sx.partition_specs(stack[1], rules)["up"]["kernel"] == P(None, "model")
+    kernel = stack[1].up.kernel
+    laid_out = sx.constrain(kernel, ("embed", "mlp"), mesh, {"embed": "data"})
+    assert laid_out.sharding.spec == P("data", None)
+    assert_equal_values(np.asarray(laid_out), np.asarray(stack.stacked.up.kernel.value)[1])
+    copy = sx.shard(sx.clone(stack[1]), mesh, {"embed": "data"})
+    assert copy.up.kernel.sharding.spec == P("data", None)
 
 
 def test_stages_of_a_pipeline_run_over_auto_axes_and_are_refused_over_explicit_ones(

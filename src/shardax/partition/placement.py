@@ -179,7 +179,8 @@ def _check_writable(survey: Survey) -> None:
 
 
 def _not_placeable(survey: Survey) -> Iterator[Finding]:
-    """Errors about values that are not there: abstract ones, and arrays that were donated."""
+    """Errors about parts of a stack, and values that are not there: abstract or donated ones."""
+    yield from _layer_views(survey)
     for slot, value in survey.values():
         for info, leaf in zip(slot.arrays, arrays_in(slot, value), strict=True):
             where = format_path(info.path)
@@ -197,6 +198,19 @@ def _not_placeable(survey: Survey) -> Iterator[Finding]:
                     "sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
                 )
                 yield Finding("error", info.path, "deleted", text)
+
+
+def _layer_views(survey: Survey) -> Iterator[Finding]:
+    """Errors about views of one layer of a stack (``core.views``), which lie as the stack does."""
+    for slot in survey.slots:
+        if slot.variable is not None and (parent := slot.variable._parent) is not None:
+            text = (
+                f"{format_path(slot.path)}: is a view of one layer of a stacked "
+                f"{type(parent).__name__}: all layers are one array, which lies as a whole. "
+                "Give the stack itself, shard(stack, mesh, rules), or a copy of the layer, "
+                "sx.clone(stack[i])."
+            )
+            yield Finding("error", slot.path, "layer-view", text)
 
 
 def _not_gatherable(survey: Survey) -> Iterator[Finding]:
