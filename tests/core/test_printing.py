@@ -36,7 +36,7 @@ Node(  # 3,001 parameters
   calls=Variable(int32[]),
   layers=List(
     OtherNode(),
-    <same Param as above>,
+    <same Param as .kernel>,
   ),
   sizes=List([1, 2]),
   entries=Dict(
@@ -60,20 +60,20 @@ OtherNode(  # 2 parameters
   w=Param(float32[2]),
   pair=Pair(
     first=tuple(
-      <same OtherNode as above>,
+      <same OtherNode as (root)>,
       1,
     ),
     second=List(
-      <same OtherNode as above>,
+      <same OtherNode as (root)>,
     ),
   ),
   method=method act(
-    <same OtherNode as above>,
+    <same OtherNode as (root)>,
   ),
   partial=partial(
     <built-in function max>,
-    <same Param as above>,
-    key=<same OtherNode as above>,
+    <same Param as .w>,
+    key=<same OtherNode as (root)>,
   ),
 )"""
     )
@@ -84,7 +84,7 @@ def test_a_long_model_is_cut_with_a_hint() -> None:
     model.items = [sx.Param(1.0) for _ in range(300)]
     lines = repr(model).splitlines()
     assert len(lines) == 201
-    assert lines[-1] == "... 104 more lines (sx.view.table shows all)"
+    assert lines[-1] == "... 104 more lines (sx.view.to_text shows all)"
 
 
 def test_a_model_without_parameters_has_no_count() -> None:

@@ -1,21 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain-text pictures of models: one line per Variable and submodule, with sharing shown."""
+"""Pictures of models: what stands where, with sharing shown, and its plain text.
+
+A *drawing* is a tree that mirrors a value: Modules, containers and what leads through to objects
+have parts; everything else is a *leaf*. An object met again is a leaf that says where it was met
+first. The text has a line for each leaf; ``shardax.view`` draws the same tree in other ways.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import types
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from shardax.core.containers import _Container
 from shardax.core.modules import Module
 from shardax.core.node import Object, Wrapper
+from shardax.core.paths import Path, format_path
 from shardax.core.structure import has_parts
 from shardax.core.variables import ArrayAttribute, Param, Variable
 
 _INDENT = "  "
 _MAX_LINES = 200
+
+
+class Drawing:
+    """One place of a drawing.
+
+    Attributes:
+        label: What is written before it, such as ``kernel=``.
+        code: What to write after the thing above to get here, such as ``.kernel`` or ``[0]``.
+        path: Where it stands.
+        value: What stands there.
+        name: What it is called: its type's name, as a rule.
+        parts: What is below; None for a leaf.
+        first: For an object met again, the place where it was met first.
+        again: For an object met first, the paths at which it was met again.
+    """
+
+    __slots__ = ("again", "code", "first", "label", "name", "parts", "path", "value")
+
+    def __init__(self, label: str, code: str, path: Path, value: Any) -> None:
+        self.label, self.code, self.path, self.value = label, code, path, value
+        self.name = type(value).__name__
+        self.parts: list[Drawing] | None = None
+        self.first: Drawing | None = None
+        self.again: list[Path] = []
+
+    def leaves(self) -> Iterator[Drawing]:
+        """Yields every leaf, in order."""
+        for part in self.parts or ():
+            yield from part.leaves()
+        if self.parts is None:
+            yield self
+
+    def lines(self, describe: Callable[[Drawing], str], depth: int = 0) -> Iterator[str]:
+        """Yields the lines of the text.
+
+        Args:
+            describe: Returns the text of a leaf that was not met before.
+            depth: How far to indent.
+        """
+        start, end = f"{_INDENT * depth}{self.label}", "," if depth else ""
+        if self.parts is None:
+            met = self.first
+            text = (
+                describe(self) if met is None else f"<same {self.name} as {format_path(met.path)}>"
+            )
+            yield f"{start}{text}{end}"
+        elif not self.parts:
+            yield f"{start}{self.name}(){end}"
+        else:
+            yield f"{start}{self.name}("
+            for part in self.parts:
+                yield from part.lines(describe, depth + 1)
+            yield f"{_INDENT * depth}){end}"
+
+
+def draw(value: Any) -> Drawing:
+    """Draws a value and everything below it, reading no value of a Variable.
+
+    Args:
+        value: Anything; a Module, as a rule.
+
+    Example:
+        >>> import shardax as sx
+        >>> drawing = draw(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
+        >>> [part.label for part in drawing.parts][:2], drawing.parts[0].code
+        (['kernel=', 'bias='], '.kernel')
+    """
+    return _draw(Drawing("", "", (), value), {})
+
+
+def _draw(drawing: Drawing, seen: dict[int, Drawing]) -> Drawing:
+    value = drawing.value
+    if isinstance(value, Object):
+        first = drawing.first = seen.get(id(value))
+        if first is not None:
+            first.again.append(drawing.path)
+            return drawing
+        seen[id(value)] = drawing
+    if isinstance(value, Module) or (not isinstance(value, Variable) and _has_objects(value)):
+        drawing.name, parts = _parts(value)
+        drawing.parts = [
+            _draw(Drawing(part.label, part.code, (*drawing.path, *part.steps), part.value), seen)
+            for part in parts
+        ]
+    return drawing
 
 
 def module_repr(module: Module) -> str:
@@ -36,61 +128,35 @@ def module_repr(module: Module) -> str:
           ...
         )
     """
-    drawing = _Drawing()
-    drawing.draw(module, "", 0)
-    lines = drawing.lines
-    if drawing.parameters:
-        lines[0] += f"  # {drawing.parameters:,} parameters"
+    drawing = draw(module)
+    first, *others = drawing.lines(leaf_text)
+    lines = [first + parameter_count(drawing), *others]
     if len(lines) > _MAX_LINES:
         lines = [
             *lines[:_MAX_LINES],
-            f"... {len(lines) - _MAX_LINES} more lines (sx.view.table shows all)",
+            f"... {len(lines) - _MAX_LINES} more lines (sx.view.to_text shows all)",
         ]
     return "\n".join(lines)
 
 
-class _Drawing:
-    """A picture in the making.
+def leaf_text(leaf: Drawing) -> str:
+    """Returns the text of a leaf: its repr, in one line."""
+    shown = repr(leaf.value)
+    if isinstance(leaf.value, ArrayAttribute):  # hidden: users see the array
+        shown = shown.removeprefix(f"{leaf.name}(").removesuffix(")")
+    return shown.replace("\n", " ")
 
-    Attributes:
-        lines: What was drawn so far.
-        parameters: Number of elements of all ``Param`` drawn so far.
-    """
 
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.parameters = 0
-        self._seen: set[int] = set()
-
-    def draw(self, value: Any, label: str, depth: int) -> None:
-        """Draws one value and everything below it."""
-        if isinstance(value, Object):
-            if id(value) in self._seen:
-                self._line(f"{label}<same {type(value).__name__} as above>", depth)
-                return
-            self._seen.add(id(value))
-        if isinstance(value, Param) and hasattr(value._value, "shape"):
-            self.parameters += math.prod(value._value.shape)
-        if isinstance(value, Module) or (not isinstance(value, Variable) and _has_objects(value)):
-            self._draw_parts(value, label, depth)
-        else:
-            shown = repr(value)
-            if isinstance(value, ArrayAttribute):  # hidden: users see the array
-                shown = shown.removeprefix(f"{type(value).__name__}(").removesuffix(")")
-            self._line(label + shown.replace("\n", " "), depth)
-
-    def _draw_parts(self, value: Any, label: str, depth: int) -> None:
-        name, parts = _parts(value)
-        if not parts:
-            self._line(f"{label}{name}()", depth)
-            return
-        self.lines.append(f"{_INDENT * depth}{label}{name}(")
-        for part_label, part in parts:
-            self.draw(part, part_label, depth + 1)
-        self._line(")", depth)
-
-    def _line(self, text: str, depth: int) -> None:
-        self.lines.append(f"{_INDENT * depth}{text}{',' if depth else ''}")
+def parameter_count(drawing: Drawing) -> str:
+    """Returns a comment with the number of elements of every ``Param``, if there are any."""
+    count = sum(
+        math.prod(leaf.value._value.shape)
+        for leaf in drawing.leaves()
+        if leaf.first is None
+        and isinstance(leaf.value, Param)
+        and hasattr(leaf.value._value, "shape")
+    )
+    return f"  # {count:,} parameters" if count else ""
 
 
 def _has_objects(value: Any) -> bool:
@@ -102,25 +168,46 @@ def _has_objects(value: Any) -> bool:
     return has_parts(items)
 
 
-def _parts(value: Any) -> tuple[str, list[tuple[str, Any]]]:
-    """Returns the name under which a value is drawn and its labelled parts."""
+class _Part(NamedTuple):
+    """See ``Drawing``; ``steps`` are those that the part adds to the path."""
+
+    label: str
+    code: str
+    steps: Path
+    value: Any
+
+
+def _parts(value: Any) -> tuple[str, list[_Part]]:
+    """Returns the name under which a value is drawn and its parts."""
     name = type(value).__name__
     if isinstance(value, Module):
         attributes = (*vars(value).items(), *value._boxed.items())
-        return name, [(f"{attribute}=", part) for attribute, part in attributes]
-    if isinstance(value, _Container):
-        items = value._items
+        return name, [_named(attribute, part) for attribute, part in attributes]
+    if isinstance(value, (_Container, dict)):
+        items = value._items if isinstance(value, _Container) else value
         if isinstance(items, dict):
-            return name, [(f"{key!r}: ", part) for key, part in items.items()]
-        return name, [("", part) for part in items]
+            return name, [_Part(f"{k!r}: ", f"[{k!r}]", (k,), part) for k, part in items.items()]
+        return name, _numbered(items)
     if isinstance(value, types.MethodType):
-        return f"method {value.__name__}", [("", value.__self__)]
+        owner = _Part("", ".__self__", (), value.__self__)
+        return f"method {value.__name__}", [owner]
     if isinstance(value, Wrapper):
-        return name, [("", value.__wrapped__)]
+        return name, [_Part("", ".__wrapped__", (), value.__wrapped__)]
     if isinstance(value, functools.partial):
-        named = [(f"{keyword}=", part) for keyword, part in value.keywords.items()]
-        return name, [("", value.func), *(("", part) for part in value.args), *named]
+        keywords = [
+            _Part(f"{k}=", f".keywords[{k!r}]", (k,), part) for k, part in value.keywords.items()
+        ]
+        function = _Part("", ".func", (), value.func)
+        return name, [function, *_numbered(value.args, ".args"), *keywords]
     fields = getattr(value, "_fields", None)
-    return name, [
-        (f"{f}=" if f else "", p) for f, p in zip(fields or ("",) * len(value), value, strict=True)
-    ]
+    if fields is None:
+        return name, _numbered(value)
+    return name, [_Part(f"{field}=", f".{field}", (i,), value[i]) for i, field in enumerate(fields)]
+
+
+def _named(attribute: str, value: Any) -> _Part:
+    return _Part(f"{attribute}=", f".{attribute}", (attribute,), value)
+
+
+def _numbered(items: Any, within: str = "") -> list[_Part]:
+    return [_Part("", f"{within}[{i}]", (i,), item) for i, item in enumerate(items)]
