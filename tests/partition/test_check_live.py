@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tests.partition.models import RULES, Layer, Tower
 
@@ -161,3 +162,50 @@ def test_what_counts_as_large_can_be_said() -> None:
     assert found([weight, sx.Param(jnp.ones(1))], mesh, large_bytes=0, large_fraction=0.5) == {
         (0,): ("warning", "large-replicated")
     }
+
+
+# --- Auto and Explicit axes for one dimension -----------------------------------------------------
+
+MIXED = jax.make_mesh((2, 4), ("auto", "typed"), axis_types=(AxisType.Auto, AxisType.Explicit))
+
+
+def both(order: tuple[str, ...]) -> tuple[Any, sx.Rules]:
+    """A model of one array and rules that split its first dimension over both axes."""
+    weight = sx.Param(jnp.arange(128.0).reshape(16, 8), axes=("both", None))
+    return {"weight": weight}, sx.Rules({"both": order})
+
+
+def test_an_auto_axis_before_an_explicit_one_is_a_warning_that_says_the_better_order() -> None:
+    model, rules = both(("auto", "typed"))
+    [finding] = sx.check(model, MIXED, rules)
+    assert (finding.severity, finding.code) == ("warning", "axis-type-order")
+    assert finding.path == ("weight",)
+    assert "('both', ('auto', 'typed'))" in str(finding)
+    assert "Split by ('typed', 'auto')" in str(finding)
+    overrides = {...: P(("auto", "typed"))}
+    [given] = sx.check({"w": model["weight"]}, MIXED, {}, overrides=overrides)
+    assert (given.severity, given.code, given.path) == ("warning", "axis-type-order", ("w",))
+
+
+@pytest.mark.parametrize("order", [("auto", "typed"), ("typed", "auto")])
+def test_the_order_that_is_warned_of_is_the_one_that_a_program_does_not_keep(order: Any) -> None:
+    model, rules = both(order)
+    sx.shard(model, MIXED, rules)
+    assert model["weight"].sharding.is_equivalent_to(NamedSharding(MIXED, P(order)), 2)
+
+    @sx.jit
+    def double(model: Any) -> None:
+        model["weight"].value *= 2
+
+    with jax.set_mesh(MIXED):
+        double(model)
+    codes = [finding.code for finding in sx.check(model, MIXED, rules)]
+    wrong = order == ("auto", "typed")
+    assert codes == (["axis-type-order", "misplaced"] if wrong else [])
+    assert model["weight"].value.tolist() == (2 * np.arange(128.0).reshape(16, 8)).tolist()
+
+
+def test_an_axis_of_size_one_has_no_place_in_the_order() -> None:
+    mesh = AbstractMesh((1, 4), ("auto", "typed"), axis_types=MIXED.axis_types)
+    model, rules = both(("auto", "typed"))
+    assert sx.check(model, mesh, rules) == []

@@ -89,6 +89,16 @@ def mesh_axes_of(target: Target) -> tuple[str, ...]:
     return target if isinstance(target, tuple) else ()
 
 
+def format_target(target: Target) -> str:
+    """Formats a target as a user would type it."""
+    return "PartitionSpec.UNCONSTRAINED" if target is UNCONSTRAINED else repr(target)
+
+
+def format_rule(rule: Rule) -> str:
+    """Formats a rule as the pair a user would type."""
+    return f"({rule[0]!r}, {format_target(rule[1])})"
+
+
 def check_names(names: Iterable[Any]) -> Names:
     """Returns ``names`` as a tuple after checking each entry.
 

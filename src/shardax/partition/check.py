@@ -21,21 +21,17 @@ from shardax.core.paths import Path, format_path
 from shardax.partition.assignment import (
     UNCONSTRAINED,
     check_names,
+    format_rule,
     mesh_axes_of,
     strings,
 )
-from shardax.partition.findings import (
-    NEAR,
-    Finding,
-    LaidOutArray,
-    did_you_mean,
-    format_mesh,
-    judge,
-)
+from shardax.partition.findings import NEAR, Finding
 from shardax.partition.given_places import judge_place
+from shardax.partition.judge import LaidOutArray, judge
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.overrides import FREE, Choice
-from shardax.partition.rules import Rules, format_rule
+from shardax.partition.rule_findings import unknown_mesh_axes
+from shardax.partition.rules import Rules
 
 LARGE_BYTES = 2**20
 """An array is large above this many bytes ..."""
@@ -190,7 +186,7 @@ def _lay_out(
     entries = [None if to is UNCONSTRAINED else to for to in array.assignment.entries]
     if sizes is not None:
         entries = [_known(to, sizes) for to in entries]
-    return PartitionSpec(*entries), judge(array, sizes), array
+    return PartitionSpec(*entries), judge(array, mesh), array
 
 
 def _known(target: Any, sizes: Mapping[str, int]) -> Any:
@@ -252,17 +248,9 @@ def _about_rules(
     for position, rule in enumerate(rules.pairs):
         if position in served or rule in elsewhere:
             continue
-        axes = mesh_axes_of(rule[1])
-        unknown = [axis for axis in axes if mesh is not None and axis not in mesh.shape]
-        if mesh is not None and unknown:
-            sizes = dict(mesh.shape)
-            text = (
-                f"The rule {format_rule(rule)} names the mesh axis {unknown[0]!r}, but the mesh "
-                f"has the axes {format_mesh(sizes)}.{did_you_mean(unknown[0], sizes)} Correct or "
-                f"remove it, or make the mesh with an axis {unknown[0]!r} (of size 1 to switch it "
-                "off)."
-            )
-            yield Finding("error", (), "unknown-mesh-axis", text)
+        unknown = [] if mesh is None else unknown_mesh_axes(rule, mesh)
+        if unknown:
+            yield from unknown
         else:
             yield _unused(rule, rules, present, rule in lost)
 

@@ -42,7 +42,7 @@ from shardax.partition.assignment import (
     mesh_axes_of,
     strings,
 )
-from shardax.partition.findings import LaidOutArray, judge
+from shardax.partition.judge import LaidOutArray, judge
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import Rules, RulesLike
 from shardax.partition.scope import current_rules, resolve_rules
@@ -233,7 +233,7 @@ def _entries(
     laid_out = LaidOutArray(
         (), names, tuple(array.shape), assignment._replace(entries=entries), rules
     )
-    errors = [f for f in judge(laid_out, dict(mesh.shape)) if f.severity == "error"]
+    errors = [f for f in judge(laid_out, mesh) if f.severity == "error"]
     if errors:
         # A finding begins with the path of its array, and this one has none.
         lines = "".join(f"\n  {str(f).removeprefix(format_path(()) + ': ')}" for f in errors)

@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax.core.paths import Path, format_path
 from shardax.partition.assignment import UNCONSTRAINED, mesh_axes_of
-from shardax.partition.findings import Finding, did_you_mean, format_mesh
+from shardax.partition.findings import Finding, Severity, did_you_mean, format_mesh
+from shardax.partition.judge import explain_order
 from shardax.partition.mesh import AnyMesh
 
 
@@ -58,8 +59,9 @@ def judge_place(
         )
         return PartitionSpec(), judge.findings
     entries = list(judge.entries(spec, sizes))
-    if sizes is not None:
-        judge.divisible(entries, shape, sizes)
+    if where is not None:
+        judge.divisible(entries, shape, dict(where.shape))
+        judge.ordered(entries, where)
     return PartitionSpec(*entries), judge.findings
 
 
@@ -71,10 +73,10 @@ class _Judge:
         self.source = source
         self.findings: list[Finding] = []
 
-    def add(self, code: str, text: str) -> None:
-        """Adds an error."""
+    def add(self, code: str, text: str, severity: Severity = "error") -> None:
+        """Adds a finding."""
         message = f"{format_path(self.path)}: {self.source}: {text}."
-        self.findings.append(Finding("error", self.path, code, message))
+        self.findings.append(Finding(severity, self.path, code, message))
 
     def entries(self, spec: PartitionSpec, sizes: Mapping[str, int] | None) -> Iterable[Any]:
         """Yields the usable part of each entry."""
@@ -131,6 +133,14 @@ class _Judge:
                     f"{parts}, the number of parts it is to be cut into ({format_mesh(sizes)}). "
                     "Split it by fewer mesh axes or not at all",
                 )
+
+    def ordered(self, entries: Iterable[Any], mesh: AnyMesh) -> None:
+        """Adds a warning for each dimension with an Auto axis before an Explicit one."""
+        for dimension, entry in enumerate(entries):
+            text = explain_order(entry, mesh)
+            if text:
+                text = f"dimension {dimension} {text.removesuffix('.')}"
+                self.add("axis-type-order", text, "warning")
 
 
 def _parts(entry: Any) -> tuple[Any, ...]:

@@ -8,9 +8,11 @@ priority: where two of an array's names want one mesh axis, the earlier rule has
 may fall back on a later rule of its own. The walk itself is in ``shardax.partition.assignment``.
 
 Two *policies* say what to do when that is not enough. A *conflict* is a name that lost a mesh axis
-to
-another: ``on_conflict="first"`` goes on, ``"error"`` raises. An *unmapped* name is one that no rule
-mentions: ``on_unmapped="replicate"`` leaves its dimension whole, ``"error"`` raises.
+to another: ``on_conflict="first"`` goes on, ``"error"`` raises. An *unmapped* name is one that no
+rule mentions: ``on_unmapped="replicate"`` leaves its dimension whole, ``"error"`` raises.
+
+Malformed rules are refused when they are made. What is wrong with well-formed ones over some mesh,
+whatever the model, ``Rules.check`` says (see ``shardax.partition.rule_findings``).
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from typing import Any, Literal, NoReturn, cast
 
 from jax.sharding import PartitionSpec
 
-from shardax.core.errors import AxisConflictError, RulesError, UnmappedAxisError
+from shardax.core.errors import (
+    AxisConflictError,
+    NoMeshError,
+    PartitionCheckError,
+    RulesError,
+    UnmappedAxisError,
+)
 from shardax.partition.assignment import (
     UNCONSTRAINED,
     Assignment,
@@ -30,8 +38,13 @@ from shardax.partition.assignment import (
     Target,
     assign,
     check_names,
+    format_rule,
+    format_target,
     mesh_axes_of,
 )
+from shardax.partition.findings import Finding
+from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.rule_findings import judge_rules
 
 OnConflict = Literal["first", "error"]
 OnUnmapped = Literal["replicate", "error"]
@@ -138,6 +151,66 @@ class Rules:
             raise AxisConflictError(f"Axis names {entries}: {explain_conflicts(assignment)}")
         return assignment.spec
 
+    def check(self, mesh: AnyMesh | None = None) -> list[Finding]:
+        """Returns all there is to say about the rules by themselves, before there is any array.
+
+        ``shardax.check(model, mesh, rules)`` says more, because it knows the arrays.
+
+        Args:
+            mesh: The mesh, also an ``AbstractMesh``; None to judge the rules alone.
+
+        Returns:
+            Findings with the path ``()``: an error for every mesh axis that the mesh does not have,
+            a warning for a rule that is never used because of an earlier one for the same name, and
+            a note for a mesh axis that no rule names.
+
+        Raises:
+            MeshError: If ``mesh`` is neither a mesh nor None.
+
+        Example:
+            >>> import jax
+            >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+            >>> rules = Rules([("embed", None), ("mlp", "modle"), ("embed", "data")])
+            >>> for finding in rules.check(mesh):
+            ...     print(finding.severity, finding.code)
+            error unknown-mesh-axis
+            warning shadowed-rule
+            info unused-mesh-axis
+        """
+        where = None if mesh is None else resolve_mesh(mesh)
+        return judge_rules(self.pairs, self.on_conflict, where)
+
+    def validate(self, mesh: AnyMesh | None = None) -> Rules:
+        """Returns these rules if a mesh has all axes that they name, else raises.
+
+        Args:
+            mesh: The mesh, also an ``AbstractMesh``; None for the one in scope.
+
+        Returns:
+            The rules themselves, so that they can be checked where they are used:
+            ``with axis_rules(rules.validate(mesh)): ...``
+
+        Raises:
+            PartitionCheckError: If ``check`` finds errors; lists all of them.
+            NoMeshError: If no mesh is given and none is in scope.
+
+        Example:
+            >>> import jax
+            >>> rules = Rules({"embed": None, "mlp": "model"})
+            >>> rules.validate(jax.sharding.AbstractMesh((2, 4), ("data", "model"))) is rules
+            True
+        """
+        where = resolve_mesh(mesh)
+        if where is None:
+            raise NoMeshError(
+                "Rules are validated against a mesh: none was given and none is in scope. Pass "
+                "one, rules.validate(mesh); rules.check() judges rules alone."
+            )
+        errors = [finding for finding in self.check(where) if finding.severity == "error"]
+        if errors:
+            raise PartitionCheckError(errors)
+        return self
+
     def extend(self, more: RulesLike) -> Rules:
         """Returns these rules followed by ``more``, which have lower priority; policies stay.
 
@@ -195,7 +268,7 @@ class Rules:
         )
 
     def __repr__(self) -> str:
-        pairs = ", ".join(f"({name!r}, {_format_target(target)})" for name, target in self.pairs)
+        pairs = ", ".join(f"({name!r}, {format_target(target)})" for name, target in self.pairs)
         conflict = "" if self.on_conflict == "first" else f", on_conflict={self.on_conflict!r}"
         unmapped = "" if self.on_unmapped == "replicate" else f", on_unmapped={self.on_unmapped!r}"
         return f"Rules([{pairs}]{conflict}{unmapped})"
@@ -276,15 +349,6 @@ def _check_target(position: int, name: str, target: Any) -> Target:
 def _plain(name: str) -> str:
     """The name as a ``str`` proper: a member of a string enumeration becomes its value."""
     return str.__str__(name)
-
-
-def _format_target(target: Target) -> str:
-    return "PartitionSpec.UNCONSTRAINED" if target is UNCONSTRAINED else repr(target)
-
-
-def format_rule(rule: Rule) -> str:
-    """Formats a rule as the pair a user would type."""
-    return f"({rule[0]!r}, {_format_target(rule[1])})"
 
 
 def explain_conflicts(assignment: Assignment) -> str:
