@@ -53,7 +53,7 @@ class Metadata:
     def replace(self, **changes: Any) -> Metadata:
         """Returns the metadata with entries (or ``axes``) changed."""
         axes = check_axes(changes.pop("axes")) if "axes" in changes else self.axes
-        return Metadata(axes, {**self.entries, **changes})
+        return self._with(axes, {**self.entries, **changes})
 
     def without_axis(self, position: int, expected: AxisName = None) -> Metadata:
         """Returns the metadata of one part of the array along a dimension: without its name.
@@ -77,7 +77,7 @@ class Metadata:
                 f"transform the Variable's own name: "
                 f"metadata={{sx.partition.PARTITION_NAME: {self.axes[place]!r}}}."
             )
-        return Metadata((*self.axes[:place], *self.axes[place + 1 :]), self.entries)
+        return self._with((*self.axes[:place], *self.axes[place + 1 :]), self.entries)
 
     def with_axis(self, position: int, name: AxisName = None) -> Metadata:
         """Returns the metadata of arrays put together along a new dimension: the inverse.
@@ -92,7 +92,11 @@ class Metadata:
         if not -rank <= position < rank:
             raise MetadataError(f"axes {self.axes} have no place {position} for another dimension.")
         place = position % rank
-        return Metadata((*self.axes[:place], name, *self.axes[place:]), self.entries)
+        return self._with((*self.axes[:place], name, *self.axes[place:]), self.entries)
+
+    def _with(self, axes: Axes | None, entries: Mapping[str, Any]) -> Metadata:
+        """Returns metadata of the same kind with other contents."""
+        return Metadata(axes, entries)
 
     def __hash__(self) -> int:
         return self._hash

@@ -9,7 +9,7 @@ hashable). Its text form is what a user would type after the model: ``("layers",
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Path = tuple[Hashable, ...]
 
@@ -39,6 +39,14 @@ def _format_key(key: Hashable) -> str:
     if isinstance(key, str) and key.isidentifier():
         return f".{key}"
     return f"[{key!r}]"
+
+
+def path_step(key: Any) -> Hashable:
+    """Returns one step of a path from an entry of a JAX key path."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)
 
 
 class PathKey(NamedTuple):

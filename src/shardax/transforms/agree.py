@@ -15,7 +15,7 @@ import jax
 
 from shardax.core.errors import BranchError
 from shardax.core.node import Object
-from shardax.core.paths import Path, format_path
+from shardax.core.paths import Path, format_path, path_step
 from shardax.core.pytree import is_object
 from shardax.core.static import Static
 from shardax.core.structure import (
@@ -28,7 +28,6 @@ from shardax.core.structure import (
 )
 from shardax.transforms.call import Call
 from shardax.transforms.lift import Record
-from shardax.transforms.prefix import path_step
 from shardax.transforms.repeat import describe_change, form
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardax.core._jax import Tracer
 from shardax.core.errors import BoundedLoopError
-from shardax.core.paths import Path, format_path
+from shardax.core.paths import Path, format_path, path_step
 from shardax.core.pytree import is_object
 from shardax.core.variables import Variable
 from shardax.transforms.bounded import (
@@ -27,7 +27,6 @@ from shardax.transforms.call import Call, retry_captured
 from shardax.transforms.decide import check_operands
 from shardax.transforms.kinds import result_kinds
 from shardax.transforms.loops import Reader, carry_back, carry_of, condition_of
-from shardax.transforms.prefix import path_step
 from shardax.transforms.repeat import Body, form, vary_alike
 
 _HISTORY = 2

@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 
-from shardax.core.paths import Path
+from shardax.core.paths import Path, path_step
 from shardax.transforms.lift import Arguments, Mixed, Root
-from shardax.transforms.prefix import path_step
 
 
 def template_roots(template: Any) -> list[int]:

@@ -27,7 +27,7 @@ from shardax.core.filters import (
     to_predicates,
 )
 from shardax.core.node import Object
-from shardax.core.paths import Path, format_path
+from shardax.core.paths import Path, format_path, path_step
 from shardax.core.state import State, flatten_mapping
 from shardax.core.structure import flatten
 from shardax.core.variables import Variable
@@ -336,14 +336,6 @@ def refuse_filters(prefix: Any, name: str, where: Path) -> None:
                 f"Variables to choose among. Give plain arrays one entry, and only Modules a "
                 f"{type(leaf).__name__}."
             )
-
-
-def path_step(key: Any) -> Hashable:
-    """Returns one step of a path from an entry of a JAX key path."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return str(key)
 
 
 def _one_level(tree: Any) -> list[tuple[Hashable, Any]]:

@@ -23,13 +23,12 @@ import jax.numpy as jnp
 from shardax.core._jax import varying_axes
 from shardax.core.errors import CarryError
 from shardax.core.node import Object
-from shardax.core.paths import Path, format_path
+from shardax.core.paths import Path, format_path, path_step
 from shardax.core.pytree import is_object
 from shardax.core.structure import GraphDef
 from shardax.transforms.call import Call, Inside
 from shardax.transforms.kinds import result_kinds
 from shardax.transforms.lift import Carried, check_result, same_value
-from shardax.transforms.prefix import path_step
 
 
 class Body:

@@ -19,13 +19,13 @@ import jax
 
 from shardax.core.errors import DifferentiationError, TangentError
 from shardax.core.node import Object
+from shardax.core.paths import path_step
 from shardax.core.pytree import is_object
 from shardax.core.variables import Param
 from shardax.transforms.blame import explained_reverse_mode
 from shardax.transforms.call import wraps
 from shardax.transforms.decide import check_operands
 from shardax.transforms.once import Once
-from shardax.transforms.prefix import path_step
 from shardax.transforms.tangents import Tangents
 from shardax.transforms.targets import DiffState, Target, replaced
 
