@@ -327,6 +327,72 @@ def test_a_mesh_without_devices_will_do_where_something_says_which_are_meant(mes
         call(np.asarray(rows(mesh)))
 
 
+@pytest.mark.parametrize("how", ["in scope", "given"])
+def test_where_nothing_says_which_devices_are_meant_jax_would_drop_a_constraint_so_it_is_an_error(
+    how: str, auto_mesh: Mesh
+) -> None:
+    abstract = auto_mesh.abstract_mesh
+    given_mesh = abstract if how == "given" else None
+
+    def body(x: jax.Array, on_no_mesh: Any = None) -> jax.Array:
+        names = ("batch", "embed")
+        return sx.constrain(2 * x, names, given_mesh, RULES, on_no_mesh=on_no_mesh)
+
+    x = np.ones((8, 16), np.float32)
+    with jax.sharding.use_abstract_mesh(abstract):
+        with pytest.raises(MeshError, match=r"float32\[8, 16\] .*under jax\.set_mesh\(mesh\)"):
+            jax.jit(body)(x)
+        # Only traced, it is kept, whatever devices will be used.
+        traced = jax.jit(lambda x: body(x, "ignore")).trace(x)
+        assert "sharding_constraint" in str(traced.jaxpr)
+        named = jax.jit(lambda x: sx.constrain(2 * x, ("batch", "embed"), auto_mesh, RULES))
+        assert named(x).sharding.is_equivalent_to(NamedSharding(auto_mesh, P("data", "model")), 2)
+    with jax.set_mesh(auto_mesh), jax.sharding.use_abstract_mesh(abstract):
+        found = jax.jit(body)(x)
+    assert found.sharding.is_equivalent_to(NamedSharding(auto_mesh, P("data", "model")), 2)
+
+
+def test_over_explicit_axes_without_devices_jax_itself_refuses(explicit_mesh: Mesh) -> None:
+    def body(x: jax.Array) -> jax.Array:
+        return sx.constrain(2 * x, ("batch", "embed"), rules=RULES)
+
+    with (
+        jax.sharding.use_abstract_mesh(explicit_mesh.abstract_mesh),
+        pytest.raises(ValueError, match="AbstractMesh"),
+    ):
+        jax.jit(body)(np.ones((8, 16), np.float32))
+
+
+def test_what_happens_without_a_mesh_can_be_said_for_a_scope() -> None:
+    x, names = jnp.ones((8, 16)), ("batch", "embed")
+    with sx.axis_rules(RULES, on_no_mesh="ignore"):
+        assert sx.constrain(x, names) is x
+        assert sx.partition.with_logical_constraint({"x": x}, names)["x"] is x
+        with sx.axis_rules({}):  # other rules, the same policy
+            assert sx.constrain(x, names) is x
+        with pytest.raises(NoMeshError):
+            sx.constrain(x, names, on_no_mesh="error")
+        with sx.axis_rules(RULES, on_no_mesh="error"), pytest.raises(NoMeshError):
+            sx.constrain(x, names)
+        with pytest.raises(ConstraintError, match="3 axis names"):  # what is wrong stays wrong
+            sx.constrain(x, (*names, None))
+    with pytest.raises(NoMeshError):
+        sx.constrain(x, names, rules=RULES)
+    with pytest.raises(ConstraintError, match="on_no_mesh='skip'"):
+        sx.axis_rules(RULES, on_no_mesh="skip")  # pyright: ignore[reportArgumentType] (on purpose)
+
+
+def test_a_compiled_function_is_traced_anew_under_another_policy(auto_mesh: Mesh) -> None:
+    call = sx.jit(lambda x: sx.constrain(x, ("batch", "embed")))
+    x = jnp.ones((8, 16))
+    with sx.partition.logical_axis_rules(RULES, on_no_mesh="ignore"):
+        assert call(x).sharding.device_set == x.sharding.device_set
+    with sx.axis_rules(RULES), pytest.raises(NoMeshError):
+        call(x)
+    with sx.axis_rules(RULES, on_no_mesh="ignore"), jax.set_mesh(auto_mesh):  # there is one
+        assert call(x).sharding.shard_shape((8, 16)) == (4, 4)
+
+
 def test_a_dimension_split_over_both_kinds_of_axes_has_the_explicit_ones_outermost() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
     call = jax.jit(lambda x: sx.constrain(x, ("both", None), mesh, RULES))

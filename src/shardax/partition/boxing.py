@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec
 
 from shardax.core.errors import ConstraintError
 from shardax.partition.assignment import UNCONSTRAINED
-from shardax.partition.constraints import OnNoMesh, constrain
+from shardax.partition.constraints import constrain
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.partitioned import LogicallyPartitioned, Partitioned
 from shardax.partition.rules import RulesLike
-from shardax.partition.scope import AxisRulesScope, axis_rules
+from shardax.partition.scope import AxisRulesScope, OnNoMesh, axis_rules
 from shardax.transforms.call import wraps
 
 P = ParamSpec("P")
@@ -103,7 +103,7 @@ def with_logical_constraint(
     rules: RulesLike | None = None,
     mesh: AnyMesh | None = None,
     *,
-    on_no_mesh: OnNoMesh = "error",
+    on_no_mesh: OnNoMesh | None = None,
 ) -> Any:
     """Lays out arrays by the logical names of their dimensions: ``constrain`` for pytrees.
 
@@ -114,7 +114,7 @@ def with_logical_constraint(
         rules: Rules, pairs or a mapping; None for the current rules.
         mesh: The mesh; None for the one in scope, else the one that ``x`` is laid out over.
         on_no_mesh: What to do without a mesh, or without rules: ``"error"``, or ``"ignore"`` to
-            return ``x`` as it is.
+            return ``x`` as it is. None: as the rules in scope say, else ``"error"``.
 
     Returns:
         ``x`` with the same values, laid out.
@@ -155,19 +155,21 @@ def with_logical_constraint(
     return treedef.unflatten(map(laid_out, leaves, per_array))
 
 
-def logical_axis_rules(rules: RulesLike) -> AxisRulesScope:
+def logical_axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> AxisRulesScope:
     """Makes ``rules`` the current rules in a ``with`` block or a decorated function.
 
     The name that Flax has for ``axis_rules``; the scope is the same.
 
     Args:
         rules: Rules, pairs or a mapping.
+        on_no_mesh: As for ``axis_rules``.
 
     Returns:
         The context manager, which is also a decorator.
 
     Raises:
         RulesError: If the rules are malformed.
+        ConstraintError: If ``on_no_mesh`` is no policy.
 
     Example:
         >>> import shardax as sx
@@ -175,7 +177,7 @@ def logical_axis_rules(rules: RulesLike) -> AxisRulesScope:
         ...     sx.partition.logical_to_mesh_axes(("embed", "mlp"))
         P(None, 'model')
     """
-    return axis_rules(rules)
+    return axis_rules(rules, on_no_mesh=on_no_mesh)
 
 
 def _is_names(value: Any) -> bool:

@@ -18,7 +18,7 @@ type says first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +43,9 @@ from shardax.partition.assignment import (
     strings,
 )
 from shardax.partition.judge import LaidOutArray, judge
-from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
 from shardax.partition.rules import Rules, RulesLike
-from shardax.partition.scope import current_rules, resolve_rules
-
-OnNoMesh = Literal["error", "ignore"]
+from shardax.partition.scope import OnNoMesh, current_rules, resolve_on_no_mesh, resolve_rules
 
 
 def constrain(
@@ -56,7 +54,7 @@ def constrain(
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
     *,
-    on_no_mesh: OnNoMesh = "error",
+    on_no_mesh: OnNoMesh | None = None,
 ) -> jax.Array:
     """Lays an array out by the names of its dimensions, inside a program or outside.
 
@@ -70,7 +68,8 @@ def constrain(
             Explicit axes, JAX wants the mesh of a compiled function in scope or under its inputs.
         rules: Rules, pairs or a mapping; None for the current rules.
         on_no_mesh: What to do without a mesh, or without rules: ``"error"``, or ``"ignore"`` to
-            return ``x`` as it is.
+            return ``x`` as it is. None: as the ``axis_rules`` in scope say, else ``"error"``. To
+            trace or lower a program over a mesh without devices, ``"ignore"`` too.
 
     Returns:
         The array, with the same values. Inside ``jax.shard_map`` only the mesh axes that are not
@@ -94,10 +93,7 @@ def constrain(
         ...     jax.typeof(double(jnp.ones((2, 3)))).str_short()
         'float32[2@data,3]'
     """
-    if on_no_mesh not in ("error", "ignore"):
-        raise ConstraintError(
-            f"on_no_mesh={on_no_mesh!r} is not a policy; use 'error' or 'ignore'."
-        )
+    policy = resolve_on_no_mesh(on_no_mesh)
     names = check_names(axes)
     array = _as_array(x, names)
     if len(names) != array.ndim:
@@ -106,10 +102,12 @@ def constrain(
             "dimensions. Give one entry per dimension, None for a dimension without a name."
         )
     where = _mesh_for(array, mesh)
+    if policy == "error" and isinstance(array, Tracer) and isinstance(where, AbstractMesh):
+        _check_devices(array, names, where)
     chosen = current_rules() if rules is None else resolve_rules(rules)
     has_names = next(iter(strings(names)), None) is not None
     if where is None or (rules is None and not chosen and has_names):
-        if on_no_mesh == "ignore":
+        if policy == "ignore":
             return array
         raise _nothing_to_go_by(array, names, where)
     manual = frozenset(_axes_of_type(where, AxisType.Manual))
@@ -187,14 +185,27 @@ def _mesh_for(array: jax.Array, given: AnyMesh | None) -> AnyMesh | None:
             )
         return inside
     seen = inside if not inside.empty else own
-    if isinstance(array, Tracer) and isinstance(mesh, AbstractMesh) and seen is None:
-        raise MeshError(
-            f"{mesh} has no devices, no mesh is in scope, and the array is not laid out over one, "
-            "so nothing says which devices the program is for, and JAX would drop the constraint. "
-            "Call the compiled function under jax.set_mesh(mesh), or give it an array that is laid "
-            "out over the mesh."
-        )
     return _as_seen(mesh, seen) if isinstance(array, Tracer) else mesh
+
+
+def _check_devices(array: jax.Array, names: Names, mesh: AbstractMesh) -> None:
+    """Raises where JAX would drop a constraint, because nothing says which devices are meant.
+
+    Over axes that are not Auto, JAX says so itself.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        known = _own_mesh(array) is not None
+    else:
+        known = set(mesh.axis_types) != {AxisType.Auto} or scope_has_devices()
+    if not known:
+        raise MeshError(
+            f"{_intro(array, names)} {mesh} has no devices, and nothing else says which devices "
+            "the program is for, so JAX would drop the constraint. Call the compiled function "
+            "under jax.set_mesh(mesh) and not under use_abstract_mesh; or pass the mesh itself, "
+            "mesh=mesh; or, without any mesh in scope, give the function arrays that are laid out "
+            "over one. A program that is only to be traced or lowered can say "
+            "constrain(..., on_no_mesh='ignore')."
+        )
 
 
 def _own_mesh(array: jax.Array) -> AnyMesh | None:

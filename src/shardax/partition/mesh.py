@@ -55,6 +55,18 @@ def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
     return concrete if concrete is not None and concrete.abstract_mesh == abstract else abstract
 
 
+def scope_has_devices() -> bool:
+    """Whether the mesh in scope has devices, inside a trace too, where JAX does not name them.
+
+    It has if it was entered by ``jax.set_mesh``, and has not under ``use_abstract_mesh`` alone.
+    """
+    try:  # a bare spec is made a sharding of the devices in scope
+        jax.eval_shape(lambda x: jax.device_put(x, PartitionSpec()), np.zeros((), np.float32))
+    except ValueError:
+        return False
+    return True
+
+
 def _check_mesh(mesh: Any) -> AnyMesh:
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh

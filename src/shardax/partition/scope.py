@@ -4,6 +4,8 @@
 The *current rules* are those of the innermost ``with axis_rules(...)`` around the running code, in
 this thread; without one they are empty. They are part of the key by which ``jax.jit`` finds
 compiled programs, so a function traced under some rules is traced anew under others.
+
+A scope can also say what a constraint does where there is no mesh, for all the code inside.
 """
 
 from __future__ import annotations
@@ -12,23 +14,34 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
 
-from shardax.core.errors import RulesError
+from shardax.core.errors import ConstraintError, RulesError
 from shardax.partition.rules import Rules, RulesLike
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+OnNoMesh = Literal["error", "ignore"]
+"""What a constraint does without a mesh or without rules: raise, or leave the array as it is."""
+
+
+class _Settings(NamedTuple):
+    """What a scope says."""
+
+    rules: Rules = Rules()
+    on_no_mesh: OnNoMesh = "error"
+
+
 # The context is part of the key of JAX's own caches, so rules that change retrace, also in plain
 # jax.jit. It is hashed and compared on every call of a compiled function, therefore it holds text,
-# for which Python is not entered; equal rules have equal text.
-_NO_RULES = repr(Rules())
-_current = jax.make_user_context(default_value=_NO_RULES)
-_rules_by_text: dict[str, Rules] = {_NO_RULES: Rules()}
+# for which Python is not entered; equal settings have equal text.
+_DEFAULT = repr(_Settings())
+_current = jax.make_user_context(default_value=_DEFAULT)
+_settings_by_text: dict[str, _Settings] = {_DEFAULT: _Settings()}
 
 
 def current_rules() -> Rules:
@@ -38,7 +51,7 @@ def current_rules() -> Rules:
         >>> len(current_rules())
         0
     """
-    return _rules_by_text[_current.value]
+    return _settings_by_text[_current.value].rules
 
 
 def resolve_rules(rules: RulesLike | None = None) -> Rules:
@@ -48,19 +61,38 @@ def resolve_rules(rules: RulesLike | None = None) -> Rules:
     return rules if isinstance(rules, Rules) else Rules(rules)
 
 
+def resolve_on_no_mesh(on_no_mesh: OnNoMesh | None = None) -> OnNoMesh:
+    """Returns the policy given, or for None that of the innermost scope, else ``"error"``.
+
+    Raises:
+        ConstraintError: If it is no policy.
+    """
+    if on_no_mesh is None:
+        return _settings_by_text[_current.value].on_no_mesh
+    if on_no_mesh not in ("error", "ignore"):
+        raise ConstraintError(
+            f"on_no_mesh={on_no_mesh!r} is not a policy; use 'error' or 'ignore'."
+        )
+    return on_no_mesh
+
+
 class AxisRulesScope:
     """A scope in which given rules are the current ones: a context manager and a decorator."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, on_no_mesh: OnNoMesh | None = None) -> None:
         self.rules = rules
-        self._text = repr(rules)
-        _rules_by_text.setdefault(self._text, rules)
+        if on_no_mesh is not None:
+            resolve_on_no_mesh(on_no_mesh)
+        self.on_no_mesh: OnNoMesh | None = on_no_mesh
         self._local = threading.local()  # one scope object may be entered by many threads at once
 
     def __enter__(self) -> Rules:
         if not hasattr(self._local, "entered"):
             self._local.entered = []
-        scope = _current(self._text)
+        settings = _Settings(self.rules, resolve_on_no_mesh(self.on_no_mesh))
+        text = repr(settings)
+        _settings_by_text.setdefault(text, settings)
+        scope = _current(text)
         scope.__enter__()
         self._local.entered.append(scope)
         return self.rules
@@ -83,13 +115,13 @@ class AxisRulesScope:
 
         @functools.wraps(function)
         def with_rules(*args: P.args, **kwargs: P.kwargs) -> R:
-            with AxisRulesScope(self.rules):
+            with AxisRulesScope(self.rules, self.on_no_mesh):
                 return function(*args, **kwargs)
 
         return with_rules
 
 
-def axis_rules(rules: RulesLike) -> AxisRulesScope:
+def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> AxisRulesScope:
     """Makes ``rules`` the current rules in a ``with`` block or a decorated function.
 
     Scopes nest: the inner rules replace the outer ones (use ``current_rules().override(...)`` to
@@ -98,12 +130,16 @@ def axis_rules(rules: RulesLike) -> AxisRulesScope:
 
     Args:
         rules: Rules, pairs or a mapping.
+        on_no_mesh: What constraints inside do without a mesh or without rules: ``"error"``, or
+            ``"ignore"`` to leave arrays as they are. None: as the scope around says, else
+            ``"error"``.
 
     Returns:
         The context manager, which is also a decorator.
 
     Raises:
         RulesError: If the rules are malformed, or a generator or coroutine function is decorated.
+        ConstraintError: If ``on_no_mesh`` is no policy.
 
     Example:
         >>> with axis_rules({"embed": "model"}):
@@ -115,7 +151,7 @@ def axis_rules(rules: RulesLike) -> AxisRulesScope:
         >>> layout()
         P(None, 'model')
     """
-    return AxisRulesScope(rules if isinstance(rules, Rules) else Rules(rules))
+    return AxisRulesScope(resolve_rules(rules), on_no_mesh)
 
 
 def logical_to_mesh_axes(
