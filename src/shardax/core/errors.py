@@ -66,6 +66,26 @@ class VariableValueError(ShardaxError, TypeError):
     """A Variable was given a value that is not an array or a pytree of arrays."""
 
 
+class FrozenVariableError(ShardaxError, AttributeError):
+    """A frozen value was written; it cannot change."""
+
+
+class UnboundVariableError(ShardaxError, AttributeError):
+    """A slot was used as if it had a value; the Variable that belongs there was taken out."""
+
+
+class LabelConflictError(ShardaxError, ValueError):
+    """Two different Variables, slots or frozen values have one label; names both paths."""
+
+
+class BindError(ShardaxError, ValueError):
+    """Variables do not fit the slots of a tree: without a label, a slot, or of another type."""
+
+
+class StatelessCallError(ShardaxError, RuntimeError):
+    """A functional call changed more than values, and what it changed would be lost."""
+
+
 class ReservedNameError(ShardaxError, AttributeError):
     """An attribute name is reserved by shardax."""
 
@@ -319,6 +339,21 @@ class CheckpointWriteError(ShardaxError, OSError):
 
 class CheckpointValueError(ShardaxError, TypeError):
     """Something cannot be saved in a checkpoint, or a checkpoint has a form that is not known."""
+
+
+# --- named axes ----------------------------------------------------------------------------------
+
+
+class NamedAxesError(ShardaxError, ValueError):
+    """The axes of named arrays do not fit: an unknown name, two sizes, or too many dimensions."""
+
+
+class NamedIndexError(ShardaxError, IndexError):
+    """A position that is known before a program runs is out of range for its axis."""
+
+
+class NamesRemainError(ShardaxError, TypeError):
+    """A named array was used as a plain one while it has names, which would be lost."""
 
 
 # --- layers ---------------------------------------------------------------------------------------

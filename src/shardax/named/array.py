@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``NamedArray``: an array whose dimensions have names.
+
+Operations find axes by name, so it does not matter in which order they are stored (see
+``shardax.named.base``). Dimensions may also stay *positional*, without a name: untag the axes that
+a function shall see, run it by ``nmap`` along all others, and tag what it returns.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from shardax.core.errors import NamedAxesError, NamesRemainError
+from shardax.named.base import refuse_loss, register, transposed
+from shardax.named.indexing import Indexing
+from shardax.named.lift import lifted_method, lifted_operator
+from shardax.named.names import (
+    Dims,
+    canonical,
+    check_dims,
+    positional_places,
+    shown,
+    sorted_names,
+)
+from shardax.named.operators import Operators, unary
+from shardax.named.reductions import Reductions, place_of
+
+
+class NamedArray(Operators, Reductions, Indexing):
+    """An array whose dimensions have names; immutable, a pytree, and usable by name.
+
+    Operators meet by name and repeat an operand along the names that it lacks. Methods such as
+    ``sum("batch")`` work along names; methods of arrays that know dimensions by position, such as
+    ``reshape``, work on the positional dimensions. Two arrays that differ only in the order of
+    their dims are the same in operations, as arguments of compiled functions, in ``jax.tree.map``,
+    in branches and in carries.
+
+    Args:
+        data: A JAX array, a ``jax.ShapeDtypeStruct``, a Variable, or what ``jnp.asarray`` takes.
+        dims: One name per dimension, in the order in which ``data`` has them: any hashable object,
+            or None for a dimension that stays positional.
+
+    Raises:
+        AxisNamesError: If a name is not hashable or occurs twice.
+        NamedAxesError: If there is not one entry per dimension.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = NamedArray(jnp.ones((2, 3)), ("batch", "embed"))
+        >>> scale = NamedArray(jnp.arange(3.0), ("embed",))
+        >>> (x * scale).axes, (scale * x).sum("embed").unwrap("batch").tolist()
+        ({'batch': 2, 'embed': 3}, [3.0, 3.0])
+    """
+
+    __slots__ = ()
+
+    # --- names ---------------------------------------------------------------------------------
+
+    def tag(self, *names: Any) -> Self:
+        """Names the positional dimensions.
+
+        Args:
+            *names: One for each, in order; None leaves it positional.
+
+        Returns:
+            The array under these names.
+
+        Raises:
+            NamedAxesError: If there are more or fewer names than positional dimensions.
+            AxisNamesError: If a name is there already.
+
+        Example:
+            >>> NamedArray(np.zeros((2, 3)), (None, "b")).tag("a").dims
+            ('a', 'b')
+        """
+        data, dims = self._parts()
+        places = positional_places(dims)
+        if len(names) != len(places):
+            raise NamedAxesError(
+                f"tag was given the {len(names)} names {names}, but of the axes "
+                f"{shown(dims, data.shape)} {len(places)} are positional. Give one name for each, "
+                f"None for one that stays positional."
+            )
+        given = dict(zip(places, names, strict=True))
+        renamed = (given.get(place, name) for place, name in enumerate(dims))
+        return self._make(data, check_dims(renamed))
+
+    def untag(self, *names: Any) -> Self:
+        """Makes named axes positional, in the order given, after those that are positional already.
+
+        Args:
+            *names: The names to take off.
+
+        Returns:
+            The array without them.
+
+        Raises:
+            NamedAxesError: If there is no such name.
+
+        Example:
+            >>> x = NamedArray(np.zeros((2, 3, 4)), ("a", "b", "c"))
+            >>> x.untag("c", "a").dims, x.untag("c", "a").shape
+            ((None, 'b', None), (4, 3, 2))
+        """
+        data, dims = self._parts()
+        wanted = (*positional_places(dims), *(self._place(name) for name in names))
+        # The dimensions concerned trade places, so that they stand in the order asked for.
+        order = list(range(len(dims)))
+        for place, source in zip(sorted(wanted), wanted, strict=True):
+            order[place] = source
+        permutation = tuple(order)
+        kept = tuple(None if place in wanted else name for place, name in enumerate(dims))
+        if len(set(wanted)) < len(wanted):
+            raise NamedAxesError(f"untag was given a name twice: {names}.")
+        if permutation == tuple(range(len(dims))):
+            return self._make(data, kept)
+        return self._make(transposed(data, permutation), kept)
+
+    def unwrap(self, *names: Any) -> jax.Array:
+        """Returns the plain array, with the names as dimensions in the order given.
+
+        Args:
+            *names: All names of the array. Positional dimensions stand before them.
+
+        Returns:
+            A JAX array.
+
+        Raises:
+            NamesRemainError: If a name of the array is not given.
+            NamedAxesError: If it has no such name.
+
+        Example:
+            >>> NamedArray(np.zeros((2, 3)), ("a", "b")).unwrap("b", "a").shape
+            (3, 2)
+        """
+        # Reading the whole array is what a function run by nmap may do on purpose.
+        dims = self.dims
+        missing = [name for name in dims if name is not None and name not in names]
+        if missing:
+            raise NamesRemainError(
+                f"unwrap{names!r} leaves out {', '.join(map(repr, missing))} of the axes "
+                f"{shown(dims, self.shape)}. Give every name, in the order in which the array shall "
+                f"have them: x.unwrap({', '.join(map(repr, (*names, *missing)))})."
+            )
+        order = (*positional_places(dims), *(self._place(name) for name in names))
+        if len(set(order)) < len(order):
+            raise NamedAxesError(f"unwrap was given a name twice: {names}.")
+        return transposed(self._data, None if order == tuple(range(len(dims))) else order)
+
+    def order_as(self, *dims: Any) -> Self:
+        """Returns the array stored in another order; nothing that works by name sees a difference.
+
+        Args:
+            *dims: All names, in storage order, and None where a positional dimension stands;
+                without any None these stand first.
+
+        Raises:
+            NamedAxesError: If names are missing or unknown.
+
+        Example:
+            >>> x = NamedArray(np.zeros((2, 3)), ("a", "b"))
+            >>> x.order_as("b", "a").shape, x.order_as("b", "a").axes == x.axes
+            ((3, 2), True)
+        """
+        data, own = self._parts()
+        places = positional_places(own)
+        target = check_dims(dims if None in dims else (*(None for _ in places), *dims))
+        if len(target) != len(own) or {*target} != {*own}:
+            raise NamedAxesError(
+                f"order_as{dims!r} does not have the dims {own} in another order. Give every name "
+                f"once, and None for each positional dimension, or for none."
+            )
+        positional = iter(places)
+        order = tuple(next(positional) if name is None else own.index(name) for name in target)
+        if order == tuple(range(len(own))):
+            return self
+        return self._make(transposed(data, order), target)
+
+    def canonical(self) -> Self:
+        """Returns the array stored as JAX's transforms see it, who then need not transpose it.
+
+        Example:
+            >>> NamedArray(np.zeros((2, 3, 4)), ("b", None, "a")).canonical().dims
+            (None, 'a', 'b')
+        """
+        data, dims = self._parts()
+        permutation = canonical(dims, tuple(data.shape)).permutation
+        if permutation is None:
+            return self
+        return self._make(transposed(data, permutation), tuple(dims[place] for place in permutation))
+
+    def rename(self, names: Mapping[Any, Any]) -> Self:
+        """Returns the array with names exchanged.
+
+        Args:
+            names: New name by old; all are exchanged at once, so two can swap.
+
+        Raises:
+            NamedAxesError: If there is no such name.
+            AxisNamesError: If a name would occur twice.
+
+        Example:
+            >>> NamedArray(np.zeros((2, 3)), ("a", "b")).rename({"a": "b", "b": "a"}).axes
+            {'b': 2, 'a': 3}
+        """
+        data, dims = self._parts()
+        for name in names:
+            self._place(name)
+        renamed = (name if name is None else names.get(name, name) for name in dims)
+        return self._make(data, check_dims(renamed))
+
+    def broadcast_axes(self, axes: Mapping[Any, int]) -> Self:
+        """Returns the array repeated along names that it lacks.
+
+        Operators do this by themselves; it is for functions that need the axes to be there.
+
+        Args:
+            axes: Sizes by name; names that the array has must have its size.
+
+        Raises:
+            NamedAxesError: If a size differs.
+
+        Example:
+            >>> NamedArray(np.zeros(2), ("a",)).broadcast_axes({"b": 3}).axes
+            {'b': 3, 'a': 2}
+        """
+        data, dims = self._parts()
+        own = self.axes
+        for name, size in axes.items():
+            if own.get(name, size) != size:
+                raise NamedAxesError(
+                    f"The axis {name!r} has size {own[name]}, not {size}: {shown(dims, data.shape)}."
+                )
+        new = tuple(name for name in axes if name not in own)
+        shape = (*(axes[name] for name in new), *data.shape)
+        places = tuple(range(len(new), len(shape)))
+        return self._make(jax.lax.broadcast_in_dim(data, shape, places), check_dims((*new, *dims)))
+
+    def _place(self, name: Any) -> int:
+        if name is not None and name in self.dims:
+            return self.dims.index(name)
+        raise NamedAxesError(f"There is no axis {name!r}: the axes are {self._shown()}.")
+
+    def _shown(self) -> str:
+        return shown(self.dims, self.shape)
+
+    # --- as an array -----------------------------------------------------------------------------
+
+    __matmul__ = lifted_operator(operator.matmul, reflected=False)
+    __rmatmul__ = lifted_operator(operator.matmul, reflected=True)
+    real, imag = property(unary(lambda data: data.real)), property(unary(lambda data: data.imag))
+    conj = conjugate = unary(lambda data: data.conj())
+    reshape, ravel, flatten = map(lifted_method, ("reshape", "ravel", "flatten"))
+    transpose, swapaxes, squeeze = map(lifted_method, ("transpose", "swapaxes", "squeeze"))
+    repeat, take, dot = map(lifted_method, ("repeat", "take", "dot"))
+    diagonal, trace = map(lifted_method, ("diagonal", "trace"))
+    clip, round = map(lifted_method, ("clip", "round"))
+
+    @property
+    def T(self) -> Self:
+        """The array with its positional dimensions reversed."""
+        return self.transpose()
+
+    def astype(self, dtype: Any) -> Self:
+        """Returns the array in another dtype.
+
+        Example:
+            >>> NamedArray(np.zeros(2), ("a",)).astype("bfloat16").dtype
+            dtype(bfloat16)
+        """
+        data, dims = self._parts()
+        return self._make(data.astype(dtype), dims)
+
+    def block_until_ready(self) -> Self:
+        """Waits until the array is computed, and returns it."""
+        jax.block_until_ready(self._data)
+        return self
+
+    def item(self) -> Any:
+        """Returns the one element of an array without dimensions, as a Python number.
+
+        Raises:
+            NamesRemainError: If there are dimensions.
+
+        Example:
+            >>> NamedArray(np.arange(3), ("a",)).sum().item()
+            3
+        """
+        return self._scalar("be a number").item()
+
+    def tolist(self) -> Any:
+        """Returns an array without names as nested lists.
+
+        Raises:
+            NamesRemainError: If there are names.
+        """
+        return self._nameless("become nested lists").tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = np.asarray(self._nameless("become a NumPy array"), dtype)
+        return array.copy() if copy else array
+
+    def __bool__(self) -> bool:
+        return bool(self._scalar("be true or false"))
+
+    def __int__(self) -> int:
+        return int(self._scalar("be a number"))
+
+    def __float__(self) -> float:
+        return float(self._scalar("be a number"))
+
+    def __complex__(self) -> complex:
+        return complex(self._scalar("be a number"))
+
+    def __index__(self) -> int:
+        return operator.index(self._scalar("be a number"))
+
+    def __len__(self) -> int:
+        return len(self._nameless("have a length (see x.axes)"))
+
+    def __iter__(self) -> Iterator[Self]:
+        data = self._nameless("be iterated over (named.unstack(x, name) gives its slices)")
+        return (self._make(row, self.dims[1:]) for row in data)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._nameless("be searched ((x == item).any() says whether it is there)")
+
+    def _nameless(self, what: str) -> Any:
+        if any(name is not None for name in self.dims):
+            refuse_loss(self, what)
+        return self._data
+
+    def _scalar(self, what: str) -> Any:
+        if self.dims:
+            raise NamesRemainError(
+                f"A NamedArray with axes {self._shown()} cannot {what}: it has dimensions. Reduce "
+                f"it first, by x.sum(...), x.all(...) or x[{{name: position}}]."
+            )
+        return self._data
+
+    def __repr__(self) -> str:
+        if self._dims is None:
+            try:
+                self.dims  # noqa: B018 (computes them)
+            except NamedAxesError:
+                return f"NamedArray(data={self._data!r}, misfitting axes={self._form})"
+        return f"NamedArray({self._data!r}, dims={self._dims})"
+
+
+register(NamedArray)

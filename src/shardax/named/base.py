@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a named array is stored, and how JAX sees it.
+
+A named array is one array and its dims. The order in which the dimensions are stored is a matter of
+speed alone: two arrays that differ only in it are the same to everything that works by name. So
+JAX must see them as the same, or a jit would compile twice, and a scan refuse its carry. As a
+pytree a named array is therefore one node whose static part is the names, sorted, with their sizes,
+and whose child is the array in *canonical order* (``shardax.named.names``): positional dimensions
+first, then the sorted names. What JAX rebuilds is stored in canonical order.
+
+The cost: an array that is stored otherwise is transposed on its way into a transform; one that is
+stored so, as everything is that came out of a transform, passes as it is. Operators transpose
+nothing where the operands agree.
+
+How many positional dimensions there are is not static. They stand first, so ``jax.vmap`` and
+``jax.lax.scan`` take them away and put them there at axis 0, as they do with plain arrays. A transform
+that takes a named dimension instead leaves a node whose names do not fit its array; so does
+``jax.tree.map`` with a function that changes shapes. The node exists, because JAX makes nodes of all
+sorts of things, and using it as an array is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardax.core.arraylike import ArrayLike
+from shardax.core.errors import NamedAxesError, NamesRemainError
+from shardax.named.mapped import local, refuse_mapped
+from shardax.named.names import Dims, Form, canonical, check_dims, positional_places, shown
+
+
+class Stored:
+    """The array, the dims and the pytree of ``NamedArray``, which is the class to use.
+
+    Args:
+        data: A JAX array, a ``jax.ShapeDtypeStruct``, a Variable, or what ``jnp.asarray`` takes.
+        dims: One name, or None, per dimension of ``data``, in storage order.
+
+    Raises:
+        AxisNamesError: If a name is not hashable or occurs twice.
+        NamedAxesError: If there is not one entry per dimension.
+    """
+
+    __slots__ = ("__weakref__", "_data", "_dims", "_form")
+
+    def __init__(self, data: Any, dims: Iterable[Any]) -> None:
+        names = check_dims((dims,) if isinstance(dims, str) else dims)
+        array = as_leaf(data)
+        if array.ndim != len(names):
+            raise NamedAxesError(
+                f"An array of shape {tuple(array.shape)} has {array.ndim} dimensions, but the dims "
+                f"{names} are {len(names)}. Give one name per dimension, None for one that stays "
+                f"positional."
+            )
+        self._data: Any = array
+        self._dims: Dims | None = names
+        self._form: Form | None = None
+
+    @classmethod
+    def _make(cls, data: Any, dims: Dims) -> Self:
+        """Makes an array of parts that are known to fit."""
+        array = object.__new__(cls)
+        array._data, array._dims, array._form = data, dims, None
+        return array
+
+    def _parts(self) -> tuple[Any, Dims]:
+        """Returns the data and the dims, for an operation by name."""
+        dims = self._dims
+        if dims is None:
+            dims = self.dims
+        if local.names:
+            refuse_mapped(dims)
+        return self._data, dims
+
+    # --- what is known ---------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Any:
+        """The array, its dimensions in storage order."""
+        return self._data
+
+    @property
+    def dims(self) -> Dims:
+        """One name, or None, per dimension, in storage order."""
+        if self._dims is None:
+            self._dims = self._dims_of_leaf()
+        return self._dims
+
+    @property
+    def axes(self) -> dict[Any, int]:
+        """The sizes of the named dimensions by name, in storage order."""
+        pairs = zip(self.dims, self._data.shape, strict=True)
+        return {name: size for name, size in pairs if name is not None}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of all dimensions, in storage order."""
+        self.dims  # noqa: B018 (a node that is no array says so)
+        return tuple(self._data.shape)
+
+    @property
+    def positional_shape(self) -> tuple[int, ...]:
+        """The sizes of the dimensions without names."""
+        shape = self.shape
+        return tuple(shape[place] for place in positional_places(self.dims))
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions, named or not."""
+        return len(self.dims)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array."""
+        return self._data.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global array."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def sharding(self) -> Any:
+        """Sharding of ``data``, in storage order; None for an abstract array without one."""
+        return self._data.sharding
+
+    def _dims_of_leaf(self) -> Dims:
+        """Returns the dims of what JAX put into this node: leading dimensions are positional."""
+        assert self._form is not None  # only JAX makes an array without dims
+        names, sizes = self._form
+        leaf = self._data
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise NamedAxesError(
+                f"This node of a pytree has the axes {shown(names, sizes)} and holds "
+                f"{type(leaf).__name__} in place of an array, as jax.tree.map makes it from a "
+                f"function that returns no array. It is no NamedArray to compute with; look at "
+                f"its .data."
+            )
+        shape = tuple(leaf.shape)
+        lead = len(shape) - len(names)
+        if lead < 0 or shape[lead:] != sizes:
+            raise NamedAxesError(
+                f"This NamedArray has the axes {shown(names, sizes)}, but a transform or "
+                f"jax.tree.map put an array of shape {shape} into it. JAX sees the positional "
+                f"dimensions first, then these, and knows no names: map positional dimensions "
+                f"only, x.untag('name') makes one; or use nmap, which maps names; or change the "
+                f"array itself, x.sum('name')."
+            )
+        return (None,) * lead + names
+
+    # --- pickling and copying --------------------------------------------------------------------
+
+    def __reduce__(self) -> Any:
+        if self._dims is None:
+            return _rebuilt, (type(self), self._form, self._data)
+        return type(self), (self._data, self._dims)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        data, _ = self._parts()
+        return self._make(jnp.copy(data) if isinstance(data, jax.Array) else data, self.dims)
+
+
+def as_leaf(data: Any) -> Any:
+    """Returns what a named array can hold for what a caller gives.
+
+    Raises:
+        NamesRemainError: If it is a named array already.
+    """
+    if isinstance(data, ArrayLike):
+        data = data.value
+    if isinstance(data, (jax.Array, jax.ShapeDtypeStruct)):
+        return data
+    if isinstance(data, Stored):
+        raise NamesRemainError(
+            f"This is a NamedArray already, with dims {data.dims}. Name its positional dimensions "
+            f"with x.tag(...), or change names with x.rename({{...}})."
+        )
+    return jnp.asarray(data)
+
+
+def transposed(data: Any, permutation: tuple[int, ...] | None) -> Any:
+    """Returns an array, or an abstract one, with its dimensions in another order; None for as is.
+
+    Example:
+        >>> transposed(jax.ShapeDtypeStruct((2, 3), np.float32), (1, 0))
+        ShapeDtypeStruct(shape=(3, 2), dtype=float32)
+    """
+    if permutation is None:
+        return data
+    if not isinstance(data, jax.ShapeDtypeStruct):
+        return jax.lax.transpose(data, permutation)
+    sharding = data.sharding
+    if isinstance(sharding, NamedSharding):
+        entries = (*sharding.spec, *(None,) * (len(data.shape) - len(sharding.spec)))
+        spec = PartitionSpec(*(entries[place] for place in permutation))
+        kind = sharding.memory_kind
+        sharding = NamedSharding(sharding.mesh, spec, memory_kind=kind)
+    shape = tuple(data.shape[place] for place in permutation)
+    return jax.ShapeDtypeStruct(shape, data.dtype, sharding=sharding, weak_type=data.weak_type)
+
+
+# --- the pytree ----------------------------------------------------------------------------------
+
+
+def _flatten(array: Stored) -> tuple[tuple[Any], Form]:
+    form = array._form
+    if form is not None:
+        return (array._data,), form
+    form, permutation = canonical(array.dims, tuple(array._data.shape))
+    if permutation is None:
+        array._form = form
+        return (array._data,), form
+    return (transposed(array._data, permutation),), form
+
+
+def _flatten_with_keys(array: Stored) -> tuple[tuple[tuple[Any, Any]], Form]:
+    (leaf,), form = _flatten(array)
+    return ((jax.tree_util.GetAttrKey("data"), leaf),), form
+
+
+def _rebuilt(cls: type[Stored], form: Form, leaf: Any) -> Any:
+    array = object.__new__(cls)
+    array._data, array._dims, array._form = leaf, None, form
+    return array
+
+
+def register(cls: type[Stored]) -> None:
+    """Registers a class of named arrays with JAX, as the module docstring says."""
+    jax.tree_util.register_pytree_with_keys(
+        cls,
+        _flatten_with_keys,
+        lambda form, children: _rebuilt(cls, form, next(iter(children))),
+        _flatten,
+    )
+
+
+def refuse_loss(array: Stored, what: str) -> NoReturn:
+    """Raises the error for an operation that would lose names.
+
+    Raises:
+        NamesRemainError: Always.
+    """
+    names = ", ".join(repr(name) for name in array.dims if name is not None)
+    raise NamesRemainError(
+        f"A NamedArray with axes {shown(array.dims, array.shape)} cannot {what}, which would lose "
+        f"its names. Say in which order they become dimensions: x.unwrap({names})."
+    )
