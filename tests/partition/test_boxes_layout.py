@@ -370,19 +370,3 @@ def test_constraints_of_pytrees_are_never_dropped_silently(auto_mesh: Mesh) -> N
         with_logical_constraint({"a": x}, {"b": ("batch", None)}, RULES, auto_mesh)
     with pytest.raises(AxisNamesError, match="batch"):
         with_logical_constraint((x, x), "batch", RULES, auto_mesh)
-
-
-# --- functions for Modules ------------------------------------------------------------------------
-
-
-def test_functions_that_would_not_see_the_names_say_so(auto_mesh: Mesh) -> None:
-    boxed = {"w": Partitioned(jnp.ones((8, 16)), ("data", None))}
-    calls: list[Callable[[], Any]] = [
-        lambda: sx.shard(boxed, auto_mesh, RULES),
-        lambda: sx.partition_specs(boxed, RULES),
-        lambda: sx.shardings(boxed, auto_mesh, RULES),
-        lambda: sx.check(boxed, auto_mesh, RULES),
-    ]
-    for call in calls:
-        with pytest.raises(BoxError, match=r"^\.w: .*get_sharding"):
-            call()

@@ -26,7 +26,7 @@ from shardax.core.state import Origin, State
 from shardax.core.variables import Variable
 from shardax.partition.boxes import AxisMetadata
 from shardax.partition.mesh import resolve_mesh
-from shardax.partition.survey import _plain_path
+from shardax.partition.survey import plain_path
 from shardax.partition.variable_boxes import VariableBox, box_of, variable_of
 
 B = TypeVar("B", bound=AxisMetadata[Any])
@@ -184,7 +184,7 @@ def _is_leaf(value: Any) -> bool:
 def _map(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
     """Maps over boxes, objects, States and other leaves, each with its path."""
     return jax.tree.map_with_path(
-        lambda below, leaf: function((*path, *_plain_path(below)), leaf), tree, is_leaf=_is_leaf
+        lambda below, leaf: function((*path, *plain_path(below)), leaf), tree, is_leaf=_is_leaf
     )
 
 

@@ -10,16 +10,18 @@ Variables, which know their axes themselves.
 ``AxisMetadata`` is what all boxes are made of. To *unbox* is to take the value out. A transform
 that stacks or slices arrays changes how many dimensions they have, and a box learns of it by being
 told: ``add_axis`` and ``remove_axis`` return a box with other names around the same value, and each
-undoes the other. The *parameters* of such a change are a dictionary, for instance
-``{PARTITION_NAME: "layers"}``, in which every kind of box finds what it needs.
+undoes the other. (``sx.vmap`` and ``sx.scan`` tell boxes themselves.) The *parameters* of such a
+change are a dictionary, for instance ``{PARTITION_NAME: "layers"}``, in which every kind of box
+finds what it needs.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax.core._jax import Tracer
 from shardax.core.errors import BoxError
 from shardax.core.static import exact_key
+from shardax.partition.assignment import Names, mesh_axes_of
 from shardax.partition.mesh import AnyMesh
+from shardax.partition.rules import Rules
 
 T = TypeVar("T")
 
@@ -108,6 +112,20 @@ class AxisMetadata(abc.ABC, Generic[T]):
         """Returns the ``PartitionSpec`` of the value; by default replicated."""
         return PartitionSpec()
 
+    def layout(self) -> tuple[Any, Rules | None]:
+        """Returns what the layout of the value goes by: names, and the rules that map them.
+
+        Every function that lays out trees asks this. By default the names are what
+        ``get_partition_spec`` returns, axes of a mesh; a subclass with names of its own kind
+        returns these here.
+
+        Returns:
+            One name per dimension, or a ``PartitionSpec``, which may be shorter, or None for a
+            value that is not split; and the rules, None for those of the call.
+        """
+        spec = self.get_partition_spec()
+        return spec, identity_rules(tuple(spec))
+
     def get_sharding(self, mesh: AnyMesh) -> NamedSharding:
         """Returns the ``NamedSharding`` of the value over a mesh.
 
@@ -130,6 +148,36 @@ class AxisMetadata(abc.ABC, Generic[T]):
         static = _static_items(self)
         shown = [_shown(self.value), *(f"{name}={item!r}" for name, item in static if item != None)]  # noqa: E711
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+BOX_ENTRY = "box"
+"""Metadata entry of a Variable that was made of a box: the box, empty."""
+
+
+def layout_of_variable(
+    axes: tuple[Any, ...] | None, entries: Mapping[str, Any]
+) -> tuple[AnyMesh | None, Rules | None]:
+    """Returns the mesh and the rules that a Variable has of its own: those of its box.
+
+    Args:
+        axes: The Variable's axes, which may have changed since.
+        entries: Its other metadata.
+
+    Returns:
+        None for each that it does not have, as a Variable that was made of no box.
+    """
+    box: Any = entries.get(BOX_ENTRY)
+    if axes is None or not isinstance(box, AxisMetadata) or not hasattr(box, "names"):
+        return None, None
+    box = dataclasses.replace(cast("Any", box), names=axes)
+    return box.mesh, box.layout()[1]
+
+
+@functools.lru_cache(maxsize=1024)
+def identity_rules(names: Names) -> Rules:
+    """Returns the rules by which names of mesh axes stand for themselves."""
+    axes = (axis for name in names for axis in mesh_axes_of(name))
+    return Rules([(axis, axis) for axis in axes if isinstance(axis, str)])
 
 
 # --- positions of dimensions ----------------------------------------------------------------------

@@ -48,6 +48,8 @@ class ArrayRecord(NamedTuple):
         shape: The global shape.
         nbytes: The bytes of the global array.
         choice: What was said of it apart from the rules.
+        own_rules: Rules of its own, which hold instead of the layout's, or None.
+        own_mesh: A mesh of its own, likewise.
     """
 
     path: Path
@@ -55,6 +57,8 @@ class ArrayRecord(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     choice: Choice = FREE
+    own_rules: Rules | None = None
+    own_mesh: AnyMesh | None = None
 
 
 def spec_for(
@@ -89,7 +93,7 @@ def spec_for(
         >>> str(findings[0]).partition(",")[0]
         ".up.kernel: dimension 1 ('mlp') has size 30"
     """
-    spec, findings, _ = _lay_out(axes, tuple(shape), mesh, rules, path)
+    spec, findings, _ = _lay_out(ArrayRecord(path, axes, tuple(shape), 0), mesh, rules)
     return spec, findings
 
 
@@ -98,6 +102,7 @@ def specs_for(
     mesh: AnyMesh | None,
     rules: Rules,
     *,
+    placed: bool = True,
     large_bytes: int = LARGE_BYTES,
     large_fraction: float = LARGE_FRACTION,
 ) -> tuple[list[PartitionSpec], list[Finding]]:
@@ -107,6 +112,8 @@ def specs_for(
         arrays: The arrays, each once.
         mesh: The mesh, or None to apply the rules alone.
         rules: The rules.
+        placed: Whether the arrays are to be placed so. Otherwise the specs are for constraints
+            inside programs, where ``UNCONSTRAINED`` means something and stays.
         large_bytes: An array that every device holds whole is reported above this many bytes ...
         large_fraction: ... if it also is more than this fraction of all arrays together.
 
@@ -128,20 +135,22 @@ def specs_for(
     laid_out: list[LaidOutArray] = []
     for record in records:
         place, more = record.choice.place, record.choice.more_rules
+        where = mesh if record.own_mesh is None else record.own_mesh
         if place is not None:
-            spec, found = judge_place(place, record.path, record.shape, mesh, record.choice.source)
+            spec, found = judge_place(place, record.path, record.shape, where, record.choice.source)
             specs.append(spec)
             findings.extend(found)
             continue
-        its_rules = rules if more is None else rules.override(more)
-        spec, found, array = _lay_out(record.axes, record.shape, mesh, its_rules, record.path)
+        its_rules = rules if record.own_rules is None else record.own_rules
+        its_rules = its_rules if more is None else its_rules.override(more)
+        spec, found, array = _lay_out(record, where, its_rules, placed)
         specs.append(spec)
         findings.extend(found)
-        if array is not None:
+        if array is not None and record.own_rules in (None, rules):
             laid_out.append(array)
         sound = not any(finding.severity == "error" for finding in found)
-        if mesh is not None and sound and record.nbytes > large:
-            findings.extend(_large_replicated(record, spec, mesh, array, total))
+        if where is not None and sound and record.nbytes > large:
+            findings.extend(_large_replicated(record, spec, where, array, total))
     findings.extend(_about_rules(laid_out, mesh, rules))
     return specs, findings
 
@@ -158,23 +167,17 @@ def raise_on_errors(findings: Iterable[Finding]) -> None:
 
 
 def _lay_out(
-    axes: Iterable[Any] | None,
-    shape: tuple[int, ...],
-    mesh: AnyMesh | None,
-    rules: Rules,
-    path: Path,
+    record: ArrayRecord, mesh: AnyMesh | None, rules: Rules, placed: bool = True
 ) -> tuple[PartitionSpec, list[Finding], LaidOutArray | None]:
-    if axes is None:
+    path, shape = record.path, record.shape
+    if record.axes is None:
         return PartitionSpec(), [], None
     where = format_path(path)
     try:
-        names = check_names(axes)
+        names = check_names(record.axes)
     except AxisNamesError as error:
-        return (
-            PartitionSpec(),
-            [Finding("error", path, "axis-names", f"{where}: {error}")],
-            None,
-        )
+        found = Finding("error", path, "axis-names", f"{where}: {error}")
+        return PartitionSpec(), [found], None
     if len(names) != len(shape):
         text = (
             f"{where}: {len(names)} axis names {names} for an array of {len(shape)} dimensions, "
@@ -182,11 +185,15 @@ def _lay_out(
         )
         return PartitionSpec(), [Finding("error", path, "rank-mismatch", text)], None
     array = LaidOutArray(path, names, shape, rules.assign(names), rules)
-    sizes = None if mesh is None else dict(mesh.shape)
-    entries = [None if to is UNCONSTRAINED else to for to in array.assignment.entries]
-    if sizes is not None:
-        entries = [_known(to, sizes) for to in entries]
-    return PartitionSpec(*entries), judge(array, mesh), array
+    entries: Sequence[Any] = array.assignment.entries
+    if mesh is not None:
+        entries = [_known(to, mesh.shape) for to in entries]
+    findings = judge(array, mesh)
+    if placed:
+        entries = [None if to is UNCONSTRAINED else to for to in entries]
+    else:
+        findings = [finding for finding in findings if finding.code != "unconstrained"]
+    return PartitionSpec(*entries), findings, array
 
 
 def _known(target: Any, sizes: Mapping[str, int]) -> Any:

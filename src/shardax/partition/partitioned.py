@@ -12,7 +12,6 @@ unboxed where a mesh is known, its value is laid out as its names say.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
@@ -21,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax.core.errors import BoxError, NoRulesError, PartitioningUnspecifiedError
 from shardax.core.metadata import PARTITION_NAME, check_axes
-from shardax.partition.assignment import Names, check_names, mesh_axes_of, strings
-from shardax.partition.boxes import AxisMetadata, inserted, without
+from shardax.partition.assignment import Names, check_names, strings
+from shardax.partition.boxes import AxisMetadata, identity_rules, inserted, without
 from shardax.partition.check import raise_on_errors, spec_for
 from shardax.partition.constraints import constrain
 from shardax.partition.mesh import AnyMesh, resolve_mesh
@@ -82,15 +81,12 @@ class Partitioned(AxisMetadata[T]):
         mesh = resolve_mesh(self.mesh) if apply_constraint and self.names is not None else None
         if mesh is None:
             return self.value
-        names, rules = self.layout()
-        if not rules and next(iter(strings(check_names(names))), None) is not None:
-            raise _no_rules(self, "unbox", ", or call unbox(apply_constraint=False)")
+        names, rules = self._named_by("unbox", ", or call unbox(apply_constraint=False)")
         return jax.tree.map(lambda leaf: _laid_out(leaf, names, self.mesh, mesh, rules), self.value)
 
-    def layout(self) -> tuple[Names, Rules]:
-        """Returns the names, and the rules that map them to mesh axes."""
-        names = self.names or ()
-        return names, identity_rules(names)
+    def layout(self) -> tuple[Any, Rules | None]:
+        """See the base: the names stand for themselves."""
+        return self.names, identity_rules(self.names or ())
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
         """Returns the box with the name of a new dimension inserted.
@@ -142,14 +138,25 @@ class Partitioned(AxisMetadata[T]):
         where = resolve_mesh(mesh if mesh is not None else self.mesh)
         if where is None:
             raise BoxError(f"{self!r}: there is no mesh. Write box.get_sharding(mesh).")
-        names, rules = self.layout()
-        if not rules and next(iter(strings(names)), None) is not None:
-            raise _no_rules(self, "make a sharding of", "")
-        axes = None if self.names is None else names
+        if self.names is None:
+            return NamedSharding(where, PartitionSpec())
+        names, rules = self._named_by("make a sharding of", "")
         shape = getattr(self.value, "shape", (0,) * len(names))
-        spec, findings = spec_for(axes, shape, where, rules)
+        spec, findings = spec_for(names, shape, where, rules)
         raise_on_errors(findings)
         return NamedSharding(where, spec)
+
+    def _named_by(self, what: str, way_out: str) -> tuple[Names, Rules]:
+        """Returns names that there are, and rules for them."""
+        names, own = self.layout()
+        rules = current_rules() if own is None else own
+        if rules or next(iter(strings(check_names(names))), None) is None:
+            return names, rules
+        raise NoRulesError(
+            f"Cannot {what} {self!r} over a mesh: its names are logical, it has no rules of its "
+            "own, and none are in scope. Put them in scope, with sx.axis_rules(rules): ..., or "
+            f"give the box rules=rules{way_out}."
+        )
 
     def _named(self, names: tuple[Any, ...]) -> Self:
         return dataclasses.replace(self, names=names)
@@ -204,24 +211,9 @@ class LogicallyPartitioned(Partitioned[T]):
             object.__setattr__(self, name, item)
         self.__post_init__()
 
-    def layout(self) -> tuple[Names, Rules]:
-        """Returns the names, and the rules that map them: those baked in, else the current ones."""
-        return self.names or (), current_rules() if self.rules is None else self.rules
-
-
-@functools.lru_cache(maxsize=1024)
-def identity_rules(names: Names) -> Rules:
-    """Returns the rules by which names of mesh axes stand for themselves."""
-    axes = (axis for name in names for axis in mesh_axes_of(name))
-    return Rules([(axis, axis) for axis in axes if isinstance(axis, str)])
-
-
-def _no_rules(box: Any, what: str, way_out: str) -> NoRulesError:
-    return NoRulesError(
-        f"Cannot {what} {box!r} over a mesh: its names are logical, it has no rules of its own, "
-        "and none are in scope. Put them in scope, with sx.axis_rules(rules): ..., or give the box "
-        f"rules=rules{way_out}."
-    )
+    def layout(self) -> tuple[Any, Rules | None]:
+        """See the base: the rules are those baked in."""
+        return self.names, self.rules
 
 
 def _laid_out(leaf: Any, names: Names, baked: AnyMesh | None, mesh: AnyMesh, rules: Rules) -> Any:

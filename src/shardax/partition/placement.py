@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from shardax.core import _jax
 from shardax.core._jax import Tracer
@@ -23,21 +22,23 @@ from shardax.core.errors import MeshError
 from shardax.core.frames import check_trace, check_unlocked
 from shardax.core.lazy import LazyValue, Recipe, compute_all
 from shardax.core.node import Object
-from shardax.core.paths import Path, format_path
+from shardax.core.paths import format_path
 from shardax.core.state import State
 from shardax.core.variables import Variable
 from shardax.partition.check import raise_on_errors
 from shardax.partition.constraints import lay_out_traced
 from shardax.partition.findings import Finding
-from shardax.partition.mesh import AnyMesh
+from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.moves import Moves
-from shardax.partition.overrides import MemoryKinds, OverridesLike, choices
+from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike
-from shardax.partition.scope import resolve_rules
-from shardax.partition.specs import lay_out, require_mesh, to_shardings
-from shardax.partition.survey import Part, Slot, Survey, arrays_in, in_slot, is_array
+from shardax.partition.survey import Part, Slot, Survey, arrays_in, with_arrays
+from shardax.partition.tree_layout import TreeLayout
 
 T = TypeVar("T")
+
+Places = Sequence[Any]
+"""Where each array of a slot goes: a sharding, or None for one that stays."""
 
 
 def shard(
@@ -57,9 +58,9 @@ def shard(
     An array without axis names, and a dimension whose name no rule mentions, is not split.
 
     Args:
-        model: A Module, a Variable, a State, or a pytree that holds such and arrays, such as
+        model: A Module, a Variable, a State, a box, or a pytree that holds such and arrays, such as
             ``(model, optimizer)``.
-        mesh: The mesh, its axes Auto or Explicit; None for the one in scope.
+        mesh: The mesh, its axes Auto or Explicit; None for the one in scope, or of a box its own.
         rules: Rules, pairs or a mapping; None for the current rules.
         overrides: Filter to place or rules, which hold for the Variables that match instead of the
             rules alone (see ``shardax.partition.overrides``). ``{sx.OptState: {"embed": "data"}}``
@@ -68,11 +69,12 @@ def shard(
             from filters to such; None for the default.
 
     Returns:
-        ``model`` itself; a pytree with plain arrays or a State in it is rebuilt, because these
-        cannot be changed in place.
+        ``model`` itself; a pytree with plain arrays, boxes or a State in it is rebuilt, because
+        these cannot be changed in place. Boxes keep their names.
 
     Raises:
         NoMeshError: If no mesh is given and none is in scope.
+        NoRulesError: If a box has logical names, and there are no rules.
         MeshError: If the mesh has no devices, or axes of type Manual.
         OverrideError: If overrides or memory kinds are malformed.
         PartitionCheckError: If an array cannot be placed so (an axis that the mesh does not have, a
@@ -88,16 +90,17 @@ def shard(
         >>> shard(weight, mesh, {"mlp": "model"}) is weight, weight.sharding.spec
         (True, P(None, 'model'))
     """
-    where = _with_devices(require_mesh(mesh, "shard"))
+    where = resolve_mesh(mesh)
+    if where is not None:
+        _with_devices(where)
     survey = Survey(model)
-    chosen, said = choices(survey, where, overrides, memory_kind)
-    for choice in chosen:
-        if isinstance(choice.place, NamedSharding):
-            _with_devices(choice.place.mesh)
-    specs, findings = lay_out(survey.slots, where, resolve_rules(rules), chosen)
-    raise_on_errors([*findings, *said, *_not_placeable(survey)])
+    layout = TreeLayout(survey, mesh, rules, overrides, memory_kind, function="shard")
+    places = layout.shardings()
+    for meshes in {place.mesh for some in places for place in some}:
+        _with_devices(meshes)
+    layout.checked(list(_not_placeable(survey)))
     _check_writable(survey)
-    return _place(survey, model, to_shardings(specs, where, chosen))
+    return _place(survey, model, places)
 
 
 def unshard(model: T, device: Any = None) -> T:
@@ -108,12 +111,12 @@ def unshard(model: T, device: Any = None) -> T:
     room for the whole model).
 
     Args:
-        model: A Module, a Variable, a State, or a pytree that holds such and arrays.
+        model: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         device: A ``jax.Device``; None for JAX's default device.
 
     Returns:
-        ``model`` itself; a pytree with plain arrays or a State in it is rebuilt, because these
-        cannot be changed in place.
+        ``model`` itself; a pytree with plain arrays, boxes or a State in it is rebuilt, because
+        these cannot be changed in place. Boxes keep their names.
 
     Raises:
         MeshError: If ``device`` is no device.
@@ -132,9 +135,11 @@ def unshard(model: T, device: Any = None) -> T:
     survey = Survey(model)
     raise_on_errors([*_not_placeable(survey), *_not_gatherable(survey)])
     _check_writable(survey)
-    lazy = {id(slot) for slot, value in survey.values() if isinstance(value, LazyValue)}
-    places = [None if id(slot) in lazy else in_slot(slot, repeat(place)) for slot in survey.slots]
-    return _place(survey, model, places)
+    places = {
+        id(slot): [None if isinstance(array, LazyValue) else place for array in arrays]
+        for slot, arrays in survey.arrays()
+    }
+    return _place(survey, model, [places[id(slot)] for slot in survey.slots])
 
 
 def _one_device(device: Any) -> Any:
@@ -181,8 +186,8 @@ def _check_writable(survey: Survey) -> None:
 def _not_placeable(survey: Survey) -> Iterator[Finding]:
     """Errors about parts of a stack, and values that are not there: abstract or donated ones."""
     yield from _layer_views(survey)
-    for slot, value in survey.values():
-        for info, leaf in zip(slot.arrays, arrays_in(slot, value), strict=True):
+    for slot, arrays in survey.arrays():
+        for info, leaf in zip(slot.arrays, arrays, strict=True):
             where = format_path(info.path)
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 text = (
@@ -215,8 +220,8 @@ def _layer_views(survey: Survey) -> Iterator[Finding]:
 
 def _not_gatherable(survey: Survey) -> Iterator[Finding]:
     """Errors about arrays that one device cannot be given."""
-    for slot, value in survey.values():
-        for info, leaf in zip(slot.arrays, arrays_in(slot, value), strict=True):
+    for slot, arrays in survey.arrays():
+        for info, leaf in zip(slot.arrays, arrays, strict=True):
             where = format_path(info.path)
             if isinstance(leaf, Tracer):
                 text = (
@@ -238,92 +243,108 @@ def _not_gatherable(survey: Survey) -> Iterator[Finding]:
 # --- placing -------------------------------------------------------------------------------------
 
 
-def _place(survey: Survey, model: T, shardings: Sequence[Any]) -> T:
-    """Places every value; one whose sharding is None stays."""
-    moves = Moves(sum(to is not None for to in shardings))
-    _place_variables(survey.slots, shardings, moves)
+def _place(survey: Survey, model: T, places: Sequence[Places]) -> T:
+    """Places every array; one whose place is None stays."""
+    moves = Moves(sum(any(to is not None for to in some) for some in places))
+    _place_variables(survey.slots, places, moves)
     if all(isinstance(part.value, Object) or not part.slots for part in survey.parts):
         moves.finish()
         return model
-    placed: list[Any] = [_place_part(part, survey.slots, shardings, moves) for part in survey.parts]
+    placed: list[Any] = [_place_part(part, survey.slots, places, moves) for part in survey.parts]
     moves.finish()
     return survey.treedef.unflatten([result() for result in placed])
 
 
-def _place_variables(slots: Sequence[Slot], shardings: Sequence[Any], moves: Moves) -> None:
+def _place_variables(slots: Sequence[Slot], places: Sequence[Places], moves: Moves) -> None:
     """Places the values of Variables; values that are computed from other Variables come last."""
-    places = [
-        _VariablePlace(slot.path, slot.variable, to)
-        for slot, to in zip(slots, shardings, strict=True)
-        if slot.variable is not None and to is not None
+    all_of_them = [
+        _VariablePlace(slot, slot.variable, to)
+        for slot, to in zip(slots, places, strict=True)
+        if slot.variable is not None
     ]
-    recipes = [place for place in places if isinstance(place.variable._value, Recipe)]
+    recipes = [place for place in all_of_them if place.is_recipe()]
     if recipes and _jax.is_eager():
-        arrays = compute_all([p.variable._value for p in recipes], [p.to for p in recipes])
+        arrays = compute_all([p.variable._value for p in recipes], [p.to[0] for p in recipes])
         for place in recipes:
-            moves.add(place.path, functools.partial(next, arrays), place.store)
+            moves.add(place.slot.path, functools.partial(next, arrays), place.store)
         moves.finish()
-    dependent = [p for p in places if isinstance(p.variable._value, LazyValue)]
+    dependent = [p for p in all_of_them if isinstance(p.variable._value, LazyValue)]
     late = {id(place.variable) for place in dependent}
-    present = [p for p in places if id(p.variable) not in late]
+    present = [p for p in all_of_them if id(p.variable) not in late]
     for some in (present, dependent):
         for place in some:
-            if not _is_placed(place.variable._value, place.to):
-                moves.add(place.path, place.moved, place.store)
+            if not _is_placed(place.slot, place.variable._value, place.to):
+                moves.add(place.slot.path, place.moved, place.store)
         moves.finish()
 
 
 class _VariablePlace(NamedTuple):
     """A Variable and where its value belongs."""
 
-    path: Path
+    slot: Slot
     variable: Variable[Any]
-    to: Any
+    to: Places
+
+    def is_recipe(self) -> bool:
+        return isinstance(self.variable._value, Recipe) and self.to[0] is not None
 
     def moved(self) -> Any:
-        return _placed(self.variable._value, self.to)
+        return _placed(self.slot, self.variable._value, self.to)
 
     def store(self, value: Any) -> None:
         self.variable._value = value
 
 
 def _place_part(
-    part: Part, slots: Sequence[Slot], shardings: Sequence[Any], moves: Moves
+    part: Part, slots: Sequence[Slot], places: Sequence[Places], moves: Moves
 ) -> Callable[[], Any]:
-    """Begins to place a plain array or a State; returns what gives the result when all is there."""
+    """Begins to place what is no Variable; returns what gives the result when all is there."""
     value = part.value
     if isinstance(value, Object) or not part.slots:
         return lambda: value
     before = value.flat() if isinstance(value, State) else {(): value}
     after = dict(before)
-    for (path, array), position in zip(before.items(), part.slots, strict=True):
-        to = shardings[position]
-        if to is not None and not _is_placed(array, to):
-            make = functools.partial(_placed, array, to)
-            moves.add(slots[position].path, make, functools.partial(after.__setitem__, path))
+    for (path, item), position in zip(before.items(), part.slots, strict=True):
+        slot, to = slots[position], places[position]
+        if not _is_placed(slot, item, to):
+            make = functools.partial(_placed, slot, item, to)
+            moves.add(slot.path, make, functools.partial(after.__setitem__, path))
     if isinstance(value, State):
         return lambda: State.from_flat(after, part.origins)
     return lambda: after[()]
 
 
-def _is_placed(value: Any, to: Any) -> bool:
-    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
-        return value.sharding == to
-    return False
+def _is_placed(slot: Slot, value: Any, places: Places) -> bool:
+    return all(to is None or _is_at(array, to) for array, to in _pairs(slot, value, places))
 
 
-def _placed(value: Any, sharding: Any) -> Any:
-    """Returns a value, or a pytree of them, where it belongs."""
-    if isinstance(value, LazyValue):
-        value = value.compute(sharding)
-    if not is_array(value):
-        return jax.tree.map(_placed, value, sharding)
-    if isinstance(value, Tracer):  # device_put would be a wish that the compiler may ignore
-        return lay_out_traced(value, sharding.spec, sharding.mesh)
-    if _is_placed(value, sharding):
-        return value
-    if isinstance(value, jax.Array) and value.sharding.memory_kind != sharding.memory_kind:
+def _placed(slot: Slot, value: Any, places: Places) -> Any:
+    """Returns a value with its arrays where they belong."""
+    arrays = [
+        array if to is None or _is_at(array, to) else _moved(array, to)
+        for array, to in _pairs(slot, value, places)
+    ]
+    return with_arrays(slot, value, arrays)
+
+
+def _pairs(slot: Slot, value: Any, places: Places) -> Iterator[tuple[Any, Any]]:
+    # A box without arrays has a place nevertheless: its entry.
+    return zip(arrays_in(slot, value), places, strict=False)
+
+
+def _is_at(array: Any, to: Any) -> bool:
+    return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.sharding == to
+
+
+def _moved(array: Any, to: Any) -> Any:
+    if isinstance(array, LazyValue):
+        array = array.compute(to)
+    if isinstance(array, Tracer):  # device_put would be a wish that the compiler may ignore
+        return lay_out_traced(array, to.spec, to.mesh)
+    if _is_at(array, to):
+        return array
+    if isinstance(array, jax.Array) and array.sharding.memory_kind != to.memory_kind:
         # To another memory first, and then to other devices: JAX 0.10 fails at both in one step
         # where a device keeps its part ("Memory kind mismatch with buffers").
-        value = jax.device_put(value, value.sharding.with_memory_kind(sharding.memory_kind))
-    return jax.device_put(value, sharding)
+        array = jax.device_put(array, array.sharding.with_memory_kind(to.memory_kind))
+    return jax.device_put(array, to)

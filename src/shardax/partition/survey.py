@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Surveys: the arrays of a tree, each once, with what a layout needs to know of them.
 
-A *tree* is a Module, a Variable, a ``State``, or a pytree that holds such and arrays. Taking a
-*survey* reads and computes nothing: lazy values stay lazy. A *slot* is one place of the tree that
-holds a value: a Variable (once, however often it is reached), an entry of a State, or a plain
-array. Most values are one array; a value that is a pytree has several. A slot never holds the
+A *tree* is a Module, a Variable, a ``State``, a box, or a pytree that holds such and arrays. Taking
+a *survey* reads and computes nothing: lazy values stay lazy. A *slot* is one place of the tree that
+holds a value: a Variable (once, however often it is reached), an entry of a State, a box, or a
+plain array. Most values are one array; a value that is a pytree has several. A slot never holds the
 arrays of a Variable, so that a survey keeps none of them alive.
+
+What functions say of a slot is its *entry*: for a value that is a pytree, a pytree of entries; for
+a box one entry, whatever is in it, because its names hold for each of its arrays. Of boxes in a box
+the outermost counts.
 """
 
 from __future__ import annotations
@@ -15,18 +19,19 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax.core._jax import Tracer
-from shardax.core.errors import BoxError
 from shardax.core.frames import local, resolve
-from shardax.core.metadata import EMPTY
+from shardax.core.metadata import EMPTY, Metadata
 from shardax.core.node import Object
-from shardax.core.paths import Path, PathKey, format_path
+from shardax.core.paths import Path, PathKey
 from shardax.core.state import Origin, State
 from shardax.core.structure import flatten
 from shardax.core.variables import Variable
-from shardax.partition.boxes import AxisMetadata
+from shardax.partition.boxes import AxisMetadata, layout_of_variable
+from shardax.partition.mesh import AnyMesh
+from shardax.partition.rules import Rules
 from shardax.transforms.aliases import alias_paths
 
 
@@ -53,11 +58,14 @@ class Slot(NamedTuple):
 
     Attributes:
         path: Where it is.
-        axes: One name per dimension, or None.
+        axes: One name per dimension, or None; for a box of the user's own, a ``PartitionSpec``.
         arrays: The arrays of its value, in the order of leaves.
         treedef: The value's pytree, or None for the usual value, which is one array.
-        variable: The Variable, as seen from the current frame; None for an entry of a State or a
-            plain array.
+        variable: The Variable, as seen from the current frame; None for an entry of a State, a box
+            or a plain array.
+        box: The box, empty; None for everything else.
+        rules: Rules of its own, which hold instead of the layout's, or None.
+        mesh: A mesh of its own, or None.
     """
 
     path: Path
@@ -65,10 +73,19 @@ class Slot(NamedTuple):
     arrays: tuple[ArrayInfo, ...]
     treedef: Any
     variable: Variable[Any] | None
+    box: AxisMetadata[Any] | None = None
+    rules: Rules | None = None
+    mesh: AnyMesh | None = None
+
+    def names_of(self, info: ArrayInfo) -> Any:
+        """Returns one name per dimension of one of the arrays, or None."""
+        if isinstance(self.axes, PartitionSpec):
+            return (*self.axes, *(None,) * (len(info.shape) - len(self.axes)))
+        return self.axes
 
 
 class Part(NamedTuple):
-    """One leaf of the tree's pytree: a Module, a Variable, a State, an array, or something else.
+    """One leaf of the tree's pytree: a Module, Variable, State, box, array, or something else.
 
     Attributes:
         value: What stands there in the tree.
@@ -89,8 +106,8 @@ class Subject(NamedTuple):
 
     Attributes:
         paths: Every path by which the slot is reached.
-        like: The Variable; for an entry of a State what it came from, and for a plain array a
-            Variable type without metadata.
+        like: The Variable; for an entry of a State what it came from, for a box its class and names
+            (for a ``VariableBox`` what it was), for a plain array a Variable type without metadata.
     """
 
     paths: tuple[Path, ...]
@@ -101,7 +118,7 @@ class Survey:
     """The arrays of a tree; see the module docstring.
 
     Args:
-        tree: A Module, a Variable, a State, or a pytree that holds such and arrays.
+        tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
 
     Attributes:
         slots: Every place that holds a value, each Variable once.
@@ -112,7 +129,7 @@ class Survey:
         leaves, self.treedef = jax.tree.flatten_with_path(tree, is_leaf=_is_part)
         self.slots: list[Slot] = []
         self._seen: dict[int, int] = {}
-        self.parts = [self._visit(_plain_path(path), leaf) for path, leaf in leaves]
+        self.parts = [self._visit(plain_path(path), leaf) for path, leaf in leaves]
 
     def _visit(self, path: Path, leaf: Any) -> Part:
         if isinstance(leaf, Variable):
@@ -127,18 +144,12 @@ class Survey:
             origins = leaf.origins()
             entries = leaf.flat().items()
             positions = tuple(
-                self._add((*path, *below), origins[below].axes, value, None)
+                self._add((*path, *below), origins[below].all_metadata, value, None)
                 for below, value in entries
             )
             return Part(leaf, positions, origins, path)
-        if isinstance(leaf, AxisMetadata):
-            raise BoxError(
-                f"{format_path(path)}: {leaf!r} is a box, whose names would be lost here. Use "
-                "shardax.partition.get_sharding(tree, mesh, rules) for boxes, or give Variables: "
-                "shardax.partition.to_variables(tree)."
-            )
-        if is_array(leaf):
-            return Part(leaf, (self._add(path, None, leaf, None),), None, path)
+        if isinstance(leaf, AxisMetadata) or is_array(leaf):
+            return Part(leaf, (self._add(path, EMPTY, leaf, None),), None, path)
         return Part(leaf, (), None, path)
 
     def _variable(self, path: Path, variable: Variable[Any]) -> int:
@@ -146,17 +157,24 @@ class Survey:
         known = self._seen.get(id(target))
         if known is None:
             known = self._seen[id(target)] = self._add(
-                path, target._metadata.axes, target._value, target
+                path, target._metadata, target._value, target
             )
         return known
 
-    def _add(self, path: Path, axes: Any, value: Any, variable: Variable[Any] | None) -> int:
+    def _add(
+        self, path: Path, metadata: Metadata, value: Any, variable: Variable[Any] | None
+    ) -> int:
+        if isinstance(value, AxisMetadata):
+            self.slots.append(_slot_of_box(path, value, variable))
+            return len(self.slots) - 1
         if is_array(value):
             arrays, treedef = (_info(path, value),), None
         else:
             leaves, treedef = jax.tree.flatten_with_path(value)
-            arrays = tuple(_info((*path, *_plain_path(below)), leaf) for below, leaf in leaves)
-        self.slots.append(Slot(path, axes, arrays, treedef, variable))
+            arrays = tuple(_info((*path, *plain_path(below)), leaf) for below, leaf in leaves)
+        mesh, rules = layout_of_variable(metadata.axes, metadata.entries)
+        slot = Slot(path, metadata.axes, arrays, treedef, variable, None, rules, mesh)
+        self.slots.append(slot)
         return len(self.slots) - 1
 
     def position(self, variable: Variable[Any]) -> int:
@@ -171,7 +189,7 @@ class Survey:
             for below, position in zip(part.origins or ((),), part.slots, strict=False):
                 paths[position].append((*part.path, *below))
                 if like[position] is None:
-                    like[position] = (part.origins or {}).get(below, _PLAIN)
+                    like[position] = (part.origins or {}).get(below) or _like(self.slots[position])
             if isinstance(part.value, Object) and not isinstance(part.value, Variable):
                 for position, below in alias_paths(flatten(part.value).graphdef):
                     paths[part.slots[position]].append((*part.path, *below))
@@ -188,6 +206,10 @@ class Survey:
                 yield from zip((self.slots[i] for i in part.slots), found, strict=True)
             elif not isinstance(part.value, Object) and part.slots:
                 yield self.slots[part.slots[0]], part.value
+
+    def arrays(self) -> Iterator[tuple[Slot, list[Any]]]:
+        """Yields every slot with the arrays of its value."""
+        return ((slot, arrays_in(slot, value)) for slot, value in self.values())
 
     def arrange(self, entries: Sequence[Any], replace: Callable[[Part], Any] | None = None) -> Any:
         """Puts one entry per slot where the slots are in the tree.
@@ -223,21 +245,48 @@ def is_array(value: Any) -> bool:
 
 def arrays_in(slot: Slot, value: Any) -> list[Any]:
     """Returns the arrays of a slot's value, in the order of ``slot.arrays``."""
+    if slot.box is not None:
+        return [leaf for leaf in jax.tree.leaves(value.value) if is_array(leaf)]
     return [value] if slot.treedef is None else slot.treedef.flatten_up_to(value)
 
 
-def in_slot(slot: Slot, leaves: Iterator[Any]) -> Any:
-    """Takes as many entries as the slot has arrays and arranges them as its value is."""
-    if slot.treedef is None:
-        return next(leaves)
-    return slot.treedef.unflatten([next(leaves) for _ in slot.arrays])
+def with_arrays(slot: Slot, value: Any, arrays: Sequence[Any]) -> Any:
+    """Returns a slot's value with other arrays in it: the inverse of ``arrays_in``."""
+    if slot.box is None:
+        return arrays[0] if slot.treedef is None else slot.treedef.unflatten(arrays)
+    remaining = iter(arrays)
+    return value.replace_boxed(
+        jax.tree.map(lambda leaf: next(remaining) if is_array(leaf) else leaf, value.value)
+    )
+
+
+def entry_of(slot: Slot, each: Sequence[Any]) -> Any:
+    """Returns the entry of a slot, given those of its arrays; a box without any has one, too."""
+    if slot.box is not None or slot.treedef is None:
+        return each[0]
+    return slot.treedef.unflatten(each)
 
 
 def _is_part(value: Any) -> bool:
     return isinstance(value, (Object, State, AxisMetadata))
 
 
-_PLAIN = Origin(Variable, EMPTY)
+def _slot_of_box(path: Path, box: AxisMetadata[Any], variable: Variable[Any] | None) -> Slot:
+    leaves = jax.tree.leaves_with_path(box.value)
+    arrays = [_info((*path, *plain_path(below)), leaf) for below, leaf in leaves if is_array(leaf)]
+    names, rules = box.layout()
+    mesh = getattr(box, "mesh", None)
+    return Slot(path, names, tuple(arrays), None, variable, box.replace_boxed(None), rules, mesh)
+
+
+def _like(slot: Slot) -> Any:
+    """What a filter is asked about a slot that is neither a Variable nor of a State."""
+    if slot.box is None:
+        return Origin(Variable, EMPTY)
+    kind: Any = getattr(slot.box, "variable_type", type(slot.box))
+    entries = getattr(slot.box, "entries", EMPTY)
+    names = None if slot.axes is None else tuple(slot.axes)
+    return Origin(kind, Metadata(names, entries.entries if isinstance(entries, Metadata) else {}))
 
 
 def _origin_of(variable: Any) -> Origin:
@@ -252,7 +301,8 @@ def _info(path: Path, value: Any) -> ArrayInfo:
     return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named)
 
 
-def _plain_path(key_path: Sequence[Any]) -> Path:
+def plain_path(key_path: Sequence[Any]) -> Path:
+    """Returns a path for a JAX key path."""
     steps: list[Hashable] = []
     for key in key_path:
         if isinstance(key, PathKey):

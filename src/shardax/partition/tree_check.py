@@ -11,6 +11,10 @@ shows in the tree as a whole:
   that programs compiled for the names move it at every call.
 * ``elsewhere``: warning; a live array was put on other devices than the mesh's, while others of the
   tree are on the mesh: a program that takes both fails.
+* ``no-rules``: error; a box has logical names, and there are no rules.
+* ``reduced-state``: an optimizer's state is in the box of its parameter and has another shape (see
+  ``shardax.partition.state_boxes``). Info if that is clear, warning if it is replicated for want.
+* ``other-mesh``: warning; a box has a mesh of its own, which is not the one given.
 * ``unused-override`` and ``override-conflict``: see ``shardax.partition.overrides``.
 """
 
@@ -21,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardax.core._jax import Tracer
 from shardax.core.filters import OfType
@@ -29,13 +33,12 @@ from shardax.core.paths import Path, format_path
 from shardax.core.variables import OptState
 from shardax.partition.assignment import mesh_axes_of
 from shardax.partition.check import LARGE_BYTES, LARGE_FRACTION
-from shardax.partition.findings import Finding
-from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.overrides import MemoryKinds, OverridesLike, choices
+from shardax.partition.findings import Finding, format_mesh
+from shardax.partition.mesh import AnyMesh
+from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike
-from shardax.partition.scope import resolve_rules
-from shardax.partition.specs import lay_out, to_shardings
-from shardax.partition.survey import ArrayInfo, Survey, arrays_in
+from shardax.partition.survey import ArrayInfo, Slot, Survey
+from shardax.partition.tree_layout import TreeLayout
 
 
 def check(
@@ -53,7 +56,7 @@ def check(
     Nothing is computed or moved: lazy models stay lazy.
 
     Args:
-        tree: A Module, a Variable, a State, or a pytree that holds such and arrays.
+        tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope. Without any, the rules
             alone are judged.
         rules: Rules, pairs or a mapping; None for the current rules.
@@ -77,24 +80,46 @@ def check(
         >>> [finding.code for finding in check({"w": weight}, mesh, {"mlp": "model"})]
         ['indivisible']
     """
-    where = resolve_mesh(mesh)
     survey = Survey(tree)
-    chosen, said = choices(survey, where, overrides, memory_kind)
-    specs, findings = lay_out(
-        survey.slots,
-        where,
-        resolve_rules(rules),
-        chosen,
+    layout = TreeLayout(
+        survey,
+        mesh,
+        rules,
+        overrides,
+        memory_kind,
         large_bytes=large_bytes,
         large_fraction=large_fraction,
     )
-    findings = [*findings, *said]
+    findings = list(layout.findings)
+    where = layout.mesh
     if where is not None:
         bad = {finding.path for finding in findings if finding.severity == "error"}
-        laid_out = to_shardings(specs, where, chosen)
+        laid_out = layout.shardings()
         placed = [item for item in _present(survey, laid_out) if item[0].path not in bad]
-        findings += [*_states(survey, laid_out), *_differences(placed, where)]
+        findings += [
+            *_other_meshes(survey.slots, layout.meshes),
+            *_states(survey, laid_out),
+            *_differences(placed, where),
+        ]
     return findings
+
+
+# --- meshes of boxes ------------------------------------------------------------------------------
+
+
+def _other_meshes(slots: Sequence[Slot], meshes: Sequence[AnyMesh | None]) -> Iterator[Finding]:
+    for slot, mesh in zip(slots, meshes, strict=True):
+        if slot.mesh is not None and mesh is not None and _abstract(slot.mesh) != _abstract(mesh):
+            text = (
+                f"{format_path(slot.path)}: has a mesh of its own, {format_mesh(slot.mesh.shape)}, "
+                f"but is laid out over the mesh given, {format_mesh(mesh.shape)}. Where it is "
+                "unboxed it goes to its own again. Make the box without a mesh."
+            )
+            yield Finding("warning", slot.path, "other-mesh", text)
+
+
+def _abstract(mesh: AnyMesh) -> AbstractMesh:
+    return mesh.abstract_mesh
 
 
 # --- states of optimizers -------------------------------------------------------------------------
@@ -105,8 +130,8 @@ def _states(survey: Survey, laid_out: Sequence[Any]) -> Iterator[Finding]:
     states: list[tuple[tuple[Path, ...], ArrayInfo, int]] = []
     others: list[tuple[tuple[Path, ...], ArrayInfo, int]] = []
     for subject, slot, to in zip(survey.subjects(), survey.slots, laid_out, strict=True):
-        if slot.treedef is None and slot.arrays[0].shape:
-            entry = (subject.paths, slot.arrays[0], _parts(to))
+        if slot.treedef is None and slot.arrays and slot.arrays[0].shape:
+            entry = (subject.paths, slot.arrays[0], _parts(to[0]))
             (states if is_state((), subject.like) else others).append(entry)
     by_suffix: dict[Path, list[int]] = {}
     for position, (paths, _, _) in enumerate(others):
@@ -161,9 +186,8 @@ def _present(
 ) -> Iterator[tuple[ArrayInfo, Any, NamedSharding]]:
     """Yields the arrays that exist, and where their names want them."""
     wanted = {id(slot): to for slot, to in zip(survey.slots, laid_out, strict=True)}
-    for slot, value in survey.values():
-        places = arrays_in(slot, wanted[id(slot)])
-        for info, array, to in zip(slot.arrays, arrays_in(slot, value), places, strict=True):
+    for slot, arrays in survey.arrays():
+        for info, array, to in zip(slot.arrays, arrays, wanted[id(slot)], strict=False):
             if isinstance(array, jax.Array) and not isinstance(array, Tracer):
                 yield info, array, to
 

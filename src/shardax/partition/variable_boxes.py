@@ -4,7 +4,9 @@
 A Variable and a box say the same of a value: what its dimensions are called. Where a box is
 expected a Variable may stand, and what comes of it is a new Variable. The conversions here lose
 nothing: a box that became a Variable carries its static attributes as the metadata entry ``"box"``,
-and a Variable that became a box, a ``VariableBox``, carries its type and metadata.
+and a Variable that became a box, a ``VariableBox``, carries its type and metadata. A Variable that
+was made of a box is laid out like it: its axes are axes of a mesh if they were so in the box, and
+rules and a mesh that were baked into the box are its own.
 """
 
 from __future__ import annotations
@@ -20,13 +22,10 @@ from shardax.core.frames import local, owner_here, resolve
 from shardax.core.metadata import EMPTY, Metadata
 from shardax.core.node import Object
 from shardax.core.variables import Param, Variable
-from shardax.partition.boxes import AxisMetadata
+from shardax.partition.boxes import BOX_ENTRY, AxisMetadata, layout_of_variable
 from shardax.partition.partitioned import LogicallyPartitioned, Partitioned
 
 T = TypeVar("T")
-
-_ENTRY = "box"
-"""Metadata entry of a Variable that was made of a box: the box, empty."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +35,8 @@ class VariableBox(LogicallyPartitioned[T]):
     Attributes:
         value: The Variable's value.
         names: Its axes, or None.
-        mesh: None.
-        rules: None.
+        mesh: That of the box that the Variable was made of, or None.
+        rules: The rules of that box; for a ``Partitioned``, by which names stand for themselves.
         variable_type: Its class.
         entries: Its metadata other than the axes.
 
@@ -56,7 +55,7 @@ class VariableBox(LogicallyPartitioned[T]):
     ) -> None:
         object.__setattr__(self, "variable_type", variable_type)
         object.__setattr__(self, "entries", entries)
-        super().__init__(value, names)
+        super().__init__(value, names, *layout_of_variable(names, entries.entries))
 
     def _named(self, names: tuple[Any, ...]) -> Self:
         return type(self)(self.value, names, self.variable_type, self.entries)
@@ -104,8 +103,8 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
         variable_type: The class of the Variables made of boxes that were none before.
 
     Returns:
-        The pytree with a new Variable for each box. Its axes are the names of the box, also where
-        these are axes of a mesh: lay it out by rules that map each to itself.
+        The pytree with a new Variable for each box. Its axes are the names of the box, and it is
+        laid out as the box is, by ``shard`` and all others.
 
     Raises:
         VariableValueError: If a box holds something that is no array.
@@ -128,7 +127,7 @@ def _is_leaf(value: Any) -> bool:
 def _to_box(leaf: Any) -> Any:
     if isinstance(leaf, Variable):
         box = box_of(leaf)
-        original = leaf.metadata.get(_ENTRY)
+        original = leaf.metadata.get(BOX_ENTRY)
         alone = box.variable_type is Param and len(leaf.metadata) == 1
         if alone and isinstance(original, Partitioned):
             return dataclasses.replace(original, value=box.value, names=box.names)
@@ -153,7 +152,7 @@ def _to_variable(leaf: Any, variable_type: type[Variable[Any]]) -> Any:
     if isinstance(leaf, VariableBox):
         return variable_of(leaf)
     empty = leaf.replace_boxed(None)
-    return _variable(variable_type, leaf.value, Metadata(leaf.names, {_ENTRY: empty}))
+    return _variable(variable_type, leaf.value, Metadata(leaf.names, {BOX_ENTRY: empty}))
 
 
 def _variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> Variable[Any]:
