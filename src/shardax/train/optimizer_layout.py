@@ -23,6 +23,7 @@ import numpy as np
 from shardax.core._jax import Literal
 from shardax.core.paths import Path, PathKey
 from shardax.core.static import Static
+from shardax.partition.state_boxes import dimensions_of_state
 
 
 class Transformation:
@@ -197,7 +198,7 @@ def _layout_of(transformation: Transformation, treedef: Any, kinds: tuple[Any, .
         paths, separated.keys, closed.out_avals, origins, strict=True
     ):
         follows = _followed(key, known)
-        dims = _dimensions(aval.shape, None if follows is None else kinds[follows][0])
+        dims = None if follows is None else dimensions_of_state(aval.shape, kinds[follows][0])
         if dims is None:
             follows, dims = None, (None,) * len(aval.shape)
         if isinstance(origin, Fill):
@@ -246,26 +247,6 @@ def _followed(key_path: Sequence[Any], known: dict[Path, int]) -> int | None:
                 if steps[:end] in known:
                     return known[steps[:end]]
     return None
-
-
-def _dimensions(
-    shape: tuple[int, ...], parameter: tuple[int, ...] | None
-) -> tuple[int | None, ...] | None:
-    """Says which dimension of the parameter each dimension of a leaf is; None if it is unclear.
-
-    Three forms occur: the parameter's shape; leading dimensions before it (a history); and one
-    dimension less (row and column statistics), where the missing one must be clear from the sizes.
-    """
-    if parameter is None:
-        return None
-    extra = len(shape) - len(parameter)
-    if extra >= 0 and shape[extra:] == parameter:
-        return (*((None,) * extra), *range(len(parameter)))
-    if extra != -1:
-        return None
-    positions = range(len(parameter))
-    fits = [p for p in positions if (*parameter[:p], *parameter[p + 1 :]) == shape]
-    return tuple(p for p in positions if p != fits[0]) if len(fits) == 1 else None
 
 
 # --- origins --------------------------------------------------------------------------------------
