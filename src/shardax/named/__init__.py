@@ -1,4 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named axes."""
+"""Arrays whose dimensions have names."""
 
 from shardax.named.array import NamedArray as NamedArray
+from shardax.named.joining import concatenate as concatenate
+from shardax.named.joining import split as split
+from shardax.named.joining import stack as stack
+from shardax.named.joining import unstack as unstack
+from shardax.named.joining import where as where
+from shardax.named.loops import scan as scan
+from shardax.named.make import arange as arange
+from shardax.named.make import full as full
+from shardax.named.make import normal as normal
+from shardax.named.make import ones as ones
+from shardax.named.make import randint as randint
+from shardax.named.make import random as random
+from shardax.named.make import random_split as random_split
+from shardax.named.make import uniform as uniform
+from shardax.named.make import wrap as wrap
+from shardax.named.make import zeros as zeros
+from shardax.named.nmap import nmap as nmap

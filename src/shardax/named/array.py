@@ -20,15 +20,13 @@ from shardax.named.base import refuse_loss, register, transposed
 from shardax.named.indexing import Indexing
 from shardax.named.lift import lifted_method, lifted_operator
 from shardax.named.names import (
-    Dims,
     canonical,
     check_dims,
     positional_places,
     shown,
-    sorted_names,
 )
 from shardax.named.operators import Operators, unary
-from shardax.named.reductions import Reductions, place_of
+from shardax.named.reductions import Reductions
 
 
 class NamedArray(Operators, Reductions, Indexing):
@@ -144,8 +142,8 @@ class NamedArray(Operators, Reductions, Indexing):
         if missing:
             raise NamesRemainError(
                 f"unwrap{names!r} leaves out {', '.join(map(repr, missing))} of the axes "
-                f"{shown(dims, self.shape)}. Give every name, in the order in which the array shall "
-                f"have them: x.unwrap({', '.join(map(repr, (*names, *missing)))})."
+                f"{shown(dims, self.shape)}. Give every name, in the order of the dimensions to "
+                f"be: x.unwrap({', '.join(map(repr, (*names, *missing)))})."
             )
         order = (*positional_places(dims), *(self._place(name) for name in names))
         if len(set(order)) < len(order):
@@ -192,7 +190,9 @@ class NamedArray(Operators, Reductions, Indexing):
         permutation = canonical(dims, tuple(data.shape)).permutation
         if permutation is None:
             return self
-        return self._make(transposed(data, permutation), tuple(dims[place] for place in permutation))
+        return self._make(
+            transposed(data, permutation), tuple(dims[place] for place in permutation)
+        )
 
     def rename(self, names: Mapping[Any, Any]) -> Self:
         """Returns the array with names exchanged.
@@ -234,7 +234,8 @@ class NamedArray(Operators, Reductions, Indexing):
         for name, size in axes.items():
             if own.get(name, size) != size:
                 raise NamedAxesError(
-                    f"The axis {name!r} has size {own[name]}, not {size}: {shown(dims, data.shape)}."
+                    f"The axis {name!r} has size {own[name]}, not {size}: the axes are "
+                    f"{shown(dims, data.shape)}."
                 )
         new = tuple(name for name in axes if name not in own)
         shape = (*(axes[name] for name in new), *data.shape)
@@ -262,7 +263,7 @@ class NamedArray(Operators, Reductions, Indexing):
     clip, round = map(lifted_method, ("clip", "round"))
 
     @property
-    def T(self) -> Self:
+    def T(self) -> Self:  # noqa: N802 (NumPy's name)
         """The array with its positional dimensions reversed."""
         return self.transpose()
 

@@ -13,10 +13,10 @@ stored so, as everything is that came out of a transform, passes as it is. Opera
 nothing where the operands agree.
 
 How many positional dimensions there are is not static. They stand first, so ``jax.vmap`` and
-``jax.lax.scan`` take them away and put them there at axis 0, as they do with plain arrays. A transform
-that takes a named dimension instead leaves a node whose names do not fit its array; so does
-``jax.tree.map`` with a function that changes shapes. The node exists, because JAX makes nodes of all
-sorts of things, and using it as an array is an error.
+``jax.lax.scan`` take them away and put them there at axis 0, as they do with plain arrays. A
+transform that takes a named dimension instead leaves a node whose names do not fit its array; so
+does ``jax.tree.map`` with a function that changes shapes. The node exists, because JAX makes nodes
+of all sorts of things, and using it as an array is an error.
 """
 
 from __future__ import annotations

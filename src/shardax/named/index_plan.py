@@ -72,9 +72,7 @@ def plan_index(array: Operand, index: Any) -> Plan:
     """
     entries = _by_place(array, index)
     entries = {place: _resolve(array, place, entry) for place, entry in entries.items()}
-    taken = [
-        _Taken(place, entry) for place, entry in entries.items() if isinstance(entry, Operand)
-    ]
+    taken = [_Taken(place, entry) for place, entry in entries.items() if isinstance(entry, Operand)]
     if not taken:
         whole = tuple(entries.get(place, slice(None)) for place in range(len(array.dims)))
         kept = [place for place, entry in enumerate(whole) if not isinstance(entry, int)]
@@ -97,7 +95,10 @@ def _gather(array: Operand, entries: Mapping[int, Any], taken: Sequence[_Taken])
     )
     kept = (*dims, *(array.dims[place] for place in rest))
     _check_result(array, kept)
-    shape = (*np.broadcast_shapes(*(each.shape for each in positions)), *_sizes(array, entries, rest))
+    shape = (
+        *np.broadcast_shapes(*(each.shape for each in positions)),
+        *_sizes(array, entries, rest),
+    )
     return Plan(None if order == tuple(range(len(order))) else order, index, kept, shape)
 
 
@@ -234,9 +235,9 @@ def _check_slice(name: Any, entry: slice) -> slice:
     if all(bound is None or isinstance(bound, (int, np.integer)) for bound in bounds):
         return entry
     raise NamedAxesError(
-        f"The axis {name!r} is indexed by {entry}, whose bounds are not plain integers. The size of "
-        f"a slice is fixed when a program is compiled; for one that starts anywhere, take positions: "
-        f"x[{{{name!r}: start + jnp.arange(length)}}]."
+        f"The axis {name!r} is indexed by {entry}, whose bounds are not plain integers. The size "
+        f"of a slice is fixed when a program is compiled; for one that starts anywhere, take "
+        f"positions: x[{{{name!r}: start + jnp.arange(length)}}]."
     )
 
 

@@ -123,8 +123,8 @@ def _fitting(value: Any, part: Operand) -> Any:
     check_sizes((part, found))
     if joined(part.dims, found.dims) != part.dims:
         raise NamedAxesError(
-            f"A value with axes {shown(found.dims, found.data.shape)} does not fit into a part with "
-            f"axes {shown(part.dims, part.data.shape)}: it may lack axes, along which it is "
+            f"A value with axes {shown(found.dims, found.data.shape)} does not fit into a part "
+            f"with axes {shown(part.dims, part.data.shape)}: it may lack axes, along which it is "
             f"repeated, but not have more."
         )
     return expand(found, part.dims)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shardax.core.errors import ClosureError
 from shardax.named.names import Dims, Name

@@ -13,6 +13,7 @@ numbers, then strings, then all else by type and text. It is the same in every p
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ def _checked(dims: Dims) -> Dims:
             f"found by its name, so give each its own, such as {str(repeated[0]) + '_2'!r}."
         )
     keys = sorted(map(_sort_key, names))
-    if any(one == other for one, other in zip(keys, keys[1:], strict=False)):
+    if any(one == other for one, other in itertools.pairwise(keys)):
         raise AxisNamesError(
             f"Of the names {names} two are different and have one type and text, by which names "
             f"are sorted. Give their class a __repr__ that tells them apart."
