@@ -112,6 +112,13 @@ def realise_all(variables: Sequence[Any]) -> None:
             variable._value = array
 
 
+def snapshot(value: Any) -> Any:
+    """Returns a value that does not change with the given one; lazy values stay lazy."""
+    if isinstance(value, (jax.Array, LazyValue)):
+        return value
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value)
+
+
 def leaf_of(value: Any, owner: str) -> Any:
     """Returns the one array of a value, for ``.shape`` and the like.
 

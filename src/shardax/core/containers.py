@@ -29,10 +29,12 @@ import numpy as np
 
 from shardax.core import epoch
 from shardax.core.errors import StaticAttributeError, VariableValueError
+from shardax.core.forms import FrozenArray, FrozenVariable
 from shardax.core.frames import Frame, check_structural_write, owner_here
 from shardax.core.lazy import LazyValue
 from shardax.core.node import Object
 from shardax.core.pytree import register_graph
+from shardax.core.slots import Slot
 from shardax.core.static import Static, exact_key
 from shardax.core.structure import DictDef, ListDef, has_parts, rebuild_tuple
 from shardax.core.variables import ArrayAttribute, Variable
@@ -40,6 +42,7 @@ from shardax.core.variables import ArrayAttribute, Variable
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
+_HIDDEN = (ArrayAttribute, FrozenArray)
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, LazyValue)
 
 
@@ -110,7 +113,7 @@ def _check_static(value: Any, where: str) -> None:
 
 def unbox(value: Any) -> Any:
     """Returns a stored value as the user sees it: boxed arrays as arrays."""
-    if isinstance(value, ArrayAttribute):
+    if isinstance(value, _HIDDEN):
         return value.value
     if isinstance(value, tuple) and has_parts(value):
         items = [unbox(item) for item in value]
@@ -120,9 +123,11 @@ def unbox(value: Any) -> Any:
 
 
 def is_boxed(value: Any) -> bool:
-    """Whether a stored value differs from what the user sees."""
-    if isinstance(value, ArrayAttribute):
+    """Whether a stored value stands for an array, which the user sees instead of it."""
+    if isinstance(value, _HIDDEN):
         return True
+    if isinstance(value, Slot):
+        return value.variable_type is ArrayAttribute
     return isinstance(value, tuple) and any(is_boxed(item) for item in value)
 
 
@@ -434,9 +439,19 @@ def write_through(old: Any, new: Any, where: str) -> bool:
         StaticAttributeError: If an array was assigned over a Variable, which would silently drop
             the Variable.
     """
-    if not isinstance(old, Variable) or isinstance(new, Object):
+    if not isinstance(old, (Variable, Slot)) or isinstance(new, Object):
         return False
     is_array = isinstance(new, _ARRAYS)
+    if is_array and isinstance(old, (FrozenVariable, Slot)):
+        if isinstance(old, FrozenArray) or old.variable_type is ArrayAttribute:
+            return False  # an array takes the place of an array
+        form = "slot" if isinstance(old, Slot) else "frozen value"
+        raise StaticAttributeError(
+            f"Cannot assign an array over the {form} of a {old.variable_type.__name__} in {where}: "
+            f"the Variable with its type and metadata would be lost. Put Variables in first, "
+            f"sx.bind(model, variables) or sx.thaw(model); or assign a new one: "
+            f"sx.{old.variable_type.__name__}(array)."
+        )
     if isinstance(old, ArrayAttribute):
         if is_array or (
             not jax.tree_util.all_leaves((new,))

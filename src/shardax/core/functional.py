@@ -13,15 +13,11 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import jax
-import numpy as np
-
-from shardax.core.arraylike import as_value
+from shardax.core.arraylike import as_value, snapshot
 from shardax.core.containers import Dict, List, box, unbox
 from shardax.core.errors import FilterError, StateMismatchError, VariableValueError
 from shardax.core.filters import Filter, first_match, no_match_error, to_predicates
 from shardax.core.frames import check_structural_write, local, owner_here, resolve
-from shardax.core.lazy import LazyValue
 from shardax.core.modules import Module
 from shardax.core.node import Object, Wrapper
 from shardax.core.paths import Path, format_path
@@ -278,15 +274,9 @@ def clone(tree: T) -> T:
         (False, True)
     """
     flat = flatten_tree(tree)
-    values = [_copied(resolve(leaf, local.frame)._value) for leaf in flat.leaves]
+    values = [snapshot(resolve(leaf, local.frame)._value) for leaf in flat.leaves]
     roots, _ = build(flat.graphdef, values, owner_here())
     return _unboxed(roots[0])
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, (jax.Array, LazyValue)):
-        return value
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value)
 
 
 def pop(tree: Any, *filters: Filter) -> Any:

@@ -228,6 +228,30 @@ class Module(Object):
             setattr(self, name, type(jnp.zeros_like(value)))
         return value + getattr(self, name).value
 
+    def stateless_call(self, variables: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Calls this Module, which has slots, as a function of the values that belong there.
+
+        Args:
+            variables: Frozen values for the slots; see ``shardax.stateless_call``.
+            *args: Arguments of the call; slots in them are filled too.
+            **kwargs: Likewise.
+
+        Returns:
+            (result, new frozen values, arranged like ``variables``).
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> slots, values = sx.unbind(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), freeze=True)
+            >>> result, values = slots.stateless_call(values, jnp.ones((1, 2)))
+            >>> result.shape, len(values)
+            ((1, 3), 2)
+        """
+        from shardax.core.stateless import (
+            stateless_call,
+        )  # functional calls stand above Modules
+
+        return stateless_call(self, variables, *args, **kwargs)
+
     def set_attributes(
         self, *filters: Any, raise_if_not_found: bool = True, **attributes: Any
     ) -> None:

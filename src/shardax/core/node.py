@@ -47,6 +47,15 @@ class Object:
 
 class Wrapper:
     """A callable around another one that may lead to objects, such as a compiled bound method.
+class Placeholder:
+    """An immutable value that stands where an object belongs (``core.slots``).
+
+    It is configuration, but walks look for it as they look for objects.
+    """
+
+    __slots__ = ()
+
+
 
     Where it stands in a model, a copy of the model gets a wrapper of its own, around the copy's
     objects.

@@ -22,13 +22,13 @@ from shardax.core.paths import Path, format_path
 from shardax.core.stacked import part_of, stack_values
 from shardax.core.static import Static
 from shardax.core.structure import (
-    Decoder,
     ListDef,
     ModuleDef,
     Ref,
     TupleDef,
     VariableDef,
     Walk,
+    rebuild,
 )
 from shardax.core.variables import Variable
 
@@ -121,19 +121,11 @@ def _rebuilt(
         The new root.
     """
     owner = owner_here()
-    objects = list(walk.objects)
-    new = [(i, each) for i, each in enumerate(walk.definitions) if i not in kept]
-    for position, definition in new:
-        if type(definition) is VariableDef:
-            made = definition.type._make(*variable(position, definition), owner)
-        else:
-            made = definition.type._allocate(owner, None)
-        objects[position] = made
-    decode = Decoder(objects)
-    for position, definition in new:
-        if type(definition) is not VariableDef:
-            objects[position]._fill(definition, decode)
-    return objects[0]
+    given = {position: walk.objects[position] for position in kept}
+    for position, definition in enumerate(walk.definitions):
+        if position not in given and type(definition) is VariableDef:
+            given[position] = definition.type._make(*variable(position, definition), owner)
+    return rebuild(walk, given, owner).objects[0]
 
 
 def _shared(walks: Sequence[Walk], older: Collection[int]) -> set[int]:

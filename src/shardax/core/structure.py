@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardax.core import epoch
 from shardax.core.errors import LayerViewError, StaticAttributeError
 from shardax.core.metadata import Metadata
-from shardax.core.node import Object, Wrapper
+from shardax.core.node import Object, Placeholder, Wrapper
 from shardax.core.paths import Path, format_path
 from shardax.core.static import Static
 
@@ -317,8 +317,8 @@ class Walk:
 
 
 def has_parts(value: Any) -> bool:
-    """Whether an immutable container holds an object at any depth."""
-    if isinstance(value, Object):
+    """Whether an immutable container holds an object, or a place for one, at any depth."""
+    if isinstance(value, (Object, Placeholder)):
         return True
     if isinstance(value, (tuple, list)):
         return any(has_parts(item) for item in value)
@@ -427,6 +427,33 @@ def rebuild_tuple(kind: type, items: list[Any]) -> Any:
 
 
 def build(
+def rebuild(
+    walk: Walk,
+    given: Mapping[int, Any],
+    owner: Any,
+    decoder: Callable[[Sequence[Any]], Decoder] = Decoder,
+) -> Decoder:
+    """Makes new Modules and containers like those of a walk.
+
+    Args:
+        walk: What was walked.
+        given: By position, what to put in place of objects; all Variables are among them.
+        owner: The frame that will own the objects, or None.
+        decoder: Makes what turns children into values, from the new objects.
+
+    Returns:
+        The decoder, with the objects in the order of the walk.
+    """
+    new = [(i, each) for i, each in enumerate(walk.definitions) if i not in given]
+    objects: list[Any] = [given.get(position) for position in range(len(walk.objects))]
+    for position, definition in new:
+        objects[position] = definition.type._allocate(owner, None)
+    decode = decoder(objects)
+    for position, definition in new:
+        objects[position]._fill(definition, decode)
+    return decode
+
+
     graphdef: GraphDef, values: Sequence[Any], owner: Any, lock: str | None = None
 ) -> tuple[list[Any], list[Any]]:
     """Makes new objects from a structure and values: the inverse of flattening.

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy as _copy
 from collections.abc import Mapping
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,12 @@ from shardax.core.frames import (
 from shardax.core.lazy import Init, LazyValue
 from shardax.core.metadata import EMPTY, Metadata, check_axes
 from shardax.core.node import Object
+from shardax.core.paths import Path
 from shardax.core.pytree import register_variable
 from shardax.core.structure import VariableDef
+
+if TYPE_CHECKING:
+    from shardax.core.forms import FrozenVariable
 
 T = TypeVar("T")
 
@@ -85,7 +89,9 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         ([1.0, 1.0, 1.0], ('cell',))
     """
 
-    __slots__ = ("__weakref__", "_lock", "_marked", "_metadata", "_owner", "_value")
+    __slots__ = ("__weakref__", "_labels", "_lock", "_marked", "_metadata", "_owner", "_value")
+    _labels: tuple[Path, ...]
+    """The labels under which ``core.binding`` took the Variable out of trees; usually unset."""
     _parent: Any = None
     """The stacked Variable that this one is a view of (``core.views``), or None."""
 
@@ -269,6 +275,24 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         )
         _check_rank(variable, variable._metadata.axes)
         return variable
+
+    def freeze(self) -> FrozenVariable[T]:
+        """Returns the value as it is now, with type and metadata, as an immutable pytree.
+
+        It shares the arrays, which cannot change. Its label is that of the Variable, if ``unbind``
+        gave it one, or else the empty path.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> w = sx.Param(jnp.zeros(2), axes=("embed",))
+            >>> frozen = w.freeze()
+            >>> w[...] = jnp.ones(2)
+            >>> frozen.value.tolist(), frozen.axes, frozen.variable_type.__name__
+            ([0.0, 0.0], ('embed',), 'Param')
+        """
+        from shardax.core.forms import frozen  # what is frozen is a Variable, so it stands above
+
+        return frozen(self, getattr(self, "_labels", ((),))[-1])
 
     @classmethod
     def _make(
