@@ -7,6 +7,7 @@ import typing as _typing
 from shardax import models as models
 from shardax import nn as nn
 from shardax import partition as partition
+from shardax.core import display as _display
 from shardax.core import errors as errors
 from shardax.core.containers import Dict as Dict
 from shardax.core.containers import List as List
@@ -96,6 +97,9 @@ if _typing.TYPE_CHECKING:
 
 _ON_FIRST_USE = frozenset({"train", "view"})
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
+
+# What shows objects in notebooks stands above them, so they are told here where to find it.
+_display.renderer = lambda: _importlib.import_module("shardax.view.notebook")
 
 
 def __getattr__(name: str) -> _typing.Any:

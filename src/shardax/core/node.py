@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardax.core.display import Shown
 
-class Object:
+
+class Object(Shown):
     """Base of everything with identity.
 
     What follows is the contract by which the core walks, copies and guards objects.

@@ -55,26 +55,30 @@ class Drawing:
         if self.parts is None:
             yield self
 
-    def lines(self, describe: Callable[[Drawing], str], depth: int = 0) -> Iterator[str]:
+    def lines(
+        self,
+        describe: Callable[[Drawing], str],
+        note: Callable[[Drawing], str] = lambda drawing: "",
+        depth: int = 0,
+    ) -> Iterator[str]:
         """Yields the lines of the text.
 
         Args:
             describe: Returns the text of a leaf that was not met before.
+            note: Returns what to write behind the first line of a place.
             depth: How far to indent.
         """
         start, end = f"{_INDENT * depth}{self.label}", "," if depth else ""
-        if self.parts is None:
-            met = self.first
-            text = (
-                describe(self) if met is None else f"<same {self.name} as {format_path(met.path)}>"
-            )
-            yield f"{start}{text}{end}"
+        if self.first is not None:
+            yield f"{start}<same {self.name} as {format_path(self.first.path)}>{end}"
+        elif self.parts is None:
+            yield f"{start}{describe(self)}{end}{note(self)}"
         elif not self.parts:
-            yield f"{start}{self.name}(){end}"
+            yield f"{start}{self.name}(){end}{note(self)}"
         else:
-            yield f"{start}{self.name}("
+            yield f"{start}{self.name}({note(self)}"
             for part in self.parts:
-                yield from part.lines(describe, depth + 1)
+                yield from part.lines(describe, note, depth + 1)
             yield f"{_INDENT * depth}){end}"
 
 

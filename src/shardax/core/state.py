@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shardax.core.display import Shown
 from shardax.core.errors import StateMismatchError
 from shardax.core.filters import Filter, first_match, no_match_error, to_predicates
 from shardax.core.layout_text import layout_text
@@ -43,7 +44,7 @@ class Origin(NamedTuple):
 _UNKNOWN = Origin(Variable, EMPTY)
 
 
-class State(Mapping[Any, Any]):
+class State(Shown, Mapping[Any, Any]):
     """Values by path; see the module's text.
 
     Args:

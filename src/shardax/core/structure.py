@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardax.core import epoch
+from shardax.core.display import Shown
 from shardax.core.errors import LayerViewError, StaticAttributeError
 from shardax.core.metadata import Metadata
 from shardax.core.node import Object, Placeholder, Wrapper
@@ -123,7 +124,7 @@ class VariableDef(NamedTuple):
     metadata: Metadata
 
 
-class GraphDef:
+class GraphDef(Shown):
     """The structure of some roots: hashable, comparable, and without any value.
 
     Attributes:

@@ -7,6 +7,9 @@ from shardax.view.report import write_report as write_report
 from shardax.view.sharding_view import ShardingRow as ShardingRow
 from shardax.view.sharding_view import ShardingView as ShardingView
 from shardax.view.sharding_view import sharding as sharding
+from shardax.view.show import show as show
+from shardax.view.show import to_html as to_html
+from shardax.view.show import to_text as to_text
 from shardax.view.table import ParameterRow as ParameterRow
 from shardax.view.table import ParameterTable as ParameterTable
 from shardax.view.table import table as table

@@ -46,7 +46,7 @@ class _Face(NamedTuple):
 
 def _face(value: Any) -> _Face:
     shape, sharding = shape_and_sharding(value)
-    spans = _spans(shape, sharding)
+    spans = spans_by_device(shape, sharding)
     whole = [(0, size) for size in shape]
     split = [d for d in range(len(shape)) if any(own[d] != whole[d] for own in spans.values())]
     dimensions = sorted([*split, *(d for d in range(len(shape)) if d not in split)][:2])
@@ -56,7 +56,7 @@ def _face(value: Any) -> _Face:
         columns, rows = [*(spans[device][d] for d in reversed(dimensions)), (0, 1), (0, 1)][:2]
         cells.setdefault((rows, columns), []).append(device)
     width, height = [*reversed(sizes), 1, 1][:2]
-    return _Face((height, width), dict(sorted(cells.items())), _platform(sharding))
+    return _Face((height, width), dict(sorted(cells.items())), platform_of(sharding))
 
 
 def shape_and_sharding(value: Any) -> tuple[tuple[int, ...], Sharding]:
@@ -87,8 +87,19 @@ def shape_and_sharding(value: Any) -> tuple[tuple[int, ...], Sharding]:
     return tuple(shape), sharding
 
 
-def _spans(shape: tuple[int, ...], sharding: Sharding) -> dict[int, list[Span]]:
-    """For each device's number, which part of every dimension it holds."""
+def spans_by_device(shape: tuple[int, ...], sharding: Sharding) -> dict[int, list[Span]]:
+    """Returns, for each device's number, which part of every dimension it holds.
+
+    Args:
+        shape: The array's shape.
+        sharding: Its sharding; over a mesh without devices, places are numbered in order.
+
+    Example:
+        >>> import jax
+        >>> mesh = AbstractMesh((2,), ("x",))
+        >>> spans_by_device((4,), NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+        {0: [(0, 2)], 1: [(2, 4)]}
+    """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         return _spans_of_places(shape, sharding)
     spans: dict[int, list[Span]] = {}
@@ -116,7 +127,14 @@ def _spans_of_places(shape: tuple[int, ...], sharding: NamedSharding) -> dict[in
     return spans
 
 
-def _platform(sharding: Sharding) -> str:
+def platform_of(sharding: Sharding) -> str:
+    """Returns what kind of devices these are, such as ``CPU``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> platform_of(jnp.zeros(3).sharding)
+        'CPU'
+    """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         return "device"
     return next(iter(sharding.device_set)).platform.upper()

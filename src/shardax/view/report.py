@@ -13,26 +13,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from shardax.view.page import html_page
 from shardax.view.table import ParameterTable
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem;
-  color: #222; }
+body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; }
 h1 { font-size: 1.6rem; }
 h2 { font-size: 1.2rem; margin-top: 2rem; }
-table { border-collapse: collapse; font-size: 13px; width: 100%; }
-th, td { text-align: left; padding: 2px 10px 2px 0; border-bottom: 1px solid #eee;
-  font-family: ui-monospace, monospace; vertical-align: top; }
+table { width: 100%; }
 .parameters td:last-child, .parameters th:last-child { text-align: right; }
 .facts td:first-child { white-space: nowrap; }
-pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; }
-figure { display: inline-block; margin: 0 1.5rem 1rem 0; }
-figcaption { font-size: 13px; }
-@media (prefers-color-scheme: dark) {
-  body { background: #181818; color: #ddd; }
-  pre { background: #222; }
-  th, td { border-color: #333; }
-}
 """
 _WIDTH, _HEIGHT, _MARGIN = 720, 300, 45
 
@@ -91,26 +81,13 @@ def write_report(
         f"<h2>Loss</h2>{loss_svg(records, references)}",
         f"<h2>Shardings</h2>{figures}" if figures else "",
         f"<h2>Sample</h2><pre>{escape(sample)}</pre>" if sample else "",
-        f"<h2>Parameters</h2>{_table_html(parameters)}",
+        f"<h2>Parameters</h2>{parameters.html()}",
     ]
-    page = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style><body>{''.join(sections)}</body></html>\n"
-    )
+    page = html_page(title, "".join(sections), _STYLE)
     draft = target.with_name(target.name + ".partial")
     draft.write_text(page, encoding="utf-8")
     draft.replace(target)
     return target
-
-
-def _table_html(parameters: ParameterTable) -> str:
-    header, *rows = parameters.cells()
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    totals = escape(parameters.totals())
-    return f'<table class="parameters"><tr>{head}</tr>{body}</table><p>{totals}</p>'
 
 
 def loss_svg(records: Sequence[Mapping[str, Any]], references: Mapping[str, float]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardax.core.functional import iter_variables
+from shardax.core.layout_text import columns, format_axes
 from shardax.core.paths import format_path
 from shardax.core.variables import Variable
 from shardax.partition.check import spec_for
@@ -107,14 +109,20 @@ class ParameterTable:
         header = ("path", "type", "shape", "dtype", "axes", "spec", "bytes/device")
         return [header, *(_cells(row) for row in self.rows)]
 
+    def html(self) -> str:
+        """Returns the table as an HTML element, with the summary below."""
+        header, *rows = (map(escape, line) for line in self.cells())
+        head = "".join(f"<th>{cell}</th>" for cell in header)
+        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+        summary = escape(self.totals())
+        return f'<table class="parameters"><tr>{head}</tr>{body}</table><p>{summary}</p>'
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
     def __str__(self) -> str:
         cells = self.cells()
-        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-        lines = []
-        for line in cells:
-            padded = [text.ljust(width) for text, width in zip(line[:-1], widths[:-1], strict=True)]
-            lines.append("  ".join([*padded, line[-1].rjust(widths[-1])]).rstrip())
-        return "\n".join([*lines, self.totals()])
+        return "\n".join([*columns(cells, right=[len(cells[0]) - 1]), self.totals()])
 
 
 def _cells(row: ParameterRow) -> tuple[str, ...]:
@@ -174,7 +182,7 @@ def _row(
         type=type(variable).__name__,
         shape=shape,
         dtype=str(struct.dtype),
-        axes=", ".join("-" if name is None else str(name) for name in names or ()),
+        axes=format_axes(names),
         spec=_spec_text(spec),
         size=math.prod(shape),
         nbytes=math.prod(shape) * item,

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Showing anything: in a notebook, as HTML, as text.
+
+The HTML is a drawing by treescope, where that is installed (``pip install 'shardax[view]'``), and
+the text otherwise. Nothing here reads a lazy value: what is lazy is shown as lazy.
+"""
+
+from __future__ import annotations
+
+import sys
+from html import escape
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardax.core.printing import parameter_count
+from shardax.view.drawings import describe, drawing_of, example_array, place_title, shared_note
+from shardax.view.page import fragment, html_page
+from shardax.view.pictures import sharding_text
+from shardax.view.sharding_view import ShardingView
+from shardax.view.table import ParameterTable
+
+
+def show(value: Any) -> None:
+    """Shows anything: in a notebook as a drawing to unfold, elsewhere as text.
+
+    Args:
+        value: A Module, Variable, State, ``GraphDef``, selection, named array, mesh, sharding, a
+            table or a view of this package, or a pytree of such.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.view.show(sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0)))
+        Linear(  # 6 parameters
+          kernel=Param(float32[2, 3], lazy, axes=('in', 'out')),
+          bias=None,
+          in_features=2,
+          out_features=3,
+          dtype=None,
+        )
+    """
+    if in_notebook():
+        from IPython.display import (  # pyright: ignore[reportMissingImports] (it is running)
+            display,
+        )
+
+        display({"text/html": html_fragment(value), "text/plain": repr(value)}, raw=True)
+    else:
+        print(to_text(value))  # noqa: T201 (printing is the purpose)
+
+
+def in_notebook() -> bool:
+    """Whether this process runs in a notebook, or another front end that shows HTML.
+
+    Example:
+        >>> in_notebook()
+        False
+    """
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "text/html" in shell.display_formatter.active_types
+
+
+def to_text(value: Any) -> str:
+    """Returns anything as text: the whole of it, with layouts, and with sharing said.
+
+    Args:
+        value: As for ``show``.
+
+    Example:
+        >>> import shardax as sx
+        >>> print(sx.view.to_text(sx.graphdef(sx.Rngs(dropout=0))))
+        GraphDef: Rngs(
+          dropout=RngStream(
+            name='dropout',
+            key=RngState(tag='dropout'),
+            count=RngState(tag='dropout'),
+          ),
+        )
+    """
+    if isinstance(value, (ParameterTable, ShardingView)):
+        return str(value)
+    if isinstance(value, (Mesh, AbstractMesh, NamedSharding)):
+        return f"{place_title(value)}\n{sharding_text(example_array(value))}"
+    drawing = drawing_of(value)
+    lines = list(drawing.lines(describe, shared_note))
+    return "\n".join([lines[0] + parameter_count(drawing), *lines[1:]])
+
+
+def to_html(value: Any, title: str | None = None) -> str:
+    """Returns a page that shows anything; it needs no other file and no network.
+
+    Args:
+        value: As for ``show``.
+        title: Title of the page; the type's name by default.
+
+    Returns:
+        The text of the page. With treescope its drawing can be unfolded, and the pointer reads
+        values off pictures of arrays: of the first 100, if there are more.
+
+    Example:
+        >>> import pathlib, tempfile, shardax as sx
+        >>> page = sx.view.to_html(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
+        >>> size = pathlib.Path(tempfile.mkdtemp(), "layer.html").write_text(page)
+        >>> "<title>Linear</title>" in page
+        True
+    """
+    return html_page(title or type(value).__name__, html_fragment(value))
+
+
+def html_fragment(value: Any) -> str:
+    """Returns HTML to stand in a page or a notebook.
+
+    Args:
+        value: As for ``show``.
+
+    Example:
+        >>> import jax
+        >>> "shardax-view" in html_fragment(jax.sharding.AbstractMesh((2,), ("data",)))
+        True
+    """
+    if isinstance(value, (ParameterTable, ShardingView)):
+        return fragment(value.html())
+    try:
+        from shardax.view.foldable import draw_with_treescope
+    except ImportError:
+        return fragment(f"<pre>{escape(to_text(value))}</pre>")
+    return fragment(draw_with_treescope(value))
