@@ -345,12 +345,11 @@ class NamedArray(Operators, Reductions, Indexing):
         return self._data
 
     def __repr__(self) -> str:
-        if self._dims is None:
-            try:
-                self.dims  # noqa: B018 (computes them)
-            except NamedAxesError:
-                return f"NamedArray(data={self._data!r}, misfitting axes={self._form})"
-        return f"NamedArray({self._data!r}, dims={self._dims})"
+        try:
+            return f"NamedArray({self._data!r}, dims={self.dims})"
+        except NamedAxesError:  # what jax.tree.map put into the node, such as a text
+            names, sizes = self._form or ((), ())
+            return f"NamedArray({self._data}, axes={shown(names, sizes)})"
 
 
 register(NamedArray)

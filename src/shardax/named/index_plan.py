@@ -41,13 +41,13 @@ class Plan(NamedTuple):
 
     Attributes:
         permutation: Of the stored array, before; None for as it is.
-        index: One entry per dimension.
+        entries: The index, one entry per dimension.
         dims: Those of the result.
         shape: Its shape.
     """
 
     permutation: tuple[int, ...] | None
-    index: tuple[Any, ...]
+    entries: tuple[Any, ...]
     dims: Dims
     shape: tuple[int, ...]
 

@@ -35,7 +35,7 @@ class Indexing(Stored):
         array = Operand(*self._parts())
         index, added = new_names(array, index)
         plan = plan_index(array, index)
-        data = transposed(array.data, plan.permutation)[plan.index]
+        data = transposed(array.data, plan.permutation)[plan.entries]
         if added:
             data = jax.lax.expand_dims(data, range(len(added)))
         return self._make(data, (*added, *plan.dims))
@@ -100,7 +100,7 @@ class Update:
     def _reference(self) -> tuple[Any, Plan, Operand]:
         array = Operand(*self.array._parts())
         plan = plan_index(array, self.index)
-        return transposed(array.data, plan.permutation).at[plan.index], plan, array
+        return transposed(array.data, plan.permutation).at[plan.entries], plan, array
 
     def _run(self, change: Callable[[Any, Any], Any], value: Any) -> Any:
         reference, plan, array = self._reference()

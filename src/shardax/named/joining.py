@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardax.core.errors import NamedAxesError
 from shardax.named.align import Operand, align, check_sizes, expand, joined
@@ -68,7 +69,7 @@ def stack(arrays: Sequence[Any], axis: Any) -> NamedArray:
         {'part': 2, 'a': 2}
     """
     datas, dims = align(_operands(arrays, "stack"))
-    shape = jnp.broadcast_shapes(*(data.shape for data in datas))
+    shape = np.broadcast_shapes(*(data.shape for data in datas))
     full = [_repeated(data, shape) for data in datas]
     return NamedArray._make(jnp.stack(full), check_dims((axis, *dims)))
 
@@ -197,7 +198,7 @@ def _expanded(operands: Sequence[Operand], axis: Any) -> tuple[list[Any], Dims]:
 
 def _common_shape(datas: Sequence[Any], place: int) -> tuple[int, ...]:
     without = [(*data.shape[:place], 1, *data.shape[place + 1 :]) for data in datas]
-    return jnp.broadcast_shapes(*without)
+    return np.broadcast_shapes(*without)
 
 
 def _repeated(data: Any, shape: tuple[int, ...]) -> Any:

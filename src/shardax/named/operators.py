@@ -129,7 +129,7 @@ class Operators(Stored):
     __lt__, __gt__ = binary(operator.lt), binary(operator.gt)
     __le__, __ge__ = binary(operator.le), binary(operator.ge)
     __eq__, __ne__ = binary(operator.eq), binary(operator.ne)  # element by element, as of arrays
-    __hash__ = None  # type: ignore[assignment]  # equality is no truth value, so there is no hash
+    __hash__: Any = None  # equality is no truth value, so there is no hash
     __neg__, __pos__ = unary(operator.neg), unary(operator.pos)
     __abs__, __invert__ = unary(operator.abs), unary(operator.invert)
 
