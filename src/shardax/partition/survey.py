@@ -25,7 +25,7 @@ from shardax.core._jax import Tracer
 from shardax.core.frames import local, resolve
 from shardax.core.metadata import EMPTY, Metadata
 from shardax.core.node import Object
-from shardax.core.paths import Path, PathKey
+from shardax.core.paths import Path, PathKey, path_step
 from shardax.core.state import Origin, State
 from shardax.core.structure import flatten
 from shardax.core.variables import Variable
@@ -305,11 +305,7 @@ def plain_path(key_path: Sequence[Any]) -> Path:
     """Returns a path for a JAX key path."""
     steps: list[Hashable] = []
     for key in key_path:
-        if isinstance(key, PathKey):
-            steps.extend(key.path)
-            continue
-        names = (getattr(key, attribute, None) for attribute in ("key", "idx", "name"))
-        steps.append(next((name for name in names if name is not None), str(key)))
+        steps += key.path if isinstance(key, PathKey) else (path_step(key),)
     return tuple(steps)
 
 

@@ -24,6 +24,7 @@ from shardax.core._jax import Literal
 from shardax.core.paths import Path, PathKey
 from shardax.core.static import Static
 from shardax.partition.state_boxes import dimensions_of_state
+from shardax.partition.survey import plain_path
 
 
 class Transformation:
@@ -191,8 +192,8 @@ def _layout_of(transformation: Transformation, treedef: Any, kinds: tuple[Any, .
     inputs = [CopyOf(position) for position in range(len(shapes))]
     origins = _origins(closed.jaxpr, closed.consts, inputs)
     keyed = jax.tree_util.tree_flatten_with_path(treedef.unflatten(shapes))[0]
-    known = {_steps(key): position for position, (key, _) in enumerate(keyed)}
-    paths = _unique([_steps(key) for key in separated.keys])
+    known = {plain_path(key): position for position, (key, _) in enumerate(keyed)}
+    paths = _unique([plain_path(key) for key in separated.keys])
     leaves = []
     for path, key, aval, origin in zip(
         paths, separated.keys, closed.out_avals, origins, strict=True
@@ -208,21 +209,6 @@ def _layout_of(transformation: Transformation, treedef: Any, kinds: tuple[Any, .
 
 
 # --- paths ----------------------------------------------------------------------------------------
-
-
-def _steps(key_path: Sequence[Any]) -> Path:
-    """Turns a JAX key path into a path."""
-    steps: list[Any] = []
-    for key in key_path:
-        if isinstance(key, PathKey):
-            steps.extend(key.path)
-            continue
-        names = (getattr(key, name, _ABSENT) for name in ("idx", "key", "name"))
-        steps.append(next((name for name in names if name is not _ABSENT), str(key)))
-    return tuple(steps)
-
-
-_ABSENT = object()
 
 
 def _unique(paths: list[Path]) -> list[Path]:
@@ -242,7 +228,7 @@ def _followed(key_path: Sequence[Any], known: dict[Path, int]) -> int | None:
     """Finds the parameter whose path a leaf's key path ends in (or passes through)."""
     for start, key in enumerate(key_path):
         if isinstance(key, PathKey):
-            steps = _steps(key_path[start:])
+            steps = plain_path(key_path[start:])
             for end in range(len(steps), -1, -1):
                 if steps[:end] in known:
                     return known[steps[:end]]

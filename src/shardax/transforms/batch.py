@@ -28,6 +28,7 @@ from shardax.transforms.axes import (
     mapped_name,
     name_new_dimensions,
 )
+from shardax.transforms.boxes import MappedBoxes
 from shardax.transforms.call import Call, Inside, SealedFrame, wraps
 from shardax.transforms.layout import (
     Layout,
@@ -77,7 +78,7 @@ def vmap(
         axis_size: The number of lanes, if no argument has an axis.
         spmd_axis_name: As in ``jax.vmap``.
         metadata: ``{sx.partition.PARTITION_NAME: "layers"}`` names the mapped dimension in the
-            ``axes`` of Variables. Without it, a new dimension is unnamed.
+            ``axes`` of Variables and in boxes. Without it, a new dimension is unnamed.
 
     Returns:
         A function of the same arguments.
@@ -90,6 +91,8 @@ def vmap(
         InconsistentAliasingError: When called, if a Variable gets two different axes.
         ForeignMutationError: When called, if a Variable that was not passed in is written.
         MetadataError: When called, if a mapped dimension has another name than ``metadata`` gives.
+        BoxError: When called, if a box cannot lose or gain the dimension; names its path.
+        PartitioningUnspecifiedError: When called, if a box must have a name for it.
         MappedShardingError: When called, if arrays are split differently over Explicit mesh axes.
 
     Example:
@@ -151,6 +154,8 @@ class _Batch:
         self.rows = entering(self.layout, self.streams, self.values, self.plain)
         self.size = common_size(self.rows, axis_size, "vmap")
         self.graphdef = lane_structure(self.layout, self.streams, partition_name)
+        self.boxes = MappedBoxes(self.layout, partition_name)
+        self.call.enter = self.boxes.enter
         self.sorted = Sorted([*entries_in(in_axes), *entries_in(out_axes), 0, None])
         # set inside:
         self.parts: Parts | None = None
@@ -198,7 +203,9 @@ class _Batch:
         """Sorts what leaves a lane by axis."""
         check_result(inside.result, "vmap")
         leaving = self.layout.leaving(inside, self.out_axes, "out_axes")
-        carried, self.moved = self.streams.settle(inside.carry_out(inside.result))
+        carried, self.moved = self.streams.settle(
+            inside.carry_out(self.boxes.leave(inside.result, leaving))
+        )
         record = carried.record
         refuse_foreign(record, "vmap")
         sown = appended(inside, record, lambda position: self.layout.leaves[position] is None)

@@ -72,6 +72,7 @@ class Call:
         graph: Functions, objects in the arguments, and captured Variables, flattened together.
         graphdef: Their structure.
         names: The path of each of these roots.
+        enter: Given arguments, returns them as the function shall see them.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class Call:
         ]
         self.graph = Graph([*functions, *self.arguments.roots, *captured], self.names)
         self.graphdef = self.graph.flat.graphdef
+        self.enter: Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
+        self.enter = lambda args, kwargs: (args, kwargs)
         self._late: list[tuple[weakref.ref[Any], int]] | None = None
 
     def run(
@@ -133,6 +136,7 @@ class Call:
                     frame.seal(variable, path)
             args, kwargs = self.arguments.restore(plain, plain_named, given)
             kept, kept_named = jax.tree.map(lambda leaf: leaf, (list(plain), dict(plain_named)))
+            args, kwargs = self.enter(args, kwargs)
             result = roots[which](*args, **kwargs)
             args, kwargs = self.arguments.restore(kept, kept_named, given)
             return leave(Inside(self, frame, graphdef, copies, values, args, kwargs, result))

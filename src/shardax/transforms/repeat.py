@@ -88,10 +88,14 @@ class Body:
         returned = jax.tree.map(inside.here, returned, is_leaf=is_object)
         paths, leaves = matching_leaves(given, returned, self.label, name)
         self.around_paths = paths
-        carried = inside.carry_out(inside.result)
+        carried = inside.carry_out(self.outgoing(inside))
         self.carried, extra, apart = self.leave_more(inside, carried)
         written = zip(self.carried.record.written, self.carried.written, strict=True)
         return leaves, {p: v for p, v in written if p not in apart}, extra
+
+    def outgoing(self, inside: Inside) -> Any:
+        """Returns the result as it leaves the loop: here, as the body returned it."""
+        return inside.result
 
     def leave_more(self, inside: Inside, carried: Carried) -> tuple[Carried, Any, Collection[int]]:
         """Decides what leaves every iteration besides what goes around: here, nothing.

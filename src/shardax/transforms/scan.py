@@ -34,9 +34,10 @@ from shardax.transforms.axes import (
     name_new_dimensions,
     refuse_split,
 )
+from shardax.transforms.boxes import MappedBoxes
 from shardax.transforms.call import Call, Inside, retry_captured, wraps
 from shardax.transforms.kinds import result_kinds
-from shardax.transforms.layout import Layout, appended, refuse_foreign
+from shardax.transforms.layout import Layout, Leaving, appended, refuse_foreign
 from shardax.transforms.lift import Carried, carry_in, check_no_leak
 from shardax.transforms.prefix import Carry, FilterMapping, check_axes_only, is_axis, per_argument
 from shardax.transforms.repeat import Body, refuse_changes
@@ -69,7 +70,7 @@ def scan(
         reverse: Whether to go through the slices from the last to the first.
         unroll: As in ``jax.lax.scan``.
         metadata: ``{sx.partition.PARTITION_NAME: "layers"}`` names the scanned dimension in the
-            ``axes`` of Variables. Without it, a new dimension is unnamed.
+            ``axes`` of Variables and in boxes. Without it, a new dimension is unnamed.
 
     Returns:
         A function of the same arguments.
@@ -79,6 +80,8 @@ def scan(
             goes from one iteration to the next changes its structure, shape or dtype.
         PrefixError: If a prefix does not fit.
         AxisSizeError: When called, if an array has no such axis, or sizes differ.
+        BoxError: When called, if a box cannot lose or gain the dimension; names its path.
+        PartitioningUnspecifiedError: When called, if a box must have a name for it.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -167,6 +170,10 @@ class _ScanBody(Body):
         super().__init__(scan.call, scan.carry_of, label, around_plain)
         self.scan = scan
 
+    def outgoing(self, inside: Inside) -> Any:
+        """Returns the result with boxes that have the scanned dimension."""
+        return self.scan.boxes.leave(inside.result, self.scan.leaving(inside))
+
     def leave_more(self, inside: Inside, carried: Carried) -> tuple[Carried, Any, Collection[int]]:
         """Lets rows of the result leave every iteration, and of sliced, sown and new Variables."""
         carried, rows = self.scan.rows_of(inside, carried)
@@ -205,6 +212,8 @@ class _Scan:
         self.sliced = {p: 0 if p in self.streams else a for p, a in enumerate(axes) if is_axis(a)}
         self.sliced_plain = {i: a for i, a in enumerate(self.layout.plain) if is_axis(a)}
         self.body.graphdef = lane_structure(self.layout, self.streams, partition_name)
+        self.boxes = MappedBoxes(self.layout, partition_name)
+        call.enter = self.boxes.enter
         self.moved: dict[int, Any] = {}
         self.grown: frozenset[int] = frozenset()
         self.result_axes: list[Any] = []
@@ -230,10 +239,14 @@ class _Scan:
             )
         return given, result[place]
 
+    def leaving(self, inside: Inside) -> Leaving:
+        """Returns the entry of everything that leaves an iteration."""
+        return self.layout.leaving(inside, self.out_axes, "out_axes")
+
     def rows_of(self, inside: Inside, carried: Carried) -> tuple[Carried, Any]:
         """Returns what an iteration did, and the rows that leave it."""
         refuse_foreign(carried.record, "scan")
-        leaving = self.layout.leaving(inside, self.out_axes, "out_axes")
+        leaving = self.leaving(inside)
         carried, self.moved = self.streams.settle(carried)
         record = carried.record
         places = [leaving.by_id.get(key, ((), None)) for key in record.fresh_ids]
