@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -71,9 +73,10 @@ def make_trainer(
     held_out: Any = None,
     batch_size: int = BATCH,
     mesh: Any = None,
+    layout: Any = None,
     **settings: Any,
 ) -> sx.train.Trainer:
-    """A trainer of a ``Bigram``; over a mesh by ``RULES``."""
+    """A trainer of a ``Bigram``; over a mesh by ``RULES`` and what else ``layout`` says."""
     model = Bigram() if model is None else model
     tx = optax.adam(1e-2) if tx is None else tx
     if batches is None:
@@ -88,6 +91,7 @@ def make_trainer(
         held_out=held_out,
         mesh=mesh,
         rules=RULES,
+        **({} if layout is None else layout),
     )
 
 
@@ -103,9 +107,7 @@ def state_of(trainer: sx.train.Trainer) -> dict[Any, bytes]:
 
 def raw(variable: Any) -> bytes:
     """The bytes of a Variable's array; of a random key its words."""
-    import jax
-
     value = variable.value
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     return np.asarray(value).tobytes()

@@ -12,6 +12,7 @@ from shardax.train.checkpoint import Checkpoints as Checkpoints
 from shardax.train.data import DataPosition as DataPosition
 from shardax.train.data import EvalBatches as EvalBatches
 from shardax.train.data import TrainBatches as TrainBatches
+from shardax.train.host_memory import in_device_memory as in_device_memory
 from shardax.train.log import JsonlLog as JsonlLog
 from shardax.train.log import read_jsonl as read_jsonl
 from shardax.train.optimizer import Optimizer as Optimizer

@@ -27,10 +27,9 @@ from shardax.core.errors import (
     CheckpointWriteError,
 )
 from shardax.core.lazy import LazyValue
-from shardax.partition.check import raise_on_errors, spec_for
-from shardax.partition.findings import Finding
 from shardax.partition.mesh import resolve_mesh
-from shardax.partition.scope import resolve_rules
+from shardax.partition.overrides import MemoryKinds, OverridesLike
+from shardax.partition.specs import abstract
 from shardax.train import checkpoint_storage as storage
 from shardax.train.checkpoint_format import (
     Contents,
@@ -79,6 +78,8 @@ def restore(
     mesh: Any = None,
     rules: Any = None,
     *,
+    overrides: OverridesLike | None = None,
+    memory_kind: MemoryKinds | None = None,
     partial: bool = False,
     cast: bool = False,
 ) -> Any:
@@ -91,6 +92,8 @@ def restore(
             already has keep their sharding, others follow the mesh in scope; without one they go to
             the default device.
         rules: Rules from axis names to mesh axes; None for those in scope.
+        overrides: As for ``shardax.shard``; over the mesh given or in scope.
+        memory_kind: As for ``shardax.shard``; over the mesh given or in scope.
         partial: Whether to leave out what only the checkpoint has, as when only the model is
             wanted: ``restore((model,), path, partial=True)``.
         cast: Whether floating arrays are converted to the tree's dtypes.
@@ -103,6 +106,8 @@ def restore(
         CheckpointMismatchError: If it does not fit the tree; everything that does not is listed,
             and nothing is changed.
         PartitionCheckError: If an array cannot be laid out by the rules; nothing is changed.
+        NoMeshError: If overrides or a memory kind are given and there is no mesh.
+        OverrideError: If overrides or memory kinds are malformed.
     """
     place = storage.as_path(path)
     contents = contents_of(tree)
@@ -110,13 +115,16 @@ def restore(
     records = records_in(description, str(place))
     positions = description["positions"]
     check_fit(records, contents, positions, str(place), partial=partial, cast=cast)
-    shardings = _shardings(contents.slots, mesh, rules)
+    by_rules = mesh is not None or overrides is not None or memory_kind is not None
+    places = None if by_rules else _found_layout(contents)
+    if places is None:
+        places = _wanted_layout(contents, mesh, rules, overrides, memory_kind)
     by_path = {record.path: record for record in records}
     arrays = storage.read_arrays(
         place,
         [by_path[slot.path] for slot in contents.slots],
         [slot.value.dtype for slot in contents.slots],
-        shardings,
+        places,
     )
     _go_to_positions(contents, positions)
     _put(contents.slots, arrays)
@@ -146,27 +154,21 @@ def _data(slot: Slot) -> Any:
     return jax.random.key_data(slot.value) if slot.is_key else jnp.asarray(slot.value)
 
 
-def _shardings(slots: Sequence[Slot], mesh: Any, rules: Any) -> list[Any]:
-    """Decides where each array goes; None for the default device."""
-    found = resolve_mesh(mesh)
-    if found is None or mesh is None:
-        present = [_present_sharding(slot) for slot in slots]
-        known = next((item for item in present if item is not None), None)
-        if known is not None or found is None:
-            # One tree lives on one mesh: what has no place yet goes where the rest is.
-            replicated = None if known is None else NamedSharding(known.mesh, PartitionSpec())
-            return [replicated if item is None else item for item in present]
-    rules = resolve_rules(rules)
-    findings: list[Finding] = []
-    shardings = []
-    for slot in slots:
-        axes = slot.variable.axes
-        axes = axes if axes is not None and len(axes) == len(slot.shape) else None
-        spec, problems = spec_for(axes, slot.shape, found, rules, slot.place)
-        findings.extend(problems)
-        shardings.append(spec)
-    raise_on_errors(findings)
-    return [NamedSharding(found, spec) for spec in shardings]
+def _found_layout(contents: Contents) -> list[Any] | None:
+    """Says where each array goes by where it is, None for the default device; None to ask rules."""
+    present = [_present_sharding(slot) for slot in contents.slots]
+    known = next((item for item in present if item is not None), None)
+    if known is None:
+        return present if resolve_mesh() is None else None
+    # One tree lives on one mesh: what has no place yet goes where the rest is.
+    replicated = NamedSharding(known.mesh, PartitionSpec())
+    return [replicated if item is None else item for item in present]
+
+
+def _wanted_layout(contents: Contents, mesh: Any, rules: Any, overrides: Any, kinds: Any) -> Any:
+    """Says where each array goes by its axes, as ``shard`` would place it."""
+    copy = abstract(contents.objects, mesh, rules, overrides=overrides, memory_kind=kinds)
+    return [slot.value.sharding for slot in contents_of(copy).slots]
 
 
 def _present_sharding(slot: Slot) -> NamedSharding | None:
@@ -355,7 +357,7 @@ class Checkpoints:
             step: Which; None for the latest.
             mesh: As there.
             rules: As there.
-            **options: ``partial`` and ``cast``, as there.
+            **options: ``overrides``, ``memory_kind``, ``partial`` and ``cast``, as there.
 
         Returns:
             The ``extra`` that was saved.

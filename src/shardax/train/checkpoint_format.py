@@ -67,8 +67,15 @@ class Slot(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """A tree taken apart: its arrays, and its positions by the text of their paths."""
+    """A tree taken apart: its arrays, and its positions by the text of their paths.
 
+    Attributes:
+        objects: The tree with None in place of positions.
+        slots: Its arrays.
+        positions: Its positions.
+    """
+
+    objects: Any
     slots: list[Slot]
     positions: dict[str, Any]
 
@@ -117,7 +124,7 @@ def contents_of(tree: Any) -> Contents:
         for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
             text = format_path(path) + jax.tree_util.keystr(keys)
             slots.append(Slot(text, path, variable, leaf))
-    return Contents(slots, positions)
+    return Contents(objects, slots, positions)
 
 
 def _without_positions(tree: Any, path: Path, positions: dict[str, Any]) -> Any:

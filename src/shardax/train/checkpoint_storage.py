@@ -165,7 +165,8 @@ def _for_data(record: Record, sharding: Any) -> Any:
     if record.key is None or not isinstance(sharding, NamedSharding):
         return sharding
     entries = (*sharding.spec, *(None,) * (len(record.shape) - len(sharding.spec)))
-    return NamedSharding(sharding.mesh, PartitionSpec(*entries, None))
+    spec = PartitionSpec(*entries, None)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def _finish(record: Record, data: Any, sharding: Any) -> jax.Array:

@@ -10,6 +10,7 @@ not.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from jax.sharding import Mesh
 
 from shardax.core.errors import TrainerError
 from shardax.partition.mesh import resolve_mesh
+from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.placement import shard
 from shardax.partition.scope import axis_rules
 from shardax.partition.specs import shardings
@@ -29,6 +31,7 @@ from shardax.train.batch_layout import batch_shardings
 from shardax.train.checkpoint import Checkpoints
 from shardax.train.clock import Clock
 from shardax.train.evaluation import evaluation_mode, held_out_loss, make_eval_step
+from shardax.train.host_memory import in_device_memory
 from shardax.train.log import JsonlLog, read_jsonl
 from shardax.train.prefetch import Positioned, Prefetch
 from shardax.train.progress import Display, make_display
@@ -53,6 +56,11 @@ class Trainer:
         held_out: Batches with a ``mask`` for held-out evaluation, such as ``EvalBatches``.
         mesh: The mesh to train on; by default the one in scope, else the default device.
         rules: Rules from axis names to mesh axes. The batch has the axes ``("batch", "seq")``.
+        overrides: What lies otherwise than the rules say, as for ``shardax.shard``:
+            ``{sx.OptState: {"embed": "data"}}`` splits the optimizer's state further than the
+            parameters. Paths begin with 0 for the model and 1 for the optimizer.
+        memory_kind: Memory of the devices, as for ``shardax.shard``: with ``{sx.OptState:
+            "pinned_host"}`` the optimizer's state is on the devices during a step only.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax, shardax as sx
@@ -82,6 +90,8 @@ class Trainer:
         held_out: Iterable[Any] | None = None,
         mesh: Any = None,
         rules: Any = None,
+        overrides: OverridesLike | None = None,
+        memory_kind: MemoryKinds | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -96,12 +106,16 @@ class Trainer:
                 "A Trainer needs a mesh of devices, but was given an abstract one. Make one with "
                 "jax.make_mesh((2, 4), ('data', 'model'))."
             )
+        self._where: dict[str, Any] = {"overrides": overrides, "memory_kind": memory_kind}
+        given = [name for name, value in self._where.items() if value is not None]
+        if found is None and given:
+            raise TrainerError(
+                f"A Trainer was given {' and '.join(given)}, but no mesh to lay arrays out over. "
+                "Pass one, mesh=jax.make_mesh((2, 4), ('data', 'model')), or none of these."
+            )
         self.mesh = found
         self.rules = rules
-        self.train_step = jit(
-            _make_train_step(loss, settings.grad_accumulation), donate_argnums=(0, 1)
-        )
-        self.eval_step = make_eval_step(loss)
+        self.eval_step = make_eval_step(_from_device_memory(loss))
 
     @property
     def log_path(self) -> Path:
@@ -112,6 +126,23 @@ class Trainer:
     def checkpoint_directory(self) -> Path:
         """Where the checkpoints are."""
         return self.directory / "checkpoints"
+
+    @functools.cached_property
+    def train_step(self) -> Callable[..., Any]:
+        """The compiled step: ``train_step(model, optimizer, batch)`` returns the loss.
+
+        It is told the layout, because over Auto axes the compiler would otherwise choose one where
+        that of the optimizer's state is another than the parameters'.
+        """
+        step = _make_train_step(self.loss, self.settings.grad_accumulation)
+        if self.mesh is None:
+            return jit(step, donate_argnums=(0, 1))
+        places = shardings(self._trained, self.mesh, self.rules, **self._where)
+        return jit(step, donate_argnums=(0, 1), in_shardings=(*places, None))
+
+    @property
+    def _trained(self) -> tuple[Any, Any]:
+        return self.model, self.optimizer
 
     # --- before training -------------------------------------------------------------------------
 
@@ -141,7 +172,7 @@ class Trainer:
             )
         with self._scope():
             if self.mesh is not None:
-                shardings((self.model, self.optimizer), self.mesh, self.rules)
+                shardings(self._trained, self.mesh, self.rules, **self._where)
             self._train_shardings()
             self._held_out_shardings()
 
@@ -277,7 +308,8 @@ class Trainer:
             raise TrainerError("This Trainer has no held-out data; pass held_out=EvalBatches(...).")
         with self._scope():
             if self.mesh is not None:
-                shard(self.model, self.mesh, self.rules)
+                # In a tuple, so that overrides find it at the path that it has in training.
+                shard((self.model,), self.mesh, self.rules, **self._where)
             loss = self._evaluate(lambda: False)
         assert loss is not None  # nothing stopped it
         return loss
@@ -315,17 +347,15 @@ class Trainer:
         """Places model and optimizer, from the last checkpoint or fresh."""
         latest = checkpoints.latest()
         if latest is not None:
-            extra = checkpoints.restore(
-                (self.model, self.optimizer), latest, mesh=self.mesh, rules=self.rules
-            )
+            extra = checkpoints.restore(self._trained, latest, self.mesh, self.rules, **self._where)
             self.batches.restore(extra["data"])
         elif self.mesh is not None:
-            shard((self.model, self.optimizer), self.mesh, self.rules)
+            shard(self._trained, self.mesh, self.rules, **self._where)
 
     def _save(self, run: _Run) -> None:
         _require_finite(run)
         data = {"data": run.source.state()}
-        run.checkpoints.save(run.step, (self.model, self.optimizer), extra=data)
+        run.checkpoints.save(run.step, self._trained, extra=data)
         run.saved = run.step
 
 
@@ -367,11 +397,20 @@ def _last_saved(run: _Run) -> str:
 
 def _make_train_step(loss: Loss, parts: int) -> Callable[..., Any]:
     def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
-        value, gradients = accumulated_value_and_grad(loss, parts)(model, batch)
-        optimizer.update(gradients)
+        with in_device_memory((model, optimizer)):
+            value, gradients = accumulated_value_and_grad(loss, parts)(model, batch)
+            optimizer.update(gradients)
         return value
 
     return train_step
+
+
+def _from_device_memory(loss: Loss) -> Loss:
+    def loss_in_device_memory(model: Any, batch: Any) -> Any:
+        with in_device_memory(model):
+            return loss(model, batch)
+
+    return loss_in_device_memory
 
 
 def _due(step: int, every: int) -> bool:
