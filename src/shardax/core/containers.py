@@ -122,6 +122,21 @@ def unbox(value: Any) -> Any:
     return value
 
 
+def unboxed(value: Any) -> Any:
+    """Returns what stands by itself, outside of a model: an array for its box.
+
+    A frozen array is what the user made it there, so it stays.
+    """
+    return value.value if isinstance(value, ArrayAttribute) else value
+
+
+def reboxed(value: Any, where: str) -> Any:
+    """Returns a stored value with boxes of its own; what cannot change is shared."""
+    if isinstance(value, tuple) and is_boxed(value):
+        return rebuild_tuple(type(value), [reboxed(item, where) for item in value])
+    return box(value.value, where) if isinstance(value, ArrayAttribute) else value
+
+
 def is_boxed(value: Any) -> bool:
     """Whether a stored value stands for an array, which the user sees instead of it."""
     if isinstance(value, _HIDDEN):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from shardax.core.arraylike import as_value, snapshot
-from shardax.core.containers import Dict, List, box, unbox
+from shardax.core.containers import Dict, List, box, unboxed
 from shardax.core.errors import FilterError, StateMismatchError, VariableValueError
 from shardax.core.filters import Filter, first_match, no_match_error, to_predicates
 from shardax.core.frames import check_structural_write, local, owner_here, resolve
@@ -23,7 +23,15 @@ from shardax.core.node import Object, Wrapper
 from shardax.core.paths import Path, format_path
 from shardax.core.pytree import values_of
 from shardax.core.state import Origin, State, merged_values
-from shardax.core.structure import Flat, GraphDef, Walk, build, flatten, flatten_roots
+from shardax.core.structure import (
+    Flat,
+    GraphDef,
+    Walk,
+    build,
+    flatten,
+    flatten_roots,
+    rebuild_tuple,
+)
 from shardax.core.variables import ArrayAttribute, Variable
 
 T = TypeVar("T")
@@ -51,7 +59,9 @@ def _unboxed(tree: Any) -> Any:
         return [_unboxed(item) for item in tree]
     if isinstance(tree, dict):
         return {key: _unboxed(item) for key, item in tree.items()}
-    return unbox(tree)
+    if isinstance(tree, tuple):
+        return rebuild_tuple(type(tree), [_unboxed(item) for item in tree])
+    return unboxed(tree)
 
 
 def _origin(definition: Any) -> Origin:

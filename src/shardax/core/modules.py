@@ -18,7 +18,14 @@ from typing import Any, Self
 import jax.numpy as jnp
 
 from shardax.core import epoch
-from shardax.core.containers import box, is_boxed, same_structure, unbox, write_through
+from shardax.core.containers import (
+    box,
+    is_boxed,
+    reboxed,
+    same_structure,
+    unbox,
+    write_through,
+)
 from shardax.core.errors import (
     MissingAttributeError,
     ReservedNameError,
@@ -146,9 +153,7 @@ class Module(Object):
         copied = self._allocate(owner_here(), None)
         copied.__dict__.update(self.__dict__)
         where = f"a copy of {type(self).__name__}"
-        copied._boxed.update(
-            (name, box(unbox(value), where)) for name, value in self._boxed.items()
-        )
+        copied._boxed.update((name, reboxed(value, where)) for name, value in self._boxed.items())
         return copied
 
     def __getstate__(self) -> Any:

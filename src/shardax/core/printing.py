@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from shardax.core.containers import _Container
+from shardax.core.forms import FrozenVariable
 from shardax.core.modules import Module
-from shardax.core.node import Object, Wrapper
+from shardax.core.node import Object, Placeholder, Wrapper
 from shardax.core.paths import Path, format_path
 from shardax.core.structure import has_parts
 from shardax.core.variables import ArrayAttribute, Param, Variable
@@ -105,7 +106,8 @@ def _draw(drawing: Drawing, seen: dict[int, Drawing]) -> Drawing:
             first.again.append(drawing.path)
             return drawing
         seen[id(value)] = drawing
-    if isinstance(value, Module) or (not isinstance(value, Variable) and _has_objects(value)):
+    is_leaf = isinstance(value, (Variable, Placeholder))
+    if isinstance(value, Module) or (not is_leaf and _has_objects(value)):
         drawing.name, parts = _parts(value)
         drawing.parts = [
             _draw(Drawing(part.label, part.code, (*drawing.path, *part.steps), part.value), seen)
@@ -152,15 +154,20 @@ def leaf_text(leaf: Drawing) -> str:
 
 
 def parameter_count(drawing: Drawing) -> str:
-    """Returns a comment with the number of elements of every ``Param``, if there are any."""
+    """Returns a comment with the number of elements of every ``Param``, frozen ones too."""
     count = sum(
         math.prod(leaf.value._value.shape)
         for leaf in drawing.leaves()
         if leaf.first is None
-        and isinstance(leaf.value, Param)
+        and _is_parameter(leaf.value)
         and hasattr(leaf.value._value, "shape")
     )
     return f"  # {count:,} parameters" if count else ""
+
+
+def _is_parameter(value: Any) -> bool:
+    kind = value.variable_type if isinstance(value, FrozenVariable) else type(value)
+    return issubclass(kind, Param)
 
 
 def _has_objects(value: Any) -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 from shardax.core import _jax, epoch
 from shardax.core._jax import Tracer
 from shardax.core.arraylike import realise_all
-from shardax.core.containers import unbox
+from shardax.core.containers import unboxed
 from shardax.core.errors import AbstractValueError, OutputError, TraceLeakError
 from shardax.core.frames import Frame, check_structural_write, check_unlocked, local, resolve
 from shardax.core.lazy import LazyValue
@@ -336,7 +336,7 @@ def carry_in(graph: Graph, carried: Carried) -> Any:
         return carried.result
     leaves = list(carried.result)
     for place, position in record.result.roots:
-        leaves.insert(place, unbox(objects[position]))
+        leaves.insert(place, unboxed(objects[position]))
     return record.result.treedef.unflatten(leaves)
 
 
