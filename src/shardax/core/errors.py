@@ -113,6 +113,37 @@ class MetadataError(ShardaxError, ValueError):
     """Metadata of a Variable is invalid (unhashable, or axes that do not fit the shape)."""
 
 
+# --- selections ----------------------------------------------------------------------------------
+
+
+class SelectionError(ShardaxError, ValueError):
+    """A selection cannot be made as asked, or what was selected cannot be edited so."""
+
+
+class EmptySelectionError(SelectionError):
+    """A selection was edited that has no places."""
+
+
+class SelectionCountError(SelectionError):
+    """A selection has more places than were asked for, or fewer."""
+
+
+class SelectionPathError(SelectionError, LookupError):
+    """There is no place at a path, or it is not among what is selected."""
+
+
+class SelectionIndexError(SelectionError, IndexError):
+    """A selection was asked for a place by a number that it does not have."""
+
+
+class StaleSelectionError(SelectionError, LookupError):
+    """What was selected is no longer in the tree."""
+
+
+class CombineError(SelectionError):
+    """Parts of a tree do not make a whole: something is missing, or they differ."""
+
+
 # --- transforms ----------------------------------------------------------------------------------
 
 

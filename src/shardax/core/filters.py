@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import builtins
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardax.core.errors import FilterError
@@ -49,7 +49,9 @@ class WithTag:
     tag: str
 
     def __call__(self, path: Path, variable: typing.Any) -> bool:
-        metadata = variable.metadata
+        metadata = getattr(variable, "metadata", None)
+        if not isinstance(metadata, Mapping):  # a Module, say: selections ask about everything
+            return False
         tags = metadata.get("tags", ())
         return self.tag == metadata.get("tag") or self.tag in (
             (tags,) if isinstance(tags, str) else tags
