@@ -107,7 +107,111 @@ def test_a_run_is_checked_over_its_own_mesh_or_another(capsys: Any, run_folder: 
 
 def test_what_cannot_be_checked_is_said_in_one_line(capsys: Any, tmp_path: Path) -> None:
     assert "--mesh data=2,model=4" in refused(capsys, "tiny")
-    assert "presets are tiny, demo, small" in refused(capsys, "tyni", "--mesh", "data=2")
+    unknown = refused(capsys, "tinny", "--mesh", "data=2")
+    assert "no preset (there are tiny, demo, small)" in unknown
+    assert "Did you mean 'tiny'?" in unknown
     assert "is no run" in refused(capsys, str(tmp_path), "--mesh", "data=2")
     assert "'modle'" in refused(capsys, "tiny", "--mesh", "modle=2")
     assert "not name=size" in refused(capsys, "tiny", "--mesh", "data=two")
+
+
+# --- models and rules of one's own ----------------------------------------------------------------
+
+SOURCE = """
+import shardax as sx
+
+RULES = {"mlp": "model", "embed": None}
+NOTHING = 3
+
+def make(width=32):
+    return sx.nn.MLP(16, width, rngs=sx.Rngs(0))
+
+def narrow():
+    return make(30)
+
+def plain_arrays():
+    return {"w": sx.Param(sx.nn.MLP(16, 4, rngs=sx.Rngs(0)).up.kernel.value)}
+
+MODEL = make()
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the working folder."""
+    name = f"mine_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def rules_file(folder: Path, text: str) -> str:
+    (folder / "rules.json").write_text(text)
+    return str(folder / "rules.json")
+
+
+MESH = ["--mesh", "data=2,model=4"]
+
+
+@pytest.mark.parametrize("what", ["make", "MODEL", "plain_arrays"])
+def test_a_model_of_ones_own_is_checked_by_rules_of_ones_own(
+    capsys: Any, mine: str, tmp_path: Path, what: str
+) -> None:
+    file = rules_file(tmp_path, '[["mlp", "model"], ["embed", null], ["batch", "data"]]')
+    status, lines = said(capsys, f"{mine}:{what}", "--rules", file, *MESH, "--quiet")
+    assert status == 0
+    [last] = lines
+    assert last.startswith(f"{mine}:{what} over data=2, model=4: 0 errors, 0 warnings, ")
+
+
+def test_what_is_wrong_is_said_by_path_with_the_optimizer(capsys: Any, mine: str) -> None:
+    status, lines = said(capsys, f"{mine}:narrow", "--rules", f"{mine}:RULES", *MESH, "--quiet")
+    assert status == 1
+    assert "('mlp') has size 30, which is not divisible by 4" in lines[0]
+    assert ".model.gate.kernel, .model.up.kernel, .optimizer.opt_state[0].mu" in lines[1]
+    assert lines[-1].endswith("9 errors, 0 warnings, 1 note")
+
+
+def test_rules_are_judged_by_themselves_too(capsys: Any, mine: str, tmp_path: Path) -> None:
+    file = rules_file(tmp_path, '[["mlp", "modle"], ["embed", null], ["embed", "data"]]')
+    status, lines = said(capsys, f"{mine}:make", "--rules", file, *MESH)
+    assert status == 1
+    text = "\n".join(lines)
+    assert "mesh axis 'modle'" in text and "Did you mean 'model'?" in text
+    assert "warning  The rule ('embed', 'data') is never used" in text
+    assert "note     No rule names the mesh axis 'model' of size 4" in text
+    preset = said(capsys, "tiny", "--rules", file, *MESH, "--quiet")
+    assert preset[0] == 1
+
+
+def test_what_is_no_model_and_no_rules_is_said_in_one_line(
+    capsys: Any, mine: str, tmp_path: Path
+) -> None:
+    make, rules = f"{mine}:make", ["--rules", f"{mine}:RULES"]
+    assert "--rules FILE.json" in refused(capsys, make, *MESH)
+    assert "--mesh data=2,model=4" in refused(capsys, make, *rules)
+    assert "Did you mean 'make'?" in refused(capsys, f"{mine}:mak", *rules, *MESH)
+    assert "no module 'nowhere'" in refused(capsys, "nowhere:make", *rules, *MESH)
+    assert "no module 'shardax.nowhere'" in refused(capsys, "shardax.nowhere:m", *rules, *MESH)
+    assert "there is no array" in refused(capsys, f"{mine}:NOTHING", *rules, *MESH)
+    assert "no such file" in refused(capsys, make, "--rules", "none.json", *MESH)
+    for text, problem in [
+        ("[", "line 1 column"),
+        ("3", "Rules are made of pairs or a mapping"),
+        ('[["mlp", 3]]', "Rule 0 for 'mlp'"),
+        ('{"mlp": ["model", "model"]}', "holds a mesh axis twice"),
+    ]:
+        file = rules_file(tmp_path, text)
+        found = refused(capsys, make, "--rules", file, *MESH)
+        assert found.startswith(f"--rules {file}: ") and problem in found
+
+
+def test_an_error_of_ones_own_module_comes_out_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"broken_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text("import no_such_module_anywhere\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
+        main(["check", f"{name}:make", "--rules", "r.json", *MESH])

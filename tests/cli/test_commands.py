@@ -163,6 +163,7 @@ def test_an_occupied_folder_is_left_as_it_is(trained: Trained, text: Path, capsy
         (["--checkpoint-every", "-1"], "checkpoint_every=-1"),
         (["--mesh", "model=8", "--devices", "8", "--preset", "tiny"], ".layers[1].attn.k.kernel"),
         (["--resume"], "holds no run"),
+        (["--zero", "--preset", "tiny"], "name one, such as --mesh data=2,model=4"),
     ],
 )
 def test_what_cannot_be_trained_is_said_and_nothing_is_written(
@@ -209,6 +210,38 @@ def test_resuming_takes_the_same_options_again_and_another_mesh(
     assert main(["train", "--resume", "--out", str(copy), *words]) == 0
     assert read_settings(copy).mesh == "data=4,model=2"
     assert "-, model" in capsys.readouterr().out
+
+
+def test_zero_splits_the_state_of_the_optimizer_over_data_too_and_the_losses_stay(
+    copy: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    class Seen(sx.train.Trainer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    def losses() -> list[float]:
+        records = sx.train.read_jsonl(copy / "log.jsonl")
+        return [record[name] for record in records for name in record if "loss" in name]
+
+    plain = losses()
+    sx.train.Checkpoints(copy / "checkpoints").rewind(2)
+    monkeypatch.setattr(sx.train, "Trainer", Seen)
+    assert main(["train", "--resume", "--zero", "--out", str(copy)]) == 0
+    assert read_settings(copy).zero
+    assert losses() == pytest.approx(plain, rel=1e-5)
+    end = ("layers", 0, "mlp", "gate", "kernel")
+    shares = {
+        "mu" in path: variable.sharding.shard_shape(variable.shape)
+        for path, variable in sx.iter_variables((made[0].model, made[0].optimizer.opt_state))
+        if path[-5:] == end and "nu" not in path
+    }
+    assert shares == {False: (64, 64), True: (32, 64)}  # of (64, 256)
+    capsys.readouterr()
+    assert main(["check", str(copy), "--mesh", "data=3,model=4", "--quiet"]) == 1  # 64 by 3
+    assert "'embed'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_no_text_is_no_mesh() -> None:
         ("data=2,", "'' is not name=size"),
         ("=2", "'=2' is not name=size"),
         ("data=2,data=4", "the axis 'data' is given twice"),
-        ("dta=2", "no rule lays anything out over an axis 'dta'; the axes are data, model"),
+        ("dta=2", "no rule .* axis 'dta'; the axes are data, model. Did you mean 'data'?"),
         ("data=3,model=4", "needs 12 devices, but there are 8.*add --devices 12"),
     ],
 )

@@ -39,6 +39,16 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert [file.name for file in folder.iterdir()] == ["run.json"]
 
 
+def test_a_run_of_before_there_was_zero_is_read(tmp_path: Path) -> None:
+    write_settings(tmp_path, SETTINGS)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record.pop("zero") is False
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert read_settings(tmp_path) == SETTINGS
+    assert SETTINGS.overrides is None
+    assert dataclasses.replace(SETTINGS, zero=True).overrides is not None
+
+
 def test_the_model_is_lazy_and_its_values_follow_the_seed() -> None:
     model = SETTINGS.make_model()
     assert model.embed.embedding.is_lazy

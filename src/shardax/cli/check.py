@@ -11,19 +11,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 from jax.sharding import AbstractMesh
 
 from shardax.cli.devices import mesh_sizes
+from shardax.cli.inputs import is_target, load_model, load_rules
 from shardax.cli.presets import PRESETS
-from shardax.cli.run_files import RUN_FILE, find_run, read_settings
+from shardax.cli.run_files import RUN_FILE, ZERO, find_run, read_settings
 from shardax.core.errors import CommandError
+from shardax.core.functional import iter_variables
+from shardax.core.modules import Module
 from shardax.core.paths import format_path
-
-if TYPE_CHECKING:
-    from shardax.partition.findings import Finding
+from shardax.core.rng import Rngs
+from shardax.core.variables import Param
+from shardax.models import DECODER_RULES, Decoder
+from shardax.partition.findings import Finding, did_you_mean
+from shardax.partition.rules import Rules
 
 _MIB = 2**20
 _LISTED = 4
@@ -34,20 +39,27 @@ _SHOWN = {"error": "error", "warning": "warning", "info": "note"}
 class Check:
     """Say what is wrong with the layout of a model and its optimizer over a mesh.
 
+    For a model of your own: shardax check my_package.models:make_model --rules rules.json --mesh
+    data=2,model=4, where make_model is called without arguments.
+
     The exit status is 1 if there are errors (with --strict also if there are warnings), else 0.
 
     Attributes:
-        model: Folder of a run, or the name of a preset: tiny, demo or small.
-        mesh: Sizes of the mesh axes data and model, such as data=2,model=4, instead of the run's.
-            The devices need not be there.
+        model: Folder of a run; or the name of a preset: tiny, demo or small; or module:name of a
+            function without arguments that returns a model.
+        mesh: Sizes of the mesh axes, such as data=2,model=4, instead of the run's. The devices need
+            not be there.
+        rules: Rules to check instead of the decoder's: a JSON file with a list of pairs such as
+            [["embed", null], ["mlp", "model"]], or with an object; or module:name of rules.
         zero: Split the optimizer's state over the axis data too, by the dimension embed.
         large: A parameter that every device holds whole is a warning above this many MiB.
         quiet: Leave out the notes.
         strict: Let warnings count as errors.
     """
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     mesh: str | None = None
+    rules: str | None = None
     zero: bool = False
     large: float = 1.0
     quiet: bool = False
@@ -55,44 +67,43 @@ class Check:
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        import optax
-
-        from shardax import models, train
-        from shardax.core.variables import OptState
         from shardax.partition import check
 
-        rules = models.DECODER_RULES
-        model, text = self._find()
-        mesh = _abstract_mesh(text, rules.mesh_axes)
-        optimizer = train.Optimizer(model, optax.adamw(1e-3))
+        model, text, overrides = self._find()
+        own = self.rules is not None or is_target(self.model)
+        rules = self._rules()
+        # One's own rules are judged too: an axis that they misspell must not be one of the mesh's.
+        sizes = mesh_sizes(text, None if own else rules.mesh_axes)
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
         findings = check(
-            {"model": model, "optimizer": optimizer},
+            self._with_optimizer(model),
             mesh,
             rules,
-            overrides={OptState: {"embed": "data"}} if self.zero else None,
+            overrides=ZERO if self.zero else overrides,
             large_bytes=int(self.large * _MIB),
         )
+        # Mesh axes that are not there have been found already, where there are arrays.
+        findings += [f for f in rules.check(mesh) if f.code != "unknown-mesh-axis"]
         counts = Counter(finding.severity for finding in findings)
-        self._print(findings, counts, dict(mesh.shape))
+        self._print(findings, counts, sizes)
         return 1 if counts["error"] or (self.strict and counts["warning"]) else 0
 
-    def _find(self) -> tuple[Any, str]:
-        """Returns the model, lazy, and the mesh as text."""
-        from shardax.core.rng import Rngs
-        from shardax.models import Decoder
-
+    def _find(self) -> tuple[Any, str, Any]:
+        """Returns the model, lazy, the mesh as text, and overrides."""
         path = Path(self.model)
-        if self.model in PRESETS and not (path / RUN_FILE).is_file():
+        if not (path / RUN_FILE).is_file() and (self.model in PRESETS or is_target(self.model)):
             if not self.mesh:
                 raise CommandError(
-                    f"The preset {self.model!r} has no mesh of its own; name one: shardax check "
-                    f"{self.model} --mesh data=2,model=4"
+                    f"{self.model!r} has no mesh of its own; name one: shardax check {self.model} "
+                    "--mesh data=2,model=4"
                 )
-            return Decoder(PRESETS[self.model].model, rngs=Rngs(params=0)), self.mesh
+            if is_target(self.model):
+                return load_model(self.model), self.mesh, None
+            return Decoder(PRESETS[self.model].model, rngs=Rngs(params=0)), self.mesh, None
         if not path.exists():
             raise CommandError(
-                f"{self.model!r} is neither a folder of a run nor a preset; the presets are "
-                f"{', '.join(PRESETS)}."
+                f"{self.model!r} is no folder of a run, no preset (there are {', '.join(PRESETS)}) "
+                f"and no module:name of a model.{did_you_mean(self.model, PRESETS)}"
             )
         settings = read_settings(find_run(path)[0])
         text = settings.mesh if self.mesh is None else self.mesh
@@ -101,7 +112,26 @@ class Check:
                 f"The run {self.model} used one device, where there is nothing to lay out; name a "
                 f"mesh: shardax check {self.model} --mesh data=2,model=4"
             )
-        return settings.make_model(), text
+        return settings.make_model(), text, settings.overrides
+
+    def _rules(self) -> Rules:
+        if self.rules is not None:
+            return load_rules(self.rules)
+        if is_target(self.model):
+            raise CommandError(
+                f"Name the rules for {self.model}: --rules FILE.json, or --rules module:name."
+            )
+        return DECODER_RULES
+
+    def _with_optimizer(self, model: Any) -> dict[str, Any]:
+        """The model, and the state of an optimizer with two moments for its parameters, if any."""
+        import optax
+
+        from shardax import train
+
+        if not isinstance(model, Module) or next(iter_variables(model, Param), None) is None:
+            return {"model": model}
+        return {"model": model, "optimizer": train.Optimizer(model, optax.adamw(1e-3))}
 
     def _print(
         self, findings: Sequence[Finding], counts: Counter[str], sizes: dict[str, int]
@@ -134,8 +164,3 @@ def _places(paths: Sequence[str]) -> str:
         return ""
     more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
     return f"\n{'':8} at {', '.join(paths[:_LISTED])}{more}"
-
-
-def _abstract_mesh(text: str, axes: Sequence[str]) -> AbstractMesh:
-    sizes = mesh_sizes(text, axes)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes))

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from shardax.core.errors import CommandError
+from shardax.partition.findings import did_you_mean
 
 
 def use_devices(count: int | None) -> None:
@@ -37,12 +38,12 @@ def use_devices(count: int | None) -> None:
         )
 
 
-def mesh_sizes(text: str, axes: Sequence[str]) -> dict[str, int]:
+def mesh_sizes(text: str, axes: Sequence[str] | None = None) -> dict[str, int]:
     """Reads the sizes of mesh axes from a text such as ``data=2,model=4``.
 
     Args:
         text: Comma-separated ``name=size``.
-        axes: The names that rules use. One that the text leaves out has size 1.
+        axes: The names that rules use. One that the text leaves out has size 1. None: any names.
 
     Raises:
         CommandError: If the text cannot be read, or names another axis.
@@ -58,15 +59,15 @@ def mesh_sizes(text: str, axes: Sequence[str]) -> dict[str, int]:
             raise CommandError(
                 f"--mesh {text!r}: {part!r} is not name=size, as in --mesh data=2,model=4."
             )
-        if name.strip() not in axes:
+        if axes is not None and name.strip() not in axes:
             raise CommandError(
                 f"--mesh {text!r}: no rule lays anything out over an axis {name.strip()!r}; the "
-                f"axes are {', '.join(axes)}."
+                f"axes are {', '.join(axes)}.{did_you_mean(name.strip(), axes)}"
             )
         if name.strip() in sizes:
             raise CommandError(f"--mesh {text!r}: the axis {name.strip()!r} is given twice.")
         sizes[name.strip()] = int(size)
-    sizes.update({name: 1 for name in axes if name not in sizes})
+    sizes.update({name: 1 for name in axes or () if name not in sizes})
     return sizes
 
 

@@ -9,10 +9,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from shardax.core.errors import CommandError
 from shardax.core.rng import Rngs
+from shardax.core.variables import OptState
 from shardax.models import Decoder, DecoderConfig
+
+ZERO = {OptState: {"embed": "data"}}
+"""Overrides that split an optimizer's state over the mesh axis data, by the dimension embed."""
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -35,6 +40,7 @@ class RunSettings:
         devices: Number of virtual CPU devices, or None.
         eval_batches: Held-out batches an evaluation reads.
         checkpoint_every: Steps between checkpoints.
+        zero: Whether the optimizer's state is split over the mesh axis data too.
     """
 
     model: DecoderConfig
@@ -48,6 +54,12 @@ class RunSettings:
     devices: int | None
     eval_batches: int
     checkpoint_every: int
+    zero: bool = False
+
+    @property
+    def overrides(self) -> Any:
+        """What lies otherwise than the rules say, or None."""
+        return ZERO if self.zero else None
 
     def make_model(self) -> Decoder:
         """Makes the model, lazy."""

@@ -28,10 +28,12 @@ class Train:
         preset: Size of model and training: tiny, demo or small.
         mesh: Sizes of the mesh axes data and model, such as data=2,model=4. Empty: one device.
         devices: Use this many virtual CPU devices.
+        zero: Split the optimizer's state over the mesh axis data too, so that each device holds and
+            updates its part of it.
         text: A text file or a folder of them. By default the source of Python's standard library.
         out: Folder of the run.
-        resume: Go on with the run in the folder, with the settings it was started with; only mesh
-            and devices may be others.
+        resume: Go on with the run in the folder, with the settings it was started with; only mesh,
+            devices and zero may be others.
         steps: Optimizer steps, instead of the preset's.
         batch_size: Windows a step, instead of the preset's.
         seq_len: Bytes a window, instead of the preset's.
@@ -43,6 +45,7 @@ class Train:
     preset: str = "demo"
     mesh: str = ""
     devices: int | None = None
+    zero: bool = False
     text: Path | None = None
     out: Path = Path("runs/demo")
     resume: bool = False
@@ -56,6 +59,11 @@ class Train:
     def run(self) -> int:
         """Runs the command; returns the exit status."""
         settings = self._settings()
+        if settings.zero and not settings.mesh:
+            raise CommandError(
+                "--zero splits the optimizer's state over the mesh axis data, but there is no "
+                "mesh; name one, such as --mesh data=2,model=4."
+            )
         use_devices(settings.devices)
         job = _Job(settings, self.out)
         job.trainer.check(resume=self.resume)
@@ -82,6 +90,7 @@ class Train:
             devices=self.devices,
             eval_batches=preset.eval_batches,
             checkpoint_every=self.checkpoint_every,
+            zero=self.zero,
         )
 
     def _resumed(self, saved: RunSettings) -> RunSettings:
@@ -89,7 +98,7 @@ class Train:
         differing = [
             f"--{option.name.replace('_', '-')} {getattr(self, option.name)}"
             for option in fields(self)
-            if option.name not in ("out", "resume", "mesh", "devices")
+            if option.name not in ("out", "resume", "mesh", "devices", "zero")
             and getattr(self, option.name) != getattr(default, option.name)
             and any(
                 getattr(fresh, name) != getattr(saved, name)
@@ -103,7 +112,8 @@ class Train:
                 "no --resume, and another --out."
             )
         devices = saved.devices if self.devices is None else self.devices
-        return replace(saved, mesh=self.mesh or saved.mesh, devices=devices)
+        mesh, zero = self.mesh or saved.mesh, self.zero or saved.zero
+        return replace(saved, mesh=mesh, devices=devices, zero=zero)
 
 
 class _Job:
@@ -147,6 +157,7 @@ class _Job:
             held_out=self.held_out,
             mesh=self.mesh,
             rules=models.DECODER_RULES,
+            overrides=settings.overrides,
         )
 
     def run(self, resume: bool) -> int:
