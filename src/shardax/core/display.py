@@ -16,7 +16,7 @@ def _no_renderer() -> Any:
 
 
 renderer: Callable[[], Any] = _no_renderer
-"""Returns the module that has ``mimebundle(value)`` and ``treescope_rendering(value, ...)``."""
+"""Returns the module that has ``mimebundle``, ``treescope_rendering`` and ``ndarray_adapter``."""
 
 
 class Shown:
@@ -34,3 +34,12 @@ class Shown:
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         return renderer().treescope_rendering(self, path, subtree_renderer)
+
+
+class ShownArray(Shown):
+    """Base of arrays, of which treescope draws the numbers (``treescope.render_array``)."""
+
+    __slots__ = ()
+
+    def __treescope_ndarray_adapter__(self) -> Any:
+        return renderer().ndarray_adapter()

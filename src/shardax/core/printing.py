@@ -158,9 +158,7 @@ def parameter_count(drawing: Drawing) -> str:
     count = sum(
         math.prod(leaf.value._value.shape)
         for leaf in drawing.leaves()
-        if leaf.first is None
-        and _is_parameter(leaf.value)
-        and hasattr(leaf.value._value, "shape")
+        if leaf.first is None and _is_parameter(leaf.value) and hasattr(leaf.value._value, "shape")
     )
     return f"  # {count:,} parameters" if count else ""
 

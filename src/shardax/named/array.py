@@ -15,6 +15,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from shardax.core.display import ShownArray
 from shardax.core.errors import NamedAxesError, NamesRemainError
 from shardax.named.base import refuse_loss, register, transposed
 from shardax.named.indexing import Indexing
@@ -29,7 +30,7 @@ from shardax.named.operators import Operators, unary
 from shardax.named.reductions import Reductions
 
 
-class NamedArray(Operators, Reductions, Indexing):
+class NamedArray(Operators, Reductions, Indexing, ShownArray):
     """An array whose dimensions have names; immutable, a pytree, and usable by name.
 
     Operators meet by name and repeat an operand along the names that it lacks. Methods such as

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from shardax.core._jax import Tracer
+from shardax.named import NamedArray
 from shardax.view.pictures import platform_of, spans_by_device
 
 _MOST_READ = 2**20  # elements; of larger arrays neither statistics nor a copy are made
@@ -44,7 +45,7 @@ class ArrayFigure:
         self.positional = positional
 
     def __treescope_ndarray_adapter__(self) -> FigureAdapter:
-        return _ADAPTER
+        return ADAPTER
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         """What is shown where no picture is drawn: of scalars, or because none was asked for."""
@@ -63,10 +64,19 @@ class ArrayFigure:
             not isinstance(array, Tracer) and not array.is_deleted() and array.is_fully_addressable
         )
 
+    @property
+    def head(self) -> str:
+        """Dtype and shape, with the names where dimensions go by name."""
+        sizes: Any = list(self.array.shape)
+        if not self.positional:
+            pairs = zip(self.names, sizes, strict=True)
+            sizes = ", ".join(str(n) if name is None else f"{name}: {n}" for name, n in pairs)
+            sizes = f"[{sizes}]"
+        return f"{self.array.dtype}{sizes}"
+
     def summary(self) -> str:
         """Returns dtype, shape and, of an array of numbers, where these lie."""
-        array = self.array
-        head = f"{array.dtype}{list(array.shape)}"
+        array, head = self.array, self.head
         if not self.is_here:
             return f"{head}{_why_absent(array)}"
         if not 0 < array.size <= _MOST_READ or not _is_real(array.dtype):
@@ -112,24 +122,43 @@ def sharding_part(array: Any, names: Sequence[Any] | None) -> Any:
 
     known = [name for name in names or () if name is not None]
     figure = ArrayFigure(array, names, positional=len(set(known)) < len(known))
-    if _ADAPTER.get_sharding_info_for_array_data(figure) is None:
+    if ADAPTER.get_sharding_info_for_array_data(figure) is None:
         return None
     return treescope.render_array_sharding(figure).treescope_part
 
 
-class FigureAdapter:
-    """What treescope asks of a figure; the names of the parameters are treescope's."""
+def as_figure(array: Any) -> ArrayFigure:
+    """Returns what to draw of an array.
 
-    def get_axis_info_for_array_data(self, array: ArrayFigure) -> tuple[Any, ...]:
+    Args:
+        array: A figure, a ``NamedArray``, or any other array.
+
+    Example:
+        >>> import shardax as sx
+        >>> as_figure(sx.named.zeros({"batch": 2})).names
+        ('batch',)
+    """
+    if isinstance(array, ArrayFigure):
+        return array
+    if isinstance(array, NamedArray):
+        return ArrayFigure(array.data, array.dims, positional=False)
+    return ArrayFigure(array, None)
+
+
+class FigureAdapter:
+    """What treescope asks of a figure or named array; the parameters' names are treescope's."""
+
+    def get_axis_info_for_array_data(self, array: ArrayFigure | NamedArray) -> tuple[Any, ...]:
         """Returns the name, position and size of every dimension."""
         from treescope import ndarray_adapters as nda
 
+        figure = as_figure(array)
         infos: list[Any] = []
-        for name, size in zip(array.names, array.array.shape, strict=True):
+        for name, size in zip(figure.names, figure.array.shape, strict=True):
             place = sum(not isinstance(info, nda.NamedPositionlessAxisInfo) for info in infos)
             if name is None:
                 infos.append(nda.PositionalAxisInfo(place, size))
-            elif array.positional:
+            elif figure.positional:
                 infos.append(nda.NamedPositionalAxisInfo(place, name, size))
             else:
                 infos.append(nda.NamedPositionlessAxisInfo(name, size))
@@ -137,15 +166,16 @@ class FigureAdapter:
 
     def get_array_data_with_truncation(
         self,
-        array: ArrayFigure,
-        mask: ArrayFigure | None,
+        array: ArrayFigure | NamedArray,
+        mask: Any,
         edge_items_per_axis: tuple[int | None, ...],
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the numbers at both ends of every dimension, and which of them count."""
-        numbers, shape = array.array, array.array.shape
-        if array.array.size <= _MOST_READ:  # else the ends are taken where the array lies
+        numbers: Any = as_figure(array).array
+        shape = numbers.shape
+        if numbers.size <= _MOST_READ:  # else the ends are taken where the array lies
             numbers = np.asarray(numbers)
-        counts = np.broadcast_to(True if mask is None else np.asarray(mask.array), shape)
+        counts = np.broadcast_to(True if mask is None else np.asarray(as_figure(mask).array), shape)
         for dimension, edge in enumerate(edge_items_per_axis):
             if edge is not None:
                 kept = np.r_[0 : edge + 1, shape[dimension] - edge : shape[dimension]]
@@ -154,25 +184,26 @@ class FigureAdapter:
                 counts[(*place, edge)] = False  # only there to show that something is left out
         return np.asarray(numbers), counts
 
-    def get_array_summary(self, array: ArrayFigure, fast: bool) -> Any:
+    def get_array_summary(self, array: ArrayFigure | NamedArray, fast: bool) -> Any:
         """Returns the line above the picture."""
         from treescope import rendering_parts as parts
 
-        short = f"{array.array.dtype}{list(array.array.shape)}"
-        text = parts.text(short if fast else array.summary())
-        return parts.abbreviatable(text, parts.text(short))
+        figure = as_figure(array)
+        text = parts.text(figure.head if fast else figure.summary())
+        return parts.abbreviatable(text, parts.text(figure.head))
 
-    def get_numpy_dtype(self, array: ArrayFigure) -> np.dtype | None:
+    def get_numpy_dtype(self, array: ArrayFigure | NamedArray) -> np.dtype | None:
         """Returns the dtype, or None if NumPy has none such."""
-        dtype = array.array.dtype
+        dtype = as_figure(array).array.dtype
         return dtype if isinstance(dtype, np.dtype) else None
 
-    def get_sharding_info_for_array_data(self, array: ArrayFigure) -> Any:
+    def get_sharding_info_for_array_data(self, array: ArrayFigure | NamedArray) -> Any:
         """Returns what each device holds; None if it is unknown or cannot be drawn."""
         from treescope import ndarray_adapters as nda
 
-        shape, place = array.array.shape, getattr(array.array, "sharding", None)
-        if isinstance(array.array, Tracer) or not isinstance(place, Sharding) or 0 in shape:
+        inner = as_figure(array).array
+        shape, place = inner.shape, getattr(inner, "sharding", None)
+        if isinstance(inner, Tracer) or not isinstance(place, Sharding) or 0 in shape:
             return None
         spans = spans_by_device(shape, place)
         sizes = {tuple(stop - start for start, stop in own) for own in spans.values()}
@@ -187,9 +218,10 @@ class FigureAdapter:
             fully_replicated=sizes == {tuple(shape)},
         )
 
-    def should_autovisualize(self, array: ArrayFigure) -> bool:
+    def should_autovisualize(self, array: ArrayFigure | NamedArray) -> bool:
         """Whether there is a picture to draw."""
-        return array.is_here and 0 not in array.array.shape
+        figure = as_figure(array)
+        return figure.is_here and 0 not in figure.array.shape
 
 
-_ADAPTER = FigureAdapter()
+ADAPTER = FigureAdapter()

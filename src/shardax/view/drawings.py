@@ -18,11 +18,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardax.core._jax import Tracer
 from shardax.core.layout_text import format_mesh
 from shardax.core.paths import Path, format_path
-from shardax.core.printing import Drawing, draw, leaf_text
+from shardax.core.printing import Drawing, draw, leaf_text, parameter_count
 from shardax.core.state import Origin, State
 from shardax.core.structure import GraphDef, build
 from shardax.core.variables import Variable
+from shardax.named import NamedArray
 from shardax.partition.assignment import mesh_axes_of
+from shardax.view.array_figure import as_figure
 
 
 class NoValue:
@@ -104,6 +106,9 @@ def describe(leaf: Drawing) -> str:
         "Param(axes=('in', 'out'))"
     """
     value = leaf.value
+    if isinstance(value, (jax.Array, np.ndarray, NamedArray)) and leaf.path:
+        head = as_figure(value).head
+        return f"NamedArray({head})" if isinstance(value, NamedArray) else head
     if not isinstance(value, Variable):
         return leaf_text(leaf)
     if isinstance(value._value, NoValue):
@@ -122,18 +127,21 @@ def known_sharding(variable: Variable[Any]) -> Any:
     return None if isinstance(value, Tracer) else getattr(value, "sharding", None)
 
 
-def shared_note(drawing: Drawing) -> str:
-    """Returns a comment with the other places of what is shared.
+def notes(drawing: Drawing) -> str:
+    """Returns what is to be said of a place: the other places of what is shared, and its size.
 
     Example:
         >>> import shardax as sx
         >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
         >>> layer.same = layer.kernel
-        >>> shared_note(drawing_of(layer).parts[0])
-        '  # also at .same'
+        >>> drawing = drawing_of(layer)
+        >>> notes(drawing), notes(drawing.parts[0])
+        ('  # 9 parameters', '  # also at .same')
     """
+    is_tree = drawing.parts is not None and not drawing.path
     again = ", ".join(map(format_path, drawing.again))
-    return f"  # also at {again}" if again else ""
+    count = parameter_count(drawing) if is_tree else ""
+    return count + (f"  # also at {again}" if again else "")
 
 
 def example_array(place: Mesh | AbstractMesh | NamedSharding) -> jax.ShapeDtypeStruct:

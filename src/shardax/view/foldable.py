@@ -8,32 +8,39 @@ has pictures of its first arrays only: a page with thousands would neither be ma
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from shardax.core.display import Shown
 from shardax.core.lazy import LazyValue
 from shardax.core.paths import format_path
-from shardax.core.printing import Drawing, parameter_count
+from shardax.core.printing import Drawing
 from shardax.core.variables import ArrayAttribute, Variable
-from shardax.view.array_figure import ArrayFigure, sharding_part
+from shardax.named import NamedArray
+from shardax.view.array_figure import ArrayFigure, as_figure, sharding_part
 from shardax.view.drawings import (
     NoValue,
     describe,
     drawing_of,
     example_array,
     known_sharding,
+    notes,
     place_title,
-    shared_note,
 )
 
 MOST_PICTURES = 100
 """How many arrays of one drawing are shown with their values."""
 
-_GREY = "#666"
+MOST_LEAVES = 2000
+"""How many leaves a drawing has at most that is unfolded as its size suggests."""
+
+_GREY, _WIDTH = "#666", 80
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 Renderer = Callable[..., Any]
 
@@ -42,70 +49,94 @@ class Foldable:
     """Turns one drawing into treescope's parts.
 
     Args:
+        drawing: The drawing.
         subtree_renderer: treescope's renderer for what stands in leaves.
     """
 
-    def __init__(self, subtree_renderer: Renderer) -> None:
+    def __init__(self, drawing: Drawing, subtree_renderer: Renderer) -> None:
         from treescope import formatting_util, rendering_parts
 
         self.parts = rendering_parts
-        self.render_value = subtree_renderer
         self.color = formatting_util.color_from_string
+        self.root = drawing
+        self.render_value = subtree_renderer
+        self.large = is_large(drawing)
         self.pictures_left = MOST_PICTURES
 
-    def render(self, drawing: Drawing, path: str | None) -> Any:
-        """Returns the part of a drawing.
+    def part(self, path: str | None) -> Any:
+        """Returns the part.
 
         Args:
-            drawing: What to draw.
-            path: The code that leads there, for the button that copies it; None for no button.
+            path: The code that leads to what is drawn, for buttons that copy it; None for none.
         """
-        parts = self.parts
+        return self._render(self.root, path)
+
+    def _render(self, drawing: Drawing, path: str | None) -> Any:
         if drawing.first is not None:
-            same = f"<same {drawing.name} as {format_path(drawing.first.path)}>"
-            return parts.build_one_line_tree_node(self._remark(same), path)
+            same = self._abbreviation(f"<same {drawing.name} as {format_path(drawing.first.path)}>")
+            return self.parts.build_one_line_tree_node(same, path)
         if drawing.parts is not None:
             return self._inner(drawing, drawing.parts, path)
         if isinstance(drawing.value, Variable):
             return self._variable(drawing, path)
+        if isinstance(drawing.value, NamedArray):
+            return self.render_value(as_figure(drawing.value), path=path)
+        if isinstance(drawing.value, Shown):
+            return self._line(drawing, path)
         return self.render_value(drawing.value, path=path)
 
     def _inner(self, drawing: Drawing, below: list[Drawing], path: str | None) -> Any:
-        note = parameter_count(drawing) if not drawing.path else ""
+        children = self._children(below, path)
         return self.parts.build_foldable_tree_node_from_children(
             prefix=f"{drawing.name}(",
-            children=[self._child(child, path) for child in below],
+            children=children,
             suffix=")",
             comma_separated=True,
             path=path,
             background_color=self.color(drawing.name),
-            first_line_annotation=self._note(note + shared_note(drawing)),
+            first_line_annotation=self._note(drawing),
         )
 
-    def _child(self, child: Drawing, path: str | None) -> Any:
-        if type(child.value) in _PLAIN and child.parts is None:  # most lines of a large model
-            return f"{child.label}{child.value!r}"
-        below = None if path is None else path + child.code
-        return self.parts.siblings_with_annotations(child.label, self.render(child, below))
+    def _line(self, drawing: Drawing, path: str | None) -> Any:
+        text, color = describe(drawing), self.color(drawing.name)
+        if self.large and not drawing.again:
+            return self.parts.custom_style(
+                self.parts.text(text), f"background: {color}; color: black"
+            )
+        node = self.parts.build_one_line_tree_node(text, path, background_color=color)
+        return self.parts.siblings_with_annotations(node, extra_annotations=[self._note(drawing)])
+
+    def _children(self, below: list[Drawing], path: str | None) -> list[Any]:
+        """A line for each; plain configuration shares lines, of which there would be too many."""
+        lines: list[Any] = []
+        for child in below:
+            if type(child.value) not in _PLAIN or child.parts is not None:
+                code = None if path is None else path + child.code
+                node = self._render(child, code)
+                lines.append(self.parts.siblings_with_annotations(child.label, node))
+                continue
+            text = f"{child.label}{child.value!r}"
+            if lines and isinstance(lines[-1], str) and len(lines[-1]) + len(text) < _WIDTH:
+                lines[-1] += f", {text}"
+            else:
+                lines.append(text)
+        return lines
 
     def _variable(self, drawing: Drawing, path: str | None) -> Any:
         """A line that says all but the numbers; unfolded, the numbers and how they are laid out."""
         picture = self._picture(drawing.value, path)
-        line, color = describe(drawing), self.color(drawing.name)
-        note = self._note(shared_note(drawing))
         if isinstance(drawing.value, ArrayAttribute):
-            return picture or self._remark(f"<{line}>")
+            return picture or self._abbreviation(f"<{describe(drawing)}>")
         if picture is None:
-            node = self.parts.build_one_line_tree_node(line, path, background_color=color)
-            return self.parts.siblings_with_annotations(node, extra_annotations=[note])
+            return self._line(drawing, path)
         whole = self.parts.build_full_line_with_annotations(picture)
         return self.parts.build_foldable_tree_node_from_children(
-            prefix=line.removesuffix(")"),
+            prefix=describe(drawing).removesuffix(")"),
             children=[self.parts.fold_condition(expanded=whole)],
             suffix=")",
             path=path,
-            background_color=color,
-            first_line_annotation=note,
+            background_color=self.color(drawing.name),
+            first_line_annotation=self._note(drawing),
         )
 
     def _picture(self, variable: Variable[Any], path: str | None) -> Any:
@@ -119,13 +150,24 @@ class Foldable:
         shown = ArrayFigure(value, names) if isinstance(value, (jax.Array, np.ndarray)) else value
         return self.render_value(shown, path=None if path is None else f"{path}.value")
 
-    def _note(self, text: str) -> Any:
-        if not text:
-            return self.parts.empty_part()
+    def _note(self, drawing: Drawing) -> Any:
+        text = notes(drawing)
+        if drawing is self.root and self.pictures_left <= 0:
+            text += f"  # with the values of the first {MOST_PICTURES} arrays"
         return self.parts.custom_text_color(self.parts.text(text), _GREY)
 
-    def _remark(self, text: str) -> Any:
+    def _abbreviation(self, text: str) -> Any:
         return self.parts.abbreviation_color(self.parts.text(text))
+
+
+def is_large(drawing: Drawing) -> bool:
+    """Whether a drawing is so large that it is better quick than handsome.
+
+    Example:
+        >>> is_large(drawing_of([1, 2]))
+        False
+    """
+    return any(number > MOST_LEAVES for number, _ in enumerate(drawing.leaves()))
 
 
 def draw_with_treescope(value: Any) -> str:
@@ -145,24 +187,28 @@ def draw_with_treescope(value: Any) -> str:
         True
     """
     import treescope
+    from treescope import layout_algorithms
 
     drawing = drawing_of(value)
 
     def handle(node: Any, path: str | None, subtree_renderer: Renderer) -> Any:
         if node is value and drawing.parts is not None:
-            return Foldable(subtree_renderer).render(drawing, path)
-        if isinstance(node, (jax.Array, np.ndarray)):
-            return subtree_renderer(ArrayFigure(node, None), path=path)
+            return Foldable(drawing, subtree_renderer).part(path)
+        if isinstance(node, (jax.Array, np.ndarray, NamedArray)):
+            return subtree_renderer(as_figure(node), path=path)
         if isinstance(node, (Mesh, AbstractMesh, NamedSharding)):
             return _place_part(node)
         return NotImplemented
 
     renderer = treescope.active_renderer.get().extended_with(handlers=[handle])
     visualizer = treescope.active_autovisualizer.get() or _Pictures()
-    with (
-        treescope.active_renderer.set_scoped(renderer),
-        treescope.active_autovisualizer.set_scoped(visualizer),
-    ):
+    with ExitStack() as scopes:
+        scopes.enter_context(treescope.active_renderer.set_scoped(renderer))
+        scopes.enter_context(treescope.active_autovisualizer.set_scoped(visualizer))
+        if is_large(drawing):  # finding a balanced layout takes a quarter of the time
+            unfold = functools.partial(layout_algorithms.expand_to_depth, depth=1)
+            scopes.enter_context(treescope.active_expansion_strategy.set_scoped(unfold))
+            scopes.enter_context(treescope.abbreviation_threshold.set_scoped(1))
         return treescope.render_to_html(value)
 
 

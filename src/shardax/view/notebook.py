@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from shardax.view.array_figure import ADAPTER
 from shardax.view.drawings import drawing_of
 from shardax.view.foldable import Foldable
 from shardax.view.show import html_fragment, in_notebook
@@ -44,4 +45,15 @@ def treescope_rendering(value: Any, path: str | None, subtree_renderer: Any) -> 
         >>> print(treescope.render_to_text(layers).splitlines()[2].strip())
         kernel=Param(float32[2, 3], lazy, axes=('in', 'out')),
     """
-    return Foldable(subtree_renderer).render(drawing_of(value), path)
+    return Foldable(drawing_of(value), subtree_renderer).part(path)
+
+
+def ndarray_adapter() -> Any:
+    """Returns what treescope asks of a ``NamedArray``.
+
+    Example:
+        >>> import shardax as sx, treescope
+        >>> type(treescope.render_array(sx.named.zeros({"batch": 2, "embed": 3}))).__name__
+        'TreescopeFigure'
+    """
+    return ADAPTER

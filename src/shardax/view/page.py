@@ -2,8 +2,8 @@
 """HTML pages: one file that needs no other, light or dark as the reader's system is.
 
 treescope draws on white and knows no dark mode. On a dark page its drawing is therefore shown
-inverted, with the hues turned back: what was black on pale red is white on deep red, and white is the page's colour. A notebook
-says by its body whether it is dark, whatever the system is.
+inverted, with the hues turned back: what was black on pale red is white on deep red, and white is
+the colour of the page. A notebook says by its body whether it is dark, whatever the system is.
 """
 
 from __future__ import annotations

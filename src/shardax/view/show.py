@@ -13,8 +13,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardax.core.printing import parameter_count
-from shardax.view.drawings import describe, drawing_of, example_array, place_title, shared_note
+from shardax.view.drawings import describe, drawing_of, example_array, notes, place_title
 from shardax.view.page import fragment, html_page
 from shardax.view.pictures import sharding_text
 from shardax.view.sharding_view import ShardingView
@@ -82,9 +81,7 @@ def to_text(value: Any) -> str:
         return str(value)
     if isinstance(value, (Mesh, AbstractMesh, NamedSharding)):
         return f"{place_title(value)}\n{sharding_text(example_array(value))}"
-    drawing = drawing_of(value)
-    lines = list(drawing.lines(describe, shared_note))
-    return "\n".join([lines[0] + parameter_count(drawing), *lines[1:]])
+    return "\n".join(drawing_of(value).lines(describe, notes))
 
 
 def to_html(value: Any, title: str | None = None) -> str:
