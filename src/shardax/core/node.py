@@ -47,8 +47,6 @@ class Object(Shown):
         raise NotImplementedError
 
 
-class Wrapper:
-    """A callable around another one that may lead to objects, such as a compiled bound method.
 class Placeholder:
     """An immutable value that stands where an object belongs (``core.slots``).
 
@@ -58,6 +56,8 @@ class Placeholder:
     __slots__ = ()
 
 
+class Wrapper:
+    """A callable around another one that may lead to objects, such as a compiled bound method.
 
     Where it stands in a model, a copy of the model gets a wrapper of its own, around the copy's
     objects.

@@ -427,7 +427,6 @@ def rebuild_tuple(kind: type, items: list[Any]) -> Any:
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
-def build(
 def rebuild(
     walk: Walk,
     given: Mapping[int, Any],
@@ -455,6 +454,7 @@ def rebuild(
     return decode
 
 
+def build(
     graphdef: GraphDef, values: Sequence[Any], owner: Any, lock: str | None = None
 ) -> tuple[list[Any], list[Any]]:
     """Makes new objects from a structure and values: the inverse of flattening.

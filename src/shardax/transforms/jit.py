@@ -19,11 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from shardax.core import epoch
-from shardax.core._jax import Tracer
 from shardax.core.errors import OutputError, StaticArgumentError
 from shardax.core.frames import local
 from shardax.core.lazy import LazyValue
@@ -45,6 +41,7 @@ from shardax.transforms.closures import (
 from shardax.transforms.entry import CallEntry
 from shardax.transforms.lift import Arguments, Carried, Graph, carry_in, check_no_leak
 from shardax.transforms.naming import root_names
+from shardax.transforms.plain import ARRAY_TYPES, all_dynamic, note_types
 from shardax.transforms.plan import (
     ArgumentLayout,
     Options,
@@ -58,9 +55,6 @@ from shardax.transforms.static_arguments import (
     resolve_arguments,
     separate_static,
 )
-
-_ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
-"""Types of arguments that are surely plain; JAX's concrete array type joins when first met."""
 
 
 class Jit(Wrapper):
@@ -96,18 +90,21 @@ class Jit(Wrapper):
         self.plans: dict[Any, Plan] = {}
         self.calls: dict[Any, CallEntry] = {}
         self._wrapping_key = wrapping or _options_key(self.options)
-        self._simple = not (self.static_positions or self.static_names or options.static)
+        self._simple = not (self.static_positions or self.static_names)
+        self._auto = self.options.auto_static
 
     # --- calling ---------------------------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self._simple or kwargs or local.frame is not None:
             return self._call_by_template(args, kwargs)
+        if self._auto and not all_dynamic(args):
+            return self._call_by_template(args, kwargs)
         key: list[Any] = []
         plain: list[Any] = []
         traced = False
         for arg in args:
-            if type(arg) in _ARRAY_TYPES:
+            if type(arg) in ARRAY_TYPES:
                 key.append(0)
                 plain.append(arg)
             elif isinstance(arg, Object):
@@ -116,7 +113,7 @@ class Jit(Wrapper):
             elif has_objects(arg):
                 return self._call_by_template(args, kwargs)
             else:
-                traced = traced or _note_types(arg)
+                traced = traced or note_types(arg)
                 key.append(0)
                 plain.append(arg)
         if self.sources is None:
@@ -140,7 +137,7 @@ class Jit(Wrapper):
         if record is not known:
             targets = [entry.leaves[position] for position in record.written]
             entry.last = (record, targets)
-        if not record.simple or (written and type(written[0]) not in _ARRAY_TYPES):
+        if not record.simple or (written and type(written[0]) not in ARRAY_TYPES):
             return self._finish_slowly(entry, Carried(result, written, fresh, record))
         for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
             variable._value = value
@@ -171,7 +168,7 @@ class Jit(Wrapper):
         finally:
             local.call = None
         written = carried.written
-        if not carried.record.simple or (written and type(written[0]) not in _ARRAY_TYPES):
+        if not carried.record.simple or (written and type(written[0]) not in ARRAY_TYPES):
             return self._finish_slowly(entry, carried)
         for position, value in zip(carried.record.written, written, strict=True):
             entry.leaves[position]._value = value
@@ -180,7 +177,7 @@ class Jit(Wrapper):
     def _finish_slowly(self, entry: CallEntry, carried: Carried) -> Any:
         """Carries back structure, pytree values, or notices tracers of a plain JAX transform."""
         graph = entry.graph()
-        if _note_types(carried.written):
+        if note_types(carried.written):
             check_no_leak(graph, carried)
         return carry_in(graph, carried)
 
@@ -401,20 +398,6 @@ def _options_key(options: Options) -> Any:
         return exact_key(options)
     except TypeError:
         return object()
-
-
-def _note_types(arg: Any) -> bool:
-    """Learns JAX's concrete array type; returns whether the argument holds tracers."""
-    if isinstance(arg, jax.Array) and not isinstance(arg, Tracer):
-        _ARRAY_TYPES.add(type(arg))
-        return False
-    leaves = jax.tree.leaves(arg)
-    if _ARRAY_TYPES.issuperset(map(type, leaves)):
-        return False
-    for leaf in leaves:
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-            _ARRAY_TYPES.add(type(leaf))
-    return any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
 def jit(

@@ -28,6 +28,7 @@ class Once:
         kwargs: Its keyword arguments.
         make_frame: Makes the frame; by default an ordinary one.
         static: Positions and names of arguments that are passed on as they are.
+        auto_static: Whether leaves that are neither arrays nor objects are passed on so.
 
     Attributes:
         call: The call.
@@ -41,8 +42,11 @@ class Once:
         kwargs: Mapping[str, Any],
         make_frame: Callable[[str], Frame] = Frame,
         static: Container[int | str] = (),
+        auto_static: bool = False,
     ) -> None:
-        self.call = Call(name, [function], args, kwargs, make_frame, static=static)
+        self.call = Call(
+            name, [function], args, kwargs, make_frame, static=static, auto_static=auto_static
+        )
         self._record: Record | None = None
         self._adopted: list[Adopted] = []
 

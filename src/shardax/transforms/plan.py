@@ -45,7 +45,11 @@ from shardax.transforms.lift import (
 )
 from shardax.transforms.naming import template_roots
 from shardax.transforms.prefix import check_plain, check_shardings_only, consistent, expand
-from shardax.transforms.static_arguments import as_tuple, resolve_arguments
+from shardax.transforms.static_arguments import (
+    as_tuple,
+    check_static_option,
+    resolve_arguments,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +68,7 @@ class Options:
     compiler_options: Any = None
 
     def __post_init__(self) -> None:
-        if self.static not in (None, "auto"):
-            raise StaticArgumentError(
-                f"static={self.static!r}: the option takes 'auto', which makes everything static "
-                f"that is no array, number or Module, or None. To choose arguments, use "
-                f"static_argnums or static_argnames."
-            )
+        check_static_option(self.static)
         check_shardings_only(self.in_shardings, "in_shardings")
         check_shardings_only(self.out_shardings, "out_shardings")
 

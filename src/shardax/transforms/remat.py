@@ -20,7 +20,11 @@ from shardax.transforms.call import wraps
 from shardax.transforms.decide import check_operands
 from shardax.transforms.lift import check_result
 from shardax.transforms.once import Once
-from shardax.transforms.static_arguments import resolve_arguments, static_argument
+from shardax.transforms.static_arguments import (
+    check_static_option,
+    resolve_arguments,
+    static_argument,
+)
 
 
 def remat(
@@ -30,6 +34,7 @@ def remat(
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    static: str | None = None,
 ) -> Any:
     """Makes a function over Modules compute its intermediate values anew when differentiated.
 
@@ -45,6 +50,8 @@ def remat(
         static_argnums: Positions of arguments that are passed on as they are; they must be
             hashable. Booleans and strings that decide what the function does belong here.
         static_argnames: Their names.
+        static: ``"auto"`` makes every leaf of the arguments static that is no array, number, Module
+            or Variable, as in ``jit``.
 
     Returns:
         A function of the same arguments.
@@ -71,16 +78,18 @@ def remat(
             prevent_cse=prevent_cse,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
+            static=static,
         )
+    check_static_option(static)
     positions, names = resolve_arguments(
         function, static_argnums, static_argnames, "static", StaticArgumentError
     )
-    static = {*positions, *names}
+    fixed = {*positions, *names}
 
     @wraps(function)
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
-        check_static(function, static, args, kwargs)
-        once = Once("remat", function, args, kwargs, static=static)
+        check_static(function, fixed, args, kwargs)
+        once = Once("remat", function, args, kwargs, static=fixed, auto_static=static is not None)
         check_operands(once.call, "make it static: sx.remat(f, static_argnames=...)")
 
         def pure(values: Any, plain: Any, plain_named: Any) -> Any:

@@ -66,6 +66,20 @@ def resolve_arguments(
     return tuple(sorted(all_positions)), tuple(sorted(all_names))
 
 
+def check_static_option(static: str | None) -> None:
+    """Raises if the option ``static`` has a value that it does not take.
+
+    Raises:
+        StaticArgumentError: Saying which it takes.
+    """
+    if static not in (None, "auto"):
+        raise StaticArgumentError(
+            f"static={static!r}: the option takes 'auto', which makes everything static that is no "
+            f"array, number or Module, or None. To choose arguments, use static_argnums or "
+            f"static_argnames."
+        )
+
+
 def as_tuple(value: Any) -> tuple[Any, ...]:
     """Returns an option that may be None, one entry or several, as a tuple."""
     if value is None:
