@@ -12,18 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from shardax.core._jax import is_eager
 from shardax.core.errors import MeshError
 from shardax.core.pytree import is_object
 from shardax.partition.box_layout import get_sharding
+from shardax.partition.init_programs import Call, Program, Runner, find
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules, RulesLike
 from shardax.partition.scope import axis_rules, resolve_rules
-from shardax.partition.specs import require_mesh
+from shardax.partition.tree_layout import require_mesh
 from shardax.transforms.jit import jit
 from shardax.transforms.shapes import eval_shape
 
@@ -36,6 +36,9 @@ def initialise(
     **kwargs: Any,
 ) -> Any:
     """Computes what a functional initializer returns straight into its shardings.
+
+    It is compiled once: a call with the same function, arguments that differ in their numbers only,
+    the same mesh and rules runs the program of the one before, as with ``jax.jit``.
 
     The mesh and the rules are in scope while ``fn`` is traced, also for the constraints in it. Over
     a mesh with Explicit axes ``fn`` is traced as over Auto ones, for only then may the compiler
@@ -73,12 +76,18 @@ def initialise(
     """
     where = _usable(require_mesh(mesh, "initialise"))
     chosen = resolve_rules(rules)
-    run, given = _program(fn, args, kwargs)
-    inputs = [_over_automatic(array) for array in given]
     automatic = _automatic(where)
+    call = Call(fn, args, kwargs)
+    inputs = [_over_automatic(array) for array in call.inputs]
+
+    def make() -> Program:
+        places = get_sharding(eval_shape(call.run, inputs), automatic, chosen)
+        runner = Runner(call)
+        return Program(runner, jit(runner, out_shardings=places))
+
     with jax.set_mesh(automatic), axis_rules(chosen):
-        shapes = eval_shape(run, inputs)
-        result = jit(run, out_shardings=get_sharding(shapes, automatic, chosen))(inputs)
+        program = find(call.key(automatic, chosen), make)
+        result = program.runner.run(call, program.compiled, inputs)
     if automatic == where:
         return result
     return jax.tree.map(lambda leaf: _over(leaf, where, chosen), result, is_leaf=is_object)
@@ -125,23 +134,3 @@ def _over_automatic(array: Any) -> Any:
         if automatic == now.mesh
         else jax.device_put(array, NamedSharding(automatic, now.spec))
     )
-
-
-def _program(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns a function of the arrays among the arguments alone, and these arrays."""
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-    inputs = [leaf for leaf in leaves if _is_input(leaf)]
-
-    def run(given: list[Any]) -> Any:
-        remaining = iter(given)
-        filled = [next(remaining) if _is_input(leaf) else leaf for leaf in leaves]
-        args, kwargs = treedef.unflatten(filled)
-        return fn(*args, **kwargs)
-
-    return run, inputs
-
-
-def _is_input(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray)) or is_object(leaf)
