@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardax.core.errors import FilterError
+from shardax.core.node import Placeholder
 from shardax.core.paths import Path, format_path
 from shardax.core.variables import Variable
 
@@ -49,7 +50,8 @@ class WithTag:
     tag: str
 
     def __call__(self, path: Path, variable: typing.Any) -> bool:
-        metadata = getattr(variable, "metadata", None)
+        is_slot = isinstance(variable, Placeholder)
+        metadata = None if is_slot else getattr(variable, "metadata", None)
         if not isinstance(metadata, Mapping):  # a Module, say: selections ask about everything
             return False
         tags = metadata.get("tags", ())

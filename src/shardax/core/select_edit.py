@@ -18,7 +18,7 @@ from typing import Any
 
 from shardax.core import epoch
 from shardax.core.arraylike import as_value
-from shardax.core.containers import _ARRAYS, box
+from shardax.core.containers import _ARRAYS, _HIDDEN, box
 from shardax.core.errors import SelectionError, StaleSelectionError
 from shardax.core.frames import check_structural_write, local, owner_here, resolve
 from shardax.core.node import Object
@@ -115,7 +115,7 @@ class _Edit:
 
     def value(self, node: Node) -> Any:
         """Returns the value of a Variable after the edit."""
-        if isinstance(node.place.stored, ArrayAttribute):
+        if isinstance(node.place.stored, _HIDDEN):
             return self.content(node, node.place)
         ((_, value),) = arranged(node.place, self.parts(node, node.place))
         return value
@@ -144,7 +144,7 @@ class _Edit:
 def _check_no_loss(child: Place, item: Any) -> None:
     """Raises if an array is to stand for a Variable of a model, whose type would be lost."""
     variable = child.stored
-    if not isinstance(variable, Variable) or isinstance(variable, ArrayAttribute):
+    if not isinstance(variable, Variable) or isinstance(variable, _HIDDEN):
         return
     if isinstance(item, _ARRAYS):
         kind = type(variable).__name__

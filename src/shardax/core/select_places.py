@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardax.core.containers import unbox
+from shardax.core.containers import _HIDDEN, unbox
 from shardax.core.functional import _parts
 from shardax.core.node import Object, Wrapper
 from shardax.core.paths import Path, PathKey, format_path, path_step
 from shardax.core.state import State
 from shardax.core.structure import has_parts, rebuild_tuple
-from shardax.core.variables import ArrayAttribute, Variable
+from shardax.core.variables import Variable
 
 _WITH_PARTS = (Object, list, dict, tuple, functools.partial, types.MethodType, Wrapper)
 ABSENT: Any = object()
@@ -43,8 +43,8 @@ class Place(NamedTuple):
         holder: The nearest thing with identity, here or above.
         local: The way here from the holder; empty for the holder itself.
         inside: Whether this is in a Variable's value, where lists and dicts have no identity.
-        named: Whether the path leads just here. What a bound method or a partial wraps has the path
-            of the method or partial, and is a place of its own only if it is an object.
+        wrapped: How many wrappers have the same path and holder: what a bound method or a partial
+            is around has no step of its own.
         above: ``id`` of every holder above.
     """
 
@@ -53,18 +53,23 @@ class Place(NamedTuple):
     holder: Any
     local: Path
     inside: bool = False
-    named: bool = True
+    wrapped: int = 0
     above: tuple[int, ...] = ()
 
     @property
     def is_holder(self) -> bool:
         """Whether what stands here has identity (the root counts as if it had)."""
-        return not self.local
+        return not self.local and not self.wrapped
+
+    @property
+    def named(self) -> bool:
+        """Whether the path leads just here, so that this can be selected."""
+        return not self.wrapped
 
     @property
     def content(self) -> Any:
         """What stands here, without materialising it: the array of an array attribute."""
-        return content_of(self.stored) if isinstance(self.stored, ArrayAttribute) else self.stored
+        return content_of(self.stored) if isinstance(self.stored, _HIDDEN) else self.stored
 
     def key(self, every_path: bool) -> Hashable:
         """What two places that are the same have in common.
@@ -72,7 +77,7 @@ class Place(NamedTuple):
         Args:
             every_path: Whether what is reached by two paths is two places.
         """
-        known = (id(self.holder), self.local)
+        known = (id(self.holder), self.local, self.wrapped)
         return (self.path, *known) if every_path else known
 
 
@@ -102,14 +107,15 @@ def children(place: Place, into_values: bool = True) -> Iterator[Place]:
     inside = place.inside or isinstance(place.stored, Variable)
     above = (*place.above, id(place.holder)) if place.is_holder else place.above
     for steps, child in parts(content):
-        if not into_values and isinstance(child, ArrayAttribute):
+        if not into_values and isinstance(child, _HIDDEN):
             continue
         path = (*place.path, *steps)
         if not inside and isinstance(child, (Object, list, dict)):
             yield Place(path, child, child, (), above=above)
         else:
             local = (*place.local, *steps)
-            yield Place(path, child, place.holder, local, inside, bool(steps), above)
+            wrapped = 0 if steps else place.wrapped + 1
+            yield Place(path, child, place.holder, local, inside, wrapped, above)
 
 
 def parts(value: Any) -> list[tuple[Path, Any]]:
@@ -135,7 +141,7 @@ def _steps(keys: Iterable[Any]) -> Path:
 
 def shown(value: Any) -> Any:
     """Returns what is stored as the user sees it, with nothing materialised."""
-    if isinstance(value, ArrayAttribute):
+    if isinstance(value, _HIDDEN):
         return content_of(value)
     if isinstance(value, tuple) and has_parts(value):
         items = [shown(item) for item in value]
@@ -147,9 +153,10 @@ def shown(value: Any) -> Any:
 def read(place: Place) -> Any:
     """Returns what stands at a place now, materialised; ``ABSENT`` if the place is gone."""
     if isinstance(place.holder, Variable):
-        if isinstance(place.holder, ArrayAttribute) or place.local:
+        is_hidden = isinstance(place.holder, _HIDDEN)
+        if is_hidden or place.local:
             _ = place.holder.value  # what is lazy becomes real
-        if isinstance(place.holder, ArrayAttribute):
+        if is_hidden:
             return descend(place.holder.value, place.local)
     return unbox(descend(place.holder, place.local))
 

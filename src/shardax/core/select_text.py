@@ -15,19 +15,20 @@ _MAX_LINES = 100
 _MARK, _NO_MARK, _INDENT = "> ", "  ", "  "
 
 
-def selection_text(tree: Any, places: Collection[Place]) -> str:
+def selection_text(tree: Any, places: Collection[Place], every_path: bool) -> str:
     """Returns the text of ``repr(selection)``.
 
     Args:
         tree: The tree.
         places: What is selected.
+        every_path: Whether an object is selected at the given paths only.
 
     Returns:
         A line that counts, and below it the tree: what is selected is marked with ``>``, and what
         holds nothing selected is shown in one line.
     """
     count = f"{len(places)} place{'' if len(places) == 1 else 's'}"
-    text = _Text(places)
+    text = _Text(places, every_path)
     lines = list(text.lines(draw(tree), 0))
     if len(lines) > _MAX_LINES:
         lines = [*lines[:_MAX_LINES], f"{_NO_MARK}... {len(lines) - _MAX_LINES} more lines"]
@@ -37,8 +38,9 @@ def selection_text(tree: Any, places: Collection[Place]) -> str:
 class _Text:
     """The places to mark, and what leads to them."""
 
-    def __init__(self, places: Collection[Place]) -> None:
-        self._objects = {id(place.holder) for place in places if place.is_holder}
+    def __init__(self, places: Collection[Place], every_path: bool) -> None:
+        anywhere = [] if every_path else places
+        self._objects = {id(place.holder) for place in anywhere if place.is_holder}
         self._paths = {place.path for place in places}
         self._leading = {path[:end] for path in self._paths for end in range(len(path))}
 

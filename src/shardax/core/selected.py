@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Self
 
+from shardax.core.containers import _HIDDEN
 from shardax.core.errors import (
     SelectionCountError,
     SelectionError,
@@ -44,7 +45,6 @@ from shardax.core.select_predicates import (
 )
 from shardax.core.select_survey import Survey
 from shardax.core.select_text import selection_text
-from shardax.core.variables import ArrayAttribute
 
 _QUOTED_NAME = re.compile(r"""\[(['"])([^\W\d]\w*)\1\]""")
 """A dict key that a path shows as an attribute: ``['name']`` for ``.name``."""
@@ -68,9 +68,10 @@ class Selected:
 
     def _once(self, places: Iterable[Place]) -> tuple[Place, ...]:
         """Returns the places without those that are the same as one before."""
-        return tuple(
-            {place.key(self._every_path): place for place in reversed([*places])}.values()
-        )[::-1]
+        first: dict[Hashable, Place] = {}
+        for place in places:
+            first.setdefault(place.key(self._every_path), place)
+        return tuple(first.values())
 
     def _narrowed(self, places: Iterable[Place]) -> Self:
         return type(self)(self._tree, places, self._every_path, self._journal)
@@ -359,7 +360,7 @@ class Selected:
         return map(self._read, self._places)
 
     def __repr__(self) -> str:
-        return selection_text(self._tree, self._places)
+        return selection_text(self._tree, self._places, self._every_path)
 
     def _found(self) -> str:
         """Says in a sentence what is selected; what follows a colon is a list of lines."""
@@ -400,7 +401,8 @@ class Selected:
         names: list[str] = []
 
         def note(place: Place) -> bool:
-            names.append(format_path(place.path))
+            """Notes what is below a place, also where it leads to something seen before."""
+            names.extend(format_path(child.path) for child in children(place))
             return False
 
         search(self._places, note, every_path=self._every_path)
@@ -443,7 +445,7 @@ def _within(place: Place, below: Place, value: Any) -> Place:
         value: That tree.
     """
     path, above = (*place.path, *below.path), (*place.above, id(place.holder), *below.above)
-    in_value = place.inside or isinstance(place.stored, ArrayAttribute)
+    in_value = place.inside or isinstance(place.stored, _HIDDEN)
     if in_value or (below.holder is value and not place.is_holder):
         local = (*place.local, *below.path)
         return below._replace(path=path, holder=place.holder, local=local, inside=in_value)

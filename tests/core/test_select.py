@@ -1,0 +1,589 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selections: which places are found, and what is read there."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardax as sx
+from shardax.core import epoch
+from shardax.core.errors import (
+    SelectionCountError,
+    SelectionError,
+    SelectionIndexError,
+    SelectionPathError,
+    StaleSelectionError,
+)
+
+
+class Block(sx.Module):
+    """Two layers and some configuration."""
+
+    def __init__(self, seed: int, kind: str = "plain") -> None:
+        self.attn = sx.nn.Linear(2, 2, rngs=sx.Rngs(seed))
+        self.mlp = sx.nn.Linear(2, 2, use_bias=False, rngs=sx.Rngs(seed + 1))
+        self.kind = kind
+
+
+class Model(sx.Module):
+    """Blocks in a list, a tied Variable, an array, a tuple and a dict."""
+
+    def __init__(self) -> None:
+        self.embed = sx.Param(jnp.ones((3, 2)), axes=("vocab", "embed"))
+        self.blocks = [Block(0), Block(2, "gated")]
+        self.scale = jnp.ones(2)
+        self.heads = {"en": sx.nn.Linear(2, 3, rngs=sx.Rngs(5)), "de": 0.5}
+        self.norms = (sx.nn.RMSNorm(2), "last")
+        self.unembed = self.embed
+
+    @property
+    def last(self) -> Any:
+        """The last block."""
+        return self.blocks[-1]
+
+    def nth(self, n: int) -> Any:
+        """One block."""
+        return self.blocks[n]
+
+
+class Pair(NamedTuple):
+    """A NamedTuple."""
+
+    first: Any
+    second: Any
+
+
+@pytest.fixture
+def model() -> Model:
+    """A new Model."""
+    return Model()
+
+
+# --- narrowing by class, test and value ---
+
+
+def test_a_selection_starts_as_the_whole_tree(model: Model) -> None:
+    selection = sx.select(model)
+    assert selection.get() is model and selection.tree is model
+    assert selection.keypaths() == ((),) and len(selection) == 1
+
+
+def test_instances_are_the_outermost_in_order(model: Model) -> None:
+    found = sx.select(model).at_instances_of(Block)
+    assert found.get_all() == (model.blocks[0], model.blocks[1])
+    assert found.keypaths() == (("blocks", 0), ("blocks", 1))
+    assert list(found) == list(found.get_all())
+
+
+def test_innermost_instances_are_those_that_hold_no_other() -> None:
+    inner = sx.nn.Sequential(jax.nn.relu)
+    model = sx.nn.Sequential(inner, sx.nn.Sequential(sx.nn.Sequential()), jax.nn.relu)
+    selection = sx.select(model)
+    assert selection.at_instances_of(sx.nn.Sequential).keypaths() == ((),)
+    found = selection.at_instances_of(sx.nn.Sequential, innermost=True)
+    assert found.keypaths() == (("layers", 0), ("layers", 1, "layers", 0))
+
+
+def test_innermost_looks_into_what_was_met_before() -> None:
+    leaf = sx.nn.Sequential()
+    model = {"leaf": leaf, "around": sx.nn.Sequential(leaf)}
+    found = sx.select(model).at_instances_of(sx.nn.Sequential, innermost=True)
+    assert found.keypaths() == (("leaf",),)
+
+
+@pytest.mark.parametrize("classes", [sx.nn.RMSNorm | Block, (sx.nn.RMSNorm, Block)])
+def test_classes_may_be_a_union_or_a_tuple(model: Model, classes: Any) -> None:
+    found = sx.select(model).at_instances_of(classes)
+    assert found.keypaths() == (("blocks", 0), ("blocks", 1), ("norms", 0))
+
+
+def test_what_is_no_class_is_refused(model: Model) -> None:
+    with pytest.raises(SelectionError, match="at_subtrees_where"):
+        sx.select(model).at_instances_of(lambda x: True)
+
+
+def test_a_shared_object_is_one_place_unless_asked(model: Model) -> None:
+    named = lambda selection: selection.at_instances_of(sx.Param).where(
+        lambda param: param.shape == (3, 2)
+    )
+    assert named(sx.select(model)).keypaths() == (("embed",),)
+    every = named(sx.select(model, every_path=True))
+    assert every.keypaths() == (("embed",), ("unembed",))
+    assert every.get_all() == (model.embed, model.embed)
+
+
+def test_a_cycle_is_walked_once() -> None:
+    first, second = sx.Module(), sx.Module()
+    first.other, second.other = second, first
+    second.w = sx.Param(1.0)
+    for every_path in (False, True):
+        selection = sx.select(first, every_path=every_path)
+        assert selection.at_instances_of(sx.Param).keypaths() == (("other", "w"),)
+
+
+def test_a_function_of_one_argument_gets_the_value_of_two_the_path_too(model: Model) -> None:
+    by_value = sx.select(model).at_subtrees_where(lambda x: isinstance(x, str) and x == "gated")
+    by_path = sx.select(model).at_subtrees_where(lambda path, x: path[-1:] == ("kind",))
+    assert by_value.keypaths() == (("blocks", 1, "kind"),)
+    assert by_path.keypaths() == (("blocks", 0, "kind"), ("blocks", 1, "kind"))
+
+
+def test_filters_are_tests(model: Model) -> None:
+    model.embed.set_metadata(tag="slow")
+    selection = sx.select(model)
+    params = selection.at_instances_of(sx.Param)
+    assert selection.at_subtrees_where("slow").keypaths() == (("embed",),)
+    assert selection.at_subtrees_where(sx.PathContains("heads")).keypaths() == (("heads",),)
+    assert params.where(sx.All(sx.PathContains("blocks"), sx.PathContains("bias"))).keypaths() == (
+        ("blocks", 0, "attn", "bias"),
+        ("blocks", 1, "attn", "bias"),
+    )
+    assert params.where(sx.Not(sx.PathContains("kernel"))).count() == 5
+    assert params.where(...).keypaths() == params.keypaths() and params.where(None).count() == 0
+    assert selection.at_subtrees_where(sx.nn.RMSNorm).keypaths() == (("norms", 0),)
+
+
+def test_a_test_may_return_a_numpy_bool(model: Model) -> None:
+    big = sx.select(model).at_instances_of(sx.Param).where(lambda p: np.prod(p.shape) > 4)
+    assert big.keypaths() == (("embed",), ("heads", "en", "kernel"))
+
+
+def test_an_error_in_a_test_comes_as_it_is_and_says_where(model: Model) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        sx.select(model).at_instances_of(Block).pick_nth(1).where(lambda block: 1 / 0)
+    assert ".blocks[1]" in caught.value.__notes__[0]
+
+
+def test_a_function_of_other_arguments_is_refused(model: Model) -> None:
+    with pytest.raises(SelectionError, match=r"\(path, value\)"):
+        sx.select(model).where(lambda a, b, c: True)
+
+
+def test_builtin_functions_are_tests() -> None:
+    tree = {"a": jax.nn.relu, "b": 1}
+    assert sx.select(tree).at_children().where(callable).keypaths() == (("a",),)
+
+
+def test_equality_is_exact_in_type() -> None:
+    tree = {"int": 1, "bool": True, "float": 1.0, "deep": (1, [True]), "text": "1"}
+    find = sx.select(tree).at_equal_to
+    assert find(1).keypaths() == (("int",), ("deep", 0))
+    assert find(True).keypaths() == (("bool",), ("deep", 1, 0))
+    assert find(1.0).keypaths() == (("float",),)
+    assert find((1, "x")).count() == 0
+
+
+def test_arrays_are_equal_by_dtype_shape_and_numbers() -> None:
+    tree = [jnp.ones(2), np.ones(2, np.float32), jnp.ones(2, jnp.int32), jnp.ones((1, 2)), 1.0]
+    assert sx.select(tree).at_equal_to(jnp.ones(2)).keypaths() == ((0,), (1,))
+
+
+def test_an_object_equals_only_itself(model: Model) -> None:
+    assert sx.select(model).at_equal_to(model.last.attn).keypaths() == (("blocks", 1, "attn"),)
+    with pytest.raises(SelectionError, match="at_subtrees_where"):
+        sx.select(model).at_equal_to({"a": []})
+
+
+# --- narrowing by path and accessor ---
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        (("blocks", 1, "attn"), ("blocks", 1, "attn")),
+        (".blocks[1].attn", ("blocks", 1, "attn")),
+        ("blocks[1].attn", ("blocks", 1, "attn")),
+        ("heads['de']", ("heads", "de")),
+        (".heads.de", ("heads", "de")),
+        (".embed.value", ("embed", "value")),
+        (".scale", ("scale",)),
+        (("norms", 1), ("norms", 1)),
+        ((), ()),
+        ("(root)", ()),
+    ],
+)
+def test_paths_are_tuples_or_text(model: Model, path: Any, found: Any) -> None:
+    assert sx.select(model).at_keypaths(path).keypaths() == (found,)
+
+
+def test_a_second_path_to_a_shared_object_leads_to_it(model: Model) -> None:
+    assert sx.select(model).at_keypaths("unembed").get() is model.embed
+    assert sx.select(model).at_keypaths("unembed", "embed").keypaths() == (("unembed",),)
+
+
+def test_an_unknown_path_is_an_error_with_the_nearest_known(model: Model) -> None:
+    with pytest.raises(SelectionPathError, match=r"\.unebmed.*Did you mean \.unembed"):
+        sx.select(model).at_keypaths(".unebmed")
+    with pytest.raises(SelectionPathError, match=r"\.heads\[1\]"):
+        sx.select(model).at_keypaths(("heads", 1))
+
+
+def test_paths_keep_one_and_true_apart() -> None:
+    with pytest.raises(SelectionPathError):
+        sx.select({1: "a"}).at_keypaths((True,))
+
+
+def test_a_path_must_be_within_what_is_selected(model: Model) -> None:
+    blocks = sx.select(model).at_instances_of(Block)
+    assert blocks.at_keypaths(".blocks[0].kind").get() == "plain"
+    with pytest.raises(SelectionPathError, match=r"\.blocks\[0\]: Block"):
+        blocks.at_keypaths(".embed")
+
+
+def test_places_within_each_other_cannot_be_selected(model: Model) -> None:
+    with pytest.raises(SelectionError, match=r"\.blocks\[0\] and \.blocks\[0\]\.attn"):
+        sx.select(model).at_keypaths(".blocks[0]", ".blocks[0].attn")
+    with pytest.raises(SelectionError, match=r"\.heads and \.heads\.en"):
+        sx.select(model).at(lambda m: (m.heads["en"], m.heads))
+
+
+ACCESSORS: list[tuple[Any, Any]] = [
+    (lambda m: m.blocks[0].attn, [("blocks", 0, "attn")]),
+    (lambda m: m.blocks[-1], [("blocks", 1)]),
+    (lambda m: m.blocks[:1], [("blocks", 0)]),
+    (lambda m: [block.mlp for block in m.blocks], [("blocks", 0, "mlp"), ("blocks", 1, "mlp")]),
+    (lambda m: (m.scale, m.embed), [("scale",), ("embed",)]),
+    (lambda m: [b for b in m.blocks if b.kind == "gated"], [("blocks", 1)]),
+    (lambda m: (b for b in m.blocks if isinstance(b, Block)), [("blocks", 0), ("blocks", 1)]),
+    (lambda m: m.heads["de"], [("heads", "de")]),
+    (lambda m: list(m.heads.values()), [("heads", "en"), ("heads", "de")]),
+    (lambda m: m.norms[0], [("norms", 0)]),
+    (lambda m: m.embed.value, [("embed", "value")]),
+    (lambda m: m.last.attn, [("blocks", 1, "attn")]),
+    (lambda m: m.nth(0), [("blocks", 0)]),
+    (lambda m: m.blocks[len(m.blocks) - 1].kind, [("blocks", 1, "kind")]),
+    (lambda m: [m.blocks, {}.values()], [("blocks",)]),
+    (lambda m: (), []),
+]
+
+
+@pytest.mark.parametrize(("accessor", "found"), ACCESSORS)
+def test_accessors_point_at_one_part_or_several(model: Model, accessor: Any, found: Any) -> None:
+    assert list(sx.select(model).at(accessor).keypaths()) == found
+
+
+def test_an_accessor_is_asked_about_every_selected_place(model: Model) -> None:
+    found = sx.select(model).at_instances_of(Block).at(lambda block: (block.mlp, block.kind))
+    assert found.keypaths() == (
+        ("blocks", 0, "mlp"),
+        ("blocks", 0, "kind"),
+        ("blocks", 1, "mlp"),
+        ("blocks", 1, "kind"),
+    )
+
+
+def test_accessors_know_named_tuples_and_other_pytrees() -> None:
+    tree = {"pair": Pair(1, Pair(2, 3)), "state": sx.State({"a": {0: {"b": 4}}})}
+    at = sx.select(tree).at
+    assert at(lambda t: t["pair"].second.first).keypaths() == (("pair", 1, 0),)
+    assert at(lambda t: t["state"]["a"][0]["b"]).keypaths() == (("state", "a", 0, "b"),)
+    assert at(lambda t: t["state"].a[0]).keypaths() == (("state", "a", 0),)
+
+
+def test_an_accessor_that_points_at_nothing_in_the_tree_is_refused(model: Model) -> None:
+    with pytest.raises(SelectionError, match="not a part") as caught:
+        sx.select(model).at_instances_of(Block).at(lambda block: 3)
+    assert ".blocks[0]" in caught.value.__notes__[0]
+    with pytest.raises(SelectionError, match="not in the Model"):
+        sx.select(model).at(lambda m: Block(0))
+    with pytest.raises(AttributeError, match="blcks"):
+        sx.select(model).at(lambda m: m.blcks)
+    with pytest.raises(IndexError):
+        sx.select(model).at(lambda m: m.blocks[7])
+
+
+def test_an_accessor_cannot_write(model: Model) -> None:
+    with pytest.raises(SelectionError, match="set"):
+        sx.select(model).at(lambda m: setattr(m, "kind", "other"))
+    assert not hasattr(model, "kind")
+
+
+# --- other narrowing ---
+
+
+def test_children_are_what_is_directly_inside(model: Model) -> None:
+    names = [path[-1] for path in sx.select(model).at_children().keypaths()]
+    assert names == ["embed", "blocks", "heads", "norms", "scale"]
+    inside = sx.select(model).at(lambda m: (m.norms, m.embed)).at_children()
+    assert inside.keypaths() == (("norms", 0), ("norms", 1), ("embed", "value"))
+
+
+def test_one_place_is_picked_by_number(model: Model) -> None:
+    blocks = sx.select(model).at_instances_of(Block)
+    assert blocks.pick_nth(1).get() is blocks.pick_nth(-1).get() is model.blocks[1]
+    for n in (2, -3):
+        with pytest.raises(SelectionIndexError, match=r"\.blocks\[0\]: Block"):
+            blocks.pick_nth(n)
+
+
+def test_refine_selects_within_each_selected_part(model: Model) -> None:
+    def first_kernel(part: Any) -> sx.Selection:
+        return sx.select(part).at_instances_of(sx.Param).pick_nth(0)
+
+    found = sx.select(model).at_instances_of(Block).refine(first_kernel)
+    assert found.keypaths() == (("blocks", 0, "attn", "kernel"), ("blocks", 1, "attn", "kernel"))
+    assert found.get_all() == tuple(block.attn.kernel for block in model.blocks)
+
+
+def test_refine_reaches_into_tuples_values_and_arrays_of_a_model() -> None:
+    model = sx.Module()
+    model.pair = (jnp.zeros(1), ("a", "b"))
+    model.w = sx.Param({"m": jnp.ones(1), "v": [jnp.ones(2)]})
+    whole = lambda part: sx.select(part)
+    last = lambda part: sx.select(part).at_children().pick_nth(-1)
+    selection = sx.select(model).at(lambda m: (m.pair, m.w.value))
+    assert selection.refine(whole).keypaths() == selection.keypaths()
+    found = selection.refine(last)
+    assert found.keypaths() == (("pair", 1), ("w", "value", "v"))
+    assert sx.select(model).at(lambda m: m.pair).refine(last).set("c").pair[1] == "c"
+    new = found.pick_nth(1).refine(last).set(jnp.full(2, 7.0))
+    assert new.w.value["v"][0].tolist() == [7.0, 7.0]
+
+
+def test_refine_needs_a_selection_of_the_part(model: Model) -> None:
+    blocks = sx.select(model).at_instances_of(Block)
+    with pytest.raises(SelectionError, match=r"\.blocks\[0\]"):
+        blocks.refine(lambda block: sx.select(model))
+    with pytest.raises(SelectionError, match=r"sx\.select\(part\)"):
+        blocks.refine(lambda block: block.attn)  # pyright: ignore[reportArgumentType]
+
+
+def test_invert_selects_the_largest_parts_without_anything_selected(model: Model) -> None:
+    rest = sx.select(model).at(lambda m: (m.blocks[0].attn, m.embed, m.norms[1])).invert()
+    assert rest.keypaths() == (
+        ("blocks", 0, "mlp"),
+        ("blocks", 0, "kind"),
+        ("blocks", 1),
+        ("heads",),
+        ("norms", 0),
+        ("scale",),
+    )
+    assert sx.select(model).invert().count() == 0
+    assert sx.select(model).at_instances_of(bytes).invert().keypaths() == ((),)
+
+
+def test_inverting_twice_gives_the_largest_parts_back(model: Model) -> None:
+    blocks = sx.select(model).at(lambda m: m.blocks).at_children()
+    assert blocks.invert().invert().keypaths() == (("blocks",),)
+
+
+# --- reading ---
+
+
+def test_reading_is_by_order_or_path(model: Model) -> None:
+    found = sx.select(model).at(lambda m: (m.scale, m.heads["de"], m.norms))
+    scale, de, norms = found.get_all()
+    assert (scale is model.scale, de, norms) == (True, 0.5, model.norms)
+    assert list(found.get_by_path()) == list(found.keypaths())
+
+
+def test_get_needs_one_place_and_shows_what_was_found(model: Model) -> None:
+    with pytest.raises(SelectionCountError, match=r"1 place, .*2 places.*\n.*\.blocks\[0\]: Block"):
+        sx.select(model).at_instances_of(Block).get()
+    with pytest.raises(SelectionCountError, match="nothing"):
+        sx.select(model).at_instances_of(bytes).get()
+
+
+def test_counts_are_checked_with_what_was_found(model: Model) -> None:
+    blocks = sx.select(model).at_instances_of(Block)
+    assert blocks.count() == 2 and blocks.assert_count(2) is blocks
+    with pytest.raises(SelectionCountError, match=r"3 places, .*\n.*\n.*\.blocks\[1\]: Block"):
+        blocks.assert_count(3)
+    params = sx.select([sx.Param(0.0) for _ in range(20)]).at_children()
+    with pytest.raises(SelectionCountError, match=r"and 8 more"):
+        params.assert_count(0)
+
+
+def test_places_are_remembered_not_values(model: Model) -> None:
+    embed = sx.select(model).at(lambda m: m.embed.value)
+    kind = sx.select(model).at(lambda m: m.blocks[0].kind)
+    model.embed.value = jnp.zeros((3, 2))
+    model.blocks[0].kind = "other"
+    assert not embed.get().any() and kind.get() == "other"
+
+
+def test_a_place_that_is_gone_is_an_error(model: Model) -> None:
+    last = sx.select(model).at(lambda m: (m.norms[1], m.heads["de"]))
+    del model.heads["de"]
+    with pytest.raises(StaleSelectionError, match=r"\.heads\.de"):
+        last.get_all()
+
+
+def test_narrowing_leaves_the_selection_as_it_was(model: Model) -> None:
+    blocks = sx.select(model).at_instances_of(Block)
+    blocks.pick_nth(0), blocks.at_children(), blocks.invert()
+    assert blocks.keypaths() == (("blocks", 0), ("blocks", 1))
+
+
+# --- any tree ---
+
+
+def test_every_kind_of_container_is_walked() -> None:
+    holder = sx.Module()
+    holder.method = sx.nn.Sequential(sx.nn.RMSNorm(2)).__call__
+    holder.partial = functools.partial(jnp.add, sx.Param(1.0), y=sx.Param(2.0))
+    holder.compiled = sx.jit(sx.nn.RMSNorm(3).__call__)
+    tree = (
+        {"b": sx.Param(3.0), "a": [sx.Param(4.0)]},
+        Pair(sx.Param(5.0), None),
+        sx.Partitioned(sx.Param(6.0), names=()),
+        holder,
+        sx.List([sx.Param(7.0)]),
+        sx.Dict(x=sx.Param(8.0)),
+    )
+    assert sx.select(tree).at_instances_of(sx.Param).keypaths() == (
+        (0, "b"),
+        (0, "a", 0),
+        (1, 0),
+        (2, "value"),
+        (3, "method", "layers", 0, "scale"),
+        (3, "partial", 0),
+        (3, "partial", "y"),
+        (3, "compiled", "scale"),
+        (4, 0),
+        (5, "x"),
+    )
+
+
+def test_what_a_method_is_bound_to_is_found_again_by_its_path() -> None:
+    holder = sx.Module()
+    holder.call = sx.nn.Sequential(jax.nn.relu).__call__
+    found = sx.select(holder).at_instances_of(sx.nn.Sequential)
+    assert found.keypaths() == (("call",),)
+    new = found.set_by_path({("call",): sx.nn.Sequential(jnp.negative)})
+    assert new.call(2.0) == -2.0 and holder.call(2.0) == 2.0
+
+
+def test_plain_pytrees_are_trees() -> None:
+    tree = {"a": (1, [2.0, "x"]), "b": None}
+    found = sx.select(tree).at_instances_of((int, float))
+    assert found.get_by_path() == {("a", 0): 1, ("a", 1, 0): 2.0}
+    assert sx.select(3).get() == 3 and sx.select(None).at_children().count() == 0
+
+
+# --- values: lazy, abstract, of many arrays ---
+
+
+def test_places_in_values_are_found_without_materialising() -> None:
+    model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+    before = epoch.current
+    found = sx.select(model).at_instances_of(jax.Array)
+    found.where(lambda value: value.shape == (4, 2)).assert_count(1)
+    sx.select(model).at(lambda m: m.up.kernel.value).assert_count(1)
+    sx.select(model).at_subtrees_where(lambda path, value: False)
+    repr(found)
+    assert all(variable.is_lazy for _, variable in sx.iter_variables(model))
+    assert found.keypaths() == tuple((name, "kernel", "value") for name in ("gate", "up", "down"))
+    assert isinstance(found.pick_nth(0).get(), jax.Array) and not model.gate.kernel.is_lazy
+    assert model.up.kernel.is_lazy and epoch.current == before
+
+
+def test_a_lazy_array_attribute_stays_lazy_until_read() -> None:
+    model = sx.Module()
+    model.w = sx.Init(jax.nn.initializers.ones, (2,), rngs=sx.Rngs(0))
+    found = sx.select(model).at_instances_of(jax.Array)
+    assert "lazy" in repr(model)
+    assert found.get().tolist() == [1.0, 1.0] and "lazy" not in repr(model)
+
+
+def test_numbers_in_variables_are_arrays() -> None:
+    assert sx.select(sx.Param(2.0)).at_instances_of(jax.Array).keypaths() == (("value",),)
+
+
+def test_matches_are_found_in_values_of_many_arrays() -> None:
+    model = sx.Module()
+    model.moments = sx.OptState({"m": jnp.ones(2), "v": (jnp.ones(3), jnp.zeros(1))})
+    arrays = sx.select(model).at_instances_of(jax.Array)
+    assert arrays.keypaths() == (
+        ("moments", "value", "m"),
+        ("moments", "value", "v", 0),
+        ("moments", "value", "v", 1),
+    )
+    assert sx.select(model).at(lambda m: m.moments.value["v"][0]).get().shape == (3,)
+
+
+def test_a_boxed_value_is_found_as_what_it_is() -> None:
+    model = sx.Module()
+    model.w = sx.Param(sx.Partitioned(jnp.ones(2), names=("x",)))
+    found = sx.select(model).at_instances_of(sx.Partitioned)
+    assert found.keypaths() == (("w", "value"),) and found.get().names == ("x",)
+
+
+def test_abstract_models_are_selected_without_numbers() -> None:
+    model = sx.eval_shape(lambda: sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
+    found = sx.select(model).at_instances_of(jax.ShapeDtypeStruct)
+    assert found.keypaths() == (("kernel", "value"), ("bias", "value"))
+    assert [value.shape for value in found] == [(2, 3), (3,)]
+
+
+def test_selecting_is_no_structural_change(model: Model) -> None:
+    sx.graphdef(model)
+    before = epoch.current
+    sx.select(model).at_instances_of(Block).at(lambda b: b.attn).invert().get_all()
+    assert epoch.current == before
+
+
+# --- views of a stack ---
+
+
+def test_in_a_stack_the_stacked_layer_is_found() -> None:
+    stack = sx.nn.Stack(lambda: sx.nn.Linear(2, 2, rngs=sx.Rngs(0)), 3)
+    assert sx.select(stack).at_instances_of(sx.nn.Linear).keypaths() == (("stacked",),)
+    assert sx.select(stack[1]).at_instances_of(sx.Param).keypaths() == (("kernel",), ("bias",))
+
+
+def test_a_view_of_a_layer_is_no_part_of_the_model() -> None:
+    stack = sx.nn.Stack(lambda: sx.nn.Linear(2, 2, rngs=sx.Rngs(0)), 3)
+    for accessor in (lambda s: s[1], lambda s: s[1].kernel):
+        with pytest.raises(SelectionError, match="unstack_layers"):
+            sx.select(stack).at(accessor)
+
+
+# --- text ---
+
+
+def test_the_text_marks_what_is_selected_and_folds_the_rest(model: Model) -> None:
+    found = sx.select(model).at(lambda m: (m.blocks[1].mlp, m.embed, m.scale))
+    assert repr(found).splitlines() == [
+        "Selection of 3 places in a Model:",
+        "  Model(",
+        ">   embed=Param(float32[3, 2], axes=('vocab', 'embed'))",
+        "    blocks=List(",
+        "      Block(...)",
+        "      Block(",
+        "        attn=Linear(...)",
+        ">       mlp=Linear(...)",
+        "        kind='gated'",
+        "      )",
+        "    )",
+        "    heads=Dict(...)",
+        "    norms=tuple(...)",
+        ">   unembed=<same Param as .embed>",
+        ">   scale=float32[2]",
+        "  )",
+    ]
+
+
+def test_the_text_shows_places_inside_values(model: Model) -> None:
+    found = sx.select(model, every_path=True).at(lambda m: m.unembed.value)
+    assert repr(found).splitlines()[:4] == [
+        "Selection of 1 place in a Model:",
+        "  Model(",
+        "    embed=Param(float32[3, 2], axes=('vocab', 'embed'))",
+        "    blocks=List(...)",
+    ]
+    assert repr(sx.select(model).at_instances_of(bytes)).splitlines() == [
+        "Selection of 0 places in a Model:",
+        "  Model(...)",
+    ]
+
+
+def test_the_text_of_a_large_selection_is_cut() -> None:
+    text = repr(sx.select([sx.Param(0.0) for _ in range(300)]).at_children())
+    assert len(text.splitlines()) == 102 and text.endswith("more lines")
