@@ -17,6 +17,7 @@ from shardax.core.arraylike import as_value, snapshot
 from shardax.core.containers import Dict, List, box, unboxed
 from shardax.core.errors import FilterError, StateMismatchError, VariableValueError
 from shardax.core.filters import Filter, first_match, no_match_error, to_predicates
+from shardax.core.forms import FrozenVariable
 from shardax.core.frames import check_structural_write, local, owner_here, resolve
 from shardax.core.modules import Module
 from shardax.core.node import Object, Wrapper
@@ -198,8 +199,8 @@ def update(tree: Any, *states: Any) -> None:
         *states: States or nested mappings; later ones win.
 
     Raises:
-        StateMismatchError: If a path does not exist in the model, or a shape differs; all are
-            listed and nothing is changed.
+        StateMismatchError: If a path does not exist in the model or is frozen, or a shape differs;
+            all are listed and nothing is changed.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -222,6 +223,8 @@ def update(tree: Any, *states: Any) -> None:
             problem = _misfit(variable, values[path])
         except VariableValueError as error:
             problem = str(error)
+        if isinstance(variable, FrozenVariable):
+            problem = "is frozen; write into sx.thaw(model)"
         if id(variable) in loose:
             problem = "is a plain array outside any Module; it cannot be written, only replaced"
         if problem:

@@ -25,6 +25,7 @@ from shardax.core.errors import (
     CheckpointMismatchError,
     CheckpointValueError,
 )
+from shardax.core.forms import FrozenVariable
 from shardax.core.frames import local, resolve
 from shardax.core.functional import iter_variables
 from shardax.core.node import Object
@@ -302,8 +303,8 @@ def check_fit(
         cast: Whether floating dtypes may differ.
 
     Raises:
-        CheckpointMismatchError: Lists everything missing, unexpected, of another shape and of
-            another dtype.
+        CheckpointMismatchError: Lists everything missing, unexpected, of another shape or dtype,
+            and frozen.
     """
     stored = {record.path: record for record in records}
     wanted = {slot.path: slot for slot in contents.slots}
@@ -316,12 +317,14 @@ def check_fit(
             shapes.append(f"{path}: {slot.shape}, stored {record.shape}")
         if slot.dtype != record.dtype and not (cast and _both_floating(slot, record)):
             dtypes.append(f"{path}: {slot.dtype}, stored {record.dtype}")
+    frozen = [slot.path for slot in contents.slots if isinstance(slot.variable, FrozenVariable)]
     lost = [path for path in contents.positions if path not in positions]
     sections = [
         ("not in the checkpoint", [path + _near(path, unexpected or stored) for path in missing]),
         ("in the checkpoint only", [path + _near(path, missing) for path in unexpected]),
         ("of another shape", sorted(shapes)),
         ("of another dtype", sorted(dtypes)),
+        ("frozen, so nothing can be read into it (restore into sx.thaw(tree))", frozen),
         ("positions not in the checkpoint", lost),
         (
             "positions in the checkpoint only",
