@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.named.arrays import assert_same, few, named_arrays, plain, restored
 
 import shardax as sx
 from shardax.named import NamedArray, wrap, zeros
-from tests.named.arrays import assert_same, named_arrays, plain, restored
 
 FLOATS = [
     operator.add,
@@ -39,6 +39,7 @@ INTEGERS = [
 ]
 
 
+@few
 @given(st.data(), st.sampled_from(FLOATS))
 def test_an_operator_is_that_of_the_plain_arrays_aligned(data, function):
     x, y = data.draw(named_arrays()), data.draw(named_arrays())
@@ -49,12 +50,14 @@ def test_an_operator_is_that_of_the_plain_arrays_aligned(data, function):
     assert len(found.positional_shape) == max(len(x.positional_shape), len(y.positional_shape))
 
 
+@few
 @given(st.data(), st.sampled_from(INTEGERS))
 def test_operators_of_integers_likewise(data, function):
     x, y = (data.draw(named_arrays(dtype=np.int32)) for _ in range(2))
     np.testing.assert_array_equal(plain(function(x, y)), function(plain(x), plain(y)))
 
 
+@few
 @given(st.data(), st.sampled_from([*FLOATS, *INTEGERS]))
 def test_storage_order_does_not_matter(data, function):
     dtype = np.int32 if function in INTEGERS else np.float32
@@ -62,6 +65,7 @@ def test_storage_order_does_not_matter(data, function):
     assert_same(function(data.draw(restored(x)), data.draw(restored(y))), function(x, y))
 
 
+@few
 @given(st.data(), st.sampled_from([operator.add, operator.sub, operator.pow, operator.lt]))
 def test_an_unnamed_array_on_either_side_has_positional_dimensions(data, function):
     x = data.draw(named_arrays())

@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.named.arrays import assert_same, few, named_arrays, restored
 
 import shardax as sx
 from shardax.named import NamedArray, wrap, zeros
-from tests.named.arrays import assert_same, named_arrays, restored
 
 
+@few
 @given(st.data())
 def test_the_pytree_of_an_array_does_not_know_its_storage(data):
     x = data.draw(named_arrays())
@@ -31,7 +32,7 @@ def test_the_pytree_of_an_array_does_not_know_its_storage(data):
     assert_same(treedef.unflatten([leaf]), x)
 
 
-@settings(max_examples=10)
+@few
 @given(st.data(), st.sampled_from([jax.jit, sx.jit]))
 def test_a_compiled_function_is_traced_once_for_all_storage_orders(data, jit):
     traces = 0
@@ -48,6 +49,7 @@ def test_a_compiled_function_is_traced_once_for_all_storage_orders(data, jit):
     assert traces == 1
 
 
+@few
 @given(st.data())
 def test_tree_map_meets_by_name(data):
     x = data.draw(named_arrays())
@@ -56,7 +58,7 @@ def test_tree_map_meets_by_name(data):
     assert_same(jax.tree.map(jnp.add, y, x), x + x)
 
 
-@settings(max_examples=10)
+@few
 @given(st.data())
 def test_branches_and_carries_may_leave_any_storage_order(data):
     x = data.draw(named_arrays())
@@ -149,6 +151,7 @@ def test_a_node_that_holds_no_array_can_be_shown_and_mapped_back():
 # --- copies ---
 
 
+@few
 @given(st.data())
 def test_pickling_and_copying_keep_storage_dims_and_numbers(data):
     x = data.draw(named_arrays())

@@ -161,6 +161,8 @@ class _Carry(NamedTuple):
         before, dims = self.values[place], self.dims[place]
         if isinstance(leaf, Object) or isinstance(before, Object):
             return leaf
+        if dims is None and isinstance(leaf, NamedArray) and not leaf.dims:
+            return leaf.data  # a number to begin with is a number in every iteration
         if (dims is not None) != isinstance(leaf, NamedArray):
             raise self._changed(place, leaf)
         if dims is None:

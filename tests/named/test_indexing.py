@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Indexing by name, reading and updating, is NumPy's on aligned arrays."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.named.arrays import SIZES, assert_same, few, named_arrays, restored
+
+import shardax as sx
+from shardax.named import NamedArray, wrap, zeros
+
+UPDATES = ["set", "add", "subtract", "multiply", "divide", "power", "min", "max"]
+
+
+@st.composite
+def entries(draw, name):
+    """An index of one axis that needs no other name."""
+    size = SIZES[name]
+    positions = st.integers(-size, size - 1)
+    kind = draw(st.sampled_from(["int", "slice", "list", "mask", "traced"]))
+    if kind == "int":
+        return draw(positions)
+    if kind == "slice":
+        bound = st.none() | st.integers(-size - 1, size + 1)
+        step = st.sampled_from([None, 1, 2, -1])
+        return slice(draw(bound), draw(bound), draw(step))
+    if kind == "list":
+        return np.array(draw(st.lists(positions, max_size=3)), dtype=np.int32)
+    if kind == "mask":
+        return np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    return jnp.asarray(draw(positions))
+
+
+@st.composite
+def indexed(draw):
+    """An array and an index for some of its names."""
+    x = draw(named_arrays(positional=1))
+    names = draw(st.lists(st.sampled_from(list(x.axes) or [None]), unique=True, max_size=2))
+    return x, {name: draw(entries(name)) for name in names if name is not None}
+
+
+def by_hand(x, index):
+    """NumPy's result, one axis after another, and its dims."""
+    data, dims = np.asarray(x.data), list(x.dims)
+    for name, entry in index.items():
+        place = dims.index(name)
+        data = data[
+            (slice(None),) * place + (np.asarray(entry) if not isinstance(entry, slice) else entry,)
+        ]
+        if np.ndim(entry) == 0 and not isinstance(entry, slice):
+            dims.remove(name)
+    return NamedArray(data, dims)
+
+
+@few
+@given(indexed())
+def test_reading_is_numpys_one_axis_after_another(case):
+    x, index = case
+    assert_same(x[index], by_hand(x, index))
+
+
+@few
+@given(st.data(), indexed())
+def test_storage_order_does_not_matter(data, case):
+    x, index = case
+    assert_same(data.draw(restored(x))[index], x[index])
+
+
+@few
+@given(st.data(), indexed(), st.sampled_from(UPDATES))
+def test_an_update_writes_what_reading_the_same_index_sees(data, case, name):
+    x, index = case
+    unique = {
+        key: np.unique(entry % x.axes[key])
+        if isinstance(entry, np.ndarray) and entry.dtype != bool
+        else entry
+        for key, entry in index.items()
+    }
+    part = x[unique]
+    lacking = data.draw(st.sampled_from([None, *part.axes]))
+    value = part + 1 if lacking is None else (part + 1).max(lacking)
+    found = getattr(data.draw(restored(x)).at[unique], name)(value)
+    numpys = {
+        "set": lambda a, b: a * 0 + b,
+        "add": np.add,
+        "subtract": np.subtract,
+        "multiply": np.multiply,
+        "divide": np.divide,
+        "power": np.power,
+        "min": np.minimum,
+        "max": np.maximum,
+    }[name]
+    seen, old = found[unique], np.asarray(part.data)
+    given = value if lacking is None else value.broadcast_axes({lacking: part.axes[lacking]})
+    expected = numpys(old, np.asarray(given.order_as(*part.dims).data))
+    np.testing.assert_allclose(seen.order_as(*part.dims).data, expected, rtol=1e-5)
+    places = jax.tree.map(lambda leaf: jnp.arange(leaf.size).reshape(leaf.shape), x)
+    touched = np.isin(np.asarray(places.data), np.asarray(places[unique].data))
+    after, before = (np.asarray(each.order_as(*places.dims).data) for each in (found, x))
+    np.testing.assert_array_equal(after[~touched], before[~touched])
+
+
+def test_integers_with_names_take_one_position_for_each_of_their_own():
+    x = NamedArray(jnp.arange(12).reshape(3, 4), ("a", "b"))
+    at = NamedArray(jnp.array([[2, 0], [1, 1]]), ("c", "d"))
+    found = x[{"a": at}]
+    assert found.axes == {"c": 2, "d": 2, "b": 4}
+    np.testing.assert_array_equal(found.unwrap("c", "d", "b"), np.asarray(x.data)[at.data])
+
+
+def test_integers_that_share_a_name_go_together():
+    x = NamedArray(jnp.arange(12).reshape(3, 4), ("a", "b"))
+    rows, columns = wrap(jnp.array([0, 2]), "pair"), wrap(jnp.array([1, 3]), "pair")
+    assert x[{"a": rows, "b": columns}].unwrap("pair").tolist() == [1, 11]
+    # A name that the array has too pairs each position with its own.
+    best = x.argmax("b")
+    assert x[{"b": best}].unwrap("a").tolist() == x.max("b").unwrap("a").tolist()
+    assert_same(x.order_as("b", "a")[{"b": best}], x[{"b": best}])
+
+
+def test_updates_at_integers_with_names():
+    x = zeros({"a": 3, "b": 2})
+    rows = wrap(jnp.array([0, 2]), "k")
+    found = x.at[{"a": rows}].set(wrap(jnp.array([1.0, 2.0]), "k"))
+    assert found.unwrap("a", "b").tolist() == [[1, 1], [0, 0], [2, 2]]
+    again = x.at[{"a": wrap(jnp.array([1, 1]), "k")}].add(1)
+    assert again.unwrap("a", "b").tolist() == [[0, 0], [2, 2], [0, 0]]
+    assert x.at[{"a": 1}].apply(jnp.exp)[{"a": 1}].sum().item() == 2.0
+    assert x.at[{"a": jnp.array(9)}].get(mode="fill", fill_value=7).sum().item() == 14.0
+
+
+def test_positional_dimensions_are_indexed_as_numpy_does_along_the_names():
+    data = jnp.arange(24).reshape(2, 3, 4)
+    x = NamedArray(data, (None, "a", None))
+    rows = np.moveaxis(np.asarray(data), 1, 0)
+    for index in [
+        0,
+        (..., 1),
+        (0, slice(1, 3)),
+        (slice(None), np.array([3, 0])),
+        np.array([1, 0, 1]),
+        (np.array([0, 1]), np.array([2, 3])),
+        np.array([True, False]),
+        rows[0] > 5,
+    ]:
+        expected = np.stack([row[index] for row in rows], axis=-1)
+        np.testing.assert_array_equal(x[index].unwrap("a"), expected)
+    assert x.at[..., 0].set(0)[..., 0].sum().data.tolist() == [0, 0, 0]
+
+
+def test_none_adds_an_axis_by_name():
+    x = NamedArray(jnp.arange(2), ("a",))
+    assert x[{"new": None, "a": slice(1)}].axes == {"new": 1, "a": 1}
+    with pytest.raises(sx.errors.AxisNamesError, match="'a'"):
+        x[{"a": None}]
+
+
+@pytest.mark.parametrize("index", [{"a": 2}, {"a": -3}, {"a": np.array([0, 2])}, {"a": [5]}])
+def test_a_position_known_to_be_out_of_range_is_an_error(index):
+    x = zeros({"a": 2, "b": 3})
+    for call in (lambda: x[index], lambda: x.at[index].set(1)):
+        with pytest.raises(sx.errors.NamedIndexError, match="'a' of size 2"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        ({"z": 0}, "no axis 'z'"),
+        ({"a": 1.5}, "1.5"),
+        ({"a": jnp.array([1.0])}, "float32"),
+        ({"a": jnp.zeros((2, 2), int)}, r"\(2, 2\)"),
+        ({"a": np.array([True])}, "booleans"),
+        ({"a": NamedArray(jnp.ones((2, 3), bool), ("a", "b"))}, "named.where"),
+        ({"a": slice(0, jnp.array(1))}, "arange"),
+        (0, "0 positional"),
+        ((..., ...), "Ellipsis"),
+        (None, "new"),
+        ({"b": slice(2), "a": NamedArray(jnp.array([0, 1]), ("b",))}, "twice"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_an_error(index, text):
+    with pytest.raises(sx.errors.NamedAxesError, match=text):
+        zeros({"a": 2, "b": 3})[index]
+
+
+def test_a_mask_inside_a_trace_is_an_error_that_offers_where():
+    with pytest.raises(sx.errors.NamedAxesError, match=r"named\.where"):
+        jax.jit(lambda x, mask: x[{"a": mask}])(zeros({"a": 2}), jnp.array([True, False]))
+
+
+def test_a_value_with_more_axes_than_the_part_is_an_error():
+    x = zeros({"a": 2, "b": 3})
+    with pytest.raises(sx.errors.NamedAxesError, match=r"'a': 2.*'b': 3"):
+        x.at[{"a": 0}].set(x)
+    with pytest.raises(sx.errors.NamedAxesError, match="text"):
+        x.at[{"a": 0}].set("text")

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making named arrays, putting them together, taking them apart, scanning along a name."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.named.arrays import SIZES, assert_same, few, named_arrays, restored
+
+import shardax as sx
+from shardax import named
+from shardax.named import NamedArray, wrap, zeros
+
+# --- making ---
+
+
+def test_wrap_takes_the_axes_of_a_variable():
+    weight = sx.Param(jnp.zeros((2, 3, 4)), axes=("a", None, "b"))
+    assert wrap(weight).dims == ("a", None, "b")
+    assert wrap(weight, "x", "y", "z").dims == ("x", "y", "z")
+    assert wrap(sx.Param(jnp.zeros(2))).dims == wrap(np.zeros(2)).dims == (None,)
+    assert wrap(3).dims == ()
+
+
+def test_constants_are_stored_in_the_order_of_their_axes():
+    assert zeros({"b": 2, "a": 3}).dims == named.ones({"b": 2, "a": 3}).dims == ("b", "a")
+    assert named.full({"a": 2}, 1.5).data.tolist() == [1.5, 1.5]
+    assert named.zeros({"a": 2}, jnp.int32).dtype == jnp.int32
+    assert named.arange({"a": 3}, 1.5, 0.5).data.tolist() == [1.5, 2.0, 2.5]
+    assert named.arange({"a": 3}, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda key, axes: named.normal(key, axes),
+        lambda key, axes: named.uniform(key, axes, minval=2, maxval=3),
+        lambda key, axes: named.randint(key, axes, 0, 100),
+        lambda key, axes: named.random(jax.random.gumbel, key, axes),
+    ],
+)
+def test_random_numbers_do_not_depend_on_the_order_of_axes(draw):
+    key = jax.random.key(0)
+    one, other = draw(key, {"a": 4, "b": 5}), draw(key, {"b": 5, "a": 4})
+    assert_same(one, other)
+    assert np.unique(np.asarray(one.data)).size > 1
+    assert_same(draw(wrap(key), {"a": 4, "b": 5}), one)
+
+
+@pytest.mark.parametrize("axes", [("a", 2), {"a": 1.5}, {"a": -1}, {None: 2}])
+def test_axes_are_sizes_by_name(axes):
+    with pytest.raises(sx.errors.NamedAxesError, match="Axes"):
+        zeros(axes)
+
+
+def test_arange_makes_one_axis():
+    with pytest.raises(sx.errors.NamedAxesError, match="one axis"):
+        named.arange({"a": 2, "b": 3})
+
+
+# --- together and apart ---
+
+
+@few
+@given(st.data())
+def test_concatenate_undoes_split_in_any_storage_order(data):
+    x = data.draw(named_arrays().filter(lambda x: x.axes))
+    name = data.draw(st.sampled_from(list(x.axes)))
+    first = data.draw(st.integers(0, SIZES[name]))
+    parts = named.split(x, name, [first, SIZES[name] - first])
+    assert [part.axes[name] for part in parts] == [first, SIZES[name] - first]
+    assert_same(named.concatenate([data.draw(restored(part)) for part in parts], name), x)
+
+
+@few
+@given(st.data())
+def test_stack_undoes_unstack_in_any_storage_order(data):
+    x = data.draw(named_arrays().filter(lambda x: x.axes))
+    name = data.draw(st.sampled_from(list(x.axes)))
+    parts = [data.draw(restored(part)) for part in named.unstack(x, name)]
+    assert_same(named.stack(parts, name), x)
+
+
+def test_what_lacks_an_axis_is_repeated_along_it():
+    x, y = zeros({"a": 2, "b": 3}), named.ones({"a": 1})
+    joined = named.concatenate([y, x], "a")
+    assert joined.axes == {"a": 3, "b": 3}
+    assert joined.sum("b").unwrap("a").tolist() == [3, 0, 0]
+    assert named.stack([x, 1.0], "part").axes == {"part": 2, "a": 2, "b": 3}
+    assert [part.axes for part in named.split(x, "b", 3)] == [{"a": 2, "b": 1}] * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda x: named.concatenate([x, zeros({"b": 3})], "a"), "NamedAxesError", "'a'"),
+        (lambda x: named.concatenate([x, zeros({"a": 2, "b": 4})], "a"), "NamedAxesError", "'b'"),
+        (lambda x: named.concatenate([], "a"), "NamedAxesError", "at least one"),
+        (lambda x: named.stack([x, x], "a"), "AxisNamesError", "'a' more than once"),
+        (lambda x: named.stack([x, jnp.ones(3)], "c"), "NamedAxesError", r"\(3,\)"),
+        (lambda x: named.split(x, "b", 2), "NamedAxesError", "size 3"),
+        (lambda x: named.split(x, "b", [1, 1]), "NamedAxesError", r"\(1, 1\)"),
+        (lambda x: named.split(x, "c", 1), "NamedAxesError", "no axis 'c'"),
+        (lambda x: named.unstack(x, "c"), "NamedAxesError", "no axis 'c'"),
+        (lambda x: named.where(True, 1, 2), "NamedAxesError", "jnp.where"),
+        (lambda x: named.where(x, "text", 2), "NamedAxesError", "'text'"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(call, error, text):
+    with pytest.raises(getattr(sx.errors, error), match=text):
+        call(zeros({"a": 2, "b": 3}))
+
+
+@few
+@given(st.data())
+def test_where_meets_by_name(data):
+    x, y = data.draw(named_arrays()), data.draw(named_arrays())
+    found = named.where(data.draw(restored(x)) > 3, data.draw(restored(y)), -1.0)
+    mask = x > 3
+    assert_same(found, mask * y - ~mask * named.ones({}))
+
+
+# --- scan ---
+
+
+@few
+@given(st.data())
+def test_scan_along_a_name_is_a_loop_over_its_slices(data):
+    x = data.draw(named_arrays(positional=1).filter(lambda x: x.axes))
+    name = data.draw(st.sampled_from(list(x.axes)))
+    start = x.sum(name) * 0
+
+    def step(total, now):
+        total = (total + now).order_as(*reversed(total.dims)) if now.ndim > 1 else total + now
+        return total, {"total": total, "one": 1}
+
+    last, results = named.scan(step, name, start, data.draw(restored(x)))
+    assert_same(last, x.sum(name))
+    assert_same(results["total"], x.cumsum(name))
+    assert_same(results["one"], named.full({name: SIZES[name]}, 1))
+    assert last.dims == start.dims
+
+
+def test_scan_goes_backwards_and_without_slices():
+    x = named.arange({"t": 3})
+    _, rows = named.scan(lambda c, v: (c + v, c), "t", 0, x, reverse=True)
+    assert rows.unwrap("t").tolist() == [3, 2, 0]
+    last, rows = named.scan(lambda c, _: (2 * c, c), "t", zeros({"a": 2}) + 1, length=3)
+    assert (last.data.tolist(), rows.axes) == ([8, 8], {"t": 3, "a": 2})
+
+
+def test_scan_reads_and_writes_variables_as_a_loop_does():
+    count = sx.Variable(0)
+
+    def step(carry, now):
+        count[...] = count + 1
+        return carry, now * count.value
+
+    _, rows = named.scan(step, "t", None, named.ones({"t": 3}))
+    assert rows.unwrap("t").tolist() == [1, 2, 3]
+    assert int(count) == 3
+
+
+def test_scan_can_be_compiled_and_differentiated():
+    x = named.arange({"t": 3}) * 1.0
+
+    @jax.jit
+    @jax.grad
+    def gradient(start):
+        return named.scan(lambda c, v: (c * v + c, None), "t", start, x)[0].unwrap()
+
+    assert_same(gradient(zeros({})), zeros({}) + 6)
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (lambda c, v: (c + v, None), r"carry\['c'\].*gained 'b'.*broadcast_axes\(\{'b': 2\}\)"),
+        (lambda c, v: (c.sum("a"), None), r"'a': 3\} and is returned as float32\{\}"),
+        (lambda c, v: (c.astype(int), None), "astype"),
+        (lambda c, v: (c.data, None), r"float32\[3\]"),
+        (lambda c, v: (c.at[{"a": 0}].get(), None), "carry"),
+    ],
+)
+def test_a_carry_that_changes_is_an_error_that_names_its_axes(step, text):
+    def inside(carry, now):
+        new, result = step(carry["c"], now)
+        return {"c": new}, result
+
+    with pytest.raises(sx.errors.CarryError, match=text):
+        named.scan(inside, "t", {"c": zeros({"a": 3})}, zeros({"t": 4, "b": 2}))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda f: named.scan(f, "t", 0, {"x": zeros({"a": 2})}), "NamedAxesError", r"xs\['x'\]"),
+        (lambda f: named.scan(f, "t", 0, [jnp.ones(3)]), "NamedAxesError", r"xs\[0\].*wrap"),
+        (
+            lambda f: named.scan(f, "t", 0, [zeros({"t": 2}), zeros({"t": 3})]),
+            "NamedAxesError",
+            r"2 at xs\[0\], 3 at xs\[1\]",
+        ),
+        (
+            lambda f: named.scan(lambda c, x: c, "t", 0, zeros({"t": 2})),
+            "CarryError",
+            "carry, None",
+        ),
+    ],
+)
+def test_what_scan_cannot_slice_or_carry_is_an_error(call, error, text):
+    with pytest.raises(getattr(sx.errors, error), match=text):
+        call(lambda c, x: (0, x))
+
+
+def test_the_function_of_scan_returns_a_pair():
+    with pytest.raises(sx.errors.CarryError, match=r"\(carry, None\)"):
+        named.scan(lambda c, v: c, "t", 0, zeros({"t": 2}))
+
+
+def test_a_result_that_has_the_axis_already_is_an_error():
+    x = NamedArray(jnp.zeros(3), ("t",))
+    with pytest.raises(sx.errors.AxisNamesError, match="'t' more than once"):
+        named.scan(lambda c, v: (c, x), "t", 0, x)
