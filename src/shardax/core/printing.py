@@ -38,9 +38,10 @@ class Drawing:
         parts: What is below; None for a leaf.
         first: For an object met again, the place where it was met first.
         again: For an object met first, the paths at which it was met again.
+        marked: Whether to point it out.
     """
 
-    __slots__ = ("again", "code", "first", "label", "name", "parts", "path", "value")
+    __slots__ = ("again", "code", "first", "label", "marked", "name", "parts", "path", "value")
 
     def __init__(self, label: str, code: str, path: Path, value: Any) -> None:
         self.label, self.code, self.path, self.value = label, code, path, value
@@ -48,13 +49,17 @@ class Drawing:
         self.parts: list[Drawing] | None = None
         self.first: Drawing | None = None
         self.again: list[Path] = []
+        self.marked = False
+
+    def places(self) -> Iterator[Drawing]:
+        """Yields this place and every one below, in order."""
+        yield self
+        for part in self.parts or ():
+            yield from part.places()
 
     def leaves(self) -> Iterator[Drawing]:
         """Yields every leaf, in order."""
-        for part in self.parts or ():
-            yield from part.leaves()
-        if self.parts is None:
-            yield self
+        return (place for place in self.places() if place.parts is None)
 
     def lines(
         self,

@@ -9,6 +9,7 @@ describes, whose Variables have no values.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,11 +18,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax.core._jax import Tracer
 from shardax.core.layout_text import format_mesh
-from shardax.core.paths import Path, format_path
+from shardax.core.paths import Path, format_path, path_step
 from shardax.core.printing import Drawing, draw, leaf_text, parameter_count
+from shardax.core.selection import Selection
 from shardax.core.state import Origin, State
 from shardax.core.structure import GraphDef, build
-from shardax.core.variables import Variable
+from shardax.core.variables import ArrayAttribute, Variable
 from shardax.named import NamedArray
 from shardax.partition.assignment import mesh_axes_of
 from shardax.view.array_figure import as_figure
@@ -55,6 +57,8 @@ def drawing_of(value: Any) -> Drawing:
         return _draw_state(value)
     if isinstance(value, GraphDef):
         return _draw_graphdef(value)
+    if isinstance(value, Selection):
+        return _draw_selection(value)
     return draw(value)
 
 
@@ -62,15 +66,18 @@ def _draw_state(state: State) -> Drawing:
     values, origins = state.flat(), state.origins()
     if all(map(_is_value, values.values())):
         values = {path: _as_variable(value, origins[path]) for path, value in values.items()}
-    if () in values:  # the State of a bare Variable
-        return draw(values[()])
-    root = Drawing("", "", (), state)
+    return draw(values[()]) if () in values else _nested(state, values)
+
+
+def _nested(whole: Any, values: Mapping[Path, Any]) -> Drawing:
+    """Draws values by their paths; what is on the way to them is called as the whole is."""
+    root = Drawing("", "", (), whole)
     root.parts = []
     places: dict[Path, list[Drawing]] = {(): root.parts}
     for path, value in values.items():
         for depth in range(1, len(path)):
             if path[:depth] not in places:
-                below = _entry(path[:depth], state)
+                below = _entry(path[:depth], whole)
                 places[path[: depth - 1]].append(below)
                 below.parts = places[path[:depth]] = []
         places[path[:-1]].append(_entry(path, value))
@@ -96,6 +103,24 @@ def _draw_graphdef(graphdef: GraphDef) -> Drawing:
     return drawing
 
 
+def _draw_selection(selection: Selection) -> Drawing:
+    """Draws the tree, with what is selected marked; within a value, the Variable that holds it."""
+    tree, paths = selection.tree, set(selection.keypaths())
+    drawing = draw(tree)
+    if drawing.parts is None and not isinstance(tree, Variable):  # a tree without objects
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        drawing = _nested(tree, {tuple(map(path_step, keys)): leaf for keys, leaf in leaves})
+    objects = {id(place.holder) for place in selection._places if place.is_holder}
+    for place in drawing.places():
+        inside = place.parts is None and any(
+            path[: len(place.path)] == place.path for path in paths
+        )
+        place.marked = place.path in paths or inside or id(place.value) in objects
+    count = f"{len(paths)} place{'' if len(paths) == 1 else 's'}"
+    drawing.name = f"Selection of {count} in {drawing.name}"
+    return drawing
+
+
 def describe(leaf: Drawing) -> str:
     """Returns the text of a leaf: its repr, and how it is laid out if it is.
 
@@ -111,6 +136,8 @@ def describe(leaf: Drawing) -> str:
         return f"NamedArray({head})" if isinstance(value, NamedArray) else head
     if not isinstance(value, Variable):
         return leaf_text(leaf)
+    if isinstance(value._value, NoValue) and isinstance(value, ArrayAttribute):
+        return "array"
     if isinstance(value._value, NoValue):
         return f"{leaf.name}({value._metadata!r})"
     place = known_sharding(value)

@@ -40,6 +40,7 @@ MOST_PICTURES = 100
 MOST_LEAVES = 2000
 """How many leaves a drawing has at most that is unfolded as its size suggests."""
 
+_MARKED = "marked"
 _GREY, _WIDTH = "#666", 80
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 Renderer = Callable[..., Any]
@@ -110,10 +111,11 @@ class Foldable:
         """A line for each; plain configuration shares lines, of which there would be too many."""
         lines: list[Any] = []
         for child in below:
-            if type(child.value) not in _PLAIN or child.parts is not None:
+            if child.marked or child.parts is not None or type(child.value) not in _PLAIN:
                 code = None if path is None else path + child.code
                 node = self._render(child, code)
-                lines.append(self.parts.siblings_with_annotations(child.label, node))
+                label = self._mark(child.label) if child.marked else child.label
+                lines.append(self.parts.siblings_with_annotations(label, node))
                 continue
             text = f"{child.label}{child.value!r}"
             if lines and isinstance(lines[-1], str) and len(lines[-1]) + len(text) < _WIDTH:
@@ -155,6 +157,11 @@ class Foldable:
         if drawing is self.root and self.pictures_left <= 0:
             text += f"  # with the values of the first {MOST_PICTURES} arrays"
         return self.parts.custom_text_color(self.parts.text(text), _GREY)
+
+    def _mark(self, label: str) -> Any:
+        style = "background: #ffd54a; color: black; font-weight: bold"
+        part = self.parts.custom_style(self.parts.text(f"➤ {label}"), style)
+        return self.parts.with_layout_mark(part, _MARKED)
 
     def _abbreviation(self, text: str) -> Any:
         return self.parts.abbreviation_color(self.parts.text(text))
@@ -205,7 +212,14 @@ def draw_with_treescope(value: Any) -> str:
     with ExitStack() as scopes:
         scopes.enter_context(treescope.active_renderer.set_scoped(renderer))
         scopes.enter_context(treescope.active_autovisualizer.set_scoped(visualizer))
-        if is_large(drawing):  # finding a balanced layout takes a quarter of the time
+        if any(place.marked for place in drawing.places()):
+            unfold = functools.partial(
+                layout_algorithms.expand_to_layout_marks,
+                marks=[_MARKED],
+                collapse_weak_others=True,
+            )
+            scopes.enter_context(treescope.active_expansion_strategy.set_scoped(unfold))
+        elif is_large(drawing):  # finding a balanced layout takes a quarter of the time
             unfold = functools.partial(layout_algorithms.expand_to_depth, depth=1)
             scopes.enter_context(treescope.active_expansion_strategy.set_scoped(unfold))
             scopes.enter_context(treescope.abbreviation_threshold.set_scoped(1))

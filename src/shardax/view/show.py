@@ -13,7 +13,9 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from shardax.core.selection import Selection
 from shardax.view.drawings import describe, drawing_of, example_array, notes, place_title
+from shardax.view.foldable import draw_with_treescope
 from shardax.view.page import fragment, html_page
 from shardax.view.pictures import sharding_text
 from shardax.view.sharding_view import ShardingView
@@ -77,7 +79,7 @@ def to_text(value: Any) -> str:
           ),
         )
     """
-    if isinstance(value, (ParameterTable, ShardingView)):
+    if isinstance(value, (ParameterTable, Selection, ShardingView)):
         return str(value)
     if isinstance(value, (Mesh, AbstractMesh, NamedSharding)):
         return f"{place_title(value)}\n{sharding_text(example_array(value))}"
@@ -118,8 +120,20 @@ def html_fragment(value: Any) -> str:
     """
     if isinstance(value, (ParameterTable, ShardingView)):
         return fragment(value.html())
-    try:
-        from shardax.view.foldable import draw_with_treescope
-    except ImportError:
+    if not has_treescope():
         return fragment(f"<pre>{escape(to_text(value))}</pre>")
     return fragment(draw_with_treescope(value))
+
+
+def has_treescope() -> bool:
+    """Whether treescope is installed (``pip install 'shardax[view]'``).
+
+    Example:
+        >>> has_treescope()
+        True
+    """
+    try:
+        import treescope  # noqa: F401
+    except ImportError:
+        return False
+    return True

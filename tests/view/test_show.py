@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Anything can be shown: as text, by treescope, in a notebook, and without treescope."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from tests.strategies import models
+
+import shardax as sx
+from shardax.view import foldable
+from shardax.view.drawings import describe, drawing_of
+
+treescope = pytest.importorskip("treescope", reason="pip install 'shardax[view]'")
+
+
+class Tied(sx.Module):
+    def __init__(self) -> None:
+        self.embed = sx.Param(sx.Init(jax.nn.initializers.ones, (4, 2)), axes=("vocab", "embed"))
+        self.layers = [sx.BatchStat(jnp.zeros(2)), self.embed]
+        self.head = self.embed
+        self.scale = np.ones(3, np.float32)
+        self.rate, self.name = 0.5, "tied"
+
+
+# --- Text ---
+
+
+def test_the_text_of_a_model_says_what_is_shared_and_what_is_lazy() -> None:
+    model = Tied()
+    assert sx.view.to_text(model) == (
+        "Tied(  # 8 parameters\n"
+        "  embed=Param(float32[4, 2], lazy, axes=('vocab', 'embed')),"
+        "  # also at .layers[1], .head\n"
+        "  layers=List(\n"
+        "    BatchStat(float32[2]),\n"
+        "    <same Param as .embed>,\n"
+        "  ),\n"
+        "  head=<same Param as .embed>,\n"
+        "  rate=0.5,\n"
+        "  name='tied',\n"
+        "  scale=float32[3],\n"
+        ")"
+    )
+    assert model.embed.is_lazy
+
+
+def test_the_text_says_how_variables_are_laid_out(auto_mesh: Mesh) -> None:
+    layer = sx.nn.Linear(4, 8, use_bias=False, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
+    line = "kernel=Param(float32[4, 8], {}axes=('embed', 'mlp'), P('data', 'model') over {}),"
+    rules = {"embed": "data", "mlp": "model"}
+    planned = sx.abstract(layer, auto_mesh, rules)
+    assert line.format("", "data=2, model=4") in sx.view.to_text(planned)
+    sx.shard(layer, auto_mesh, rules)
+    assert line.format("", "data=2, model=4") in sx.view.to_text(layer)
+
+
+def test_a_state_is_shown_as_the_variables_it_came_from() -> None:
+    layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+    assert sx.view.to_text(sx.state({"layers": [layer]})) == (
+        "State(  # 9 parameters\n"
+        "  'layers': State(\n"
+        "    0: State(\n"
+        "      'kernel': Param(float32[2, 3], axes=('in', 'out')),\n"
+        "      'bias': Param(float32[3], axes=('out',)),\n"
+        "    ),\n"
+        "  ),\n"
+        ")"
+    )
+    assert sx.view.to_text(sx.state(sx.Param(jnp.ones(2)))) == "Param(float32[2])"
+    assert sx.view.to_text(sx.State({"a": 1})) == "State(\n  'a': 1,\n)"
+
+
+def test_a_structure_is_shown_as_the_model_without_values() -> None:
+    assert sx.view.to_text(sx.graphdef(Tied())) == (
+        "GraphDef: Tied(\n"
+        "  embed=Param(axes=('vocab', 'embed')),  # also at .layers[1], .head\n"
+        "  layers=List(\n"
+        "    BatchStat(),\n"
+        "    <same Param as .embed>,\n"
+        "  ),\n"
+        "  head=<same Param as .embed>,\n"
+        "  rate=0.5,\n"
+        "  name='tied',\n"
+        "  scale=array,\n"
+        ")"
+    )
+
+
+def test_meshes_and_shardings_are_shown_with_a_picture() -> None:
+    mesh = AbstractMesh((1, 2), ("data", "model"))
+    edge = "─" * 18
+    picture = f"┌{edge}┬{edge}┐\n│{'device 0':^18}│{'device 1':^18}│\n└{edge}┴{edge}┘"
+    assert sx.view.to_text(mesh) == f"mesh data=1, model=2\n{picture}"
+    sharding = NamedSharding(mesh, PartitionSpec(None, "model"))
+    assert sx.view.to_text(sharding) == f"P(None, 'model') over data=1, model=2\n{picture}"
+
+
+def test_named_arrays_are_shown_by_their_names() -> None:
+    values = {"x": sx.named.zeros({"batch": 2, "embed": 3}), "w": sx.Param(jnp.ones(2))}
+    assert sx.view.to_text(values) == (
+        "dict(  # 2 parameters\n"
+        "  'x': NamedArray(float32[batch: 2, embed: 3]),\n"
+        "  'w': Param(float32[2]),\n"
+        ")"
+    )
+
+
+def test_the_marks_of_a_selection_are_on_what_is_selected() -> None:
+    selection = sx.select(Tied()).at_instances_of(sx.Param)
+    drawing = drawing_of(selection)
+    assert drawing.name == "Selection of 1 place in Tied"
+    marked = [place.path for place in drawing.places() if place.marked]
+    assert marked == [("embed",), ("layers", 1), ("head",)]  # one Variable, wherever it is met
+    assert sx.view.to_text(selection) == str(selection)
+    plain = drawing_of(sx.select({"a": 1.0, "b": [2, 3.0]}).at_instances_of(float))
+    assert [place.path for place in plain.places() if place.marked] == [("a",), ("b", 1)]
+
+
+def test_tables_and_views_are_shown_as_they_print() -> None:
+    layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+    for value in (sx.view.table(layer), sx.view.sharding(layer)):
+        assert sx.view.to_text(value) == str(value)
+        assert value.html() in sx.view.to_html(value)
+
+
+def test_showing_outside_of_a_notebook_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    sx.view.show(Tied())
+    assert capsys.readouterr().out == sx.view.to_text(Tied()) + "\n"
+
+
+@given(model=models())
+@settings(max_examples=10)
+def test_every_model_has_a_text_and_a_drawing_and_stays_as_it_is(model: Any) -> None:
+    lazy = [variable.is_lazy for _, variable in sx.iter_variables(model)]
+    before = sx.graphdef(model)
+    for value in (model, before):
+        assert sx.view.to_text(value).count("\n") >= 0
+        assert "treescope-container" in sx.view.to_html(value)
+    assert [variable.is_lazy for _, variable in sx.iter_variables(model)] == lazy
+    assert sx.graphdef(model) == before
+
+
+# --- treescope ---
+
+
+def test_treescope_shows_models_inside_its_own_drawings() -> None:
+    shown = treescope.render_to_text({"model": Tied()})
+    assert "embed=Param(float32[4, 2], lazy, axes=('vocab', 'embed'))" in shown
+    assert "# also at .layers[1], .head" in shown
+    assert shown.count("<same Param as .embed>") == 2
+    assert "rate=0.5, name='tied'," in shown
+    assert "<float32[3] mean 1, std 0, from 1 to 1>" in shown
+
+
+def test_states_structures_and_slots_are_shown_by_treescope() -> None:
+    layer = sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0))
+    slots, _ = sx.unbind(layer)
+    assert "kernel=Slot(Param, .kernel)" in treescope.render_to_text(slots)
+    assert treescope.render_to_text(slots.kernel) == "Slot(Param, .kernel)"
+    assert treescope.render_to_text(sx.graphdef(layer)).startswith("GraphDef: Linear(")
+    assert "'kernel': Param(float32[2, 3]" in treescope.render_to_text(sx.state(layer))
+
+
+def test_a_model_is_shown_while_it_is_traced() -> None:
+    seen: list[str] = []
+
+    @sx.jit
+    def forward(model: Any) -> None:
+        seen.append(treescope.render_to_text(model) + sx.view.to_html(model))
+
+    forward(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
+    assert "Param(float32[2, 3], axes=('in', 'out'))" in seen[0]
+
+
+def test_what_the_user_taught_treescope_holds_for_leaves() -> None:
+    class Config:
+        def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+            return treescope.rendering_parts.text(f"Config at {path}")
+
+    model = Tied()
+    model.config = Config()
+    assert "config=Config at .config" in treescope.render_to_text(model)
+
+
+def test_pictures_are_drawn_of_the_first_arrays_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foldable, "MOST_PICTURES", 2)
+    drawn: list[Any] = []
+
+    def visualize(value: Any, path: str | None) -> None:
+        if isinstance(value, foldable.ArrayFigure):
+            drawn.append(path)
+
+    with treescope.active_autovisualizer.set_scoped(visualize):
+        text = treescope.render_to_text(sx.List([sx.Param(jnp.ones(2)) for _ in range(4)]))
+    assert drawn == ["[0].value", "[1].value"]
+    assert "# with the values of the first 2 arrays" in text
+
+
+def test_a_large_model_still_says_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foldable, "MOST_LEAVES", 1)
+    assert "# also at .layers[1], .head" in treescope.render_to_text(Tied())
+    assert "treescope-container" in sx.view.to_html(Tied())
+
+
+# --- Notebooks, and without treescope ---
+
+
+def test_a_notebook_gets_html_and_a_terminal_the_repr(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tied()
+    bundle = model._repr_mimebundle_()
+    assert bundle["text/plain"] == repr(model)
+    assert "treescope-container" in bundle["text/html"]
+
+    def run_under(kinds: list[str]) -> list[Any]:
+        shown: list[Any] = []
+        formatter = types.SimpleNamespace(active_types=kinds)
+        shell = types.SimpleNamespace(display_formatter=formatter)
+        ipython = types.ModuleType("IPython")
+        ipython.get_ipython = lambda: shell  # pyright: ignore[reportAttributeAccessIssue]
+        display = types.ModuleType("IPython.display")
+        display.display = lambda data, raw: shown.append(data)  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setitem(sys.modules, "IPython", ipython)
+        monkeypatch.setitem(sys.modules, "IPython.display", display)
+        sx.view.show(model)
+        return shown
+
+    (shown,) = run_under(["text/plain", "text/html"])
+    assert shown.keys() == {"text/html", "text/plain"}
+    assert run_under(["text/plain"]) == []
+    assert model._repr_mimebundle_() is None
+
+
+def test_without_treescope_the_page_has_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "treescope", None)
+    model = Tied()
+    model.name = "<tied>"
+    page = sx.view.to_html(model, title="A & B")
+    assert "<title>A &amp; B</title>" in page
+    assert "name=&#x27;&lt;tied&gt;&#x27;," in page
+    assert "<pre>Tied(  # 8 parameters\n" in page
+
+
+def test_describing_a_leaf_reads_nothing() -> None:
+    lazy = sx.Param(sx.Init(jax.nn.initializers.ones, (2,)))
+    assert describe(drawing_of(lazy)) == "Param(float32[2], lazy)"
+    assert lazy.is_lazy
