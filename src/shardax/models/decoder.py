@@ -24,12 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardax.core.dtypes import as_array
 from shardax.core.errors import LayerConfigError
 from shardax.core.modules import Module
 from shardax.core.rng import Rngs
 from shardax.nn.attention import MultiHeadAttention, attention_sizes
 from shardax.nn.dropout import Dropout
-from shardax.nn.dtypes import as_array
 from shardax.nn.embedding import Embed
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP

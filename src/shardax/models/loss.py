@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardax.core.errors import LayerInputError
-from shardax.nn.explicit import align, explicit_entries
+from shardax.partition.explicit import align, explicit_entries
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> jax.Array:

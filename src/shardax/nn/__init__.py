@@ -2,9 +2,9 @@
 """Layers: Modules whose parameters carry axis names.
 
 A *layer* is an ordinary Module. It is lazy until used (building it runs no JAX operation), keeps
-parameter dtype and compute dtype apart (``shardax.nn.dtypes``), takes arrays with any batch
+parameter dtype and compute dtype apart (``shardax.core.dtypes``), takes arrays with any batch
 dimensions in front, and runs as it is on meshes with Auto and with Explicit axes
-(``shardax.nn.explicit``).
+(``shardax.partition.explicit``).
 """
 
 from shardax.nn.attention import MultiHeadAttention as MultiHeadAttention

@@ -17,15 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax.core.dtypes import as_array
 from shardax.core.errors import LayerConfigError
 from shardax.core.lazy import Initializer
 from shardax.core.modules import Module
 from shardax.core.rng import Rngs
-from shardax.nn.dtypes import as_array
-from shardax.nn.explicit import explicit_entries
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import as_axes, as_size, refuse_input, zeros
 from shardax.nn.rope import Rotation, check_head_dim, rotate, rotation
+from shardax.partition.explicit import explicit_entries
 
 
 class QueryKeyValue(NamedTuple):

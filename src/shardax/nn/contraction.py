@@ -2,7 +2,7 @@
 """Contractions: the sums of products that layers are made of.
 
 One function contracts an input with a parameter over some of their dimensions, the other by an
-equation. Both lay the result out by ``shardax.nn.explicit`` where the caller does not say how.
+equation. Both lay the result out by ``shardax.partition.explicit`` where the caller does not say how.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax.nn.explicit import joined_sharding
+from shardax.partition.explicit import joined_sharding
 
 
 def contract(

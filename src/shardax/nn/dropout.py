@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardax.core.dtypes import as_array
 from shardax.core.errors import LayerConfigError, LayerInputError, MissingRngsError
 from shardax.core.modules import Module
 from shardax.core.rng import Rngs, RngStream
-from shardax.nn.dtypes import as_array
-from shardax.nn.explicit import explicit_sharding
+from shardax.partition.explicit import explicit_sharding
 
 
 class Dropout(Module):

@@ -18,13 +18,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from shardax.core.dtypes import as_array, canonical_dtype, cast_all
 from shardax.core.errors import LayerConfigError
 from shardax.core.lazy import Initializer
 from shardax.core.modules import Module
 from shardax.core.rng import Rngs
 from shardax.nn.contraction import einsum
-from shardax.nn.dtypes import as_array, canonical_dtype, cast_all
-from shardax.nn.explicit import align
 from shardax.nn.parameters import (
     as_axes,
     as_sizes,
@@ -33,6 +32,7 @@ from shardax.nn.parameters import (
     refuse_input,
     zeros,
 )
+from shardax.partition.explicit import align
 
 _FORM = re.compile(r"(\.\.\.)?([A-Za-z]+),([A-Za-z]+)->(\.\.\.)?([A-Za-z]*)")
 

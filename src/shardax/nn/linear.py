@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardax.core.dtypes import as_array, canonical_dtype, cast_all
 from shardax.core.lazy import Initializer
 from shardax.core.modules import Module
 from shardax.core.rng import Rngs
 from shardax.nn.contraction import contract
-from shardax.nn.dtypes import as_array, canonical_dtype, cast_all
-from shardax.nn.explicit import align
 from shardax.nn.parameters import (
     Sizes,
     as_axes,
@@ -25,6 +24,7 @@ from shardax.nn.parameters import (
     shown_sizes,
     zeros,
 )
+from shardax.partition.explicit import align
 
 
 class Linear(Module):

@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax.core.dtypes import as_array, at_least_float32, canonical_dtype
 from shardax.core.errors import LayerConfigError
 from shardax.core.lazy import Initializer
 from shardax.core.modules import Module
 from shardax.core.rng import Rngs
-from shardax.nn.dtypes import as_array, at_least_float32, canonical_dtype
-from shardax.nn.explicit import align
 from shardax.nn.parameters import (
     as_axes,
     as_size,
@@ -30,6 +29,7 @@ from shardax.nn.parameters import (
     shown_sizes,
     zeros,
 )
+from shardax.partition.explicit import align
 
 
 class RMSNorm(Module):
