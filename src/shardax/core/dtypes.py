@@ -53,3 +53,11 @@ def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...
 def at_least_float32(dtype: Any) -> np.dtype:
     """Returns the dtype in which statistics over a ``dtype`` array are computed."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any:
+    """Returns the compute dtype; without one, what input and parameters promote to."""
+    if dtype is not None:
+        return dtype
+    promoted = jnp.result_type(x, *(one for one in parameters if one is not None))
+    return promoted if jnp.issubdtype(promoted, jnp.inexact) else at_least_float32(promoted)

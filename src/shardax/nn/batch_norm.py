@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.core.dtypes import as_array, at_least_float32, canonical_dtype
+from shardax.core.dtypes import as_array, at_least_float32, canonical_dtype, result_dtype
 from shardax.core.errors import LayerConfigError, LayerInputError
 from shardax.core.lazy import Init, Initializer
 from shardax.core.modules import Module
 from shardax.core.rng import Rngs
 from shardax.core.variables import BatchStat
-from shardax.nn.normalization import check_epsilon, result_dtype
+from shardax.nn.normalization import check_epsilon
 from shardax.nn.parameters import as_axes, as_size, make_parameter, ones, refuse_input, zeros
 from shardax.partition.explicit import align
 

@@ -2,7 +2,8 @@
 """Contractions: the sums of products that layers are made of.
 
 One function contracts an input with a parameter over some of their dimensions, the other by an
-equation. Both lay the result out by ``shardax.partition.explicit`` where the caller does not say how.
+equation. Where the caller does not say how to lay the result out, ``shardax.partition.explicit``
+does.
 """
 
 from __future__ import annotations

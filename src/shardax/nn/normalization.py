@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.core.dtypes import as_array, at_least_float32, canonical_dtype
+from shardax.core.dtypes import as_array, at_least_float32, canonical_dtype, result_dtype
 from shardax.core.errors import LayerConfigError
 from shardax.core.lazy import Initializer
 from shardax.core.modules import Module
@@ -213,11 +213,3 @@ def _spread(parameter: jax.Array, x: jax.Array) -> jax.Array:
     """Returns a parameter of shape (features,) ready to be combined with ``x`` elementwise."""
     parameter = align(parameter.astype(x.dtype), x)
     return jax.lax.expand_dims(parameter, range(x.ndim - 1))
-
-
-def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any:
-    """Returns the compute dtype; without one, what input and parameters promote to."""
-    if dtype is not None:
-        return dtype
-    promoted = jnp.result_type(x, *(one for one in parameters if one is not None))
-    return promoted if jnp.issubdtype(promoted, jnp.inexact) else at_least_float32(promoted)
