@@ -132,6 +132,8 @@ class Foldable:
         if picture is None:
             return self._line(drawing, path)
         whole = self.parts.build_full_line_with_annotations(picture)
+        for inner in whole.foldables_in_this_part():  # one click is enough to see the numbers
+            inner.set_expand_state(self.parts.ExpandState.EXPANDED)
         return self.parts.build_foldable_tree_node_from_children(
             prefix=describe(drawing).removesuffix(")"),
             children=[self.parts.fold_condition(expanded=whole)],
