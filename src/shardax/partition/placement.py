@@ -22,7 +22,7 @@ from shardax.core.errors import MeshError
 from shardax.core.frames import check_trace, check_unlocked
 from shardax.core.lazy import LazyValue, Recipe, compute_all
 from shardax.core.node import Object
-from shardax.core.paths import format_path
+from shardax.core.paths import Path, format_path
 from shardax.core.state import State
 from shardax.core.variables import Variable
 from shardax.partition.check import raise_on_errors
@@ -266,7 +266,7 @@ def _place_variables(slots: Sequence[Slot], places: Sequence[Places], moves: Mov
     if recipes and _jax.is_eager():
         arrays = compute_all([p.variable._value for p in recipes], [p.to[0] for p in recipes])
         for place in recipes:
-            moves.add(place.slot.path, functools.partial(next, arrays), place.store)
+            moves.add(place.slot.path, lambda: [next(arrays)], place.store)
         moves.finish()
     dependent = [p for p in all_of_them if isinstance(p.variable._value, LazyValue)]
     late = {id(place.variable) for place in dependent}
@@ -288,11 +288,11 @@ class _VariablePlace(NamedTuple):
     def is_recipe(self) -> bool:
         return isinstance(self.variable._value, Recipe) and self.to[0] is not None
 
-    def moved(self) -> Any:
+    def moved(self) -> list[Any]:
         return _placed(self.slot, self.variable._value, self.to)
 
-    def store(self, value: Any) -> None:
-        self.variable._value = value
+    def store(self, arrays: Sequence[Any]) -> None:
+        self.variable._value = with_arrays(self.slot, self.variable._value, arrays)
 
 
 def _place_part(
@@ -308,23 +308,26 @@ def _place_part(
         slot, to = slots[position], places[position]
         if not _is_placed(slot, item, to):
             make = functools.partial(_placed, slot, item, to)
-            moves.add(slot.path, make, functools.partial(after.__setitem__, path))
+            moves.add(slot.path, make, functools.partial(_store, after, path, slot))
     if isinstance(value, State):
         return lambda: State.from_flat(after, part.origins)
     return lambda: after[()]
+
+
+def _store(values: dict[Path, Any], path: Path, slot: Slot, arrays: Sequence[Any]) -> None:
+    values[path] = with_arrays(slot, values[path], arrays)
 
 
 def _is_placed(slot: Slot, value: Any, places: Places) -> bool:
     return all(to is None or _is_at(array, to) for array, to in _pairs(slot, value, places))
 
 
-def _placed(slot: Slot, value: Any, places: Places) -> Any:
-    """Returns a value with its arrays where they belong."""
-    arrays = [
+def _placed(slot: Slot, value: Any, places: Places) -> list[Any]:
+    """Returns the arrays of a value where they belong."""
+    return [
         array if to is None or _is_at(array, to) else _moved(array, to)
         for array, to in _pairs(slot, value, places)
     ]
-    return with_arrays(slot, value, arrays)
 
 
 def _pairs(slot: Slot, value: Any, places: Places) -> Iterator[tuple[Any, Any]]:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from shardax.core._jax import Tracer
 from shardax.core.filters import OfType
@@ -109,7 +109,7 @@ def check(
 
 def _other_meshes(slots: Sequence[Slot], meshes: Sequence[AnyMesh | None]) -> Iterator[Finding]:
     for slot, mesh in zip(slots, meshes, strict=True):
-        if slot.mesh is not None and mesh is not None and _abstract(slot.mesh) != _abstract(mesh):
+        if slot.mesh is not None and mesh is not None and _differ(slot.mesh, mesh):
             text = (
                 f"{format_path(slot.path)}: has a mesh of its own, {format_mesh(slot.mesh.shape)}, "
                 f"but is laid out over the mesh given, {format_mesh(mesh.shape)}. Where it is "
@@ -118,8 +118,10 @@ def _other_meshes(slots: Sequence[Slot], meshes: Sequence[AnyMesh | None]) -> It
             yield Finding("warning", slot.path, "other-mesh", text)
 
 
-def _abstract(mesh: AnyMesh) -> AbstractMesh:
-    return mesh.abstract_mesh
+def _differ(mesh: AnyMesh, other: AnyMesh) -> bool:
+    if isinstance(mesh, Mesh) and isinstance(other, Mesh):
+        return mesh != other
+    return (mesh.axis_names, mesh.axis_sizes) != (other.axis_names, other.axis_sizes)
 
 
 # --- states of optimizers -------------------------------------------------------------------------

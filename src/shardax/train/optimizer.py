@@ -30,6 +30,7 @@ from shardax.core.modules import Module
 from shardax.core.paths import Path, format_path
 from shardax.core.state import Origin, State, flatten_mapping
 from shardax.core.variables import OptState, Param, Variable
+from shardax.partition.boxes import BOX_ENTRY
 from shardax.train.optimizer_layout import (
     Fill,
     StateLayout,
@@ -169,7 +170,7 @@ class Optimizer(Module):
             place = nested
             for step in leaf.path[:-1]:
                 place = place.setdefault(step, {})
-            place[leaf.path[-1]] = OptState(value, axes=_axes_of(leaf, owners))
+            place[leaf.path[-1]] = OptState(value, **_metadata_of(leaf, owners))
         return nested
 
     def _values_now(self, layout: StateLayout, parameters: Parameters) -> dict[int, Any]:
@@ -209,16 +210,21 @@ class Optimizer(Module):
 _STEP = StateLeaf(("step",), (), np.dtype(np.int32), None, (), Fill(np.zeros((), np.int32)))
 
 
-def _axes_of(leaf: StateLeaf, owners: Sequence[Variable[Any]]) -> tuple[Any, ...] | None:
-    """Returns the axes of the parameter that a leaf follows, in the order of its dimensions."""
+def _metadata_of(leaf: StateLeaf, owners: Sequence[Variable[Any]]) -> dict[str, Any]:
+    """Returns what a leaf is laid out by: what the parameter that it follows is laid out by.
+
+    These are its axes, in the order of the leaf's dimensions, and the box that it was made of.
+    """
     if leaf.follows is None:
-        return None
-    axes = owners[leaf.follows].axes
+        return {}
+    owner = owners[leaf.follows]
+    axes = owner.axes
     if axes is None or (
         leaf.dims and max((d for d in leaf.dims if d is not None), default=-1) >= len(axes)
     ):
-        return None
-    return tuple(None if d is None else axes[d] for d in leaf.dims)
+        return {}
+    box = {BOX_ENTRY: owner.metadata[BOX_ENTRY]} if BOX_ENTRY in owner.metadata else {}
+    return {"axes": tuple(None if d is None else axes[d] for d in leaf.dims), **box}
 
 
 def _shape_of(value: Any) -> jax.ShapeDtypeStruct:
