@@ -149,21 +149,21 @@ def where(condition: Any, x: Any, y: Any) -> NamedArray:
         >>> sx.named.where(x % 2 == 0, x, -1).unwrap("a").tolist()
         [0, -1, 2, -1]
     """
-    first = next((each for each in (condition, x, y) if isinstance(each, NamedArray)), None)
+    first = next((each for each in (x, y, condition) if isinstance(each, NamedArray)), None)
     if first is None:
         raise NamedAxesError(
             "named.where chooses between named arrays, but none was given; for plain ones there "
             "is jnp.where."
         )
     beside = Operand(*first._parts())
-    found = [operand_of(each, beside) for each in (condition, x, y)]
-    for each, given in zip(found, (condition, x, y), strict=True):
+    found = [operand_of(each, beside) for each in (x, y, condition)]
+    for each, given in zip(found, (x, y, condition), strict=True):
         if each is NotImplemented:
             raise NamedAxesError(f"named.where takes arrays and numbers, but was given {given!r}.")
     datas, dims = align([each for each in found if isinstance(each, Operand)])
     expanded = iter(datas)
-    arguments = [next(expanded) if isinstance(each, Operand) else each for each in found]
-    return NamedArray._make(jnp.where(*arguments), dims)
+    chosen, other, mask = (next(expanded) if isinstance(e, Operand) else e for e in found)
+    return NamedArray._make(jnp.where(mask, chosen, other), dims)
 
 
 def _operands(arrays: Sequence[Any], function: str) -> list[Operand]:
