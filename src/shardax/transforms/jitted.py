@@ -8,16 +8,17 @@ around it, a ``Jitted`` calls its body directly and becomes part of that program
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from shardax.core._jax import is_eager, trace_state
+from shardax.core.errors import StaticArgumentError
 from shardax.core.frames import local
 from shardax.core.modules import Module
 from shardax.core.static import exact_key
 from shardax.transforms.around import Around
 from shardax.transforms.jit import Jit, jit
+from shardax.transforms.plan import Options, with_resolved_donation
 from shardax.transforms.static_arguments import as_tuple
 
 _UNSTAGED = frozenset({"grad", "jvp", "value_and_grad", "vjp", "vmap"})
@@ -38,7 +39,8 @@ class Jitted(Around):
 
     Raises:
         LayerConfigError: If it is no Module, or cannot be called.
-        StaticArgumentError: If it has no such argument as an option names.
+        StaticArgumentError: If it has no such argument as an option names, or an option is not
+            hashable.
         DonationError: Likewise.
 
     Example:
@@ -55,105 +57,101 @@ class Jitted(Around):
 
     def __init__(self, module: Module, **jit_options: Any) -> None:
         super().__init__(module)
-        self.compiler = compiler(jit_options)
-        self.compiler.compiled(module, ())  # so that an option that does not fit is refused here
+        self.compiler = Compiler({"static": "auto", **jit_options})
+        self.compiler.check(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the body, compiled, or as a part of what is being compiled around it."""
         if self.compiler.is_inlined and _is_staged():
             return self.body(*args, **kwargs)
-        return self.compiler.compiled(self.body, args)(self.body, *args, **kwargs)
+        return self.compiler.compiled(type(self.body), len(args))(self.body, *args, **kwargs)
 
 
 class Compiler:
-    """Options of ``jit``, with what was compiled under them: static configuration.
+    """Options of ``jit``, as configuration.
 
     Args:
         options: The options.
-        key: What they compare by.
 
     Attributes:
         is_inlined: Whether a call inside another compiled function needs no program of its own,
             which it does where shardings are declared.
+
+    Raises:
+        StaticArgumentError: If an option is not hashable.
     """
 
-    def __init__(self, options: Mapping[str, Any], key: Any) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
-        self.key = key
         declared = [self.options.get(name) for name in ("in_shardings", "out_shardings")]
         self.is_inlined = declared == [None, None]
-        self._functions: dict[Any, Jit] = {}
+        self._key = tuple((name, _key(name, options[name])) for name in sorted(options))
+        self._hash = hash(self._key)
 
-    def compiled(self, body: Any, args: Sequence[Any]) -> Jit:
+    def check(self, body: Any) -> None:
+        """Raises if an option does not fit the body's arguments; see ``Jitted``."""
+        with_resolved_donation(Options(**self.options), body)
+
+    def compiled(self, kind: type, count: int) -> Jit:
         """Returns the compiled call of a class.
 
         Args:
-            body: An instance.
-            args: The positional arguments.
+            kind: The class.
+            count: The number of positional arguments.
         """
-        key: Any = type(body).__call__
-        if not self.is_inlined:
-            key = (key, len(args))
-        known = self._functions.get(key)
-        if known is None:
-            options = _for_method(self.options, len(args))
-            known = self._functions[key] = jit(type(body).__call__, **options)
-        return known
+        key = (kind, self, None if self.is_inlined else count)
+        found = _compiled.get(key)
+        if found is None:
+            found = _compiled[key] = jit(kind.__call__, **self._shifted(count))
+        return found
+
+    def _shifted(self, count: int) -> dict[str, Any]:
+        """Returns the options for a function that takes the body as its first argument."""
+        shifted = dict(self.options)
+        for name in ("static_argnums", "donate_argnums"):
+            places = as_tuple(shifted.get(name))
+            shifted[name] = tuple(place + 1 if place >= 0 else place for place in places)
+        declared = shifted.get("in_shardings")
+        if declared is not None:
+            several = type(declared) in (tuple, list)
+            shifted["in_shardings"] = (None, *(declared if several else [declared] * count))
+        return shifted
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Compiler) and self.key == other.key)
+        return self is other or (
+            isinstance(other, Compiler) and self._hash == other._hash and self._key == other._key
+        )
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return self._hash
 
     def __deepcopy__(self, memo: Any) -> Compiler:
         return self
 
     def __reduce__(self) -> Any:
-        return (compiler, (self.options,))
+        return (Compiler, (self.options,))
 
     def __repr__(self) -> str:
         return f"jit({', '.join(f'{name}={option!r}' for name, option in self.options.items())})"
 
 
-_known: weakref.WeakValueDictionary[Any, Compiler] = weakref.WeakValueDictionary()
-"""Compilers in use, by options."""
+_compiled: dict[Any, Jit] = {}
+"""Compiled calls by class and options. Classes of Modules live on anyway, being pytrees to JAX."""
 
 
-def compiler(options: Mapping[str, Any]) -> Compiler:
-    """Returns the one compiler of some options.
+def _key(name: str, option: Any) -> Any:
+    """Returns what an option compares by.
 
-    Args:
-        options: Options of ``jit``.
+    Raises:
+        StaticArgumentError: If it is not hashable.
     """
-    given = {"static": "auto", **options}
     try:
-        key = exact_key(tuple(sorted(given.items())))
-    except TypeError:  # an option that cannot be compared: each use is one of its own
-        return Compiler(given, object())
-    found = _known.get(key)
-    if found is None:
-        found = _known[key] = Compiler(given, key)
-    return found
-
-
-def _for_method(options: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Returns options for a function that takes the body as its first argument.
-
-    Args:
-        options: Options for a call of the body.
-        count: The number of positional arguments of the call.
-    """
-    shifted = dict(options)
-    for name in ("static_argnums", "donate_argnums"):
-        if name in options:
-            places = as_tuple(options[name])
-            shifted[name] = tuple(place + 1 if place >= 0 else place for place in places)
-    declared = options.get("in_shardings")
-    if declared is not None:
-        several = isinstance(declared, (tuple, list)) and type(declared) in (tuple, list)
-        shifted["in_shardings"] = (None, *(declared if several else [declared] * count))
-    return shifted
+        return exact_key(tuple(sorted(option.items())) if isinstance(option, dict) else option)
+    except TypeError as error:
+        raise StaticArgumentError(
+            f"The option {name}={option!r} of sx.Jitted is not hashable ({error}). Options are "
+            f"part of a model's structure. Use tuples instead of lists."
+        ) from error
 
 
 def _is_staged() -> bool:
