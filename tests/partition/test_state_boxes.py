@@ -205,6 +205,7 @@ def test_without_the_parameters_in_the_tree_the_state_is_refused_by_path(auto_me
         {"w": (8, 16), "block": {"w": (6, 3)}},
         {"w": (8,), "block": {"w": (3,)}},
         {"params": {"w": (7, 16)}, "opt": {"mu": {"w": (7, 16)}}},
+        {"w": (8, 16), "block": {"other": (6, 3), "w": (7, 16)}},
     ],
 )
 def test_what_is_no_state_of_a_parameter_stays_an_error(tree: Any, auto_mesh: Mesh) -> None:
@@ -217,6 +218,17 @@ def test_what_is_no_state_of_a_parameter_stays_an_error(tree: Any, auto_mesh: Me
     assert "indivisible" in codes and "reduced-state" not in codes
     with pytest.raises(PartitionCheckError):
         sx.shard(boxes, auto_mesh, RULES)
+
+
+def test_a_parameter_at_the_top_owns_what_its_sizes_occur_in() -> None:
+    def boxes(*shape: int) -> Any:
+        box = Partitioned(jnp.ones((8, 16)), ("data", "model"))
+        return box, {"v_row": box.replace_boxed(jnp.ones(shape))}
+
+    assert sx.partition_specs(boxes(8))[1] == {"v_row": P("data")}
+    assert sx.partition_specs(boxes(1))[1] == {"v_row": P()}
+    with pytest.raises(PartitionCheckError, match=r"\[1\]\.v_row: 2 axis names .* shape \(5,\)"):
+        sx.partition_specs(boxes(5))
 
 
 def test_parameters_of_one_name_and_different_shapes_are_no_owners_together() -> None:

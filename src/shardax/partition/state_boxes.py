@@ -7,7 +7,7 @@ not: row and column statistics (Adafactor) lack a dimension, a history has one m
 is nothing to keep stands an array of one number. A *reduced state* is a box whose names fail to fit
 its array, while those of its *owner* fit: another box of the tree that is alike in everything but
 the value, and whose path is shorter and ends in the same steps (``params.layers.up`` and
-``opt[0].v_row.layers.up``).
+``opt[0].v_row.layers.up``; for a parameter at the top, the sizes must be among its own).
 
 Its dimensions are those of the owner that its sizes tell apart; if they do not, it is replicated.
 Either is said in a finding, ``reduced-state``. Without an owner in the tree the names are an error.
@@ -95,15 +95,21 @@ def _paths(slot: Slot) -> set[Path]:
 
 def _owner(slot: Slot, owners: Sequence[Slot]) -> Slot | None:
     """The owner, if there is one, or several of one shape that are equally near by their paths."""
-    near = [
-        (_common_end(slot.path, other.path), other)
-        for other in owners
-        if other.box == slot.box and len(other.path) < len(slot.path) and len(other.arrays) == 1
-    ]
-    longest = max((end for end, other in near if end or len(other.path) <= 1), default=None)
-    best = [other for end, other in near if end == longest]
+    near: dict[int, list[Slot]] = {}
+    for other in owners:
+        if other.box == slot.box and len(other.path) < len(slot.path) and len(other.arrays) == 1:
+            end = _common_end(slot.path, other.path)
+            if end or (len(other.path) <= 1 and _is_made_of(slot, other)):
+                near.setdefault(end, []).append(other)
+    best = near[max(near)] if near else []
     alike = {other.arrays[0].shape for other in best}
     return best[0] if len(alike) == 1 else None
+
+
+def _is_made_of(slot: Slot, owner: Slot) -> bool:
+    """Whether all sizes are sizes of the owner, where no step of the paths says that it is one."""
+    sizes = set(owner.arrays[0].shape)
+    return all(sizes.issuperset(info.shape) or math.prod(info.shape) == 1 for info in slot.arrays)
 
 
 def _common_end(path: Path, other: Path) -> int:
