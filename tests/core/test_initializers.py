@@ -110,3 +110,16 @@ def test_a_model_that_is_used_unsharded_materialises_as_if_read_one_by_one() -> 
     assert [leaf.tobytes() for leaf in map(np.asarray, leaves)] == [
         value.tobytes() for value in one_by_one
     ]
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "model"), P("data", "model")])
+def test_an_array_without_elements_can_be_laid_out_and_read(mesh: Mesh, spec: P) -> None:
+    place = NamedSharding(mesh, spec)
+    for initializer in (INIT.ones, INIT.normal()):
+        lazy = sx.Init(initializer, (2, 0), rngs=sx.Rngs(0))
+        array = lazy.compute(place)
+        assert array.sharding == place
+        assert np.asarray(array).shape == (2, 0)
+    rows = NamedSharding(mesh, P("data"))
+    stacked = lazy.run(lazy.program(rows, (2,)), [np.zeros((2, 2), np.uint32)])
+    assert (stacked.sharding, np.asarray(stacked).shape) == (rows, (2, 2, 0))

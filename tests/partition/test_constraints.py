@@ -342,14 +342,29 @@ def test_where_nothing_says_which_devices_are_meant_jax_would_drop_a_constraint_
     with jax.sharding.use_abstract_mesh(abstract):
         with pytest.raises(MeshError, match=r"float32\[8, 16\] .*under jax\.set_mesh\(mesh\)"):
             jax.jit(body)(x)
-        # Only traced, it is kept, whatever devices will be used.
-        traced = jax.jit(lambda x: body(x, "ignore")).trace(x)
-        assert "sharding_constraint" in str(traced.jaxpr)
+        assert "sharding_constraint" not in str(jax.make_jaxpr(lambda x: body(x, "ignore"))(x))
         named = jax.jit(lambda x: sx.constrain(2 * x, ("batch", "embed"), auto_mesh, RULES))
         assert named(x).sharding.is_equivalent_to(NamedSharding(auto_mesh, P("data", "model")), 2)
     with jax.set_mesh(auto_mesh), jax.sharding.use_abstract_mesh(abstract):
         found = jax.jit(body)(x)
     assert found.sharding.is_equivalent_to(NamedSharding(auto_mesh, P("data", "model")), 2)
+
+
+def test_a_program_can_be_lowered_for_shapes_that_are_laid_out_over_a_mesh_without_devices(
+    auto_mesh: Mesh,
+) -> None:
+    call = jax.jit(lambda x: sx.constrain(2 * x, ("batch", "embed"), rules=RULES))
+    place = NamedSharding(auto_mesh.abstract_mesh, P())
+    traced = call.trace(jax.ShapeDtypeStruct((8, 16), np.float32, sharding=place))
+    assert "sharding_constraint" in str(traced.jaxpr)
+
+
+def test_a_mesh_with_manual_axes_is_for_the_inside_of_shard_map(auto_mesh: Mesh) -> None:
+    manual = Mesh(auto_mesh.devices, ("data", "model"), axis_types=(AxisType.Manual,) * 2)
+    for call in (lambda x: x, jax.jit):
+        constrained = call(lambda x: sx.constrain(x, ("batch", "embed"), manual, RULES))
+        with pytest.raises(MeshError, match=r"inside of jax\.shard_map"):
+            constrained(jnp.ones((8, 16)))
 
 
 def test_over_explicit_axes_without_devices_jax_itself_refuses(explicit_mesh: Mesh) -> None:

@@ -73,6 +73,23 @@ class InitializerProgram:
             return self._call.lower(self._words)
 
 
+class _EmptyProgram(InitializerProgram):
+    """The program of an array without elements, which is laid out afterwards.
+
+    Where a program lays one out, JAX gives every device the whole shape, and the array cannot be
+    read.
+    """
+
+    __slots__ = ("_place",)
+
+    def __init__(self, function: Callable[[Any], jax.Array], words: Any, place: Any) -> None:
+        super().__init__(function, words, None)
+        self._place = place
+
+    def __call__(self, words: Any) -> jax.Array:
+        return jax.device_put(super().__call__(words), self._place)
+
+
 @functools.lru_cache(maxsize=4096)
 def initializer_program(
     initializer: Static,
@@ -108,6 +125,8 @@ def initializer_program(
         initialise, lead, None if impl is None else jax.vmap if freely else _one_by_one
     )
     given_words = _many_words(words, lead)
+    if 0 in (*lead, *shape) and isinstance(sharding, NamedSharding):
+        return _EmptyProgram(many, given_words, sharding)
     if freely or not isinstance(sharding, NamedSharding):
         return InitializerProgram(many, given_words, sharding)
     whole = NamedSharding(sharding.mesh, PartitionSpec())

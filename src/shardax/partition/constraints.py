@@ -68,8 +68,8 @@ def constrain(
             Explicit axes, JAX wants the mesh of a compiled function in scope or under its inputs.
         rules: Rules, pairs or a mapping; None for the current rules.
         on_no_mesh: What to do without a mesh, or without rules: ``"error"``, or ``"ignore"`` to
-            return ``x`` as it is. None: as the ``axis_rules`` in scope say, else ``"error"``. To
-            trace or lower a program over a mesh without devices, ``"ignore"`` too.
+            return ``x`` as it is. None: as the ``axis_rules`` in scope say, else ``"error"``. A
+            mesh without devices counts as none where nothing else says which devices are meant.
 
     Returns:
         The array, with the same values. Inside ``jax.shard_map`` only the mesh axes that are not
@@ -102,8 +102,10 @@ def constrain(
             "dimensions. Give one entry per dimension, None for a dimension without a name."
         )
     where = _mesh_for(array, mesh)
-    if policy == "error" and isinstance(array, Tracer) and isinstance(where, AbstractMesh):
-        _check_devices(array, names, where)
+    if not _has_devices(where, array):
+        if policy == "ignore":
+            return array
+        raise _no_devices(array, names, where)
     chosen = current_rules() if rules is None else resolve_rules(rules)
     has_names = next(iter(strings(names)), None) is not None
     if where is None or (rules is None and not chosen and has_names):
@@ -158,6 +160,17 @@ def _nothing_to_go_by(array: Any, names: Names, mesh: AnyMesh | None) -> Excepti
     )
 
 
+def _no_devices(array: Any, names: Names, mesh: AnyMesh | None) -> MeshError:
+    return MeshError(
+        f"{_intro(array, names)} {mesh} has no devices, and nothing else says which devices the "
+        "program is for, so JAX would drop the constraint. Call the compiled function under "
+        "jax.set_mesh(mesh) and not under use_abstract_mesh; or pass the mesh itself, mesh=mesh; "
+        "or, without any mesh in scope, give the function arrays that are laid out over one, or "
+        "shapes, jax.ShapeDtypeStruct(..., sharding=...). A function that shall also run without "
+        "a mesh can say constrain(..., on_no_mesh='ignore')."
+    )
+
+
 def _refused_by_jax(
     array: Any, names: Names, entries: tuple[Target, ...], mesh: AnyMesh, error: Exception
 ) -> ConstraintError:
@@ -184,28 +197,27 @@ def _mesh_for(array: jax.Array, given: AnyMesh | None) -> AnyMesh | None:
                 "Pass the same mesh, or none to take the one in scope."
             )
         return inside
+    if _axes_of_type(mesh, AxisType.Manual):
+        raise MeshError(
+            f"{mesh} has axes of type Manual, which are for the inside of jax.shard_map, and this "
+            "code is not inside. Make the mesh with axes of type Auto or Explicit."
+        )
     seen = inside if not inside.empty else own
     return _as_seen(mesh, seen) if isinstance(array, Tracer) else mesh
 
 
-def _check_devices(array: jax.Array, names: Names, mesh: AbstractMesh) -> None:
-    """Raises where JAX would drop a constraint, because nothing says which devices are meant.
+def _has_devices(mesh: AnyMesh | None, array: jax.Array) -> bool:
+    """Whether something says which devices a program is for; else JAX would drop the constraint.
 
-    Over axes that are not Auto, JAX says so itself.
+    Over axes that are not Auto, JAX says so itself, and outside of programs ``_move`` does.
     """
-    if jax.sharding.get_abstract_mesh().empty:
-        known = _own_mesh(array) is not None
-    else:
-        known = set(mesh.axis_types) != {AxisType.Auto} or scope_has_devices()
-    if not known:
-        raise MeshError(
-            f"{_intro(array, names)} {mesh} has no devices, and nothing else says which devices "
-            "the program is for, so JAX would drop the constraint. Call the compiled function "
-            "under jax.set_mesh(mesh) and not under use_abstract_mesh; or pass the mesh itself, "
-            "mesh=mesh; or, without any mesh in scope, give the function arrays that are laid out "
-            "over one. A program that is only to be traced or lowered can say "
-            "constrain(..., on_no_mesh='ignore')."
-        )
+    if not isinstance(mesh, AbstractMesh) or not isinstance(array, Tracer):
+        return True
+    inside, own = jax.sharding.get_abstract_mesh(), _own_mesh(array)
+    if inside.empty:
+        return own is not None and own.size == mesh.size
+    typed = set(mesh.axis_types) != {AxisType.Auto}
+    return inside.size == mesh.size and (typed or scope_has_devices())
 
 
 def _own_mesh(array: jax.Array) -> AnyMesh | None:
