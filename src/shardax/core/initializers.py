@@ -45,7 +45,7 @@ class InitializerProgram:
 
     Args:
         function: Takes the key's words (None without a key) and returns the array.
-        words: Shape and dtype of the key's words, or None.
+        words: Shape and dtype of the key's words, or None; any tree, if the function takes one.
         sharding: Where the array goes, or None for the default device.
     """
 
@@ -120,21 +120,36 @@ def initializer_program(
         jax.eval_shape(initialise, None)
     if not lead and not isinstance(sharding, NamedSharding):  # nothing is cut or put together
         return InitializerProgram(initialise, words, sharding)
-    freely = _cuts_freely(initialise, words, impl)
+    freely = cuts_freely(initialise, words, impl)
     many = _repeated(
         initialise, lead, None if impl is None else jax.vmap if freely else _one_by_one
     )
     given_words = _many_words(words, lead)
     if 0 in (*lead, *shape) and isinstance(sharding, NamedSharding):
         return _EmptyProgram(many, given_words, sharding)
+    return program_into(sharding, many, given_words, freely)
+
+
+def program_into(
+    sharding: Any, function: Callable[[Any], jax.Array], given: Any, freely: bool
+) -> InitializerProgram:
+    """Returns the program that writes what a function makes into a sharding.
+
+    Args:
+        sharding: A ``jax.sharding.Sharding``, or None for the default device.
+        function: Makes the array of ``given``.
+        given: Shapes and dtypes of what the function takes.
+        freely: Whether each device may compute its part only (``cuts_freely``); otherwise each
+            computes the whole array and keeps its part.
+    """
     if freely or not isinstance(sharding, NamedSharding):
-        return InitializerProgram(many, given_words, sharding)
+        return InitializerProgram(function, given, sharding)
     whole = NamedSharding(sharding.mesh, PartitionSpec())
 
-    def initialise_whole(given: Any) -> jax.Array:
-        return jax.lax.with_sharding_constraint(many(given), whole)
+    def compute_whole(given: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(function(given), whole)
 
-    return InitializerProgram(initialise_whole, given_words, sharding)
+    return InitializerProgram(compute_whole, given, sharding)
 
 
 def _repeated(
@@ -194,10 +209,16 @@ def _words_of(impl: Any) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
 
 
-def _cuts_freely(function: Callable[[Any], jax.Array], words: Any, impl: Any) -> bool:
-    """Whether the numbers are the same to the last bit whichever way the array is cut."""
+def cuts_freely(function: Callable[[Any], jax.Array], given: Any, impl: Any) -> bool:
+    """Whether the numbers are the same to the last bit whichever way the array is cut.
+
+    Args:
+        function: Makes the array of ``given``.
+        given: Shapes and dtypes of what the function takes.
+        impl: The generator of its keys, or None.
+    """
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        names = set(_primitives(jax.make_jaxpr(function)(words).jaxpr))
+        names = set(_primitives(jax.make_jaxpr(function)(given).jaxpr))
     draws = any(name.startswith("random") for name in names)
     return names <= set(_ELEMENTWISE.split()) and (not draws or impl == "threefry2x32")
 

@@ -55,7 +55,7 @@ class RngStream(Module):
     def __init__(self, source: Any, name: str) -> None:
         tag = Metadata(None, {"tag": name})
         self.name = name
-        self.key = RngState._make(_key_value(source), tag, owner_here())
+        self.key = RngState._make(key_value(source), tag, owner_here())
         self.count = RngState._make(np.zeros((), np.uint32), tag, owner_here())
 
     def __call__(self) -> jax.Array:
@@ -96,15 +96,44 @@ class RngStream(Module):
         return key
 
 
-def _is_integer(source: Any) -> bool:
+def is_integer(source: Any) -> bool:
+    """Whether a seed is an integer of Python or NumPy, which ``bool`` is not here."""
     return isinstance(source, (int, np.integer)) and not isinstance(source, bool)
 
 
-def _key_value(source: Any) -> Any:
+def seed_source(seed: int) -> KeySource:
+    """Returns the source of the key of an integer seed of any size.
+
+    ``jax.random.key`` keeps the lowest 32 bits alone unless 64 bits are enabled, so that seeds such
+    as ``2**32`` and 0 give one key. Here every seed gives a key of its own, the same with 64 bits
+    and without.
+
+    Example:
+        >>> seed_source(7), seed_source(2**32 + 7)
+        (KeySource(root=7, folds=()), KeySource(root=7, folds=(1, 0)))
+    """
+    if -(2**31) <= seed < 2**32:
+        return KeySource(seed)
+    words = []
+    while seed not in (0, -1):
+        words.append(seed & _WORD)
+        seed >>= 32
+    return KeySource(words[0], (*words[1:], seed & _WORD))  # the last one is the sign
+
+
+_WORD = 2**32 - 1
+
+
+def key_value(source: Any) -> Any:
+    """Returns a seed or key as a stream holds it: a typed key, or a ``LazyKey`` for an integer.
+
+    Raises:
+        SeedError: If it is neither.
+    """
     if isinstance(source, KeySource):
         return LazyKey(source)
-    if _is_integer(source):
-        return LazyKey(KeySource(int(source)))
+    if is_integer(source):
+        return LazyKey(seed_source(int(source)))
     if isinstance(source, (jax.Array, np.ndarray)):
         if jnp.issubdtype(source.dtype, jax.dtypes.prng_key):
             return source
@@ -232,8 +261,8 @@ _SCOPE = 0x5C09E
 
 def _named(source: Any, name: str) -> Any:
     """Folds a stream's name into a seed, so that equal seeds give different streams."""
-    if _is_integer(source):
-        return KeySource(int(source), (_name_hash(name),))
-    key = _key_value(source)
+    if is_integer(source):
+        return seed_source(int(source)).fold(_name_hash(name))
+    key = key_value(source)
     is_seed = key is not source and getattr(source, "ndim", None) == 0
     return jax.random.fold_in(key, _name_hash(name)) if is_seed else key
