@@ -28,7 +28,6 @@ from shardax.partition import (
     logical_to_mesh,
     replace_boxed,
     to_boxes,
-    to_variables,
     unbox,
 )
 
@@ -368,61 +367,6 @@ def test_boxes_are_seen_in_the_table_of_shardings() -> None:
         ".params.w  8x16   float32  embed: data, mlp: model  4x4         1          64 B",
         "mesh data=2, model=4; 320 B per device, 1.0 KiB in all",
     ]
-
-
-# --- Variables made of boxes ----------------------------------------------------------------------
-
-
-def boxes_for_variables() -> dict[str, Any]:
-    """Boxes that turn into Variables."""
-    own = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    return {
-        "mesh": Partitioned(ARRAY, ("data", "model")),
-        "logical": LogicallyPartitioned(ARRAY, ("embed", "mlp")),
-        "baked": LogicallyPartitioned(ARRAY, ("embed", "mlp"), rules={"mlp": "data"}),
-        "over": Partitioned(ARRAY, ("model", None), own),
-    }
-
-
-@pytest.mark.parametrize("rules", [RULES, {"embed": "data", "model": "data", "mlp": None}])
-def test_a_variable_made_of_a_box_is_laid_out_like_it(rules: Any, auto_mesh: Mesh) -> None:
-    boxes = boxes_for_variables()
-    variables = to_variables(boxes)
-    with jax.set_mesh(auto_mesh):
-        expected = sx.shardings(boxes, None, rules)
-        assert expected["over"].mesh.shape == {"data": 4, "model": 2}
-        for same in (variables, to_variables(boxes, sx.BatchStat), to_boxes(variables)):
-            assert sx.shardings(same, None, rules) == expected
-            assert get_sharding(same, None, rules) == expected
-        assert sx.shardings(sx.state(variables), None, rules).flat() == {
-            (key,): place for key, place in expected.items()
-        }
-        sx.shard(variables, None, rules)
-    assert {key: v.sharding for key, v in variables.items()} == expected
-    assert sx.partition_specs(variables, rules) == sx.partition_specs(boxes, rules)
-
-
-def test_a_variable_made_of_a_box_unboxes_and_changes_its_axes_like_it(auto_mesh: Mesh) -> None:
-    variable = to_variables(Partitioned(jnp.asarray(ARRAY), ("data", None)))
-    variable.set_metadata(axes=(None, "model"))
-    assert sx.partition_specs(variable) == P(None, "model")
-    with jax.set_mesh(auto_mesh):
-        value = jax.jit(unbox)(variable)
-    assert value.sharding.is_equivalent_to(NamedSharding(auto_mesh, P(None, "model")), 2)
-    variable.set_metadata(axes=None)
-    assert sx.partition_specs(variable) == P()
-
-
-def test_a_module_holds_such_variables_and_its_optimizer_follows(auto_mesh: Mesh) -> None:
-    class Model(sx.Module):
-        def __init__(self, boxes: Any) -> None:
-            self.weights = to_variables(boxes)
-
-    model = Model({"w": Partitioned(jnp.asarray(ARRAY), ("data", "model"))})
-    optimizer = sx.train.Optimizer(model, optax.adam(1e-3))
-    sx.shard((model, optimizer), auto_mesh, RULES)
-    assert model.weights["w"].sharding.spec == P("data", "model")
-    assert optimizer.opt_state[0]["mu"]["weights"]["w"].sharding.spec == P("data", "model")
 
 
 # --- laws -----------------------------------------------------------------------------------------

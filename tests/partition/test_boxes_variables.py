@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from tests.strategies import assert_equal_values, variables
 
 import shardax as sx
@@ -22,12 +25,22 @@ from shardax.partition import (
     Partitioned,
     VariableBox,
     add_axis,
+    get_partition_spec,
+    get_sharding,
     is_box,
+    logical_to_mesh,
+    logical_to_mesh_sharding,
+    remove_axis,
+    replace_boxed,
     to_boxes,
     to_variables,
+    unbox,
 )
 
 MESH = AbstractMesh((2,), ("x",))
+MODEL_MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+RULES = sx.Rules({"embed": "data", "mlp": "model"})
+ARRAY = np.arange(128.0, dtype=np.float32).reshape(8, 16)
 
 
 def assert_same_variable(first: Any, second: Any) -> None:
@@ -123,3 +136,105 @@ def test_what_is_no_variable_cannot_become_one() -> None:
         to_boxes({"m": sx.nn.Linear(2, 3, rngs=sx.Rngs(0))})
     assert to_boxes({"x": 3, "b": Partitioned(1.0, ())}) == {"x": 3, "b": Partitioned(1.0, ())}
     assert to_variables(["text", None, 3]) == ["text", None, 3]
+
+
+# --- Variables made of boxes ----------------------------------------------------------------------
+
+
+def boxes_for_variables() -> dict[str, Any]:
+    """Boxes that turn into Variables."""
+    own = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return {
+        "mesh": Partitioned(ARRAY, ("data", "model")),
+        "logical": LogicallyPartitioned(ARRAY, ("embed", "mlp")),
+        "baked": LogicallyPartitioned(ARRAY, ("embed", "mlp"), rules={"mlp": "data"}),
+        "over": Partitioned(ARRAY, ("model", None), own),
+    }
+
+
+@pytest.mark.parametrize("rules", [RULES, {"embed": "data", "model": "data", "mlp": None}])
+def test_a_variable_made_of_a_box_is_laid_out_like_it(rules: Any, auto_mesh: Mesh) -> None:
+    boxes = boxes_for_variables()
+    variables = to_variables(boxes)
+    with jax.set_mesh(auto_mesh):
+        expected = sx.shardings(boxes, None, rules)
+        assert expected["over"].mesh.shape == {"data": 4, "model": 2}
+        for same in (variables, to_variables(boxes, sx.BatchStat), to_boxes(variables)):
+            assert sx.shardings(same, None, rules) == expected
+            assert get_sharding(same, None, rules) == expected
+        assert sx.shardings(sx.state(variables), None, rules).flat() == {
+            (key,): place for key, place in expected.items()
+        }
+        sx.shard(variables, None, rules)
+    assert {key: v.sharding for key, v in variables.items()} == expected
+    assert sx.partition_specs(variables, rules) == sx.partition_specs(boxes, rules)
+
+
+def test_a_variable_made_of_a_box_unboxes_and_changes_its_axes_like_it(auto_mesh: Mesh) -> None:
+    variable = to_variables(Partitioned(jnp.asarray(ARRAY), ("data", None)))
+    variable.set_metadata(axes=(None, "model"))
+    assert sx.partition_specs(variable) == P(None, "model")
+    with jax.set_mesh(auto_mesh):
+        value = jax.jit(unbox)(variable)
+    assert value.sharding.is_equivalent_to(NamedSharding(auto_mesh, P(None, "model")), 2)
+    variable.set_metadata(axes=None)
+    assert sx.partition_specs(variable) == P()
+
+
+def test_a_module_holds_such_variables_and_its_optimizer_follows(auto_mesh: Mesh) -> None:
+    class Model(sx.Module):
+        def __init__(self, boxes: Any) -> None:
+            self.weights = to_variables(boxes)
+
+    model = Model({"w": Partitioned(jnp.asarray(ARRAY), ("data", "model"))})
+    optimizer = sx.train.Optimizer(model, optax.adam(1e-3))
+    sx.shard((model, optimizer), auto_mesh, RULES)
+    assert model.weights["w"].sharding.spec == P("data", "model")
+    assert optimizer.opt_state[0]["mu"]["weights"]["w"].sharding.spec == P("data", "model")
+
+
+# --- Variables in place of boxes ------------------------------------------------------------------
+
+LAYERS = {PARTITION_NAME: "layers"}
+RENAMED: dict[str, Callable[[Any], Any]] = {
+    "add_axis": lambda tree: add_axis(tree, -1, LAYERS),
+    "remove_axis": lambda tree: remove_axis(add_axis(tree, 1, LAYERS), 1, LAYERS),
+    "replace_boxed": lambda tree: replace_boxed(tree, {"w": [jnp.asarray(2 * ARRAY)]}),
+    "vmap": lambda tree: sx.vmap(lambda t: t, in_axes=1, out_axes=1)(tree),
+    "shard": lambda tree: sx.shard(tree, MODEL_MESH, RULES),
+    "unshard": sx.unshard,
+    "abstract": lambda tree: sx.abstract(tree, MODEL_MESH, RULES),
+}
+LAID_OUT: dict[str, Callable[[Any], Any]] = {
+    "unbox": lambda tree: jax.tree.map(np.asarray, unbox(tree))["w"][0].tolist(),
+    "get_partition_spec": get_partition_spec,
+    "logical_to_mesh": lambda tree: logical_to_mesh(tree, RULES),
+    "logical_to_mesh_sharding": lambda tree: logical_to_mesh_sharding(tree, MODEL_MESH, RULES),
+    "get_sharding": lambda tree: get_sharding(tree, MODEL_MESH, RULES),
+    "partition_specs": lambda tree: sx.partition_specs(tree, RULES),
+    "shardings": lambda tree: sx.shardings(tree, MODEL_MESH, RULES),
+    "check": lambda tree: sx.check(tree, MODEL_MESH, RULES),
+    "view": lambda tree: str(sx.view.sharding(tree, MODEL_MESH, RULES)),
+    "is_box": lambda tree: is_box(tree["w"][0]),
+}
+
+
+def variable() -> dict[str, Any]:
+    """A Variable in a tree."""
+    return {"w": [sx.BatchStat(jnp.asarray(ARRAY), axes=("embed", "mlp"), tag="slow")]}
+
+
+@pytest.mark.parametrize("function", LAID_OUT.values(), ids=LAID_OUT)
+def test_a_variable_is_a_box_wherever_one_is_laid_out(function: Any) -> None:
+    assert function(variable()) == function(to_boxes(variable()))
+
+
+@pytest.mark.parametrize("function", RENAMED.values(), ids=RENAMED)
+def test_a_variable_is_a_box_wherever_one_is_returned(function: Any) -> None:
+    result = function(variable())
+    assert isinstance(result["w"][0], sx.BatchStat)
+    boxes = function(to_boxes(variable()))
+    assert to_boxes(result) == boxes
+    assert jax.tree.leaves(to_boxes(result)["w"][0].value)[0].sharding == (
+        jax.tree.leaves(boxes["w"][0].value)[0].sharding
+    )

@@ -29,7 +29,9 @@ from shardax.partition import (
     LogicallyPartitioned,
     Partitioned,
     add_axis,
+    get_partition_spec,
     get_sharding,
+    logical_to_mesh,
     remove_axis,
     unbox,
     with_logical_constraint,
@@ -151,6 +153,56 @@ def test_a_training_state_is_made_in_its_shardings(wrap: Wrap, mesh: Mesh) -> No
     assert jax.tree.structure(state) == jax.tree.structure(
         jax.eval_shape(lambda key: init_state(wrap, key), jax.random.key(0))
     )
+
+
+@pytest.mark.parametrize("wrap", [by_mesh_axis, by_name])
+def test_the_steps_of_the_flow_one_by_one_give_what_initialise_gives(
+    wrap: Wrap, auto_mesh: Mesh
+) -> None:
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(lambda key: init_state(wrap, key), key)
+    specs = get_partition_spec(shapes)
+    assert (specs["step"], specs["params"]["bias"]) == (P(), P())
+    if wrap is by_name:
+        specs = logical_to_mesh(specs, RULES)
+    places = jax.tree.map(
+        lambda spec: NamedSharding(auto_mesh, spec), specs, is_leaf=lambda item: isinstance(item, P)
+    )
+    assert places == get_sharding(shapes, auto_mesh, RULES)
+    by_hand = jax.jit(lambda key: init_state(wrap, key), out_shardings=places)(key)
+    at_once = sx.initialise(init_state, wrap, key, mesh=auto_mesh, rules=RULES)
+    assert_equal(by_hand, at_once)
+    assert jax.tree.map(lambda x: x.sharding, by_hand) == jax.tree.map(
+        lambda x: x.sharding, at_once
+    )
+
+
+def test_layers_stacked_by_vmap_are_initialised_and_scanned_by_their_names(
+    auto_mesh: Mesh,
+) -> None:
+    metadata = layer_name(by_name)
+
+    def init(key: jax.Array) -> Any:
+        make = sx.vmap(
+            lambda key: by_name(NORMAL, ("embed", "mlp"))(key, (EMBED, MLP)), metadata=metadata
+        )
+        return make(jax.random.split(key, DEPTH))
+
+    def run(x: jax.Array, layers: Any) -> jax.Array:
+        def block(x: jax.Array, layer: Any) -> jax.Array:
+            weight = unbox(layer)
+            return jnp.tanh(x @ weight) @ weight.T
+
+        return sx.scan(block, in_axes=(sx.Carry, 0), out_axes=sx.Carry, metadata=metadata)(
+            x, layers
+        )
+
+    layers = sx.initialise(init, jax.random.key(0), mesh=auto_mesh, rules=RULES)
+    assert layers.names == ("layers", "embed", "mlp")
+    assert layers.value.sharding == NamedSharding(auto_mesh, P(None, None, "model"))
+    with jax.set_mesh(auto_mesh), sx.axis_rules(RULES):
+        found = jax.jit(run)(batch(), layers)
+    np.testing.assert_allclose(found, run(batch(), init(jax.random.key(0))), rtol=2e-5, atol=1e-5)
 
 
 def test_no_device_holds_more_than_its_shards(mesh: Mesh) -> None:
