@@ -188,7 +188,7 @@ def test_layers_stacked_by_vmap_are_initialised_and_scanned_by_their_names(
         )
         return make(jax.random.split(key, DEPTH))
 
-    def run(x: jax.Array, layers: Any) -> jax.Array:
+    def run(x: Any, layers: Any) -> jax.Array:
         def block(x: jax.Array, layer: Any) -> jax.Array:
             weight = unbox(layer)
             return jnp.tanh(x @ weight) @ weight.T
