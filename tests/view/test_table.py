@@ -63,7 +63,9 @@ def test_a_row_says_what_and_where_a_parameter_is(auto_mesh: Mesh) -> None:
 def test_the_text_has_a_line_for_each_row_and_ends_in_the_totals(auto_mesh: Mesh) -> None:
     table = sx.view.table(decoder(), mesh=auto_mesh, rules=RULES)
     lines = str(table).splitlines()
-    assert lines[0].split() == ["path", "type", "shape", "dtype", "axes", "spec", "bytes/device"]
+    assert lines[0].split() == [
+        *("path", "type", "shape", "dtype", "axes", "spec", "elements", "bytes/device")
+    ]
     assert [line.split()[0] for line in lines[1:-1]] == [row.path for row in table.rows]
     assert lines[-1] == (
         f"{table.size:,} elements, {table.nbytes / 1024:.1f} KiB; "

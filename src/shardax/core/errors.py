@@ -98,6 +98,34 @@ class SeedError(ShardaxError, TypeError):
     """A random stream was given something that is neither an integer seed nor a random key."""
 
 
+class TracedDrawError(ShardaxError, RuntimeError):
+    """The global stream of random numbers was used while a JAX transform is tracing."""
+
+
+class DrawError(ShardaxError, ValueError):
+    """Random numbers cannot be drawn as asked: a shape, range, probability or place is wrong."""
+
+
+class RepeatedKeyError(ShardaxError, RuntimeError):
+    """A key was drawn a second time from a stream that was copied, or made of an equal seed."""
+
+
+class DtypeError(ShardaxError, TypeError):
+    """A dtype is none, is of the wrong kind, or has 64 bits while JAX uses 32."""
+
+
+class DeviceError(ShardaxError, ValueError):
+    """There is no device of a name."""
+
+
+class ConfigureError(ShardaxError, ValueError):
+    """Settings of the process are not valid; nothing was changed."""
+
+
+class ConfiguredTooLateError(ConfigureError):
+    """Settings can no longer take effect, because JAX's backend runs; nothing was changed."""
+
+
 # --- structure and state -------------------------------------------------------------------------
 
 
@@ -286,6 +314,10 @@ class PlacementError(ShardaxError, RuntimeError):
 
 class ShardingViewError(ShardaxError, ValueError):
     """There is no sharding to show: the value is not laid out, or only inside a program."""
+
+
+class OperationsError(ShardaxError, ValueError):
+    """The operations of a call cannot be counted: nothing to call, or no devices to compile for."""
 
 
 # --- text, batches and logs ----------------------------------------------------------------------

@@ -2,29 +2,32 @@
 """The layout table: every Variable of a model with its shape, axes, spec and memory.
 
 *Bytes per device* is what the largest shard of an array takes; a replicated array costs its whole
-size on every device.
+size on every device. *FLOPs per device* are the operations that one device runs for a Module, and
+all that it calls, in the compiled program of one call (``view.module_operations``).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
-from shardax.core.functional import iter_variables
+from shardax.core.functional import iter_modules, iter_variables
 from shardax.core.layout_text import columns, format_axes
-from shardax.core.paths import format_path
+from shardax.core.paths import Path, format_path
 from shardax.core.variables import Variable
 from shardax.partition.check import spec_for
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import Rules
 from shardax.partition.scope import resolve_rules
 from shardax.partition.specs import abstract
+from shardax.view.module_operations import module_operations
 
 
 @dataclass(frozen=True)
@@ -61,25 +64,53 @@ class ParameterRow:
 
 
 @dataclass(frozen=True)
+class ModuleRow:
+    """One Module.
+
+    Attributes:
+        path: Where it stands, as text.
+        type: Its class's name.
+        size: Number of elements of the Variables in it that the table shows; of a shared one, where
+            it is met first.
+        bytes_per_device: Their bytes per device.
+        flops: Operations that one device runs for it and what it calls.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> sx.view.table(layer, inputs=[jnp.ones((1, 2))]).modules[0]
+        ModuleRow(path='(root)', type='Linear', size=9, bytes_per_device=36, flops=15)
+    """
+
+    path: str
+    type: str
+    size: int
+    bytes_per_device: int
+    flops: int
+
+
+@dataclass(frozen=True)
 class ParameterTable:
     """A model's Variables, one row each; ``str()`` is the table as text.
 
     Attributes:
         rows: The rows, in the model's order; a shared Variable once.
         devices: Number of devices of the mesh, or 1.
+        modules: One row for each Module, if operations were asked for.
 
     Example:
         >>> import shardax as sx
         >>> print(sx.view.table(sx.nn.Linear(2, 3, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))))
         ... # doctest: +NORMALIZE_WHITESPACE
-        path      type   shape  dtype    axes        spec  bytes/device
-        .kernel   Param  2x3    float32  embed, mlp                24 B
-        .bias     Param  3      float32  mlp                       12 B
+        path      type   shape  dtype    axes        spec  elements  bytes/device
+        .kernel   Param  2x3    float32  embed, mlp               6          24 B
+        .bias     Param  3      float32  mlp                      3          12 B
         9 elements, 36 B; 36 B per device on 1 device
     """
 
     rows: tuple[ParameterRow, ...]
     devices: int
+    modules: tuple[ModuleRow, ...] = ()
 
     @property
     def size(self) -> int:
@@ -106,23 +137,48 @@ class ParameterTable:
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the header and one tuple of texts per row."""
-        header = ("path", "type", "shape", "dtype", "axes", "spec", "bytes/device")
-        return [header, *(_cells(row) for row in self.rows)]
+        return [_HEADER, *(_cells(row) for row in self.rows)]
+
+    def module_cells(self) -> list[tuple[str, ...]]:
+        """Returns the header and one tuple of texts per Module; nothing if there are none."""
+        whole = max((row.flops for row in self.modules), default=0) or 1
+        lines = [
+            (
+                row.path,
+                row.type,
+                f"{row.size:,}",
+                format_bytes(row.bytes_per_device),
+                format_count(row.flops),
+                f"{row.flops / whole:.1%}",
+            )
+            for row in self.modules
+        ]
+        return [_MODULE_HEADER, *lines] if lines else []
 
     def html(self) -> str:
-        """Returns the table as an HTML element, with the summary below."""
-        header, *rows = (map(escape, line) for line in self.cells())
-        head = "".join(f"<th>{cell}</th>" for cell in header)
-        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-        summary = escape(self.totals())
-        return f'<table class="parameters"><tr>{head}</tr>{body}</table><p>{summary}</p>'
+        """Returns the table as an HTML element, with the summary below, and that of the Modules."""
+        below = _html(self.module_cells(), "modules") if self.modules else ""
+        return f"{_html(self.cells(), 'parameters')}<p>{escape(self.totals())}</p>{below}"
 
     def _repr_html_(self) -> str:
         return self.html()
 
     def __str__(self) -> str:
-        cells = self.cells()
-        return "\n".join([*columns(cells, right=[len(cells[0]) - 1]), self.totals()])
+        lines = [*columns(self.cells(), right=[6, 7]), self.totals()]
+        if self.modules:
+            lines += ["", *columns(self.module_cells(), right=[2, 3, 4, 5])]
+        return "\n".join(lines)
+
+
+_HEADER = ("path", "type", "shape", "dtype", "axes", "spec", "elements", "bytes/device")
+_MODULE_HEADER = ("module", "type", "elements", "bytes/device", "FLOPs/device", "share")
+
+
+def _html(cells: Sequence[Sequence[str]], name: str) -> str:
+    header, *rows = (map(escape, line) for line in cells)
+    head = "".join(f"<th>{cell}</th>" for cell in header)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<table class="{name}"><tr>{head}</tr>{body}</table>'
 
 
 def _cells(row: ParameterRow) -> tuple[str, ...]:
@@ -134,11 +190,19 @@ def _cells(row: ParameterRow) -> tuple[str, ...]:
         row.dtype,
         row.axes,
         row.spec,
+        f"{row.size:,}",
         format_bytes(row.bytes_per_device),
     )
 
 
-def table(tree: Any, *filters: Any, mesh: Any = None, rules: Any = None) -> ParameterTable:
+def table(
+    tree: Any,
+    *filters: Any,
+    mesh: Any = None,
+    rules: Any = None,
+    inputs: Sequence[Any] | None = None,
+    call: Callable[..., Any] | None = None,
+) -> ParameterTable:
     """Makes the layout table of a model, allocating nothing for lazy Variables.
 
     Args:
@@ -146,26 +210,68 @@ def table(tree: Any, *filters: Any, mesh: Any = None, rules: Any = None) -> Para
         *filters: Which Variables to show (any of the filters); none: all.
         mesh: The mesh; by default the one in scope, if any.
         rules: Rules from axis names to mesh axes; by default those in scope.
+        inputs: Arguments of a call, as arrays or ``jax.ShapeDtypeStruct``: the call is compiled,
+            and the table says for each Module how many operations it takes. None: no operations.
+        call: What is called, as ``call(tree, *inputs)``, such as a training step; by default the
+            model itself.
 
     Returns:
         The table. Without a mesh, arrays that are laid out over one already show how they are.
 
     Raises:
         PartitionCheckError: If an array cannot be laid out by the rules over the mesh; lists all.
+        OperationsError: If operations cannot be counted.
 
     Example:
-        >>> import shardax as sx
-        >>> sx.view.table(sx.nn.Linear(2, 3, rngs=sx.Rngs(0))).totals()
-        '9 elements, 36 B; 36 B per device on 1 device'
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+        >>> sx.view.table(mlp).totals()
+        '24 elements, 96 B; 96 B per device on 1 device'
+        >>> print(sx.view.table(mlp, sx.PathContains("up"), inputs=[jnp.ones((8, 2))]))
+        path        type   shape  dtype    axes        spec  elements  bytes/device
+        .up.kernel  Param  2x4    float32  embed, mlp               8          32 B
+        8 elements, 32 B; 32 B per device on 1 device
+        <BLANKLINE>
+        module  type    elements  bytes/device  FLOPs/device   share
+        (root)  MLP            8          32 B           576  100.0%
+        .gate   Linear         0           0 B           128   22.2%
+        .up     Linear         8          32 B           128   22.2%
+        .down   Linear         0           0 B           128   22.2%
     """
     found, known_rules = resolve_mesh(mesh), resolve_rules(rules)
     laid_out = abstract(tree, found, known_rules)
-    rows, meshes = [], [] if found is None else [found]
+    rows: list[tuple[Path, ParameterRow]] = []
+    meshes = [] if found is None else [found]
     for path, variable in iter_variables(laid_out, *filters):
         for key_path, struct in jax.tree_util.tree_leaves_with_path(variable.value):
-            rows.append(_row(path, jax.tree_util.keystr(key_path), variable, struct, known_rules))
+            inside = jax.tree_util.keystr(key_path)
+            rows.append((path, _row(path, inside, variable, struct, known_rules)))
             meshes += [] if struct.sharding is None else [struct.sharding.mesh]
-    return ParameterTable(tuple(rows), max((mesh.size for mesh in meshes), default=1))
+    return ParameterTable(
+        tuple(row for _, row in rows),
+        max((mesh.size for mesh in meshes), default=1),
+        ()
+        if inputs is None
+        else _module_rows(
+            laid_out, rows, module_operations(tree, inputs, call, found, known_rules)
+        ),
+    )
+
+
+def _module_rows(
+    tree: Any, rows: Sequence[tuple[Path, ParameterRow]], flops: Mapping[Path, int]
+) -> tuple[ModuleRow, ...]:
+    sizes: Counter[Path] = Counter()
+    nbytes: Counter[Path] = Counter()
+    for path, row in rows:
+        for depth in range(len(path) + 1):
+            sizes[path[:depth]] += row.size
+            nbytes[path[:depth]] += row.bytes_per_device
+    modules: dict[Path, Any] = {(): tree, **dict(iter_modules(tree))}
+    return tuple(
+        ModuleRow(format_path(path), type(module).__name__, sizes[path], nbytes[path], flops[path])
+        for path, module in modules.items()
+    )
 
 
 def _row(
@@ -176,7 +282,7 @@ def _row(
         spec = sharding.spec
     else:
         spec = spec_for(None if inside else names, shape, None, rules)[0]
-    item = _item_bytes(struct.dtype)
+    item = struct.dtype.itemsize
     return ParameterRow(
         path=format_path(path) + inside,
         type=type(variable).__name__,
@@ -190,13 +296,6 @@ def _row(
     )
 
 
-def _item_bytes(dtype: Any) -> int:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):  # pyright: ignore[reportPrivateImportUsage] (documented)
-        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-        return words.size * words.dtype.itemsize
-    return np.dtype(dtype).itemsize
-
-
 def _spec_text(spec: Any) -> str:
     if spec is None or all(entry is None for entry in spec):
         return ""
@@ -204,6 +303,19 @@ def _spec_text(spec: Any) -> str:
         "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
         for entry in spec
     )
+
+
+def format_count(count: float) -> str:
+    """Formats a number in steps of a thousand.
+
+    Example:
+        >>> format_count(9999), format_count(1_773_280), format_count(2.5e13)
+        ('9,999', '1.77 M', '25 T')
+    """
+    if count < 10_000:
+        return f"{count:,.0f}"
+    power = min(int(math.log10(count)) // 3, 6)
+    return f"{count / 1000**power:.3g} {' kMGTPE'[power]}"
 
 
 def format_bytes(count: float) -> str:
