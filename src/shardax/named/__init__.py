@@ -11,6 +11,9 @@ from shardax.named.joining import split as split
 from shardax.named.joining import stack as stack
 from shardax.named.joining import unstack as unstack
 from shardax.named.joining import where as where
+from shardax.named.layout import Constrain as Constrain
+from shardax.named.layout import constrain as constrain
+from shardax.named.layout import shard as shard
 from shardax.named.linear import Linear as Linear
 from shardax.named.loops import scan as scan
 from shardax.named.make import arange as arange

@@ -32,7 +32,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax.core.arraylike import ArrayLike
 from shardax.core.errors import NamedAxesError, NamesRemainError
 from shardax.named.mapped import local, refuse_mapped
-from shardax.named.names import Dims, Form, canonical, check_dims, positional_places, shown
+from shardax.named.names import (
+    Dims,
+    Form,
+    canonical,
+    check_dims,
+    label,
+    positional_places,
+    shown,
+)
 
 
 class Stored:
@@ -134,6 +142,20 @@ class Stored:
     def sharding(self) -> Any:
         """Sharding of ``data``, in storage order; None for an abstract array without one."""
         return self._data.sharding
+
+    @property
+    def partition_axes(self) -> tuple[Any, ...] | None:
+        """The names as layouts know them, for the array that JAX sees, in canonical order.
+
+        None for a node that holds no array. Whoever lays out trees (``shardax.partition``) takes a
+        class with this attribute for one of arrays that know their names.
+        """
+        try:
+            names, _ = canonical(self.dims, self.shape).form
+        except NamedAxesError:
+            return None
+        positional = (None,) * (self.ndim - len(names))
+        return (*positional, *map(label, names))
 
     def _dims_of_leaf(self) -> Dims:
         """Returns the dims of what JAX put into this node: leading dimensions are positional."""

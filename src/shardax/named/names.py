@@ -121,6 +121,19 @@ def canonical(dims: Dims, shape: tuple[int, ...]) -> Canonical:
     return Canonical(form, None if order == tuple(range(len(dims))) else order)
 
 
+def label(name: Name) -> Any:
+    """Returns a name as rules and layouts have it: a string, or a tuple of strings for merged ones.
+
+    Example:
+        >>> label("batch"), label(("batch", "time")), label(3)
+        ('batch', ('batch', 'time'), '3')
+    """
+    if isinstance(name, str):
+        return str.__str__(name)
+    merged = isinstance(name, tuple) and all(isinstance(part, str) for part in name)
+    return name if merged else repr(name)
+
+
 def positional_places(dims: Dims) -> tuple[int, ...]:
     """Returns the dimensions that have no name."""
     return tuple(place for place, name in enumerate(dims) if name is None)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laying named arrays out over a mesh: which name goes to which mesh axis.
+
+The names of a named array mean what a Variable's ``axes`` mean, so ``sx.shard(model, mesh, rules)``
+and everything else that knows rules takes trees with named arrays in them. The functions here take
+a *mapping* instead, from names to mesh axes, and hold it to its word: a name that nothing has is an
+error, since it is misspelt, and so are two names of one array that want one mesh axis. A mapping's
+targets are what rules have: a mesh axis, a tuple of them, or None.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from shardax.core.errors import NamedAxesError
+from shardax.core.functional import iter_variables
+from shardax.core.modules import Module
+from shardax.core.node import Object
+from shardax.named.array import NamedArray
+from shardax.named.names import label
+from shardax.partition.assignment import strings
+from shardax.partition.constraints import constrain as constrain_array
+from shardax.partition.mesh import AnyMesh
+from shardax.partition.placement import shard as shard_by_rules
+from shardax.partition.rules import Rules
+from shardax.partition.survey import Survey
+
+T = TypeVar("T")
+
+
+def shard(
+    tree: T,
+    mapping: Mapping[Any, Any],
+    mesh: AnyMesh | None = None,
+    *,
+    allow_unused: bool = False,
+) -> T:
+    """Lays a tree out over a mesh by the names of its axes, in place where that can be.
+
+    Args:
+        tree: A Module, a Variable, a named array, or a pytree that holds such.
+        mapping: A mesh axis, a tuple of them, or None, by name. Names that it lacks are not split.
+        mesh: The mesh; None for the one in scope.
+        allow_unused: Whether the mapping may have names that the tree has not.
+
+    Returns:
+        ``tree`` itself; named arrays, which cannot be changed in place, are moved and stored in
+        canonical order, and a pytree with such in it is rebuilt. An empty mapping replicates.
+
+    Raises:
+        NamedAxesError: If the mapping has a name that the tree has not; says which it has.
+        PartitionCheckError: If an array cannot be laid out so; lists all of them by path, and
+            nothing was moved.
+        NoMeshError: If no mesh is given and none is in scope.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> x = sx.named.shard(sx.named.ones({"embed": 4, "batch": 8}), {"batch": "data"}, mesh)
+        >>> x.dims, x.sharding.spec
+        (('batch', 'embed'), P('data', None))
+    """
+    if not allow_unused:
+        _check_known(mapping, tree)
+    return shard_by_rules(tree, mesh, _rules(mapping))
+
+
+def constrain(
+    tree: T,
+    mapping: Mapping[Any, Any],
+    mesh: AnyMesh | None = None,
+    *,
+    allow_unused: bool = False,
+) -> T:
+    """Lays a tree out inside a program by the names of its axes.
+
+    Args:
+        tree: A named array, a Variable or Module, or a pytree that holds such. Arrays without names
+            stay as they are.
+        mapping: As for ``shard``. ``PartitionSpec.UNCONSTRAINED`` leaves a name to the compiler.
+        mesh: The mesh; None for the one in scope.
+        allow_unused: Whether the mapping may have names that the tree has not.
+
+    Returns:
+        The tree with the same values. Modules and Variables are written to, and are themselves.
+
+    Raises:
+        NamedAxesError: If the mapping has a name that the tree has not.
+        ConstraintError: If an array cannot be laid out so.
+        NoMeshError: If there is no mesh.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> @jax.jit
+        ... def double(x):
+        ...     return sx.named.constrain(2 * x, {"batch": "data"}, mesh)
+        >>> double(sx.named.ones({"batch": 8, "embed": 4})).sharding.spec
+        P('data', None)
+    """
+    if not allow_unused:
+        _check_known(mapping, tree)
+    rules = _rules(mapping)
+    return _constrained(tree, lambda data, names: constrain_array(data, names, mesh, rules))
+
+
+class Constrain(Module):
+    """A layer that lays its input out by the names of its axes, and is the identity otherwise.
+
+    Insert it where the compiler shall be told: ``sx.select(model).at_instances_of(Block)
+    .insert_after(Constrain({"batch": "data"}))``.
+
+    Args:
+        mapping: As for ``constrain``. Names that the input has not are left out.
+        mesh: The mesh; None for the one in scope.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> layer = sx.named.Constrain({"batch": "data"}, jax.make_mesh((1,), ("data",)))
+        >>> jax.jit(layer)(sx.named.ones({"batch": 8})).sharding.spec
+        P('data',)
+    """
+
+    def __init__(self, mapping: Mapping[Any, Any], mesh: AnyMesh | None = None) -> None:
+        self.mapping = tuple(mapping.items())
+        self.mesh = mesh
+
+    def __call__(self, x: T) -> T:
+        """Returns the input, a pytree of named arrays, laid out."""
+        return constrain(x, dict(self.mapping), self.mesh, allow_unused=True)
+
+
+def _rules(mapping: Mapping[Any, Any]) -> Rules:
+    pairs = [(label(name), target) for name, target in mapping.items()]
+    return Rules(pairs, on_conflict="error")
+
+
+def _check_known(mapping: Mapping[Any, Any], tree: Any) -> None:
+    """Raises if the mapping has names that no array of the tree has."""
+    found = [slot.names_of(info) or () for slot in Survey(tree).slots for info in slot.arrays]
+    known = {part for names in found for part in strings(names)}
+    unknown = [name for name in mapping if label(name) not in known]
+    if not unknown:
+        return
+    near = [
+        match
+        for name in unknown
+        for match in difflib.get_close_matches(str(label(name)), sorted(map(str, known)), n=1)
+    ]
+    hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
+    names = ", ".join(map(repr, sorted(map(str, known)))) or "none"
+    raise NamedAxesError(
+        f"The mapping has {', '.join(map(repr, unknown))}, but no array has such an axis; the "
+        f"names are {names}.{hint} allow_unused=True lets a mapping have more."
+    )
+
+
+def _constrained(tree: Any, constrain: Callable[[Any, Any], Any]) -> Any:
+    """Applies a function of an array and its names to every array of a tree that has names."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, NamedArray):
+            (data,), treedef = jax.tree.flatten(leaf)
+            return treedef.unflatten([constrain(data, leaf.partition_axes)])
+        if isinstance(leaf, Object):
+            for _, variable in iter_variables(leaf):
+                value, axes = variable.value, variable.axes
+                variable.value = visit_tree(value) if axes is None else constrain(value, axes)
+        return leaf
+
+    def visit_tree(tree: Any) -> Any:
+        return jax.tree.map(visit, tree, is_leaf=_is_whole)
+
+    return visit_tree(tree)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (NamedArray, Object))
