@@ -16,6 +16,8 @@ from shardax.core.binding import thaw as thaw
 from shardax.core.binding import unbind as unbind
 from shardax.core.containers import Dict as Dict
 from shardax.core.containers import List as List
+from shardax.core.defaults import default_device as default_device
+from shardax.core.defaults import default_dtype as default_dtype
 from shardax.core.filters import All as All
 from shardax.core.filters import Any as Any
 from shardax.core.filters import Not as Not
@@ -99,10 +101,11 @@ from shardax.transforms.vjp import jvp as jvp
 from shardax.transforms.vjp import vjp as vjp
 
 if _typing.TYPE_CHECKING:
+    from shardax import random as random
     from shardax import train as train
     from shardax import view as view
 
-_ON_FIRST_USE = frozenset({"train", "view"})
+_ON_FIRST_USE = frozenset({"random", "train", "view"})
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
 
 # What shows objects in notebooks stands above them, so they are told here where to find it.

@@ -19,6 +19,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("transforms",),
     ("partition",),
+    ("random",),
+    ("config",),
     ("named",),
     ("nn",),
     ("models",),

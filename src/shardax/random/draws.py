@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draws: the functions of ``jax.random`` without a key.
+
+Each takes the next draw of the global stream (``shardax.random.stream``) and gives the numbers of
+the function of the same name in ``jax.random``, of the key that ``key`` would have returned.
+
+Arguments are checked where they are on the host: numbers, lists, NumPy arrays. An array on a device
+is not waited for. ``jax.random`` checks neither, and returns numbers all the same.
+
+All take ``device``, a ``jax.Device`` or its name such as ``"cpu"``, or ``sharding``, a
+``jax.sharding.Sharding`` or a ``PartitionSpec`` over the mesh in scope. The numbers do not depend
+on them. Without either the array is on the default device and may be used together with others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax.core.defaults import exact_dtype, float_dtype
+from shardax.core.rng import is_integer
+from shardax.random.arguments import (
+    as_operand,
+    as_shape,
+    check_order,
+    integer_bounds,
+    probabilities,
+)
+from shardax.random.programs import draw
+
+
+def key() -> jax.Array:
+    """Draws a random key, for every function of ``jax.random`` that is not here.
+
+    Returns:
+        A typed key of shape ().
+
+    Raises:
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> sx.random.seed(0)
+        >>> bool(sx.random.key() == sx.Rngs(0)())
+        True
+        >>> jax.random.gumbel(sx.random.key(), (3,)).shape
+        (3,)
+    """
+    return draw("key")
+
+
+def bits(
+    shape: Any = (), dtype: Any = jnp.uint32, *, device: Any = None, sharding: Any = None
+) -> jax.Array:
+    """Draws random bits.
+
+    Args:
+        shape: An integer or a tuple.
+        dtype: An unsigned integer dtype.
+        device: Device, or its name.
+        sharding: Where each part goes.
+
+    Raises:
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.random.bits(4, "uint8").dtype.name
+        'uint8'
+    """
+    options = {"shape": as_shape("bits", shape), "dtype": exact_dtype(dtype)}
+    return draw("bits", device=device, sharding=sharding, **options)
+
+
+def uniform(
+    shape: Any = (),
+    dtype: Any = None,
+    minval: Any = 0.0,
+    maxval: Any = 1.0,
+    *,
+    device: Any = None,
+    sharding: Any = None,
+) -> jax.Array:
+    """Draws numbers that are equally likely anywhere in ``[minval, maxval)``.
+
+    Args:
+        shape: An integer or a tuple.
+        dtype: A floating dtype; None for the default.
+        minval: Lower bounds, broadcast to ``shape``.
+        maxval: Upper bounds, broadcast to ``shape``.
+        device: Device, or its name.
+        sharding: Where each part goes.
+
+    Raises:
+        DrawError: If a lower bound is above its upper bound.
+        DtypeError: If the dtype has 64 bits while JAX uses 32.
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import shardax as sx
+        >>> numbers = sx.random.uniform((2, 3), minval=-1.0)
+        >>> bool(((-1 <= numbers) & (numbers < 1)).all())
+        True
+    """
+    dtype, shape = float_dtype(dtype), as_shape("uniform", shape)
+    bounds = {"minval": as_operand(minval, dtype), "maxval": as_operand(maxval, dtype)}
+    check_order("uniform", bounds, np.less_equal)
+    return draw("uniform", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
+
+
+def normal(
+    shape: Any = (), dtype: Any = None, *, device: Any = None, sharding: Any = None
+) -> jax.Array:
+    """Draws numbers from the normal distribution of mean 0 and variance 1.
+
+    Args:
+        shape: An integer or a tuple.
+        dtype: A floating or complex dtype; None for the default.
+        device: Device, or its name.
+        sharding: Where each part goes.
+
+    Raises:
+        DtypeError: If the dtype has 64 bits while JAX uses 32.
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import shardax as sx
+        >>> weights = 0.02 * sx.random.normal((4, 8), "bfloat16")
+        >>> weights.shape, weights.dtype.name
+        ((4, 8), 'bfloat16')
+    """
+    options = {"shape": as_shape("normal", shape), "dtype": float_dtype(dtype)}
+    return draw("normal", device=device, sharding=sharding, **options)
+
+
+def truncated_normal(
+    lower: Any,
+    upper: Any,
+    shape: Any = None,
+    dtype: Any = None,
+    *,
+    device: Any = None,
+    sharding: Any = None,
+) -> jax.Array:
+    """Draws numbers from the normal distribution, of which only an interval is kept.
+
+    Args:
+        lower: Lower bounds, in standard deviations.
+        upper: Upper bounds, in standard deviations.
+        shape: An integer or a tuple; None for that of the bounds.
+        dtype: A floating dtype; None for the default.
+        device: Device, or its name.
+        sharding: Where each part goes.
+
+    Raises:
+        DrawError: If a lower bound is not below its upper bound.
+        DtypeError: If the dtype has 64 bits while JAX uses 32.
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import shardax as sx
+        >>> bool((abs(sx.random.truncated_normal(-2, 2, 100)) <= 2).all())
+        True
+    """
+    dtype = float_dtype(dtype)
+    name = "truncated_normal"
+    bounds = {"lower": as_operand(lower, dtype), "upper": as_operand(upper, dtype)}
+    check_order(name, bounds, np.less)
+    shape = None if shape is None else as_shape(name, shape)
+    return draw(name, bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
+
+
+def randint(
+    shape: Any,
+    minval: Any,
+    maxval: Any,
+    dtype: Any = int,
+    *,
+    device: Any = None,
+    sharding: Any = None,
+) -> jax.Array:
+    """Draws integers from ``minval`` to ``maxval - 1``.
+
+    Args:
+        shape: An integer or a tuple.
+        minval: Lowest integers, broadcast to ``shape``.
+        maxval: One above the highest, broadcast to ``shape``.
+        dtype: An integer dtype; ``int`` for JAX's default.
+        device: Device, or its name.
+        sharding: Where each part goes.
+
+    Raises:
+        DrawError: If there is no integer in a range, or a bound does not fit the dtype.
+        DtypeError: If the dtype has 64 bits while JAX uses 32.
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import shardax as sx
+        >>> sorted(set(sx.random.randint(100, 1, 7).tolist()))
+        [1, 2, 3, 4, 5, 6]
+    """
+    dtype, shape = exact_dtype(dtype), as_shape("randint", shape)
+    bounds = integer_bounds("randint", {"minval": minval, "maxval": maxval}, dtype)
+    return draw("randint", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
+
+
+def bernoulli(
+    p: Any = 0.5, shape: Any = None, *, device: Any = None, sharding: Any = None
+) -> jax.Array:
+    """Draws True with probability ``p``, else False.
+
+    Args:
+        p: Probabilities.
+        shape: An integer or a tuple; None for that of ``p``.
+        device: Device, or its name.
+        sharding: Where each part goes.
+
+    Returns:
+        ``bool[*shape]``.
+
+    Raises:
+        DrawError: If a probability is not in [0, 1].
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import shardax as sx
+        >>> int(sx.random.bernoulli(1.0, 5).sum())
+        5
+    """
+    operands = {"p": probabilities("bernoulli", p)}
+    shape = None if shape is None else as_shape("bernoulli", shape)
+    return draw("bernoulli", operands, device=device, sharding=sharding, shape=shape)
+
+
+def categorical(
+    logits: Any, axis: int = -1, shape: Any = None, *, device: Any = None, sharding: Any = None
+) -> jax.Array:
+    """Draws positions along an axis, each with the probability that the logits give it.
+
+    Args:
+        logits: Logarithms of probabilities, up to a constant along ``axis``.
+        axis: The axis of ``logits`` that a position is drawn from.
+        shape: Shape of the result, which ends in that of ``logits`` without ``axis``; None for just
+            that.
+        device: Device, or its name.
+        sharding: Where each part goes.
+
+    Returns:
+        Integers from 0 to ``logits.shape[axis] - 1``.
+
+    Raises:
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import numpy as np, shardax as sx
+        >>> sx.random.categorical(np.log([[1, 1e-9], [1e-9, 1]])).tolist()
+        [0, 1]
+    """
+    operands = {"logits": as_operand(logits)}
+    shape = None if shape is None else as_shape("categorical", shape)
+    return draw("categorical", operands, device=device, sharding=sharding, axis=axis, shape=shape)
+
+
+def choice(
+    a: Any,
+    shape: Any = (),
+    replace: bool = True,
+    p: Any = None,
+    axis: int = 0,
+    *,
+    device: Any = None,
+    sharding: Any = None,
+) -> jax.Array:
+    """Draws from the entries of an array.
+
+    Args:
+        a: An array of which to choose along ``axis``, or an integer for the numbers below it.
+        shape: How many: an integer or a tuple.
+        replace: Whether an entry may be chosen several times.
+        p: Probability of each entry; None: all are equally likely.
+        axis: The axis of ``a`` that an entry is chosen from.
+        device: Device, or its name.
+        sharding: Where each part goes.
+
+    Returns:
+        ``a`` with ``axis`` replaced by the dimensions of ``shape``.
+
+    Raises:
+        DrawError: If ``p`` is no distribution over the entries.
+        ValueError: If there are too few entries to choose from without replacement.
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import shardax as sx
+        >>> sorted(sx.random.choice(5, 5, replace=False).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    operands, options = _entries("a", a)
+    if p is not None:
+        operands["p"] = probabilities("choice", p, total=True)
+    options.update(shape=as_shape("choice", shape), replace=bool(replace), axis=axis)
+    return draw("choice", operands, device=device, sharding=sharding, **options)
+
+
+def permutation(
+    x: Any,
+    axis: int = 0,
+    independent: bool = False,
+    *,
+    device: Any = None,
+    sharding: Any = None,
+) -> jax.Array:
+    """Shuffles an array along an axis.
+
+    Args:
+        x: The array, or an integer for the numbers below it.
+        axis: The axis.
+        independent: Whether every line along the axis is shuffled by itself.
+        device: Device, or its name.
+        sharding: Where each part goes.
+
+    Returns:
+        An array like ``x``.
+
+    Raises:
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import shardax as sx
+        >>> sorted(sx.random.permutation(4).tolist())
+        [0, 1, 2, 3]
+    """
+    operands, options = _entries("x", x)
+    options.update(axis=axis, independent=bool(independent))
+    return draw("permutation", operands, device=device, sharding=sharding, **options)
+
+
+def _entries(name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An array is an operand; the number of entries is part of the program."""
+    return ({}, {name: int(array)}) if is_integer(array) else ({name: as_operand(array)}, {})

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The global stream: where eager random numbers come from when no key is given.
+
+The *stream* is a base key and a count: the n-th draw uses the base key with n folded in, as a
+stream of ``Rngs`` does. So ``seed(s)`` followed by draws gives the keys of ``Rngs(s)``. Its *state*
+is a few integers.
+
+A stream that was never seeded starts from 128 bits of the operating system, so processes started
+at the same moment differ.
+
+One stream serves all threads. Taking a draw is guarded by a lock, so no two draws share a key;
+which thread gets which is up to their timing. *Isolated* code draws from a stream of its own. It
+belongs to the context (the thread, or the task of ``asyncio``) that entered it, which is the way
+to numbers that do not depend on timing.
+
+The stream lives outside of every program. While a transform is tracing, a draw would be made once
+and its numbers stay in the program as constants, and a tracer could end up in the stream; so there
+it refuses, and ``Rngs`` is the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import secrets
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardax.core._jax import is_eager
+from shardax.core.errors import SeedError, TracedDrawError
+from shardax.core.keys import KeySource, all_key_words
+from shardax.core.lazy import LazyKey
+from shardax.core.rng import key_value, seed_source
+
+WORD = 2**32
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """The state of a stream: plain integers, which pickle and JSON keep as they are.
+
+    Attributes:
+        impl: Name of the random generator, as in ``jax.random.key(seed, impl=...)``.
+        words: The words of the base key, each in [0, 2**32).
+        count: How many draws were taken.
+
+    Raises:
+        SeedError: If they are not the words of a key of that generator, or not a count.
+
+    Example:
+        >>> import dataclasses, json, shardax as sx
+        >>> sx.random.seed(7)
+        >>> state = sx.random.get_state()
+        >>> state
+        StreamState(impl='threefry2x32', words=(0, 7), count=0)
+        >>> sx.random.StreamState(**json.loads(json.dumps(dataclasses.asdict(state)))) == state
+        True
+    """
+
+    impl: str
+    words: tuple[int, ...]
+    count: int
+
+    def __post_init__(self) -> None:
+        words = tuple(self.words)
+        object.__setattr__(self, "words", words)
+        integers = all(type(number) is int for number in (*words, self.count))
+        valid = integers and all(0 <= word < WORD for word in words) and self.count >= 0
+        if not valid or len(words) != key_size(self.impl):
+            raise SeedError(
+                f"StreamState(impl={self.impl!r}, words={words}, count={self.count!r}) is not the "
+                f"state of a stream: a {self.impl} key has {key_size(self.impl)} words in "
+                f"[0, 2**32), and the count is an integer from 0. Take one from "
+                f"shardax.random.get_state()."
+            )
+
+
+@functools.lru_cache(maxsize=16)
+def key_size(impl: Any) -> int:
+    """Returns how many words a key of a random generator has.
+
+    Raises:
+        SeedError: If there is no such generator.
+    """
+    try:
+        return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).size
+    except (ValueError, TypeError) as error:
+        raise SeedError(f"JAX knows no random generator {impl!r}: {error}") from error
+
+
+class Draw(NamedTuple):
+    """One draw: a base key, and what is folded into it."""
+
+    impl: str
+    words: np.ndarray
+    folds: tuple[np.uint32, ...]
+
+
+class Stream:
+    """A stream, safe under threads; without a source it is seeded at the first draw."""
+
+    def __init__(self, source: KeySource | StreamState | None) -> None:
+        self._lock = threading.Lock()
+        self.restart(source)
+
+    def restart(self, source: KeySource | StreamState | None) -> None:
+        """Starts again from another seed or state; computes nothing yet."""
+        with self._lock:
+            self._source = source
+            self._key: tuple[str, np.ndarray] | None = None
+            self._count = source.count if isinstance(source, StreamState) else 0
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[Draw]:
+        """Takes a draw when the block ends; an exception in the block leaves the stream alone."""
+        with self._lock:
+            impl, words = self._base_key()
+            high, low = divmod(self._count, WORD)
+            folds = (low, high) if high else (low,)
+            yield Draw(impl, words, tuple(np.uint32(fold) for fold in folds))
+            self._count += 1
+
+    def state(self) -> StreamState:
+        """Returns the state, computing the base key if it is not known yet."""
+        with self._lock:
+            impl, words = self._base_key()
+            return StreamState(impl, tuple(words.tolist()), self._count)
+
+    def _base_key(self) -> tuple[str, np.ndarray]:
+        """The generator and the words of the base key, computed once; under the lock."""
+        if self._key is None:
+            source = self._source
+            if isinstance(source, StreamState):
+                self._key = (source.impl, np.asarray(source.words, np.uint32))
+            else:
+                source = source or _seed_of_the_system()
+                self._key = (str(source.impl), all_key_words([source])[0])
+        return self._key
+
+
+def _seed_of_the_system() -> KeySource:
+    if jax.process_count() > 1:
+        raise SeedError(
+            f"shardax.random was not seeded, and this program runs in {jax.process_count()} "
+            f"processes, which would draw different numbers for one array. Give all the same seed "
+            f"first: shardax.random.seed(0)."
+        )
+    return seed_source(secrets.randbits(128))
+
+
+_of_all_threads = Stream(None)
+_isolated: ContextVar[Stream | None] = ContextVar("shardax_random_stream", default=None)
+
+
+def current(caller: str) -> Stream:
+    """Returns the stream of this context, for the function of that name.
+
+    Raises:
+        TracedDrawError: While a transform is tracing.
+    """
+    if not is_eager():
+        raise TracedDrawError(
+            f"shardax.random.{caller} was called while a JAX transform is tracing. The global "
+            f"stream is outside of the program: its numbers would be drawn once, while tracing, "
+            f"and stay in the program as constants. Pass random state as an argument instead: "
+            f"rngs = shardax.Rngs(0), and inside, for a function compiled by shardax.jit as "
+            f"step(rngs, x), jax.random.normal(rngs.noise(), x.shape). Or draw the numbers outside "
+            f"and pass those."
+        )
+    return _isolated.get() or _of_all_threads
+
+
+def _source(seed: Any) -> KeySource | StreamState:
+    if isinstance(seed, StreamState):
+        return seed
+    key = key_value(seed)
+    if isinstance(key, LazyKey):
+        return key.source
+    if key.ndim:
+        raise SeedError(
+            f"A stream starts from one key, but was given {key.size} of shape {key.shape}. Choose "
+            f"one: key[0]."
+        )
+    return KeySource(key)
+
+
+def seed(seed: Any) -> None:
+    """Starts the stream again from a seed. Runs no JAX operation for an integer.
+
+    Inside of ``isolated`` code it is the stream there. Equal seeds give equal numbers in every
+    process, on every platform, with 64 bits enabled or not.
+
+    Args:
+        seed: An integer of any size, or a random key of shape ().
+
+    Raises:
+        SeedError: If it is neither.
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.random.seed(0)
+        >>> first = sx.random.normal(3)
+        >>> sx.random.seed(0)
+        >>> bool((sx.random.normal(3) == first).all())
+        True
+    """
+    current("seed").restart(_source(seed))
+
+
+def get_state() -> StreamState:
+    """Returns the state of the stream, to go on from later; starts JAX's backend.
+
+    Returns:
+        Plain integers, see ``StreamState``.
+
+    Raises:
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import shardax as sx
+        >>> saved = sx.random.get_state()
+        >>> numbers = sx.random.uniform(4)
+        >>> sx.random.set_state(saved)
+        >>> bool((sx.random.uniform(4) == numbers).all())
+        True
+    """
+    return current("get_state").state()
+
+
+def set_state(state: StreamState) -> None:
+    """Lets the stream go on from a state.
+
+    Args:
+        state: What ``get_state`` returned, in this process or another.
+
+    Raises:
+        SeedError: If it is not a state.
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.random.set_state(sx.random.StreamState("threefry2x32", (0, 7), count=3))
+        >>> sx.random.get_state().count
+        3
+    """
+    stream = current("set_state")
+    if not isinstance(state, StreamState):
+        raise SeedError(
+            f"The state of a stream is a shardax.random.StreamState, but set_state was given "
+            f"{state!r} of type {type(state).__name__}. For a seed or a key there is "
+            f"shardax.random.seed."
+        )
+    stream.restart(state)
+
+
+@contextlib.contextmanager
+def isolated(seed: Any) -> Iterator[None]:
+    """Draws from a stream apart in a ``with`` block or a function; the one outside stays as it is.
+
+    The stream belongs to the context that enters the block: other threads and tasks do not see it.
+
+    Args:
+        seed: An integer, a random key of shape (), or a ``StreamState``.
+
+    Raises:
+        SeedError: If it is none of these.
+        TracedDrawError: While a transform is tracing.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.random.seed(0)
+        >>> with sx.random.isolated(1):
+        ...     evaluation = sx.random.permutation(5)
+        >>> sx.random.get_state().count
+        0
+    """
+    current("isolated")
+    token = _isolated.set(Stream(_source(seed)))
+    try:
+        yield
+    finally:
+        _isolated.reset(token)
