@@ -281,6 +281,20 @@ def test_show_lays_out_over_another_mesh(trained: Trained, capsys: Any) -> None:
     assert capsys.readouterr().out.endswith("per device on 1 device\n")
 
 
+def test_show_counts_operations_and_writes_a_page(
+    trained: Trained, capsys: Any, tmp_path: Path
+) -> None:
+    page = tmp_path / "model.html"
+    assert main(["show", str(trained.out), "--flops", "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    lines = [line.split()[:2] for line in printed.splitlines()]
+    assert lines[lines.index(["module", "type"]) + 1] == ["(root)", "Decoder"]
+    assert printed.endswith(f"page: {page}\n")
+    text = page.read_text(encoding="utf-8")
+    assert f"<title>{trained.out.name}</title>" in text
+    assert "treescope-container" in text and '<table class="modules">' in text
+
+
 def test_show_of_no_run_is_an_error(tmp_path: Path, capsys: Any) -> None:
     assert "is no run" in refused(capsys, "show", str(tmp_path))
 

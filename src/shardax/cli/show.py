@@ -21,20 +21,37 @@ class Show:
         path: Folder of a run, or of one of its checkpoints.
         mesh: Mesh to lay it out on, instead of the run's.
         devices: Use this many virtual CPU devices, instead of the run's.
+        flops: Also count what each part of the model takes, for a batch of the run's size.
+        html: Write a page with the model and the table to this file.
     """
 
     path: Annotated[Path, tyro.conf.Positional]
     mesh: str | None = None
     devices: int | None = None
+    flops: bool = False
+    html: Path | None = None
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        from shardax import models, view
+        import jax
+
+        from shardax import models, partition, view
+        from shardax.view.page import html_page
+        from shardax.view.show import html_fragment
 
         folder, _ = find_run(self.path)
         settings = read_settings(folder)
         use_devices(settings.devices if self.devices is None else self.devices)
         text = settings.mesh if self.mesh is None else self.mesh
         mesh = parse_mesh(text, models.DECODER_RULES.mesh_axes)
-        print(view.table(settings.make_model(), mesh=mesh, rules=models.DECODER_RULES))
+        rules = models.DECODER_RULES
+        model = settings.make_model()
+        batch = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), "int32")
+        table = view.table(model, mesh=mesh, rules=rules, inputs=[batch] if self.flops else None)
+        print(table)
+        if self.html is not None:
+            planned = partition.abstract(model, mesh, rules)
+            body = html_fragment(planned) + table.html()
+            self.html.write_text(html_page(folder.name, body), encoding="utf-8")
+            print(f"page: {self.html}")
         return 0
