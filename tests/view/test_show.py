@@ -132,6 +132,16 @@ def test_tables_and_views_are_shown_as_they_print() -> None:
         assert value.html() in sx.view.to_html(value)
 
 
+def test_the_page_of_one_sharding_has_a_picture_to_point_at(auto_mesh: Mesh) -> None:
+    layer = sx.nn.Linear(4, 8, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
+    view = sx.view.sharding(layer.kernel, auto_mesh, {"mlp": "model"})
+    page = sx.view.to_html(view)
+    assert "treescope-container" in page
+    assert f"<figcaption>{view.caption().replace(chr(39), '&#x27;')}</figcaption>" in page
+    scalar = sx.view.sharding(sx.Param(jnp.float32(0)))  # which treescope cannot draw
+    assert scalar.html() in sx.view.to_html(scalar)
+
+
 def test_showing_outside_of_a_notebook_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     sx.view.show(Tied())
     assert capsys.readouterr().out == sx.view.to_text(Tied()) + "\n"

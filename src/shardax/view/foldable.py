@@ -228,6 +228,29 @@ def draw_with_treescope(value: Any) -> str:
         return treescope.render_to_html(value)
 
 
+def draw_sharding(array: Any, names: Any) -> str | None:
+    """Draws which device holds which part of an array.
+
+    Args:
+        array: An array or ``jax.ShapeDtypeStruct`` with a sharding.
+        names: What its dimensions are called, or None.
+
+    Returns:
+        HTML to stand in a page; None for what treescope cannot draw.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> "treescope-container" in draw_sharding(jnp.zeros((2, 3)), ("in", "out"))
+        True
+    """
+    from treescope import figures
+
+    part = sharding_part(array, names)
+    return (
+        None if part is None else figures.figure_from_treescope_rendering_part(part)._repr_html_()
+    )
+
+
 class _Pictures:
     """treescope's visualizer of arrays, for figures and as many as are to be drawn."""
 

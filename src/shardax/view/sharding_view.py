@@ -129,7 +129,7 @@ class ShardingView:
         """Returns an HTML element: a figure of one array, or a table with small pictures."""
         if self.single:
             picture = sharding_svg(self.rows[0].array)
-            return f"<figure>{picture}<figcaption>{escape(self._caption())}</figcaption></figure>"
+            return f"<figure>{picture}<figcaption>{escape(self.caption())}</figcaption></figure>"
         head = "".join(f"<th>{escape(text)}</th>" for text in (*_HEADER, "devices"))
         body = "".join(
             "<tr>"
@@ -142,7 +142,8 @@ class ShardingView:
     def _repr_html_(self) -> str:
         return self.html()
 
-    def _caption(self) -> str:
+    def caption(self) -> str:
+        """Returns what is below the picture of one array, or above its text."""
         row = self.rows[0]
         text = f"{row.array.dtype}{list(row.array.shape)}"
         text += f" as {list(row.shard_shape)} on each device, {row.copies} "
@@ -153,7 +154,7 @@ class ShardingView:
 
     def __str__(self) -> str:
         if self.single:
-            return f"{self._caption()}\n{sharding_text(self.rows[0].array)}"
+            return f"{self.caption()}\n{sharding_text(self.rows[0].array)}"
         cells = [_HEADER, *(cells for cells, _ in _lines(self.rows))]
         right = [_HEADER.index(name) for name in ("copies", "bytes/device")]
         return "\n".join([*columns(cells, right), self.summary()])

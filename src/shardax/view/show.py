@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardax.core.selection import Selection
 from shardax.view.drawings import describe, drawing_of, example_array, notes, place_title
-from shardax.view.foldable import draw_with_treescope
+from shardax.view.foldable import draw_sharding, draw_with_treescope
 from shardax.view.page import fragment, html_page
 from shardax.view.pictures import sharding_text
 from shardax.view.sharding_view import ShardingView
@@ -118,6 +118,12 @@ def html_fragment(value: Any) -> str:
         >>> "shardax-view" in html_fragment(jax.sharding.AbstractMesh((2,), ("data",)))
         True
     """
+    if isinstance(value, ShardingView) and value.single and has_treescope():
+        (row,) = value.rows
+        picture = draw_sharding(row.array, row.axes)
+        if picture is not None:
+            caption = f"<figcaption>{escape(value.caption())}</figcaption>"
+            return fragment(f"<figure>{picture}{caption}</figure>")
     if isinstance(value, (ParameterTable, ShardingView)):
         return fragment(value.html())
     if not has_treescope():
