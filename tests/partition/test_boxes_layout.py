@@ -189,6 +189,21 @@ def test_all_that_is_wrong_is_found_at_once_by_path(auto_mesh: Mesh) -> None:
     assert "modle" in str(caught.value) and "model" in str(caught.value)
 
 
+def test_what_is_left_to_the_compiler_stays_open_where_it_can_choose(
+    auto_mesh: Mesh, explicit_mesh: Mesh
+) -> None:
+    box = {"w": LogicallyPartitioned(jnp.ones((8, 16)), ("batch", P.UNCONSTRAINED))}
+    for_constraints = logical_to_mesh_sharding(box, auto_mesh, RULES)["w"]
+    assert for_constraints.spec == P("data", P.UNCONSTRAINED)
+    with pytest.raises(PartitionCheckError, match=r"\.w: .*UNCONSTRAINED.*Explicit"):
+        logical_to_mesh_sharding(box, explicit_mesh, RULES)
+    for mesh in (auto_mesh, explicit_mesh):  # where arrays are placed there is nothing to choose
+        assert get_sharding(box, mesh, RULES)["w"].spec == P("data", None)
+        assert [finding.code for finding in sx.check(box, mesh, {"batch": "data"})] == [
+            "unconstrained"
+        ]
+
+
 def test_malformed_specs_are_found_by_path(auto_mesh: Mesh) -> None:
     twice = {"a": {"b": LogicallyPartitioned(1.0, ("x", "x"))}, "c": P("y", "y")}
     for function in (get_partition_spec, logical_to_mesh):

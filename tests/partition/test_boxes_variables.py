@@ -170,6 +170,14 @@ def test_a_variable_made_of_a_box_is_laid_out_like_it(rules: Any, auto_mesh: Mes
     assert sx.partition_specs(variables, rules) == sx.partition_specs(boxes, rules)
 
 
+def test_names_of_a_box_of_many_arrays_hold_for_each_in_the_variable_too(auto_mesh: Mesh) -> None:
+    box = Partitioned({"m": ARRAY, "v": 2 * ARRAY}, (None, "model"))
+    variable = to_variables(box)
+    assert sx.partition_specs(variable) == {"m": P(None, "model"), "v": P(None, "model")}
+    assert to_boxes(sx.shard(variable, auto_mesh)) == box
+    assert {x.sharding.spec for x in variable.value.values()} == {P(None, "model")}
+
+
 def test_a_variable_made_of_a_box_unboxes_and_changes_its_axes_like_it(auto_mesh: Mesh) -> None:
     variable = to_variables(Partitioned(jnp.asarray(ARRAY), ("data", None)))
     variable.set_metadata(axes=(None, "model"))

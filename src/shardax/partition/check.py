@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from shardax.core.errors import AxisNamesError, PartitionCheckError
 from shardax.core.paths import Path, format_path
@@ -189,11 +189,23 @@ def _lay_out(
     if mesh is not None:
         entries = [_known(to, mesh.shape) for to in entries]
     findings = judge(array, mesh)
-    if placed:
-        entries = [None if to is UNCONSTRAINED else to for to in entries]
-    else:
+    left_open = not placed and (mesh is None or AxisType.Auto in mesh.axis_types)
+    if not placed:
         findings = [finding for finding in findings if finding.code != "unconstrained"]
+    if not left_open:
+        if not placed and UNCONSTRAINED in entries:
+            findings.append(_nobody_to_choose(array))
+        entries = [None if to is UNCONSTRAINED else to for to in entries]
     return PartitionSpec(*entries), findings, array
+
+
+def _nobody_to_choose(array: LaidOutArray) -> Finding:
+    text = (
+        f"a dimension of the names {array.names} is UNCONSTRAINED, left to the compiler, but over "
+        "Explicit axes the compiler chooses nothing. Name a mesh axis or None, or give the mesh "
+        "Auto axes."
+    )
+    return array.finding("error", "unconstrained", text)
 
 
 def _known(target: Any, sizes: Mapping[str, int]) -> Any:

@@ -29,7 +29,7 @@ from shardax.core.paths import Path, PathKey, path_step
 from shardax.core.state import Origin, State
 from shardax.core.structure import flatten
 from shardax.core.variables import Variable
-from shardax.partition.boxes import AxisMetadata, layout_of_variable
+from shardax.partition.boxes import BOX_ENTRY, AxisMetadata, layout_of_variable
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules
 from shardax.transforms.aliases import alias_paths
@@ -66,6 +66,7 @@ class Slot(NamedTuple):
         box: The box, empty; None for everything else.
         rules: Rules of its own, which hold instead of the layout's, or None.
         mesh: A mesh of its own, or None.
+        for_each: Whether the axes are those of each array, if there are several.
     """
 
     path: Path
@@ -76,9 +77,12 @@ class Slot(NamedTuple):
     box: AxisMetadata[Any] | None = None
     rules: Rules | None = None
     mesh: AnyMesh | None = None
+    for_each: bool = False
 
     def names_of(self, info: ArrayInfo) -> Any:
         """Returns one name per dimension of one of the arrays, or None."""
+        if len(self.arrays) > 1 and not self.for_each:
+            return None
         if isinstance(self.axes, PartitionSpec):
             return (*self.axes, *(None,) * (len(info.shape) - len(self.axes)))
         return self.axes
@@ -173,7 +177,8 @@ class Survey:
             leaves, treedef = jax.tree.flatten_with_path(value)
             arrays = tuple(_info((*path, *plain_path(below)), leaf) for below, leaf in leaves)
         mesh, rules = layout_of_variable(metadata.axes, metadata.entries)
-        slot = Slot(path, metadata.axes, arrays, treedef, variable, None, rules, mesh)
+        for_each = BOX_ENTRY in metadata.entries
+        slot = Slot(path, metadata.axes, arrays, treedef, variable, None, rules, mesh, for_each)
         self.slots.append(slot)
         return len(self.slots) - 1
 
@@ -275,8 +280,8 @@ def _slot_of_box(path: Path, box: AxisMetadata[Any], variable: Variable[Any] | N
     leaves = jax.tree.leaves_with_path(box.value)
     arrays = [_info((*path, *plain_path(below)), leaf) for below, leaf in leaves if is_array(leaf)]
     names, rules = box.layout()
-    mesh = getattr(box, "mesh", None)
-    return Slot(path, names, tuple(arrays), None, variable, box.replace_boxed(None), rules, mesh)
+    mesh, empty = getattr(box, "mesh", None), box.replace_boxed(None)
+    return Slot(path, names, tuple(arrays), None, variable, empty, rules, mesh, True)
 
 
 def _like(slot: Slot) -> Any:

@@ -115,9 +115,9 @@ class TreeLayout:
         misfits = [
             _many_arrays(slot)
             for slot, _, choice in rows
-            if slot.treedef is not None
-            and slot.axes is not None
+            if slot.axes is not None
             and len(slot.arrays) > 1
+            and not slot.for_each
             and choice.place is None
         ]
         records = [self._records(*row) for row in rows]
@@ -128,7 +128,6 @@ class TreeLayout:
         return [_as_given(*pair) for pair in zip(slots, each, strict=True)], [*misfits, *findings]
 
     def _records(self, slot: Slot, mesh: AnyMesh | None, choice: Choice) -> list[ArrayRecord]:
-        nameless = slot.treedef is not None and len(slot.arrays) > 1
         rules = slot.rules
         if self.names_alone and slot.axes is not None:
             rules = identity_rules(tuple(slot.axes))
@@ -139,7 +138,7 @@ class TreeLayout:
         return [
             ArrayRecord(
                 info.path,
-                None if nameless else slot.names_of(info),
+                slot.names_of(info),
                 info.shape,
                 nbytes(info),
                 choice,
