@@ -34,6 +34,7 @@ from shardax.core.functional import pop as pop
 from shardax.core.functional import split as split
 from shardax.core.functional import state as state
 from shardax.core.functional import update as update
+from shardax.core.key_reuse import debug_key_reuse as debug_key_reuse
 from shardax.core.lazy import Init as Init
 from shardax.core.modules import Module as Module
 from shardax.core.pytree import mutable as mutable

@@ -24,6 +24,7 @@ import numpy as np
 from shardax.core._jax import Tracer
 from shardax.core.errors import ReservedNameError, SeedError, UnknownStreamError
 from shardax.core.frames import local, owner_here, resolve
+from shardax.core.key_reuse import note_draw
 from shardax.core.lazy import KeySource, LazyKey
 from shardax.core.metadata import Metadata
 from shardax.core.modules import Module
@@ -65,6 +66,7 @@ class RngStream(Module):
 
     def _advance(self) -> None:
         count = resolve(self.count, local.frame)._value
+        note_draw(self.name, self._base(), count)
         # NumPy stays NumPy, so that building a model runs no JAX operation
         self.count.value = (
             np.asarray(count + np.uint32(1))
@@ -74,17 +76,19 @@ class RngStream(Module):
 
     def draw_source(self) -> KeySource:
         """Takes one draw and returns the recipe of its key, computing it only if it must."""
-        key = resolve(self.key, local.frame)._value
+        base = self._base()
         count = resolve(self.count, local.frame)._value
-        known = not isinstance(count, Tracer)
-        if known and isinstance(key, LazyKey):
-            source = key.source.fold(int(count))
-        elif known and not isinstance(key, Tracer) and key.ndim == 0:
-            source = KeySource(key, (int(count),))
-        else:
+        if base is None or isinstance(count, Tracer) or isinstance(base.root, Tracer):
             return KeySource(self())
         self._advance()
-        return source
+        return base.fold(int(count))
+
+    def _base(self) -> KeySource | None:
+        """The source of the base key; None if there are many, on a leading axis."""
+        key = resolve(self.key, local.frame)._value
+        if isinstance(key, LazyKey):
+            return key.source
+        return None if key.ndim else KeySource(key)
 
     def derive(self, *data: int) -> Any:
         """Returns a source: this stream's base key with ``data`` folded in; takes no draw."""
