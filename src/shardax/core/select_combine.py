@@ -8,7 +8,6 @@ like any tree: only its own data is there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -29,6 +28,7 @@ from shardax.core.select_assemble import (
 )
 from shardax.core.select_places import parts as parts_of
 from shardax.core.select_places import root_place, search
+from shardax.core.select_survey import Survey
 from shardax.core.static import exact_key
 from shardax.core.variables import ArrayAttribute, Variable
 
@@ -95,11 +95,12 @@ def combine(*parts: Any) -> Any:
     """
     if not parts:
         raise CombineError("combine() was given nothing: pass all parts, combine(selected, rest).")
-    whole = _Merge().merge(parts, ())
-    holes = search((root_place(whole),), lambda place: is_hole(place.stored), every_path=False)
-    if holes:
-        shown = ", ".join(format_path(place.path) for place in holes[:5])
-        more = f" and {len(holes) - 5} more" if len(holes) > 5 else ""
+    merge = _Merge(parts)
+    whole = merge.merged(parts, ())
+    missing = merge.missing
+    if missing:
+        shown = ", ".join(map(format_path, missing[:5]))
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CombineError(
             f"No part has anything at {shown}{more}: every part has a hole there. Pass all parts "
             f"that partition returned."
@@ -108,46 +109,109 @@ def combine(*parts: Any) -> Any:
 
 
 class _Merge:
-    """One putting together; what is shared within the parts stays shared."""
+    """One putting together.
 
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], Any] = {}
+    Holders that stand at one place in several parts are a *group*: they become one new holder. A
+    holder that is in one part only, but leads to a group (through a cycle) or to a hole, is copied
+    too; every other one stays.
 
-    def merge(self, values: tuple[Any, ...], path: Path) -> Any:
-        """Returns what stands at a place of the whole, given what the parts have there."""
-        present = [value for value in values if not is_hole(value)] or list(values)
+    Attributes:
+        missing: Paths at which all parts have a hole.
+    """
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.missing: list[Path] = []
+        self._groups: dict[int, tuple[Any, ...]] = {}
+        self._made: dict[int, Any] = {}
+        self._leading: set[int] = set()
+        self._group(parts, ())
+        for part in parts:
+            holes = search(
+                (root_place(part),), lambda place: is_hole(place.stored), every_path=False
+            )
+            survey = Survey(part, holes, every_path=False)
+            survey.spread([n for n in survey.nodes if id(n.place.holder) in self._groups])
+            self._leading |= {id(node.place.holder) for node in survey.nodes if node.leads}
+
+    def _group(self, values: tuple[Any, ...], path: Path) -> None:
+        """Finds the groups at and below a place where several parts have something."""
+        present = _distinct(values)
         first = present[0]
-        if all(value is first for value in present):
-            return first
-        known = tuple(map(id, present))
-        if known in self._made:
-            return self._made[known]
+        if len(present) < 2 or id(first) in self._groups:
+            return
         if any(type(value) is not type(first) for value in present):
             raise _conflict(path, present)
+        if isinstance(first, Variable) or is_mutable(first):
+            self._groups.update((id(value), present) for value in present)
+        for key, below in _aligned(present, path):
+            self._group(below, _step(path, key))
+
+    def merged(self, values: tuple[Any, ...], path: Path) -> Any:
+        """Returns what stands at a place of the whole, given what the parts have there."""
+        present = _distinct(values)
+        if len(present) == 1:
+            present = self._groups.get(id(present[0]), present)
+        first = present[0]
+        if is_hole(first):
+            self.missing.append(path)
+        is_holder = isinstance(first, Variable) or is_mutable(first)
+        if len(present) == 1 and is_holder and id(first) not in self._leading:
+            return first
+        if not is_holder:
+            return self._immutable(present, path)
+        made = self._made.get(id(first))
+        if made is not None:
+            return made
         if isinstance(first, Variable):
-            merged = self.merge(tuple(value._here()._value for value in present), path)
-            made = first._make(as_value(merged, "array"), first._here()._metadata, owner_here())
-            self._made[known] = made
-        elif is_mutable(first):
-            made = self._made[known] = empty_like(first)
-            fill(made, self._pairs([stored_in(value) for value in present], present, path))
-        else:
-            below = [[(s[0] if s else None, v) for s, v in parts_of(value)] for value in present]
-            if not below[0] and all(_same(value, first) for value in present):
-                return first
-            made = assembled(first, self._pairs(below, present, path))
+            ((_, value),) = self._below(present, path)
+            made = first._make(as_value(value, "array"), first._here()._metadata, owner_here())
+            self._made.update((id(v), made) for v in present)
+            return made
+        made = empty_like(first)
+        self._made.update((id(v), made) for v in present)
+        fill(made, self._below(present, path))
         return made
 
-    def _pairs(self, contents: Sequence[Pairs], present: list[Any], path: Path) -> Pairs:
-        """Puts together what containers store; the order is that of the first."""
-        keys = [key for key, _ in contents[0]]
-        others = [dict(content) for content in contents]
-        if not keys or any(set(other) != set(keys) for other in others):
-            raise _conflict(path, present)
+    def _immutable(self, present: tuple[Any, ...], path: Path) -> Any:
+        old = _aligned(present, path)
+        pairs = [(key, self.merged(below, _step(path, key))) for key, below in old]
+        same = all(new is below[0] for (_, new), (_, below) in zip(pairs, old, strict=True))
+        if not pairs or (same and len(present) == 1):
+            return present[0]
+        return assembled(present[0], pairs)
+
+    def _below(self, present: tuple[Any, ...], path: Path) -> Pairs:
         return [
-            (key, self.merge(tuple(o[key] for o in others), path if key is None else (*path, key)))
-            for key in keys
+            (key, self.merged(below, _step(path, key))) for key, below in _aligned(present, path)
         ]
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns what is no hole, each thing once; where all are holes, one of them."""
+    present = {id(value): value for value in values if not is_hole(value)}
+    return tuple(present.values()) or values[:1]
+
+
+def _aligned(present: tuple[Any, ...], path: Path) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Returns, for each key of some containers that have the same, what they store there."""
+    contents = [dict(contents_of(value)) for value in present]
+    first, *others = contents
+    if any(other.keys() != first.keys() for other in others):
+        raise _conflict(path, present)
+    if others and not first and not all(_same(value, present[0]) for value in present):
+        raise _conflict(path, present)
+    return [(key, tuple(content[key] for content in contents)) for key in first]
+
+
+def contents_of(value: Any) -> Pairs:
+    """Returns (key, what is stored) for everything directly in a value; key None for no step."""
+    if is_mutable(value):
+        return stored_in(value)
+    return [(steps[0] if steps else None, child) for steps, child in parts_of(value)]
+
+
+def _step(path: Path, key: Any) -> Path:
+    return path if key is None else (*path, key)
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -157,7 +221,7 @@ def _same(first: Any, second: Any) -> bool:
         return False
 
 
-def _conflict(path: Path, present: list[Any]) -> CombineError:
+def _conflict(path: Path, present: tuple[Any, ...]) -> CombineError:
     shown = " and ".join(f"{value!r}"[:80] for value in present)
     return CombineError(
         f"The parts differ at {format_path(path)}: {shown}. Where one part has something, all "

@@ -34,7 +34,7 @@ from shardax.core.select_assemble import (
     stored_in,
 )
 from shardax.core.select_combine import HOLE, hole_for
-from shardax.core.select_places import Place, children
+from shardax.core.select_places import Place, children, locate, root_place
 from shardax.core.select_survey import Node, Survey
 from shardax.core.variables import ArrayAttribute, Variable
 
@@ -68,7 +68,7 @@ def edit_tree(
         StaleSelectionError: If a place is gone.
     """
     for place, items in edits:
-        if place.holder is tree and place.is_holder:
+        if place.is_holder and not place.path:
             check_count(place, items, tree, removable=False)
             if journal is not None:
                 raise _fixed_root(tree)
@@ -89,11 +89,7 @@ class _Edit:
         self.survey = Survey(tree, [place for place, _ in edits], every_path, kept)
         for place, _ in edits:
             if place.key(every_path) not in self.survey.met:
-                raise StaleSelectionError(
-                    f"The tree has no place {format_path(place.path)} any more: it was changed "
-                    f"after it was selected, or the place lies within another selected one. "
-                    f"Nothing was changed. Select again."
-                )
+                raise _unmet(tree, place, every_path)
 
     def result(self, node: Node) -> Any:
         """Returns what stands for a holder after the edit."""
@@ -139,6 +135,21 @@ class _Edit:
 
     def _old(self, node: Node, child: Place) -> Any:
         return self.result(node.below[child.path]) if child.is_holder else self.content(node, child)
+
+
+def _unmet(tree: Any, place: Place, every_path: bool) -> SelectionError:
+    """Returns the error for a selected place that is not in the tree, or within another one."""
+    where = format_path(place.path)
+    found = locate(root_place(tree), place.path)
+    if found is not None and found.key(every_path) == place.key(every_path):
+        return SelectionError(
+            f"What is at {where} lies within something else that is selected, so an edit could "
+            f"not change both. Nothing was changed. Edit them one after the other."
+        )
+    return StaleSelectionError(
+        f"The tree has no place {where} any more: it was changed after it was selected. Nothing "
+        f"was changed. Select again."
+    )
 
 
 def _check_no_loss(child: Place, item: Any) -> None:

@@ -74,10 +74,12 @@ class Place(NamedTuple):
     def key(self, every_path: bool) -> Hashable:
         """What two places that are the same have in common.
 
+        The root is a place of its own, apart from attributes that lead back to it.
+
         Args:
             every_path: Whether what is reached by two paths is two places.
         """
-        known = (id(self.holder), self.local, self.wrapped)
+        known = (id(self.holder), self.local, self.wrapped, not self.path)
         return (self.path, *known) if every_path else known
 
 

@@ -9,7 +9,7 @@ to one. What leads somewhere must be copied by an edit; what does not can be sha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 
 from shardax.core.paths import Path
 from shardax.core.select_places import Place, children, root_place
@@ -70,7 +70,7 @@ class Survey:
             self.root = Node(start)
         else:
             self.root = self._visit(start, {})
-        self._spread()
+        self.spread([node for node in self.nodes if node.chosen])
 
     def _is_chosen(self, place: Place) -> bool:
         key = place.key(self.every_path)
@@ -108,8 +108,9 @@ class Survey:
         """Whether what is below a node matters: not for a Variable without a chosen place in it."""
         return not isinstance(node.place.stored, Variable) or id(node.place.holder) in self._holders
 
-    def _spread(self) -> None:
-        waiting = [node for node in self.nodes if node.chosen]
+    def spread(self, nodes: Iterable[Node]) -> None:
+        """Notes that some nodes, and so all above them, lead to where one wants to go."""
+        waiting = list(nodes)
         for node in waiting:
             node.leads = True
         while waiting:

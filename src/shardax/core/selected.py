@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Self
 
 from shardax.core.containers import _HIDDEN
+from shardax.core.display import Shown
 from shardax.core.errors import (
     SelectionCountError,
     SelectionError,
@@ -53,7 +54,7 @@ _MOST = 12
 """How many places an error lists."""
 
 
-class Selected:
+class Selected(Shown):
     """Some places of a tree: everything a ``Selection`` can do but edit."""
 
     __slots__ = ("_every_path", "_journal", "_places", "_tree")
@@ -278,13 +279,15 @@ class Selected:
             (('activation',),)
         """
         survey = Survey(self._tree, self._places, self._every_path)
-        leading = {node.place.key(self._every_path) for node in survey.nodes if node.leads}
+        leading = {self._node_key(node.place) for node in survey.nodes if node.leads}
 
         def leads(place: Place) -> bool:
             """Whether something selected is at or below a place."""
             key = place.key(self._every_path)
-            if key in survey.chosen or place.is_holder:
-                return key in survey.chosen or key in leading
+            if key in survey.chosen:
+                return True
+            if place.is_holder:
+                return self._node_key(place) in leading
             return any(map(leads, children(place)))
 
         rest = search(
@@ -294,6 +297,9 @@ class Selected:
             barred=survey.chosen,
         )
         return self._narrowed(rest)
+
+    def _node_key(self, place: Place) -> Hashable:
+        return place.path if self._every_path else id(place.holder)
 
     # --- reading ---------------------------------------------------------------------------------
 
