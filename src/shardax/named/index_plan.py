@@ -82,24 +82,28 @@ def plan_index(array: Operand, index: Any) -> Plan:
 
 
 def _gather(array: Operand, entries: Mapping[int, Any], taken: Sequence[_Taken]) -> Plan:
-    """Puts what is taken by arrays or integers in front, which is where JAX leaves the result."""
+    """Orders dimensions so that what is taken stands where JAX leaves it.
+
+    That is in the place of a single array of positions; in front, if there are more, or integers.
+    """
     positions, dims = align([each.positions for each in taken])
     gathered = [each.place for each in taken]
     single = [place for place, entry in entries.items() if isinstance(entry, int)]
     rest = [place for place in range(len(array.dims)) if place not in (*gathered, *single)]
-    order = (*gathered, *single, *rest)
-    index = (
-        *positions,
-        *(entries[place] for place in single),
-        *(entries.get(place, slice(None)) for place in rest),
-    )
-    kept = (*dims, *(array.dims[place] for place in rest))
+    before = gathered[0] if len(gathered) == 1 and not single else 0
+    order = (*rest[:before], *gathered, *single, *rest[before:])
+    found = {**entries, **dict(zip(gathered, positions, strict=True))}
+    sizes = _sizes(array, entries, rest)
+    shape = np.broadcast_shapes(*(each.shape for each in positions))
+    names = [array.dims[place] for place in rest]
+    kept = (*names[:before], *dims, *names[before:])
     _check_result(array, kept)
-    shape = (
-        *np.broadcast_shapes(*(each.shape for each in positions)),
-        *_sizes(array, entries, rest),
+    return Plan(
+        None if order == tuple(range(len(order))) else order,
+        tuple(found.get(place, slice(None)) for place in order),
+        kept,
+        (*sizes[:before], *shape, *sizes[before:]),
     )
-    return Plan(None if order == tuple(range(len(order))) else order, index, kept, shape)
 
 
 def _sizes(array: Operand, entries: Mapping[int, Any], places: Sequence[int]) -> tuple[int, ...]:

@@ -112,7 +112,7 @@ class Linear(Module):
         inputs, batch = self.input_axes, self.batch_axes
         expected = AxisSizes((*inputs.names, *batch.names), (*inputs.sizes, *batch.sizes))
         names = self._out_names()
-        made = [name for name in (*names, *names.values()) if name not in inputs.names]
+        made = dict.fromkeys(n for n in (*names, *names.values()) if n not in inputs.names)
         x = check_input(self._shown(), x, expected, made)
         data, kernel = cast_all(self.dtype, x.data, self.kernel.value)
         dims = (*batch.names, *inputs.names, *names.values())
