@@ -188,17 +188,6 @@ def test_lazy_values_in_boxes_are_computed_into_their_shards(mesh: Mesh) -> None
     assert placed.value.tolist() == np.ones((8, 16)).tolist() and lazy.is_lazy
 
 
-def test_boxes_inside_variables_and_states_count(mesh: Mesh) -> None:
-    variable = sx.OptState(Partitioned(ARRAY, ("data", None)))
-    assert sx.shardings(variable, mesh) == NamedSharding(mesh, P("data", None))
-    state = sx.State({"mu": {"w": LogicallyPartitioned(ARRAY, ("embed", "mlp"))}})
-    assert sx.partition_specs(state, RULES).flat() == {("mu", "w"): P("data", "model")}
-    sx.shard(variable, mesh)
-    assert variable.value.value.sharding == NamedSharding(mesh, P("data", None))
-    placed = sx.shard(state, mesh, RULES)["mu"]["w"]
-    assert placed.names == ("embed", "mlp") and placed.value.sharding.spec == P("data", "model")
-
-
 def test_inside_a_program_shard_constrains_what_is_in_the_boxes(auto_mesh: Mesh) -> None:
     @jax.jit
     def place(box: Any) -> Any:

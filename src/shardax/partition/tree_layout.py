@@ -122,10 +122,11 @@ class TreeLayout:
         ]
         records = [self._records(*row) for row in rows]
         flat = [record for some in records for record in some]
-        specs, findings = self._judge(flat, self.mesh, self.rules)
-        remaining = iter(specs)
+        found, findings = self._judge(flat, self.mesh, self.rules)
+        remaining = iter(found)
         each = [[next(remaining) for _ in some] for some in records]
-        return [_as_given(*pair) for pair in zip(slots, each, strict=True)], [*misfits, *findings]
+        specs = [_as_given(*row) for row in zip(slots, self._choices, each, strict=True)]
+        return specs, [*misfits, *findings]
 
     def _records(self, slot: Slot, mesh: AnyMesh | None, choice: Choice) -> list[ArrayRecord]:
         rules = slot.rules
@@ -230,9 +231,9 @@ def _sharding(spec: PartitionSpec, mesh: AnyMesh | None, choice: Choice) -> Name
     return named_sharding(mesh, spec, kind)
 
 
-def _as_given(slot: Slot, specs: list[PartitionSpec]) -> list[PartitionSpec]:
+def _as_given(slot: Slot, choice: Choice, specs: list[PartitionSpec]) -> list[PartitionSpec]:
     """The specs of a box are one: they differ at most in how many dimensions follow its entries."""
-    if not isinstance(slot.axes, PartitionSpec) or len(specs[0]) <= len(slot.axes):
+    if not isinstance(slot.axes, PartitionSpec) or choice.place is not None:
         return specs
     return [PartitionSpec(*tuple(spec)[: len(slot.axes)]) for spec in specs]
 

@@ -207,7 +207,7 @@ def sharding(
     else:
         scoped = here.slots
     rows = [
-        ShardingRow(now.path, slot.axes, _struct(now, later))
+        ShardingRow(now.path, slot.names_of(now), _struct(now, later))
         for slot, other in zip(here.slots, scoped, strict=True)  # abstract copies keep the order
         for now, later in zip(slot.arrays, other.arrays, strict=True)
     ]
@@ -216,7 +216,8 @@ def sharding(
 
 def _picture(value: Any, mesh: AnyMesh | None, rules: RulesLike | None) -> ShardingView:
     axes = value.axes if isinstance(value, Variable) else None
-    if Survey(value).slots[0].treedef is not None:  # a Variable that holds several arrays
+    slot = Survey(value).slots[0]
+    if slot.treedef is not None or slot.box is not None:  # a Variable of several arrays or a box
         return sharding({"value": value}, mesh, rules)
     where = mesh
     if where is None and isinstance(value, Variable) and value.is_lazy:
