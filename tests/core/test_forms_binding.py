@@ -265,6 +265,17 @@ def test_an_initialiser_writes_into_its_shards(auto_mesh: Any) -> None:
     assert sx.bind(slots, frozen).kernel.sharding == wanted[0]
 
 
+def test_a_mapped_initialiser_names_the_new_dimension() -> None:
+    init = sx.vmap(
+        lambda key: sx.unbind(linear(key), freeze=True),
+        metadata={sx.partition.PARTITION_NAME: "layers"},
+    )
+    keys = jax.random.split(jax.random.key(0), 4)
+    models = sx.thaw(sx.bind(*init(keys)))
+    assert models.kernel.shape == (4, 2, 3) and models.kernel.axes == ("layers", "in", "out")
+    assert jnp.allclose(models.kernel[2], linear(keys[2]).kernel.value)
+
+
 def test_models_are_bound_inside_compiled_functions() -> None:
     model = linear()
     slots, frozen = sx.unbind(model, freeze=True)
@@ -272,6 +283,8 @@ def test_models_are_bound_inside_compiled_functions() -> None:
     for jit in (jax.jit, sx.jit):
         call = jit(lambda values, x: sx.bind(slots, values)(x))
         assert jnp.allclose(call(frozen, x), model(x))
+        both = jit(lambda slots, values, x: sx.bind(slots, values)(x))
+        assert jnp.allclose(both(slots, frozen, x), model(x))
     _, variables = sx.unbind(model)
     with pytest.raises(BindError, match="frozen values"):
         sx.jit(lambda variables: sx.bind(slots, variables)(x))(variables)

@@ -21,7 +21,7 @@ import jax
 
 from shardax.core.errors import BindError, LabelConflictError
 from shardax.core.filters import Filter, to_predicates
-from shardax.core.forms import FrozenVariable, frozen, thawed_origin
+from shardax.core.forms import FrozenVariable, frozen
 from shardax.core.frames import owner_here
 from shardax.core.node import Object
 from shardax.core.paths import Path, format_path, path_step
@@ -242,7 +242,7 @@ def thaw(tree: Any, *filters: Filter) -> Any:
     for i in taken.variables:
         path, variable = taken.walk.paths[i], taken.walk.objects[i]
         if isinstance(variable, FrozenVariable):
-            origin = thawed_origin(variable)
+            origin = variable._here()._metadata.origin()
             if any(predicate(path, origin) for predicate in predicates):
                 given[i] = variable.thaw()
     return taken.rebuilt(given)

@@ -65,6 +65,10 @@ class FrozenMetadata(Metadata):
         """Returns the metadata of the Variable."""
         return Metadata(self.axes, self.entries)
 
+    def origin(self) -> Origin:
+        """Returns what filters of Variables are asked about."""
+        return Origin(self.variable_type, self.thawed())
+
     def __repr__(self) -> str:
         kind = [] if self.variable_type is ArrayAttribute else [self.variable_type.__name__]
         parts = [" ".join(kind + [format_path(self.label)] * bool(self.label)), super().__repr__()]
@@ -204,12 +208,6 @@ def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
     return form._make(snapshot(here._value), known, owner_here())
 
 
-def thawed_origin(variable: FrozenVariable[Any]) -> Origin:
-    """Returns what filters are asked about when a frozen value is to be thawed."""
-    metadata = variable._here()._metadata
-    return Origin(metadata.variable_type, metadata.thawed())
-
-
 class Frozen:
     """Filter of the frozen values of what a filter matches.
 
@@ -232,7 +230,7 @@ class Frozen:
         metadata = variable.all_metadata if isinstance(variable, Origin) else variable._metadata
         if not isinstance(metadata, FrozenMetadata):
             return False
-        return self.predicate(path, Origin(metadata.variable_type, metadata.thawed()))
+        return self.predicate(path, metadata.origin())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Frozen) and self.predicate == other.predicate
