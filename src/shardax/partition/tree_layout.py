@@ -125,7 +125,8 @@ class TreeLayout:
         found, findings = self._judge(flat, self.mesh, self.rules)
         remaining = iter(found)
         each = [[next(remaining) for _ in some] for some in records]
-        specs = [_as_given(*row) for row in zip(slots, self._choices, each, strict=True)]
+        rows_of_specs = zip(slots, self._choices, each, strict=True)
+        specs: list[Sequence[PartitionSpec]] = [_as_given(*row) for row in rows_of_specs]
         return specs, [*misfits, *findings]
 
     def _records(self, slot: Slot, mesh: AnyMesh | None, choice: Choice) -> list[ArrayRecord]:
