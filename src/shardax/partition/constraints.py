@@ -6,7 +6,9 @@ told (``jax.lax.with_sharding_constraint``); over an Explicit axis, whose shardi
 array's type, the array is resharded (``jax.sharding.reshard``); over a Manual axis, as inside
 ``jax.shard_map``, the array is the device's own part already, and the axis is left out. One mesh
 may have all three. A constraint is never dropped without a word: where there is no mesh, that is an
-error unless it was asked to be ignored.
+error unless it was asked to be ignored. So it is under ``use_abstract_mesh`` alone over Auto axes,
+where JAX would drop it; but JAX keeps one trace for a mesh with devices and without, so a function
+that was traced under ``jax.set_mesh`` before is not asked again.
 
 Where a program is traced, what counts is the mesh *as it is seen there*: inside ``jax.shard_map``,
 ``jax.sharding.auto_axes`` and ``jax.sharding.explicit_axes`` some axes of a mesh have other types
