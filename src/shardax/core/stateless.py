@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 
-from shardax.core.binding import Taken, bound
+from shardax.core.binding import bound
 from shardax.core.errors import BindError, StatelessCallError
 from shardax.core.forms import FrozenVariable, frozen
 from shardax.core.paths import Path, format_path
 from shardax.core.structure import GraphDef, VariableDef
+from shardax.core.taken import Taken
 from shardax.core.variables import Variable
 
 
