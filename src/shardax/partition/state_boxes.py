@@ -16,7 +16,7 @@ Either is said in a finding, ``reduced-state``. Without an owner in the tree the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from shardax.core.paths import Path, format_path
@@ -74,12 +74,18 @@ def states_of_boxes(slots: Sequence[Slot], findings: Sequence[Finding]) -> dict[
     """
     wrong = {finding.path for finding in findings if finding.severity == "error"}
     misfits = {f.path for f in findings if f.code in ("rank-mismatch", "indivisible")}
-    owners = [slot for slot in slots if slot.box is not None and not _paths(slot) & wrong]
+    if not misfits:
+        return {}
+    owners = _Owners(
+        slot
+        for slot in slots
+        if slot.box is not None and len(slot.arrays) == 1 and not _paths(slot) & wrong
+    )
     found = {}
     for position, slot in enumerate(slots):
         if slot.box is None or not _paths(slot) & misfits:
             continue
-        owner = _owner(slot, owners)
+        owner = owners.of(slot)
         if owner is not None and all(
             len(info.shape) != len(owner.arrays[0].shape) or math.prod(info.shape) == 1
             for info in slot.arrays
@@ -93,28 +99,36 @@ def _paths(slot: Slot) -> set[Path]:
     return {info.path for info in slot.arrays}
 
 
-def _owner(slot: Slot, owners: Sequence[Slot]) -> Slot | None:
-    """The owner, if there is one, or several of one shape that are equally near by their paths."""
-    near: dict[int, list[Slot]] = {}
-    for other in owners:
-        if other.box == slot.box and len(other.path) < len(slot.path) and len(other.arrays) == 1:
-            end = _common_end(slot.path, other.path)
-            if end or (len(other.path) <= 1 and _is_made_of(slot, other)):
-                near.setdefault(end, []).append(other)
-    best = near[max(near)] if near else []
-    alike = {other.arrays[0].shape for other in best}
-    return best[0] if len(alike) == 1 else None
+class _Owners:
+    """The boxes that may own others, by the ends of their paths."""
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self._by_end: dict[Path, list[Slot]] = {}
+        for slot in slots:
+            for start in range(len(slot.path) + 1):
+                self._by_end.setdefault(slot.path[start:], []).append(slot)
+
+    def of(self, slot: Slot) -> Slot | None:
+        """Returns the owner, if one is nearest by its path, or several that are of one shape."""
+        for start in range(len(slot.path) + 1):
+            end = slot.path[start:]
+            near = [other for other in self._by_end.get(end, ()) if _may_own(other, slot, end)]
+            if near:
+                alike = {other.arrays[0].shape for other in near}
+                return near[0] if len(alike) == 1 else None
+        return None
+
+
+def _may_own(owner: Slot, slot: Slot, end: Path) -> bool:
+    if len(owner.path) >= len(slot.path) or owner.box != slot.box:
+        return False
+    return bool(end) or (len(owner.path) <= 1 and _is_made_of(slot, owner))
 
 
 def _is_made_of(slot: Slot, owner: Slot) -> bool:
     """Whether all sizes are sizes of the owner, where no step of the paths says that it is one."""
     sizes = set(owner.arrays[0].shape)
     return all(sizes.issuperset(info.shape) or math.prod(info.shape) == 1 for info in slot.arrays)
-
-
-def _common_end(path: Path, other: Path) -> int:
-    steps = zip(reversed(path), reversed(other), strict=False)
-    return next((i for i, (a, b) in enumerate(steps) if a != b), min(len(path), len(other)))
 
 
 def _reduced(slot: Slot, owner: Slot) -> ReducedState:
