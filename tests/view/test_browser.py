@@ -138,6 +138,7 @@ def test_shardings_and_meshes_have_pictures(open_page: Callable[..., Any], auto_
     layer = sx.nn.Linear(4, 8, use_bias=False, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
     planned = sx.abstract(layer, auto_mesh, {"mlp": "model"})
     page = open_page([auto_mesh, planned])
+    click(page, "<mesh data=2")
     wait_for(lambda: "data: 2/2" in text(page) and "model: 4/4" in text(page))
     assert "<mesh data=2, model=4" in text(page)
     click(page, "Param(float32[4, 8]")

@@ -104,6 +104,14 @@ def test_meshes_and_shardings_are_shown_with_a_picture() -> None:
     assert sx.view.to_text(sharding) == f"P(None, 'model') over data=1, model=2\n{picture}"
 
 
+def test_a_state_of_shardings_says_each_in_a_line(auto_mesh: Mesh) -> None:
+    layer = sx.nn.Linear(4, 8, use_bias=False, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
+    shardings = sx.shardings(layer, auto_mesh, {"mlp": "model"})
+    line = "P(None, 'model') over data=2, model=4"
+    assert sx.view.to_text(shardings) == f"State(\n  'kernel': {line},\n)"
+    assert "treescope-container" in sx.view.to_html([shardings, auto_mesh.abstract_mesh])
+
+
 def test_named_arrays_are_shown_by_their_names() -> None:
     values = {"x": sx.named.zeros({"batch": 2, "embed": 3}), "w": sx.Param(jnp.ones(2))}
     assert sx.view.to_text(values) == (

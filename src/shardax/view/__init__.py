@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking at models: tables of parameters and pictures of shardings."""
+"""Looking at models: text, drawings to unfold, tables, and pictures of shardings."""
 
 from shardax.view.pictures import sharding_svg as sharding_svg
 from shardax.view.pictures import show_sharding as show_sharding
@@ -10,6 +10,7 @@ from shardax.view.sharding_view import sharding as sharding
 from shardax.view.show import show as show
 from shardax.view.show import to_html as to_html
 from shardax.view.show import to_text as to_text
+from shardax.view.table import ModuleRow as ModuleRow
 from shardax.view.table import ParameterRow as ParameterRow
 from shardax.view.table import ParameterTable as ParameterTable
 from shardax.view.table import table as table

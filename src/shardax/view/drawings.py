@@ -134,6 +134,8 @@ def describe(leaf: Drawing) -> str:
     if isinstance(value, (jax.Array, np.ndarray, NamedArray)) and leaf.path:
         head = as_figure(value).head
         return f"NamedArray({head})" if isinstance(value, NamedArray) else head
+    if isinstance(value, (Mesh, AbstractMesh, NamedSharding)):
+        return place_title(value)
     if not isinstance(value, Variable):
         return leaf_text(leaf)
     if isinstance(value._value, NoValue) and isinstance(value, ArrayAttribute):

@@ -199,6 +199,7 @@ def draw_with_treescope(value: Any) -> str:
     from treescope import layout_algorithms
 
     drawing = drawing_of(value)
+    pictures = _Pictures()
 
     def handle(node: Any, path: str | None, subtree_renderer: Renderer) -> Any:
         if node is value and drawing.parts is not None:
@@ -206,11 +207,11 @@ def draw_with_treescope(value: Any) -> str:
         if isinstance(node, (jax.Array, np.ndarray, NamedArray)):
             return subtree_renderer(as_figure(node), path=path)
         if isinstance(node, (Mesh, AbstractMesh, NamedSharding)):
-            return _place_part(node)
+            return _place_part(node, unfolded=node is value) if pictures.take() else NotImplemented
         return NotImplemented
 
     renderer = treescope.active_renderer.get().extended_with(handlers=[handle])
-    visualizer = treescope.active_autovisualizer.get() or _Pictures()
+    visualizer = treescope.active_autovisualizer.get() or pictures
     with ExitStack() as scopes:
         scopes.enter_context(treescope.active_renderer.set_scoped(renderer))
         scopes.enter_context(treescope.active_autovisualizer.set_scoped(visualizer))
@@ -246,9 +247,9 @@ def draw_sharding(array: Any, names: Any) -> str | None:
     from treescope import figures
 
     part = sharding_part(array, names)
-    return (
-        None if part is None else figures.figure_from_treescope_rendering_part(part)._repr_html_()
-    )
+    if part is None:
+        return None
+    return figures.figure_from_treescope_rendering_part(part)._repr_html_()
 
 
 class _Pictures:
@@ -260,14 +261,17 @@ class _Pictures:
         self.draw = treescope.ArrayAutovisualizer()
         self.left = MOST_PICTURES
 
-    def __call__(self, value: Any, path: str | None) -> Any:
-        if not isinstance(value, ArrayFigure) or self.left <= 0:
-            return None
+    def take(self) -> bool:
+        """Whether one more may be drawn."""
         self.left -= 1
-        return self.draw(value, path)
+        return self.left >= 0
+
+    def __call__(self, value: Any, path: str | None) -> Any:
+        drawn = isinstance(value, ArrayFigure) and self.take()
+        return self.draw(value, path) if drawn else None
 
 
-def _place_part(place: Mesh | AbstractMesh | NamedSharding) -> Any:
+def _place_part(place: Mesh | AbstractMesh | NamedSharding, unfolded: bool) -> Any:
     from treescope import rendering_parts as parts
 
     names = None if isinstance(place, NamedSharding) else place.axis_names
@@ -278,5 +282,7 @@ def _place_part(place: Mesh | AbstractMesh | NamedSharding) -> Any:
             parts.fold_condition(expanded=parts.indented_children([picture])),
             parts.abbreviation_color(parts.text(">")),
         ),
-        expand_state=parts.ExpandState.EXPANDED,
+        expand_state=(
+            parts.ExpandState.EXPANDED if unfolded else parts.ExpandState.WEAKLY_COLLAPSED
+        ),
     )
