@@ -177,7 +177,8 @@ class Stored:
                 f"jax.tree.map put an array of shape {shape} into it. JAX sees the positional "
                 f"dimensions first, then these, and knows no names: map positional dimensions "
                 f"only, x.untag('name') makes one; or use nmap, which maps names; or change the "
-                f"array itself, x.sum('name')."
+                f"array itself, x.sum('name'). For jax.shard_map, unwrap it outside and wrap the "
+                f"part inside."
             )
         return (None,) * lead + names
 
