@@ -77,12 +77,12 @@ def open_page(browser: Any, tmp_path: Path) -> Callable[..., Any]:
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
-    for _ in range(200):
+    for _ in range(600):
         found = condition()
         if found:
             return found
         time.sleep(0.05)
-    raise AssertionError("the page did not get there within ten seconds")
+    raise AssertionError("the page did not get there within half a minute")
 
 
 def text(browser: Any) -> str:
