@@ -196,6 +196,7 @@ def test_without_the_parameters_in_the_tree_the_state_is_refused_by_path(auto_me
             function()
         paths = {finding.path for finding in caught.value.findings}
         assert (0, "v_row", "layer", "up") in paths and (0, "v", "bias") not in paths
+        assert "(params, state)" in str(caught.value)
 
 
 @pytest.mark.parametrize(

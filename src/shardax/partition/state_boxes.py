@@ -15,6 +15,7 @@ Either is said in a finding, ``reduced-state``. Without an owner in the tree the
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -93,6 +94,21 @@ def states_of_boxes(slots: Sequence[Slot], findings: Sequence[Finding]) -> dict[
         ):
             found[position] = _reduced(slot, owner)
     return found
+
+
+def with_hints(findings: Sequence[Finding], slots: Sequence[Slot]) -> list[Finding]:
+    """Returns findings, those about the rank of what is in a box with a word on states."""
+    boxed = {path for slot in slots if slot.box is not None for path in _paths(slot)}
+    hint = (
+        " If this is a state of an optimizer, give the parameters in the same tree, such as "
+        "(params, state): they tell which dimensions it has."
+    )
+    return [
+        dataclasses.replace(finding, message=finding.message + hint)
+        if finding.code == "rank-mismatch" and finding.path in boxed
+        else finding
+        for finding in findings
+    ]
 
 
 def _paths(slot: Slot) -> set[Path]:

@@ -35,7 +35,7 @@ from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.overrides import Choice, MemoryKinds, OverridesLike, choices
 from shardax.partition.rules import RulesLike
 from shardax.partition.scope import resolve_rules
-from shardax.partition.state_boxes import states_of_boxes
+from shardax.partition.state_boxes import states_of_boxes, with_hints
 from shardax.partition.survey import Slot, Survey, entry_of, nbytes
 
 RulesFor = Literal["boxes", "all"]
@@ -106,6 +106,7 @@ class TreeLayout:
             changed = [states[i].slot if i in states else slot for i, slot in enumerate(slots)]
             self.specs, findings = self._lay_out(changed)
             findings += [state.finding for state in states.values()]
+        findings = with_hints(findings, slots)
         self.findings = [*findings, *self._without_rules(rules_for), *said]
 
     def _lay_out(
