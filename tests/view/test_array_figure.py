@@ -63,6 +63,10 @@ def test_dimensions_of_a_named_array_go_by_name() -> None:
     infos = ADAPTER.get_axis_info_for_array_data(array)
     assert set(infos) == {nda.PositionalAxisInfo(0, 2), nda.NamedPositionlessAxisInfo("embed", 3)}
     assert treescope.render_array(array, rows=["embed"]) is not None
+    whole = sx.named.zeros({"batch": 2, "embed": 3})
+    assert as_figure(whole).summary() == (
+        "NamedArray float32[batch: 2, embed: 3] mean 0, std 0, from 0 to 0"
+    )
 
 
 @pytest.mark.parametrize("limit", [10**6, 4])

@@ -116,7 +116,7 @@ def test_named_arrays_are_shown_by_their_names() -> None:
     values = {"x": sx.named.zeros({"batch": 2, "embed": 3}), "w": sx.Param(jnp.ones(2))}
     assert sx.view.to_text(values) == (
         "dict(  # 2 parameters\n"
-        "  'x': NamedArray(float32[batch: 2, embed: 3]),\n"
+        "  'x': NamedArray float32[batch: 2, embed: 3],\n"
         "  'w': Param(float32[2]),\n"
         ")"
     )

@@ -68,11 +68,11 @@ class ArrayFigure:
     def head(self) -> str:
         """Dtype and shape, with the names where dimensions go by name."""
         sizes: Any = list(self.array.shape)
-        if not self.positional:
-            pairs = zip(self.names, sizes, strict=True)
-            sizes = ", ".join(str(n) if name is None else f"{name}: {n}" for name, n in pairs)
-            sizes = f"[{sizes}]"
-        return f"{self.array.dtype}{sizes}"
+        if self.positional:
+            return f"{self.array.dtype}{sizes}"
+        pairs = zip(self.names, sizes, strict=True)
+        named = ", ".join(str(size) if name is None else f"{name}: {size}" for name, size in pairs)
+        return f"NamedArray {self.array.dtype}[{named}]"
 
     def summary(self) -> str:
         """Returns dtype, shape and, of an array of numbers, where these lie."""

@@ -132,8 +132,7 @@ def describe(leaf: Drawing) -> str:
     """
     value = leaf.value
     if isinstance(value, (jax.Array, np.ndarray, NamedArray)) and leaf.path:
-        head = as_figure(value).head
-        return f"NamedArray({head})" if isinstance(value, NamedArray) else head
+        return as_figure(value).head
     if isinstance(value, (Mesh, AbstractMesh, NamedSharding)):
         return place_title(value)
     if not isinstance(value, Variable):
