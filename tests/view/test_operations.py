@@ -74,6 +74,18 @@ metadata={op_name="jit(dot)/dot_general"}, backend_config={"gemm_backend_config"
     assert dict(operations(text)) == {"jit(dot)/dot_general": 2 * 8 * 3 * 4}
 
 
+def test_where_there_are_no_loops_xla_counts_the_same() -> None:
+    model = sx.abstract(sx.models.Decoder(sx.models.DecoderConfig(), rngs=sx.Rngs(0)))
+
+    def step(model: Any, tokens: Any) -> Any:
+        return sx.grad(lambda model: model(tokens).sum())(model)
+
+    tokens = jax.ShapeDtypeStruct((4, 32), jnp.int32)
+    compiled = sx.jit(step).lower(model, tokens).compile()
+    found = operations(compiled.as_text()).total()
+    assert found == pytest.approx(compiled.cost_analysis()["flops"], rel=0.01)
+
+
 # --- by Module ---
 
 

@@ -251,6 +251,10 @@ def test_a_notebook_gets_html_and_a_terminal_the_repr(monkeypatch: pytest.Monkey
         sx.view.show(model)
         return shown
 
+    bundle = sx.select(model).at_instances_of(sx.Param)._repr_mimebundle_()
+    assert bundle["text/plain"].startswith("Selection of 1 place in a Tied:")
+    assert sx.named.zeros({"a": 2})._repr_mimebundle_().keys() == {"text/plain", "text/html"}
+
     (shown,) = run_under(["text/plain", "text/html"])
     assert shown.keys() == {"text/html", "text/plain"}
     assert run_under(["text/plain"]) == []
