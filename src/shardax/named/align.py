@@ -116,19 +116,7 @@ def check_sizes(operands: Sequence[Operand]) -> None:
     Raises:
         NamedAxesError: If not; lists the axes of every operand.
     """
-    sizes: dict[Any, int] = {}
-    clashing: list[Any] = []
-    for data, dims in operands:
-        for name, size in zip(dims, data.shape, strict=True):
-            if name is not None and sizes.setdefault(name, size) != size:
-                clashing.append(name)
-    if clashing:
-        names = ", ".join(repr(name) for name in dict.fromkeys(clashing))
-        raise NamedAxesError(
-            f"The sizes of the axis {names} differ: {listing(operands)}. A name says that two "
-            f"dimensions are the same; rename one of them, x.rename({{{clashing[0]!r}: ...}}), or "
-            f"take the part that you mean, x[{{{clashing[0]!r}: slice(...)}}]."
-        )
+    named_sizes(operands)
     shapes = [
         tuple(data.shape[place] for place in positional_places(dims)) for data, dims in operands
     ]
@@ -137,6 +125,29 @@ def check_sizes(operands: Sequence[Operand]) -> None:
             f"The positional dimensions do not broadcast: {listing(operands)}. They meet from the "
             f"last, as in NumPy. Name them, x.tag(...), to say which belong together."
         )
+
+
+def named_sizes(operands: Sequence[Operand]) -> dict[Any, int]:
+    """Returns the sizes of all names of the operands.
+
+    Raises:
+        NamedAxesError: If a name has two; lists the axes of every operand.
+    """
+    sizes: dict[Any, int] = {}
+    clashing: dict[Any, None] = {}
+    for data, dims in operands:
+        for name, size in zip(dims, data.shape, strict=True):
+            if name is not None and sizes.setdefault(name, size) != size:
+                clashing[name] = None
+    if clashing:
+        first = next(iter(clashing))
+        raise NamedAxesError(
+            f"The sizes of the axis {', '.join(map(repr, clashing))} differ: {listing(operands)}. "
+            f"A name says that two dimensions are the same; rename one of them, "
+            f"x.rename({{{first!r}: ...}}), or take the part that you mean, "
+            f"x[{{{first!r}: slice(...)}}]."
+        )
+    return sizes
 
 
 def _broadcast(shapes: Sequence[tuple[int, ...]]) -> bool:

@@ -14,14 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
-from shardax.core.errors import AxisNamesError, LayerConfigError, LayerInputError
+from shardax.core.errors import AxisNamesError, LayerConfigError, LayerInputError, NamedAxesError
 from shardax.core.lazy import Init, Initializer
 from shardax.core.rng import Rngs
 from shardax.core.variables import Param
 from shardax.named.array import NamedArray
-from shardax.named.names import check_dims, shown
+from shardax.named.names import check_sizes_by_name, shown
 from shardax.partition.explicit import align
 
 Axes = Mapping[Any, int]
@@ -65,23 +64,15 @@ def check_axes(layer: str, option: str, axes: Any, *, empty: bool = False) -> Ax
         >>> check_axes("Linear", "input_axes", {"embed": 4})
         {'embed': 4}
     """
-    if not isinstance(axes, Mapping) or not (axes or empty):
-        raise LayerConfigError(
-            f"{layer} needs {option} to map names to sizes, such as {{'embed': 512}}, but was "
-            f"given {axes!r}."
-        )
-    for name, size in axes.items():
-        whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
-        if name is None or not whole or size < 1:
-            raise LayerConfigError(
-                f"{layer} needs {option} to map names to positive sizes, but was given "
-                f"{name!r}: {size!r}."
-            )
     try:
-        check_dims(axes)
-    except AxisNamesError as error:
-        raise LayerConfigError(f"{layer}: {option}: {error}") from error
-    return AxisSizes(tuple(axes), tuple(map(int, axes.values())))
+        names, sizes = check_sizes_by_name(axes, least=1)
+    except (AxisNamesError, NamedAxesError) as error:
+        raise LayerConfigError(
+            f"{layer} needs sizes by name: {option}={axes!r}. {error}"
+        ) from error
+    if not names and not empty:
+        raise LayerConfigError(f"{layer} needs an axis at least, but {option}={axes!r}.")
+    return AxisSizes(names, sizes)
 
 
 def parameter(

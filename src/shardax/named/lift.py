@@ -20,7 +20,7 @@ import numpy as np
 
 from shardax.core.errors import ClosureError, NamedAxesError
 from shardax.core.node import Object
-from shardax.named.align import Operand, listing
+from shardax.named.align import Operand, named_sizes
 from shardax.named.base import Stored
 from shardax.named.mapped import mapping
 from shardax.named.names import Dims, Name, sorted_names
@@ -62,7 +62,7 @@ def run_lifted(
         ClosureError: If the function returns a named array with a name that it is run along.
     """
     arguments = _take_apart(function, args, kwargs)
-    names = _names(arguments.operands)
+    names = sorted_names(named_sizes(arguments.operands))
     inner: list[Dims] = []
     outer: list[Any] = []
 
@@ -128,18 +128,6 @@ def _is_named(value: Any) -> bool:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, (Stored, Object))
-
-
-def _names(operands: Sequence[Operand]) -> tuple[Name, ...]:
-    sizes: dict[Name, int] = {}
-    for data, dims in operands:
-        for name, size in zip(dims, data.shape, strict=True):
-            if name is not None and sizes.setdefault(name, size) != size:
-                raise NamedAxesError(
-                    f"nmap cannot run along {name!r}, whose sizes differ: {listing(operands)}. "
-                    f"Rename one of them, or take the part that you mean before."
-                )
-    return sorted_names(sizes)
 
 
 def _leaving(leaf: Any, names: Sequence[Name]) -> Operand:

@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shardax.core.errors import NamedAxesError
 from shardax.core.variables import Variable
 from shardax.named.array import NamedArray
-from shardax.named.names import check_dims, sorted_names
+from shardax.named.names import check_sizes_by_name, sorted_names
 
 Axes = Mapping[Any, int]
 
@@ -66,7 +65,7 @@ def full(axes: Axes, fill_value: Any, dtype: Any = None) -> NamedArray:
         >>> sx.named.full({"a": 2}, 7).unwrap("a").tolist()
         [7, 7]
     """
-    names, shape = _split(axes)
+    names, shape = check_sizes_by_name(axes)
     return NamedArray(jnp.full(shape, fill_value, dtype), names)
 
 
@@ -82,7 +81,7 @@ def zeros(axes: Axes, dtype: Any = None) -> NamedArray:
         >>> sx.named.zeros({"a": 2, "b": 3}).axes
         {'a': 2, 'b': 3}
     """
-    names, shape = _split(axes)
+    names, shape = check_sizes_by_name(axes)
     return NamedArray(jnp.zeros(shape, dtype), names)
 
 
@@ -98,7 +97,7 @@ def ones(axes: Axes, dtype: Any = None) -> NamedArray:
         >>> sx.named.ones({"a": 2}).sum().item()
         2.0
     """
-    names, shape = _split(axes)
+    names, shape = check_sizes_by_name(axes)
     return NamedArray(jnp.ones(shape, dtype), names)
 
 
@@ -119,7 +118,7 @@ def arange(axes: Axes, start: Any = 0, step: Any = 1, dtype: Any = None) -> Name
         >>> sx.named.arange({"time": 4}, start=1, step=2).unwrap("time").tolist()
         [1, 3, 5, 7]
     """
-    names, shape = _split(axes)
+    names, shape = check_sizes_by_name(axes)
     if len(names) != 1:
         raise NamedAxesError(
             f"arange makes one axis, but was given {len(names)}: {dict(axes)}. Add numbers along "
@@ -146,8 +145,8 @@ def random(sampler: Callable[..., Any], key: Any, axes: Axes, **options: Any) ->
         >>> sx.named.random(jax.random.gumbel, jax.random.key(0), {"vocab": 5}).axes
         {'vocab': 5}
     """
-    _split(axes)
-    names = sorted_names(axes)
+    given, _ = check_sizes_by_name(axes)
+    names = sorted_names(given)
     shape = tuple(axes[name] for name in names)
     return NamedArray(sampler(_plain_key(key), shape=shape, **options), names)
 
@@ -228,21 +227,6 @@ def random_split(key: Any, axes: Axes) -> NamedArray:
         (None, 'batch')
     """
     return random(lambda key, shape: jax.random.split(key, shape), key, axes)
-
-
-def _split(axes: Axes) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    if not isinstance(axes, Mapping):
-        raise NamedAxesError(
-            f"Axes are a mapping from names to sizes, such as {{'batch': 8}}, not {axes!r}."
-        )
-    names = check_dims(axes)
-    for name, size in axes.items():
-        if name is None or not isinstance(size, (int, np.integer)) or size < 0:
-            raise NamedAxesError(
-                f"Axes give each name its size, a whole number, but {dict(axes)} has "
-                f"{name!r}: {size!r}."
-            )
-    return names, tuple(axes.values())
 
 
 def _plain_key(key: Any) -> Any:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, NamedTuple, cast
 
-from shardax.core.errors import AxisNamesError
+import numpy as np
+
+from shardax.core.errors import AxisNamesError, NamedAxesError
 
 Name = Hashable
 Dims = tuple[Any, ...]
@@ -119,6 +121,36 @@ def canonical(dims: Dims, shape: tuple[int, ...]) -> Canonical:
     order = (*positional, *map(dims.index, names))
     form = (names, tuple(shape[place] for place in order[len(positional) :]))
     return Canonical(form, None if order == tuple(range(len(dims))) else order)
+
+
+def check_sizes_by_name(axes: Any, least: int = 0) -> tuple[Dims, tuple[int, ...]]:
+    """Returns the names and the sizes of axes that are given as a mapping.
+
+    Args:
+        axes: Sizes by name.
+        least: The least size.
+
+    Raises:
+        NamedAxesError: If it is no mapping, or a size is no such number.
+        AxisNamesError: If a name cannot be one.
+
+    Example:
+        >>> check_sizes_by_name({"batch": 2, "embed": 3})
+        (('batch', 'embed'), (2, 3))
+    """
+    if not isinstance(axes, Mapping):
+        raise NamedAxesError(
+            f"Axes are a mapping from names to sizes, such as {{'batch': 8}}, not {axes!r}."
+        )
+    sizes = cast("Mapping[Any, Any]", axes)
+    for name, size in sizes.items():
+        whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+        if name is None or not whole or size < least:
+            raise NamedAxesError(
+                f"Axes give each name its size, a whole number of at least {least}, but "
+                f"{dict(sizes)} has {name!r}: {size!r}."
+            )
+    return check_dims(sizes), tuple(int(size) for size in sizes.values())
 
 
 def label(name: Name) -> Any:
