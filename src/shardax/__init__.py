@@ -5,6 +5,8 @@ import importlib as _importlib
 import typing as _typing
 
 from shardax import partition as partition
+from shardax.config.configure import Configuration as Configuration
+from shardax.config.configure import configure as configure
 from shardax.core import display as _display
 from shardax.core import errors as errors
 from shardax.core.binding import bind as bind
@@ -99,6 +101,7 @@ from shardax.transforms.vjp import jvp as jvp
 from shardax.transforms.vjp import vjp as vjp
 
 if _typing.TYPE_CHECKING:
+    from shardax import host as host
     from shardax import models as models
     from shardax import named as named
     from shardax import nn as nn
@@ -106,7 +109,7 @@ if _typing.TYPE_CHECKING:
     from shardax import train as train
     from shardax import view as view
 
-_ON_FIRST_USE = frozenset({"models", "named", "nn", "random", "train", "view"})
+_ON_FIRST_USE = frozenset({"host", "models", "named", "nn", "random", "train", "view"})
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
 
 # What shows objects in notebooks stands above them, so they are told here where to find it.

@@ -76,7 +76,12 @@ def float_dtype(dtype: Any = None) -> np.dtype:
     return exact_dtype(dtype)
 
 
-def _default_of_floats(dtype: Any) -> np.dtype:
+def default_float(dtype: Any) -> np.dtype:
+    """Returns a dtype that may be the default of floats.
+
+    Raises:
+        DtypeError: If it is not floating, or has 64 bits while JAX uses 32.
+    """
     exact = exact_dtype(dtype)
     if not jnp.issubdtype(exact, jnp.floating):
         raise DtypeError(
@@ -108,7 +113,7 @@ def default_dtype(dtype: Any) -> Iterator[np.dtype]:
         ...     sx.random.normal(3).dtype.name
         'bfloat16'
     """
-    token = _block_dtype.set(exact := _default_of_floats(dtype))
+    token = _block_dtype.set(exact := default_float(dtype))
     try:
         yield exact
     finally:
@@ -198,7 +203,7 @@ def parse_device(name: Any) -> tuple[str, int]:
 def set_process_defaults(*, dtype: Any = None, device: str | None = None) -> None:
     """Sets the defaults of the process; None leaves one as it is."""
     if dtype is not None:
-        _Process.dtype = _default_of_floats(dtype)
+        _Process.dtype = default_float(dtype)
     if device is not None:
         parse_device(device)
         _Process.device = device

@@ -176,7 +176,12 @@ def current(caller: str) -> Stream:
     return _isolated.get() or _of_all_threads
 
 
-def _source(seed: Any) -> KeySource | StreamState:
+def as_source(seed: Any) -> KeySource | StreamState:
+    """Returns what a stream starts from.
+
+    Raises:
+        SeedError: If it is no integer, no key of shape (), and no state.
+    """
     if isinstance(seed, StreamState):
         return seed
     key = key_value(seed)
@@ -211,7 +216,7 @@ def seed(seed: Any) -> None:
         >>> bool((sx.random.normal(3) == first).all())
         True
     """
-    current("seed").restart(_source(seed))
+    current("seed").restart(as_source(seed))
 
 
 def get_state() -> StreamState:
@@ -282,7 +287,7 @@ def isolated(seed: Any) -> Iterator[None]:
         0
     """
     current("isolated")
-    token = _isolated.set(Stream(_source(seed)))
+    token = _isolated.set(Stream(as_source(seed)))
     try:
         yield
     finally:

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call sets up a process, or says what is wrong and changes nothing.
+
+The tests' own process runs on 8 virtual devices already; what must come before that is tested in
+new processes (``test_new_process.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardax as sx
+from shardax.config import configure as configure_module
+from shardax.config import platforms
+from shardax.config.platforms import backend_runs, usable_platform
+from shardax.config.settings import check_settings
+from shardax.core import defaults, key_reuse
+from shardax.core.errors import ConfiguredTooLateError, ConfigureError
+
+
+def everything() -> dict[str, Any]:
+    """All that ``configure`` may change."""
+    return {
+        **jax.config.values,
+        "process": (defaults.process_defaults(), len(key_reuse._process)),
+        "stream": sx.random.get_state(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(defaults._Process, "dtype", None)
+    monkeypatch.setattr(defaults._Process, "device", None)
+    before, state = jax.config.values, sx.random.get_state()
+    yield
+    for name, value in before.items():
+        if jax.config.values[name] != value:
+            jax.config.update(name, value)
+    key_reuse.check_whole_process(False)
+    sx.random.set_state(state)
+
+
+def changed_from(before: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in everything().items() if before[name] != value}
+
+
+# --- what is set ---
+
+
+def test_without_settings_nothing_changes_and_all_are_shown() -> None:
+    before = everything()
+    configuration = sx.configure()
+    assert changed_from(before) == {}
+    assert configuration.given == configuration.notes == ()
+    assert configuration.backend_runs and backend_runs()
+    assert {name: configuration.settings[name] for name in ("platform", "devices", "x64")} == {
+        "platform": "cpu",
+        "devices": 8,
+        "x64": False,
+    }
+
+
+def test_settings_change_what_they_name_and_nothing_else(tmp_path: Path) -> None:
+    before = everything()
+    sx.random.seed(5)
+    seeded = sx.random.get_state()
+    configuration = sx.configure(
+        x64=True,
+        dtype="float64",
+        create_on="cpu:3",
+        cache_dir=tmp_path / "new" / "cache",
+        cache_min_seconds=0,
+        seed=5,
+        matmul_precision="highest",
+        rank_promotion="warn",
+        debug_nans=True,
+        debug_infs=True,
+        debug_key_reuse=True,
+        log_compiles=True,
+    )
+    folder = str(tmp_path / "new" / "cache")
+    assert changed_from(before) == {
+        "jax_enable_x64": True,
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_default_matmul_precision": "highest",
+        "jax_numpy_rank_promotion": "warn",
+        "jax_debug_nans": True,
+        "jax_debug_infs": True,
+        "jax_debug_key_reuse": True,
+        "jax_log_compiles": True,
+        "process": ((jnp.dtype("float64"), "cpu:3"), 1),
+        "stream": seeded,
+    }
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    assert configuration.settings["cache_dir"] == folder
+    assert set(configuration.given) == set(configuration.settings) - {"platform", "devices"}
+    assert configuration.notes == ("x64: arrays that exist keep their dtypes.",)
+
+
+def test_the_summary_marks_what_was_set() -> None:
+    lines = str(sx.configure(seed=7, debug_nans=False)).splitlines()
+    assert [line.split() for line in lines if line.startswith("*")] == [
+        ["*", "seed", "7"],
+        ["*", "debug_nans", "False"],
+    ]
+    assert "its backend runs" in lines[0]
+    assert repr(sx.configure()) == str(sx.configure())
+
+
+def test_creation_goes_to_the_device_on_request_and_computation_stays() -> None:
+    sx.configure(create_on="cpu:3", dtype="bfloat16")
+    drawn = sx.random.normal(3)
+    assert drawn.devices() == {jax.devices()[3]} and drawn.dtype == jnp.bfloat16
+    assert jnp.zeros(3).devices() == {jax.devices()[0]}
+
+
+def test_programs_go_to_the_folder_named_last(tmp_path: Path) -> None:
+    """JAX itself stays with the first folder that it used."""
+    for number, name in enumerate(("first", "second")):
+        sx.configure(cache_dir=tmp_path / name, cache_min_seconds=0)
+        jax.jit(lambda x, number=number: x * number + 17)(jnp.ones(3)).block_until_ready()
+        assert any((tmp_path / name).iterdir())
+    from jax.experimental.compilation_cache import compilation_cache
+
+    compilation_cache.reset_cache()
+
+
+def test_a_folder_that_others_can_write_into_is_noted(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    (note,) = sx.configure(cache_dir=tmp_path).notes
+    assert str(tmp_path) in note and "chmod 700" in note
+    assert sx.configure(cache_dir="gs://bucket/cache").notes == ()
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"devices": 0}, "devices=0 is neither how many"),
+        ({"devices": True}, "devices=True"),
+        ({"devices": [1, 1]}, r"devices=\[1, 1\]"),
+        ({"devices": "8"}, "devices='8'"),
+        ({"x64": 1}, "x64=1 is neither True nor False"),
+        ({"debug_nans": "off"}, "debug_nans='off'"),
+        ({"debug_key_reuse": 1}, "debug_key_reuse=1"),
+        ({"dtype": "int8"}, "dtype='int8'.*cannot be int8"),
+        ({"dtype": "float64"}, "dtype='float64'.*needs 64 bits"),
+        ({"dtype": "float64", "x64": False}, "needs 64 bits"),
+        ({"create_on": "cpu 3"}, "create_on='cpu 3'.*does not name a device"),
+        ({"cache_dir": __file__}, "test_configure.py is not a folder"),
+        ({"cache_dir": Path(__file__) / "cache"}, "test_configure.py is not a folder"),
+        ({"cache_dir": ""}, "cache_dir=''"),
+        ({"cache_min_seconds": -1}, "cache_min_seconds=-1"),
+        ({"cache_min_seconds": float("nan")}, "cache_min_seconds=nan"),
+        ({"seed": "today"}, "seed='today'.*integer seed"),
+        ({"matmul_precision": "best"}, "matmul_precision='best'.*'highest'"),
+        ({"rank_promotion": False}, "rank_promotion=False"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("runs", [True, False], ids=["late", "early"])
+def test_a_setting_that_is_not_valid_is_refused_and_nothing_changes(
+    settings: dict[str, Any], message: str, runs: bool
+) -> None:
+    before = everything()
+    with pytest.raises(ConfigureError, match=message):
+        check_settings({"debug_infs": True, "seed": 1, **settings}, runs)
+    assert changed_from(before) == {}
+
+
+def test_all_that_is_wrong_is_said_at_once_and_the_rest_is_not_set() -> None:
+    before = everything()
+    with pytest.raises(ConfigureError) as caught:
+        sx.configure(x64="yes", debug_nans=True, seed=1.5, cache_min_seconds="fast")  # pyright: ignore[reportArgumentType]
+    assert [line.split("=")[0].strip() for line in str(caught.value).splitlines()[1:]] == [
+        "x64",
+        "cache_min_seconds",
+        "seed",
+    ]
+    assert changed_from(before) == {}
+
+
+def test_a_default_dtype_set_before_is_not_left_without_its_bits() -> None:
+    sx.configure(x64=True, dtype="float64")
+    with pytest.raises(ConfigureError, match=r"dtype=.*float64.*set before"):
+        sx.configure(x64=False)
+    sx.configure(x64=False, dtype="float32")
+    assert sx.random.normal().dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("settings", "late"),
+    [
+        ({"devices": 4}, "devices=4 came too late"),
+        ({"platform": "cuda"}, "platform='cuda' came too late"),
+        ({"platform": "cuda", "devices": [0]}, r"platform='cuda', devices=\[0\] came too late"),
+        ({"platform": "tpu", "devices": 8}, "platform='tpu' came too late"),
+    ],
+    ids=str,
+)
+def test_settings_that_come_too_late_are_named_and_nothing_changes(
+    settings: dict[str, Any], late: str
+) -> None:
+    before = everything()
+    with pytest.raises(ConfiguredTooLateError, match=rf"{late}.*8 devices of the platform 'cpu'"):
+        sx.configure(debug_nans=True, seed=3, **settings)
+    assert changed_from(before) == {}
+
+
+def test_what_runs_already_may_be_asked_for_again() -> None:
+    before = everything()
+    for settings in ({"devices": 8}, {"platform": "cpu"}, {"platform": "cpu", "devices": 8}):
+        sx.configure(**settings)
+    assert changed_from(before) == {}
+
+
+def test_a_program_cannot_be_configured_while_it_is_traced() -> None:
+    before = everything()
+
+    def program(x: Any) -> Any:
+        sx.configure(debug_nans=True)
+        return x
+
+    with pytest.raises(ConfigureError, match="while a JAX transform is tracing"):
+        jax.jit(program)(1.0)
+    assert changed_from(before) == {}
+
+
+def test_what_fails_on_the_way_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another thread had started the backend after the check."""
+    before = everything()
+    monkeypatch.setattr(configure_module, "backend_runs", lambda: False)
+    with pytest.raises(RuntimeError, match="jax_num_cpu_devices"):
+        sx.configure(rank_promotion="warn", debug_nans=True, devices=3)
+    assert changed_from(before) == {}
+
+
+# --- platforms ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"devices": [0], "platform": "cpu"}, "processors have no numbers"),
+        ({"platform": 3}, "platform=3 is not the name"),
+        ({"platform": "CPU"}, "platform='CPU'.*Did you mean 'cpu'"),
+        ({"platform": ""}, "platform=''"),
+    ],
+    ids=str,
+)
+def test_a_platform_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigureError, match=message):
+        check_settings(settings, runs=False)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretends that plugins are installed, and that there is a GPU or none."""
+
+    def pretend(*plugins: str, gpu: bool = True) -> None:
+        monkeypatch.setattr(platforms, "installed_plugins", lambda: set(plugins))
+        monkeypatch.setattr(platforms, "nvidia_gpu_is_visible", lambda: gpu)
+
+    return pretend
+
+
+def test_a_gpu_is_that_whose_plugin_is_installed(machine: Any) -> None:
+    machine("xla_cuda13")
+    assert usable_platform("gpu") == usable_platform("cuda") == "cuda"
+    machine("jax_plugins.xla_rocm7")
+    assert usable_platform("gpu") == usable_platform("rocm") == "rocm"
+    machine("vendor_neuron")
+    assert usable_platform("neuron") == "neuron"
+
+
+@pytest.mark.parametrize(
+    ("platform", "message"),
+    [
+        ("cuda", r"not installed.*pip install 'shardax\[cuda\]'"),
+        ("gpu", r"pip install 'shardax\[cuda\]'"),
+        ("tpu", r"pip install 'shardax\[tpu\]'"),
+        ("rocm", "not installed"),
+        ("cudda", "no such platform.*Did you mean 'cuda'"),
+        ("neuron", "no plugin for it is installed"),
+    ],
+)
+def test_a_platform_that_is_not_installed_is_refused(
+    platform: str, message: str, machine: Any
+) -> None:
+    machine()
+    with pytest.raises(ConfigureError, match=message):
+        usable_platform(platform)
+
+
+def test_a_machine_without_a_gpu_does_not_fall_back_silently(machine: Any) -> None:
+    machine("xla_cuda13", gpu=False)
+    with pytest.raises(ConfigureError, match="no NVIDIA GPU here"):
+        usable_platform("cuda")
+
+
+def test_the_processor_stays_beside_an_accelerator_and_its_devices_are_chosen(machine: Any) -> None:
+    machine("xla_cuda13")
+    assert check_settings({"platform": "gpu", "devices": 2}, runs=False).options == {
+        "jax_platforms": "cuda,cpu",
+        "jax_cuda_visible_devices": "0,1",
+    }
+    assert check_settings({"devices": (3, 1)}, runs=False).options == {
+        "jax_platforms": "cuda,cpu",
+        "jax_cuda_visible_devices": "3,1",
+    }
+    machine("vendor_neuron")
+    with pytest.raises(ConfigureError, match="does not choose among the devices of 'neuron'"):
+        check_settings({"platform": "neuron", "devices": 2}, runs=False)
