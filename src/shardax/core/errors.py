@@ -428,3 +428,53 @@ class LayerConfigError(ShardaxError, ValueError):
 
 class LayerInputError(ShardaxError, ValueError):
     """A layer was called on an input of a wrong shape, rank or dtype."""
+
+
+# --- host functions -------------------------------------------------------------------------------
+
+
+class HostSpecError(ShardaxError, ValueError):
+    """What a host function promises is not valid: its results, ``vmap``, or a derivative."""
+
+
+class HostResultError(ShardaxError, ValueError):
+    """A host function returned something else than it promises; names the leaf."""
+
+
+class HostFunctionError(ShardaxError, RuntimeError):
+    """A host function raised inside a program; carries the text of its exception."""
+
+
+class NeighbourError(ShardaxError, ValueError):
+    """Points, or what is asked of a tree of points, do not fit."""
+
+
+# --- artifacts ------------------------------------------------------------------------------------
+
+
+class ExportError(ShardaxError, ValueError):
+    """A function cannot be exported: it needs this process, or has no form outside of Python."""
+
+
+class ArtifactExistsError(ShardaxError, FileExistsError):
+    """An artifact would overwrite something."""
+
+
+class ArtifactNotFoundError(ShardaxError, FileNotFoundError):
+    """There is no artifact at a path."""
+
+
+class ArtifactDamagedError(ShardaxError, ValueError):
+    """A file of an artifact is missing, is not what was written, or cannot be read."""
+
+
+class ArtifactVersionError(ShardaxError, ValueError):
+    """An artifact was written in a format, or by a JAX, that this one does not read."""
+
+
+class ArtifactEnvironmentError(ShardaxError, RuntimeError):
+    """This process cannot run an artifact: its devices, its platform, or 64 bits."""
+
+
+class ArtifactCallError(ShardaxError, TypeError):
+    """The arguments of a loaded function are not those that it was exported for."""

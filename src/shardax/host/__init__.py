@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens outside of JAX: functions on the host, with derivatives, inside programs."""
+
+from shardax.host.host_function import HostFunction as HostFunction
+from shardax.host.host_function import host_function as host_function
+from shardax.host.kdtree import Ball as Ball
+from shardax.host.kdtree import KDTree as KDTree
+from shardax.host.kdtree import Neighbours as Neighbours
+from shardax.host.raised import host_exception as host_exception
+from shardax.host.raised import host_exceptions as host_exceptions

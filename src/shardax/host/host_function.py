@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``host_function``: functions of NumPy arrays, inside JAX programs.
+
+A *host function* is ordinary Python on the machine's own processor: a call into SciPy, a simulator,
+a library without a JAX counterpart. A program runs it in its course, with NumPy arrays, and goes on
+with what it returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+
+from shardax.core.errors import HostSpecError, StaticArgumentError
+from shardax.core.pytree import is_object
+from shardax.core.variables import Variable
+from shardax.host.derivatives import (
+    backward,
+    forward,
+    gradients_like,
+    refused,
+    stopped,
+    tangent_like,
+)
+from shardax.host.program import VMAP_METHODS, HostProgram, call_on_host, take
+from shardax.host.results import promise
+from shardax.transforms.call import Call, LateFrame, wraps
+from shardax.transforms.custom_vjp import CustomVjp
+from shardax.transforms.static_arguments import resolve_arguments, static_argument
+from shardax.transforms.tangents import is_differentiable
+
+
+def host_function(
+    function: Callable[..., Any] | None = None,
+    *,
+    out: Any = None,
+    vmap: str = "sequential",
+    vjp: Callable[..., Any] | None = None,
+    jvp: Callable[..., Any] | None = None,
+    nondiff: bool = False,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+) -> Any:
+    """Makes a function of NumPy arrays callable in JAX programs.
+
+    The function gets NumPy arrays of its own for arrays, Variables and numbers, words
+    (``jax.random.key_data``) for random keys, and read-only copies of Modules whose Variables hold
+    NumPy arrays. Everything else is static. What it returns is checked against ``out``, and
+    converted to its dtypes: floats may round, integers must fit.
+
+    The function must depend on its arguments only. It may run any number of times, in any order and
+    on any thread; not at all where its result is not used, once per device where arrays are
+    sharded. It must not use JAX. A program with a host function is never kept in JAX's compilation
+    cache on disk, and cannot be exported.
+
+    Args:
+        function: A function, method, partial or callable Module. Left out: returns a decorator.
+        out: What the function returns: a pytree of ``jax.ShapeDtypeStruct`` (or anything with a
+            shape and a dtype), or a shape rule, which is called with the arguments, a
+            ``jax.ShapeDtypeStruct`` for every array. 64-bit dtypes count as 32-bit ones while JAX
+            has only these. May be left out for a function that is given as ``vjp`` or ``jvp``.
+        vmap: Under ``vmap``, ``"sequential"`` calls the function once per lane; ``"vectorized"``
+            once for all, each array and each result with the lanes as leading dimensions.
+        vjp: The derivative backward: ``vjp(args, result, cotangent)`` returns a tuple with one
+            gradient for each positional argument that is not static; None is zero. A Module's is a
+            mapping by path. It works on JAX arrays; to run it on the host, make it a host function.
+        jvp: The derivative forward: ``jvp(args, result, tangents)`` returns the tangent of the
+            result. Written in JAX it also gives gradients, backward.
+        nondiff: Whether the derivative is zero.
+        static_argnums: Positions of arguments that are passed as they are, such as sizes on which
+            ``out`` depends. They must be hashable.
+        static_argnames: Their names.
+
+    Returns:
+        A function of the same arguments, for ``jit``, ``vmap``, ``grad``, ``scan``, ``shard_map``.
+        Integers among arguments and results have no derivative; without ``vjp``, ``jvp`` or
+        ``nondiff`` it is an error to differentiate anything else.
+
+    Raises:
+        HostSpecError: If options are not valid, or when called, if ``out`` promises no arrays.
+        StaticArgumentError: When called, if a static argument is not hashable.
+        HostResultError: When it runs, if the function returns something else than ``out`` says.
+        HostFunctionError: When it runs in a program and raises, wrapped in JAX's own error;
+            ``host_exception`` finds the exception itself. Outside of programs it is raised as is.
+        ClosureError: When it runs, if it uses a Variable that is not among its arguments.
+        DifferentiationError: When differentiated without a derivative; names the arguments.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, shardax as sx
+        >>> def slope(args, result, cotangent):
+        ...     return (2 * args[0] * cotangent,)
+        >>> square = sx.host.host_function(np.square, out=lambda x: x, vjp=slope)
+        >>> x = jnp.array([1.0, 3.0])
+        >>> jax.jit(square)(x).tolist()
+        [1.0, 9.0]
+        >>> jax.grad(lambda x: square(x).sum())(x).tolist()
+        [2.0, 6.0]
+    """
+    given = {"vjp": vjp, "jvp": jvp, "nondiff": nondiff}
+    options = {**given, "out": out, "vmap": vmap}
+    options |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    if vmap not in VMAP_METHODS:
+        raise HostSpecError(f"vmap={vmap!r} of host_function; use 'sequential' or 'vectorized'.")
+    chosen = [name for name, value in given.items() if value]
+    if len(chosen) > 1:
+        raise HostSpecError(
+            f"host_function got {' and '.join(chosen)}, but there is one derivative. Give a jvp "
+            f"written in JAX for both modes, or a vjp for gradients."
+        )
+    if function is None:
+        return functools.partial(host_function, **options)
+    positions, names = resolve_arguments(
+        function, static_argnums, static_argnames, "static", StaticArgumentError
+    )
+    static = frozenset((*positions, *names))
+    backward_out = functools.partial(gradients_like, static)
+    derivative = Derivative(_rule(vjp, backward_out), _rule(jvp, tangent_like), nondiff)
+    return HostFunction(function, out, vmap, derivative, static)
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivative:
+    """How a host function is differentiated: at most one of these is given.
+
+    Attributes:
+        vjp: The rule backward.
+        jvp: The rule forward.
+        nondiff: Whether the derivative is zero.
+    """
+
+    vjp: Callable[..., Any] | None
+    jvp: Callable[..., Any] | None
+    nondiff: bool
+
+
+class HostFunction:
+    """A function made by ``host_function``.
+
+    Args:
+        function: The user's function.
+        out: What it promises, or a shape rule.
+        vmap: ``"sequential"`` or ``"vectorized"``.
+        derivative: How it is differentiated.
+        static: Positions and names of static arguments.
+        fills: Whether None in the result stands for zeros.
+
+    Example:
+        >>> import jax, numpy as np, shardax as sx
+        >>> number = jax.ShapeDtypeStruct((), "int32")
+        >>> count = sx.host.host_function(np.count_nonzero, out=number)
+        >>> count, int(jax.jit(count)(np.array([3, 0, 5])))
+        (<host function count_nonzero>, 2)
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        out: Any,
+        vmap: str,
+        derivative: Derivative,
+        static: frozenset[int | str] = frozenset(),
+        fills: bool = False,
+    ) -> None:
+        wraps(function)(self)
+        self.function = function
+        self.out = out
+        self.vmap = vmap
+        self.derivative = derivative
+        self.static = static
+        self.fills = fills
+        # A function of its own: what JAX keeps of it is kept no longer than this object.
+        self._staged = jax.jit(lambda program, *leaves: program.stage(*leaves), static_argnums=0)
+        self._ruled: CustomVjp | None = None
+        if derivative.vjp is not None:
+            positions = tuple(key for key in static if isinstance(key, int))
+            self._ruled = CustomVjp(self._call, positions, ...)
+            self._ruled.defvjp(self._forward, functools.partial(self._backward, len(positions)))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<host function {self.name}>"
+
+    @property
+    def name(self) -> str:
+        """The function's name, for messages."""
+        inner = self.function
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        return str(getattr(inner, "__qualname__", None) or type(inner).__name__)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self.out is None:
+            raise HostSpecError(
+                f"The host function {self.name} does not say what it returns, which a program has "
+                f"to know before it runs. Give out=jax.ShapeDtypeStruct(shape, dtype), or a "
+                f"function of the arguments: out=lambda x: x for a result like x."
+            )
+        args, kwargs = _without_variables(self._by_position(args, kwargs))
+        return (self._ruled or self._call)(*args, **kwargs)
+
+    def with_out(self, out: Any) -> Self:
+        """Returns a host function that promises something else, with None for zeros."""
+        return type(self)(self.function, out, self.vmap, self.derivative, self.static, fills=True)
+
+    def _by_position(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns arguments with as many as possible by position, where rules have them."""
+        try:
+            signature = inspect.signature(self.function)
+        except (TypeError, ValueError):
+            return tuple(args), dict(kwargs)
+        bound = signature.bind(*args, **kwargs)
+        if self.static:  # one that is left out has its position, too
+            bound.apply_defaults()
+        return bound.args, bound.kwargs
+
+    def _call(self, /, *args: Any, **kwargs: Any) -> Any:
+        keys = [*((i, arg) for i, arg in enumerate(args)), *sorted(kwargs.items())]
+        static = [(k, static_argument(v, self.function, k)) for k, v in keys if k in self.static]
+        call = Call(
+            "host_function", [self.function], args, kwargs, static=self.static, auto_static=True
+        )
+        program, leaves, paths = take(self.name, call, static, self.vmap, self.fills)
+        program = self._with_promise(program)
+        run = functools.partial(call_on_host, program, self._staged)
+        results = self._derived(call, program, leaves, paths, run)
+        return program.out_tree.unflatten(results)
+
+    def _with_promise(self, program: HostProgram) -> HostProgram:
+        with LateFrame("host_function") as frame:
+            _, args, kwargs = program.restore(program.forms, frame)
+            forms, treedef = promise(self.name, self.out, args, kwargs)
+        return dataclasses.replace(program, out_forms=forms, out_tree=treedef)
+
+    def _derived(
+        self, call: Call, program: HostProgram, leaves: Any, paths: Any, run: Callable[..., Any]
+    ) -> list[Any]:
+        derivative = self.derivative
+        has_derivative = any(map(is_differentiable, program.out_forms))
+        if derivative.nondiff or not has_derivative:
+            return run([stopped(leaf) for leaf in leaves])
+        if derivative.jvp is not None:
+            return forward(derivative.jvp, call, program, run, leaves)
+        if derivative.vjp is not None:
+            return run(leaves)
+        return run(refused(self.name, leaves, paths))
+
+    def _forward(self, /, *args: Any, **kwargs: Any) -> Any:
+        assert self._ruled is not None
+        result = self._ruled(*args, **kwargs)
+        return result, (args, result)
+
+    def _backward(self, static: int, /, *given: Any) -> tuple[Any, ...]:
+        assert self.derivative.vjp is not None
+        (args, result), cotangent = given[static:]
+        return backward(self.name, self.derivative.vjp, args, result, cotangent)
+
+
+def _rule(rule: Any, out: Callable[..., Any]) -> Any:
+    """Returns a rule; one that is a host function promises what rules return."""
+    return rule.with_out(out) if isinstance(rule, HostFunction) and rule.out is None else rule
+
+
+def _without_variables(args: Any) -> Any:
+    """Returns arguments with the values of Variables that stand in no Module."""
+    return jax.tree.map(
+        lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, args, is_leaf=is_object
+    )
