@@ -5,6 +5,9 @@
 exactly when they were taken under the same trace. ``jax.extend.core`` offers it for libraries that
 hold mutable state.
 
+*A program as a function*: the function that runs a jaxpr. A jaxpr can be changed before it is run,
+which ``jax.jit`` of the original function could not know.
+
 *Varying axes*: the manual mesh axes over which the shards of a value may differ, inside
 ``shard_map``. ``jax.typeof`` has them; the attribute's name changed between versions.
 """
@@ -18,6 +21,7 @@ import jax
 from jax.core import Tracer as Tracer
 from jax.extend.core import Literal as Literal
 from jax.extend.core import get_opaque_trace_state
+from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 
 
 def trace_state() -> Any:
