@@ -154,6 +154,11 @@ def test_a_module_is_shared_by_all_positions_and_its_writes_are_kept(call):
     assert int(counter.calls) == 1
 
 
+def test_a_variable_that_holds_a_named_array_stands_for_it():
+    weight = sx.Param(NamedArray(jnp.arange(3.0), ("a",)))
+    assert_same(nmap(jnp.add)(weight, 1.0), weight.value + 1)
+
+
 def test_writing_what_differs_between_positions_is_an_error():
     counter = Counter()
     with pytest.raises(sx.errors.SharedWriteError, match="last"):

@@ -20,6 +20,7 @@ import numpy as np
 
 from shardax.core.errors import ClosureError, NamedAxesError
 from shardax.core.node import Object
+from shardax.core.variables import Variable
 from shardax.named.align import Operand, named_sizes
 from shardax.named.base import Stored
 from shardax.named.mapped import mapping
@@ -108,6 +109,7 @@ def _take_apart(
         args = (function.__self__, *args)
         function = function.__func__
     leaves, treedef = jax.tree.flatten((function, tuple(args), kwargs), is_leaf=_is_whole)
+    leaves = [_named_value(leaf) if isinstance(leaf, Variable) else leaf for leaf in leaves]
     named = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Stored)]
     whole = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Object)]
 
@@ -120,6 +122,13 @@ def _take_apart(
 
     operands = [Operand(*leaves[place]._parts()) for place in named]
     return _Arguments(operands, [leaves[place] for place in whole], rebuild)
+
+
+def _named_value(variable: Variable[Any]) -> Any:
+    """Returns the named array that a Variable holds, which it stands for; else the Variable."""
+    if variable.is_lazy:
+        return variable
+    return variable.value if isinstance(variable.value, Stored) else variable
 
 
 def _is_named(value: Any) -> bool:

@@ -16,7 +16,8 @@ def nmap(function: Callable[..., Any]) -> Callable[..., Any]:
 
     The function sees slices, which have the positional dimensions only, at every position of the
     union of all names. An argument that lacks a name is the same at all positions along it; so are
-    arrays that are not named, Modules and Variables. Collectives of ``jax.lax`` find the names:
+    arrays that are not named, and Modules and Variables (one that holds a named array stands for
+    it). Collectives of ``jax.lax`` find the names:
     ``jax.lax.psum(x, "batch")``.
 
     A random key that has no names is one key, and what is drawn from it is the same at all
