@@ -199,6 +199,21 @@ def test_a_model_is_shown_while_it_is_traced() -> None:
     assert "Param(float32[2, 3], axes=('in', 'out'))" in seen[0]
 
 
+def test_states_and_structures_are_shown_while_a_model_is_traced() -> None:
+    outside = Tied()
+    expected = [sx.view.to_text(sx.graphdef(outside)), sx.view.to_text(sx.state(outside))]
+    seen: list[str] = []
+
+    @sx.jit
+    def forward(model: Any) -> Any:
+        seen.extend(map(sx.view.to_text, (sx.graphdef(model), sx.state(model))))
+        sx.view.to_html(outside)  # used through the closure
+        return model.embed + 1
+
+    forward(Tied())
+    assert seen == expected
+
+
 def test_what_the_user_taught_treescope_holds_for_leaves() -> None:
     class Config:
         def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax.core._jax import Tracer
+from shardax.core.frames import owner_here
 from shardax.core.layout_text import format_mesh
 from shardax.core.paths import Path, format_path, path_step
 from shardax.core.printing import Drawing, draw, leaf_text, parameter_count
@@ -93,11 +94,11 @@ def _is_value(value: Any) -> bool:
 
 
 def _as_variable(value: Any, origin: Origin) -> Variable[Any]:
-    return origin.variable_type._make(value, origin.all_metadata, None)
+    return origin.variable_type._make(value, origin.all_metadata, owner_here())
 
 
 def _draw_graphdef(graphdef: GraphDef) -> Drawing:
-    roots, _ = build(graphdef, [NO_VALUE] * len(graphdef.leaves), None)
+    roots, _ = build(graphdef, [NO_VALUE] * len(graphdef.leaves), owner_here())
     drawing = draw(roots[0] if len(roots) == 1 else tuple(roots))
     drawing.name = f"GraphDef: {drawing.name}"
     return drawing
@@ -106,15 +107,14 @@ def _draw_graphdef(graphdef: GraphDef) -> Drawing:
 def _draw_selection(selection: Selection) -> Drawing:
     """Draws the tree, with what is selected marked; within a value, the Variable that holds it."""
     tree, paths = selection.tree, set(selection.keypaths())
+    leading = {path[:end] for path in paths for end in range(len(path) + 1)}
     drawing = draw(tree)
     if drawing.parts is None and not isinstance(tree, Variable):  # a tree without objects
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         drawing = _nested(tree, {tuple(map(path_step, keys)): leaf for keys, leaf in leaves})
     objects = {id(place.holder) for place in selection._places if place.is_holder}
     for place in drawing.places():
-        inside = place.parts is None and any(
-            path[: len(place.path)] == place.path for path in paths
-        )
+        inside = place.parts is None and place.path in leading
         place.marked = place.path in paths or inside or id(place.value) in objects
     count = f"{len(paths)} place{'' if len(paths) == 1 else 's'}"
     drawing.name = f"Selection of {count} in {drawing.name}"
@@ -151,7 +151,7 @@ def describe(leaf: Drawing) -> str:
 
 def known_sharding(variable: Variable[Any]) -> Any:
     """Returns the sharding of a Variable's array, if it is one array that lies somewhere."""
-    value = variable._value
+    value = variable._here()._value
     return None if isinstance(value, Tracer) else getattr(value, "sharding", None)
 
 

@@ -145,10 +145,12 @@ class Foldable:
 
     def _picture(self, variable: Variable[Any], path: str | None) -> Any:
         """The numbers of a Variable, or the sharding of one without numbers; None for neither."""
-        value, names = variable._value, variable._metadata.axes
-        if isinstance(value, (LazyValue, NoValue)) or self.pictures_left <= 0:
+        value, names = variable._here()._value, variable.axes
+        if isinstance(value, (LazyValue, NoValue)):
             return None
         self.pictures_left -= 1
+        if self.pictures_left < 0:
+            return None
         if isinstance(value, jax.ShapeDtypeStruct):
             return None if known_sharding(variable) is None else sharding_part(value, names)
         shown = ArrayFigure(value, names) if isinstance(value, (jax.Array, np.ndarray)) else value
@@ -156,7 +158,7 @@ class Foldable:
 
     def _note(self, drawing: Drawing) -> Any:
         text = notes(drawing)
-        if drawing is self.root and self.pictures_left <= 0:
+        if drawing is self.root and self.pictures_left < 0:
             text += f"  # with the values of the first {MOST_PICTURES} arrays"
         return self.parts.custom_text_color(self.parts.text(text), _GREY)
 
@@ -215,7 +217,8 @@ def draw_with_treescope(value: Any) -> str:
     with ExitStack() as scopes:
         scopes.enter_context(treescope.active_renderer.set_scoped(renderer))
         scopes.enter_context(treescope.active_autovisualizer.set_scoped(visualizer))
-        if any(place.marked for place in drawing.places()):
+        marked = sum(place.marked for place in drawing.places())
+        if 0 < marked <= MOST_PICTURES:
             unfold = functools.partial(
                 layout_algorithms.expand_to_layout_marks,
                 marks=[_MARKED],
