@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import shardax as sx
 from shardax.core.errors import SeedError
+from shardax.core.keys import _seed_words
 from shardax.core.rng import seed_source
 from shardax.random import StreamState
 
@@ -72,11 +73,13 @@ def test_sources_of_different_seeds_differ(one: int, other: int) -> None:
     assert (seed_source(one) == seed_source(other)) == (one == other)
 
 
-def test_wide_seeds_give_the_same_keys_with_64_bits_and_without() -> None:
-    sx.random.seed(2**40)
+@pytest.mark.parametrize("seed", [2**40, 2**32 - 2, -2])
+def test_seeds_give_the_same_keys_with_64_bits_and_without(seed: int) -> None:
+    sx.random.seed(seed)
     narrow = next_words()
+    _seed_words.cache_clear()
     with jax.enable_x64(True):
-        sx.random.seed(2**40)
+        sx.random.seed(seed)
         assert next_words() == narrow
 
 

@@ -110,18 +110,17 @@ def seed_source(seed: int) -> KeySource:
 
     ``jax.random.key`` keeps the lowest 32 bits alone unless 64 bits are enabled, so that seeds such
     as ``2**32`` and 0 give one key. Here every seed gives a key of its own, the same with 64 bits
-    and without.
+    and without; from 0 to ``2**32 - 1`` it is that of ``jax.random.key``.
 
     Example:
         >>> seed_source(7), seed_source(2**32 + 7)
         (KeySource(root=7, folds=()), KeySource(root=7, folds=(1, 0)))
     """
-    if -(2**31) <= seed < 2**32:
+    if 0 <= seed <= _WORD:
         return KeySource(seed)
-    words = []
-    while seed not in (0, -1):
+    words = [seed & _WORD]
+    while (seed := seed >> 32) not in (0, -1):
         words.append(seed & _WORD)
-        seed >>= 32
     return KeySource(words[0], (*words[1:], seed & _WORD))  # the last one is the sign
 
 
