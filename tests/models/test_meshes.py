@@ -22,21 +22,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tests.models import small
+from tests.models.small import BATCH
 
 import shardax as sx
-from shardax.models import DECODER_RULES, Decoder, DecoderConfig, next_token_loss
+from shardax.models import DECODER_RULES, Decoder, next_token_loss
 
-SMALL = DecoderConfig(
-    vocab_size=32,
-    num_layers=2,
-    embed_dim=16,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=4,
-    mlp_dim=32,
-)
-TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab_size, (4, 9), np.int32)
-BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+SMALL = dataclasses.replace(small.SMALL, num_layers=2)
 KINDS = {"A": AxisType.Auto, "E": AxisType.Explicit}
 BY_BATCH_TOO = sx.Rules([(n, "data" if n == "embed" else to) for n, to in DECODER_RULES])
 COLLECTIVE = re.compile(

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from tests.partition.own_boxes import Split
 
 import shardax as sx
 from shardax.core.errors import NoMeshError, NoRulesError, PartitionCheckError
@@ -33,26 +34,6 @@ from shardax.partition import (
 
 RULES = sx.Rules({"embed": "data", "mlp": "model", "rest": None})
 ARRAY = np.arange(128.0, dtype=np.float32).reshape(8, 16)
-
-
-@dataclasses.dataclass(frozen=True)
-class Split(AxisMetadata[Any]):
-    """A box of a user's own: where the first dimension goes."""
-
-    value: Any
-    over: Any
-
-    def add_axis(self, index: int, params: Any) -> Split:
-        """See the base."""
-        return self
-
-    def remove_axis(self, index: int, params: Any) -> Split:
-        """See the base."""
-        return self
-
-    def get_partition_spec(self) -> P:
-        """The first dimension is split."""
-        return P(self.over)
 
 
 @dataclasses.dataclass(frozen=True)

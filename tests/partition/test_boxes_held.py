@@ -3,39 +3,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.partition.own_boxes import Split
 
 import shardax as sx
-from shardax.partition import AxisMetadata, LogicallyPartitioned, Partitioned
+from shardax.partition import LogicallyPartitioned, Partitioned
 
 RULES = sx.Rules({"embed": "data", "mlp": "model"})
 ARRAY = np.arange(128.0, dtype=np.float32).reshape(8, 16)
-
-
-@dataclasses.dataclass(frozen=True)
-class Split(AxisMetadata[Any]):
-    """A box of a user's own: where the first dimension goes."""
-
-    value: Any
-    over: Any
-
-    def add_axis(self, index: int, params: Any) -> Split:
-        """See the base."""
-        return self
-
-    def remove_axis(self, index: int, params: Any) -> Split:
-        """See the base."""
-        return self
-
-    def get_partition_spec(self) -> P:
-        """The first dimension is split."""
-        return P(self.over)
 
 
 def test_boxes_inside_variables_and_states_count(mesh: Mesh) -> None:

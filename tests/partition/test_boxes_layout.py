@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.partition.own_boxes import Split
 
 import shardax as sx
 from shardax.core.errors import (
@@ -25,7 +25,6 @@ from shardax.core.errors import (
     PartitionCheckError,
 )
 from shardax.partition import (
-    AxisMetadata,
     LogicallyPartitioned,
     Partitioned,
     get_partition_spec,
@@ -37,26 +36,6 @@ from shardax.partition import (
 )
 
 RULES = sx.Rules({"batch": "data", "embed": "model", "both": ("data", "model")})
-
-
-@dataclasses.dataclass(frozen=True)
-class Split(AxisMetadata[Any]):
-    """A box of a user's own that says where its value goes."""
-
-    value: Any
-    over: str
-
-    def add_axis(self, index: int, params: Any) -> Split:
-        """See the base."""
-        return self
-
-    def remove_axis(self, index: int, params: Any) -> Split:
-        """See the base."""
-        return self
-
-    def get_partition_spec(self) -> P:
-        """The first dimension is split."""
-        return P(self.over)
 
 
 def tree() -> dict[str, Any]:
