@@ -35,14 +35,14 @@ def everything() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(defaults._Process, "dtype", None)
-    monkeypatch.setattr(defaults._Process, "device", None)
+def put_back() -> Iterator[None]:
     before, state = jax.config.values, sx.random.get_state()
     yield
     for name, value in before.items():
         if jax.config.values[name] != value:
             jax.config.update(name, value)
+    defaults.set_process_dtype(None)
+    defaults.set_process_device(None)
     key_reuse.check_whole_process(False)
     sx.random.set_state(state)
 
@@ -120,6 +120,21 @@ def test_creation_goes_to_the_device_on_request_and_computation_stays() -> None:
     drawn = sx.random.normal(3)
     assert drawn.devices() == {jax.devices()[3]} and drawn.dtype == jnp.bfloat16
     assert jnp.zeros(3).devices() == {jax.devices()[0]}
+
+
+def test_choices_go_back_to_those_of_jax(tmp_path: Path) -> None:
+    before = everything()
+    sx.configure(dtype="bfloat16", create_on="cpu:1", cache_dir=tmp_path)
+    configuration = sx.configure(dtype="default", create_on="default", cache_dir="default")
+    assert changed_from(before) == {}
+    assert {configuration.settings[name] for name in configuration.given} == {None}
+
+
+def test_jax_itself_is_not_patched(tmp_path: Path) -> None:
+    spaces = (jax, jnp, jax.random, jax.config, jnp.ndarray)
+    before = [dict(vars(space)) for space in spaces]
+    sx.configure(x64=True, dtype="float64", create_on="cpu:1", cache_dir=tmp_path, seed=1)
+    assert [dict(vars(space)) for space in spaces] == before
 
 
 def test_programs_go_to_the_folder_named_last(tmp_path: Path) -> None:

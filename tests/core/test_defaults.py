@@ -16,21 +16,21 @@ from shardax.core import defaults
 from shardax.core.errors import DeviceError, DtypeError
 
 
-@pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Sets defaults of the process, which end with the test."""
-    for name in ("dtype", "device"):
-        monkeypatch.setattr(defaults._Process, name, None)
-    return defaults.set_process_defaults
+@pytest.fixture(autouse=True)
+def process() -> Iterator[None]:
+    """Defaults of the process end with the test."""
+    yield
+    defaults.set_process_dtype(None)
+    defaults.set_process_device(None)
 
 
 def devices_of_a_draw() -> set[Any]:
     return sx.random.normal(3).devices()
 
 
-def test_the_innermost_dtype_counts_and_one_that_is_given_counts_most(process: Any) -> None:
+def test_the_innermost_dtype_counts_and_one_that_is_given_counts_most() -> None:
     assert sx.random.normal().dtype == jnp.float32
-    process(dtype="float16")
+    defaults.set_process_dtype("float16")
     assert sx.random.normal().dtype == jnp.float16
     with sx.default_dtype(jnp.bfloat16) as dtype:
         assert sx.random.uniform().dtype == dtype == jnp.bfloat16
@@ -41,10 +41,10 @@ def test_the_innermost_dtype_counts_and_one_that_is_given_counts_most(process: A
     assert sx.random.normal().dtype == jnp.float16
 
 
-def test_the_innermost_device_counts_and_the_process_s_is_for_creation_alone(process: Any) -> None:
+def test_the_innermost_device_counts_and_the_process_s_is_for_creation_alone() -> None:
     first, *_, seventh, last = jax.devices()
     assert devices_of_a_draw() == {first}
-    process(device="cpu:7")
+    defaults.set_process_device("cpu:7")
     assert devices_of_a_draw() == {last}
     assert not sx.random.normal(3).committed
     assert jnp.zeros(3).devices() == {first}
@@ -57,7 +57,7 @@ def test_the_innermost_device_counts_and_the_process_s_is_for_creation_alone(pro
     assert sx.random.normal(3, device=seventh).devices() == {seventh}
 
 
-def test_blocks_end_with_an_exception_and_work_as_decorators(process: Any) -> None:
+def test_blocks_end_with_an_exception_and_work_as_decorators() -> None:
     @sx.default_dtype("bfloat16")
     @sx.default_device("cpu:1")
     def draw() -> Any:
@@ -89,13 +89,11 @@ def test_blocks_belong_to_their_thread() -> None:
         ("flaot32", "'flaot32' is not a dtype"),
     ],
 )
-def test_a_default_that_is_no_floating_dtype_is_refused(
-    dtype: str, message: str, process: Any
-) -> None:
+def test_a_default_that_is_no_floating_dtype_is_refused(dtype: str, message: str) -> None:
     with pytest.raises(DtypeError, match=message), sx.default_dtype(dtype):
         pass
     with pytest.raises(DtypeError, match=message):
-        process(dtype=dtype)
+        defaults.set_process_dtype(dtype)
     assert sx.random.normal().dtype == jnp.float32
 
 
@@ -105,12 +103,12 @@ def test_with_64_bits_the_default_may_have_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "cpu:", "cpu:x", "cpu:-1", ":1", "cpu 1", 0, None])
-def test_what_names_no_device_is_refused(name: Any, process: Any) -> None:
+def test_what_names_no_device_is_refused(name: Any) -> None:
     with pytest.raises(DeviceError, match="does not name a device"), sx.default_device(name):
         pass
     if name is not None:
         with pytest.raises(DeviceError, match="does not name a device"):
-            process(device=name)
+            defaults.set_process_device(name)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def configure(
 
     What is not given stays as it is. ``devices`` and ``platform`` must come before JAX starts its
     backend, which the first array does, or ``jax.devices()``; the others may come at any time.
+    ``dtype``, ``create_on`` and ``cache_dir`` go back to JAX's own choice with ``"default"``.
 
     Args:
         devices: How many devices: virtual ones of the processor, unless ``platform`` is another;

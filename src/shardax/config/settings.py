@@ -23,7 +23,8 @@ from shardax.core.defaults import (
     default_float,
     parse_device,
     process_defaults,
-    set_process_defaults,
+    set_process_device,
+    set_process_dtype,
 )
 from shardax.core.errors import ConfigureError, ShardaxError
 from shardax.core.key_reuse import check_whole_process
@@ -185,6 +186,9 @@ def _cache(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
             changes.options[CACHE_SECONDS] = float(seconds)
     if folder is None:
         return
+    if _is_default(folder):
+        changes.options[CACHE_DIR] = None
+        return
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
         yield f"cache_dir={folder!r} is not the path of a folder."
         return
@@ -229,28 +233,36 @@ def _seed(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
 
 def _dtype(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
     dtype, x64 = given.get("dtype", process_defaults()[0]), given.get("x64")
-    if dtype is None:
-        return
-    try:  # with the new x64, on which it depends whether a dtype is valid
-        with jax.enable_x64(x64 if type(x64) is bool else jax.config.values[SWITCHES["x64"]]):
-            exact = default_float(dtype)
-    except ShardaxError as problem:
-        yield f"dtype={dtype!r}{'' if 'dtype' in given else ', set before'}: {problem}"
-    else:
-        changes.actions.append(partial(set_process_defaults, dtype=exact))
+    if _is_default(dtype):
+        changes.actions.append(partial(set_process_dtype, None))
+    elif dtype is not None:
+        try:  # with the new x64, on which it depends whether a dtype is valid
+            with jax.enable_x64(x64 if type(x64) is bool else jax.config.values[SWITCHES["x64"]]):
+                exact = default_float(dtype)
+        except ShardaxError as problem:
+            yield f"dtype={dtype!r}{'' if 'dtype' in given else ', set before'}: {problem}"
+        else:
+            changes.actions.append(partial(set_process_dtype, exact))
 
 
 def _create_on(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
-    if (device := given.get("create_on")) is None:
-        return
-    try:
-        platform, _ = parse_device(device)
-        if runs:
-            as_device(device)
-    except ShardaxError as problem:
-        yield f"create_on={device!r}: {problem}"
-        return
-    changes.actions.append(partial(set_process_defaults, device=device))
-    chosen = changes.options.get(PLATFORMS, jax.config.values[PLATFORMS])
-    if chosen and not runs and platform not in (*chosen.split(","), "gpu"):
-        changes.options[PLATFORMS] = f"{chosen},{platform}"
+    device = given.get("create_on")
+    if _is_default(device):
+        changes.actions.append(partial(set_process_device, None))
+    elif device is not None:
+        try:
+            platform, _ = parse_device(device)
+            if runs:
+                as_device(device)
+        except ShardaxError as problem:
+            yield f"create_on={device!r}: {problem}"
+            return
+        changes.actions.append(partial(set_process_device, device))
+        chosen = changes.options.get(PLATFORMS, jax.config.values[PLATFORMS])
+        if chosen and not runs and platform not in (*chosen.split(","), "gpu"):
+            changes.options[PLATFORMS] = f"{chosen},{platform}"
+
+
+def _is_default(value: Any) -> bool:
+    """Whether a setting goes back to JAX's own choice."""
+    return isinstance(value, str) and value == "default"

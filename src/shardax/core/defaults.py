@@ -200,13 +200,16 @@ def parse_device(name: Any) -> tuple[str, int]:
     return platform, int(number or 0)
 
 
-def set_process_defaults(*, dtype: Any = None, device: str | None = None) -> None:
-    """Sets the defaults of the process; None leaves one as it is."""
-    if dtype is not None:
-        _Process.dtype = default_float(dtype)
-    if device is not None:
-        parse_device(device)
-        _Process.device = device
+def set_process_dtype(dtype: Any) -> None:
+    """Sets the dtype of the process; None for JAX's own."""
+    _Process.dtype = None if dtype is None else default_float(dtype)
+
+
+def set_process_device(name: str | None) -> None:
+    """Sets the device of the process by name; None for JAX's own."""
+    if name is not None:
+        parse_device(name)
+    _Process.device = name
 
 
 def process_defaults() -> tuple[np.dtype | None, str | None]:
