@@ -431,6 +431,9 @@ def test_slots_and_frozen_values_are_selected_and_set(model: Model) -> None:
     slots, variables = sx.unbind(model)
     found = sx.select(slots).at_instances_of(sx.Slot)
     assert found.where("weight").count() == 0
+    with pytest.raises(SelectionError, match=r"slot of a Param at \.first\.w: .*bind"):
+        found.pick_nth(0).set(jnp.ones(2))
+    assert sx.select(slots).at(lambda m: m.first.scale).set(jnp.zeros(2)).tied.scale.sum() == 0
     assert found.at_subtrees_where(sx.All(sx.Param)).count() == 4 < len(variables)
     frozen = sx.select(model).at_instances_of(sx.Param).apply(lambda w: w.freeze())
     assert frozen.first.w is frozen.tied.w and isinstance(frozen.first.w, sx.FrozenVariable)

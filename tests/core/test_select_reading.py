@@ -233,6 +233,37 @@ def test_the_text_shows_places_inside_values(model: Model) -> None:
     ]
 
 
+def test_the_text_of_plain_trees_and_values_shows_no_numbers() -> None:
+    model = sx.Module()
+    model.w = sx.Param({"m": jnp.ones(2), "v": [jnp.ones(3)]})
+    model.itself = model
+    tree = {"model": model, "pair": Pair(jnp.ones(4), (1.0, print)), "state": sx.State({"x": {}})}
+    found = sx.select(tree).at_keypaths("model.w.value.v[0]", "pair[1][0]")
+    assert repr(found).splitlines() == [
+        "Selection of 2 places in a dict:",
+        "  dict(",
+        "    'model': Module(",
+        "      w=Param({'m': 'float32[2]', 'v': ['float32[3]']})",
+        "        value=dict(",
+        "          'm': float32[2]",
+        "          'v': list(",
+        ">           float32[3]",
+        "          )",
+        "        )",
+        "      itself=<same Module as .model>",
+        "    )",
+        "    'pair': Pair(",
+        "      first=float32[4]",
+        "      second=tuple(",
+        ">       1.0",
+        "        <built-in function print>",
+        "      )",
+        "    )",
+        "    'state': State()",
+        "  )",
+    ]
+
+
 def test_the_text_of_a_large_selection_is_cut() -> None:
     text = repr(sx.select([sx.Param(0.0) for _ in range(300)]).at_children())
     assert len(text.splitlines()) == 102 and text.endswith("more lines")

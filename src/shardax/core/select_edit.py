@@ -18,7 +18,7 @@ from typing import Any
 
 from shardax.core import epoch
 from shardax.core.arraylike import as_value
-from shardax.core.containers import _ARRAYS, _HIDDEN, box
+from shardax.core.containers import _ARRAYS, _HIDDEN, box, is_boxed
 from shardax.core.errors import SelectionError, StaleSelectionError
 from shardax.core.frames import check_structural_write, local, owner_here, resolve
 from shardax.core.node import Object
@@ -36,6 +36,7 @@ from shardax.core.select_assemble import (
 from shardax.core.select_combine import HOLE, hole_for
 from shardax.core.select_places import Place, children, locate, root_place
 from shardax.core.select_survey import Node, Survey
+from shardax.core.slots import Slot
 from shardax.core.variables import ArrayAttribute, Variable
 
 OLD: Any = object()
@@ -154,22 +155,28 @@ def _unmet(tree: Any, place: Place, every_path: bool) -> SelectionError:
 
 def _check_no_loss(child: Place, item: Any) -> None:
     """Raises if an array is to stand for a Variable of a model, whose type would be lost."""
-    variable = child.stored
-    if not isinstance(variable, Variable) or isinstance(variable, _HIDDEN):
-        return
-    if isinstance(item, _ARRAYS):
-        kind = type(variable).__name__
+    stored = child.stored
+    if isinstance(item, _ARRAYS) and isinstance(stored, (Variable, Slot)) and not is_boxed(stored):
+        kind = getattr(stored, "variable_type", type(stored)).__name__
+        form = f"slot of a {kind}" if isinstance(stored, Slot) else kind
+        ways = (
+            "Put Variables in first, sx.bind(model, variables)"
+            if isinstance(stored, Slot)
+            else f"Select the value of the {kind}, .at(lambda v: v.value); or give one like it, "
+            f".apply(lambda v: v.replace(array))"
+        )
         raise SelectionError(
-            f"An array cannot take the place of the {kind} at {format_path(child.path)}: its type "
-            f"and metadata would be lost. Nothing was changed. Select the value of the {kind}, "
-            f".at(lambda v: v.value); or give a {kind} like it, "
-            f".apply(lambda v: v.replace(array)); or a new one, sx.{kind}(array)."
+            f"An array cannot take the place of the {form} at {format_path(child.path)}: its type "
+            f"and metadata would be lost. Nothing was changed. {ways}; or give a new one, "
+            f"sx.{kind}(array)."
         )
 
 
 def _stored(child: Place, item: Any) -> Any:
     """Returns an item as the model stores it."""
-    return item if item is child.stored else box(item, f"what stands at {format_path(child.path)}")
+    if item is child.stored or item is HOLE or isinstance(item, Object):
+        return item
+    return box(item, f"what stands at {format_path(child.path)}")
 
 
 def _like(variable: Variable[Any], value: Any) -> Variable[Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,9 @@ from shardax.core.structure import has_parts, rebuild_tuple
 from shardax.core.variables import Variable
 
 _WITH_PARTS = (Object, list, dict, tuple, functools.partial, types.MethodType, Wrapper)
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), types.FunctionType})
+"""Types of configuration that has no parts, for speed."""
+
 ABSENT: Any = object()
 """What ``descend`` finds where there is nothing."""
 
@@ -94,30 +97,30 @@ def content_of(variable: Variable[Any]) -> Any:
     return variable.value if isinstance(value, np.ndarray) else value
 
 
-def children(place: Place, into_values: bool = True) -> Iterator[Place]:
-    """Yields the places directly below one.
+def children(place: Place, into_values: bool = True) -> list[Place]:
+    """Returns the places directly below one.
 
     Args:
         place: A place.
         into_values: Whether a Variable's value, and an array attribute, are looked for and into.
     """
-    content = place.stored
-    if isinstance(content, Variable):
-        if not into_values:
-            return
-        content = place.content
-    inside = place.inside or isinstance(place.stored, Variable)
+    stored = place.stored
+    if type(stored) in _LEAVES or (isinstance(stored, Variable) and not into_values):
+        return []
+    inside = place.inside or isinstance(stored, Variable)
     above = (*place.above, id(place.holder)) if place.is_holder else place.above
-    for steps, child in parts(content):
+    found: list[Place] = []
+    for steps, child in parts(place.content):
         if not into_values and isinstance(child, _HIDDEN):
             continue
         path = (*place.path, *steps)
         if not inside and isinstance(child, (Object, list, dict)):
-            yield Place(path, child, child, (), above=above)
+            found.append(Place(path, child, child, (), False, 0, above))
         else:
             local = (*place.local, *steps)
             wrapped = 0 if steps else place.wrapped + 1
-            yield Place(path, child, place.holder, local, inside, wrapped, above)
+            found.append(Place(path, child, place.holder, local, inside, wrapped, above))
+    return found
 
 
 def parts(value: Any) -> list[tuple[Path, Any]]:

@@ -10,6 +10,7 @@ error.
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Self
@@ -233,7 +234,7 @@ class Selected(Shown):
             >>> sx.select(mlp).at_instances_of(sx.nn.Linear).pick_nth(-1).keypaths()
             (('down',),)
         """
-        if not -len(self._places) <= n < len(self._places):
+        if not -len(self._places) <= operator.index(n) < len(self._places):
             raise SelectionIndexError(f"There is no place {n} in this: {self._found()}")
         return self._narrowed([self._places[n]])
 
