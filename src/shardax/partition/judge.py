@@ -59,12 +59,14 @@ def judge(array: LaidOutArray, mesh: AnyMesh | None) -> list[Finding]:
 
 
 def _chosen_rules(array: LaidOutArray, dimension: int) -> str:
-    """The rules behind one dimension, as text."""
+    """The rules behind one dimension, as text; of a box of mesh axes, whose names are the rules."""
     name = array.names[dimension]
     parts = name if isinstance(name, tuple) else (name,)
     chosen = array.assignment.chosen
-    rules = [format_rule(array.rules.pairs[chosen[part]]) for part in parts if part in chosen]
-    return f"{'rule' if len(rules) == 1 else 'rules'} {', '.join(rules)}"
+    rules = [array.rules.pairs[chosen[part]] for part in parts if part in chosen]
+    if all(rule[0] == rule[1] for rule in rules):
+        return f"its own {'name' if len(rules) == 1 else 'names'}"
+    return f"{'rule' if len(rules) == 1 else 'rules'} {', '.join(map(format_rule, rules))}"
 
 
 def _unmapped(array: LaidOutArray) -> Iterable[Finding]:
@@ -130,8 +132,8 @@ def _unknown_mesh_axes(array: LaidOutArray, sizes: Mapping[str, int]) -> Iterabl
                 text = (
                     f"dimension {dimension} ({array.names[dimension]!r}) is to be split over mesh "
                     f"axis {axis!r} by {_chosen_rules(array, dimension)}, but the mesh has the "
-                    f"axes {format_mesh(sizes)}.{did_you_mean(axis, sizes)} Correct the rule, or "
-                    f"make the mesh with an axis {axis!r} (of size 1 to switch it off)."
+                    f"axes {format_mesh(sizes)}.{did_you_mean(axis, sizes)} Correct that, or make "
+                    f"the mesh with an axis {axis!r} (of size 1 to switch it off)."
                 )
                 yield array.finding("error", "unknown-mesh-axis", text)
 

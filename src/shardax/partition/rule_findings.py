@@ -63,10 +63,9 @@ def _shadowed(pairs: Sequence[Rule], on_conflict: str) -> Iterable[Finding]:
         for earlier in range(position):
             why = _why_shadowed(pairs, earlier, position, on_conflict)
             if why is not None:
-                text = (
-                    f"The rule {format_rule(rule)} is never used: {why}. Remove it, or move it "
-                    f"above {format_rule(pairs[earlier])}."
-                )
+                first = pairs[earlier]
+                way = "" if first == rule else f", or move it above {format_rule(first)}"
+                text = f"The rule {format_rule(rule)} is never used: {why}. Remove it{way}."
                 yield Finding("warning", (), "shadowed-rule", text)
                 break
 
