@@ -8,3 +8,4 @@ from shardax.host.kdtree import KDTree as KDTree
 from shardax.host.kdtree import Neighbours as Neighbours
 from shardax.host.raised import host_exception as host_exception
 from shardax.host.raised import host_exceptions as host_exceptions
+from shardax.host.torch_function import from_torch as from_torch

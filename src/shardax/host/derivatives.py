@@ -94,9 +94,9 @@ def forward(
     def moved(primals: Any, tangents: Any) -> Any:
         results = apply(*primals)
         with LateFrame("host_function") as frame:
-            _, args, _ = program.restore(primals, frame)
+            _, args, kwargs = program.restore(primals, frame)
             directions = _arranged(targets, program, [_some(tangent) for tangent in tangents])
-            given = rule(tuple(args), program.out_tree.unflatten(results), directions)
+            given = rule(tuple(args), program.out_tree.unflatten(results), directions, **kwargs)
         return results, _fitted(program, given, results)
 
     return apply(*(leaf if is_differentiable(leaf) else stopped(leaf) for leaf in leaves))
@@ -166,13 +166,17 @@ def backward(
 # --- what rules on the host promise ---------------------------------------------------------------
 
 
-def tangent_like(args: tuple[Any, ...], result: Any, tangents: Any) -> Any:
+def tangent_like(args: tuple[Any, ...], result: Any, tangents: Any, **kwargs: Any) -> Any:
     """Shape rule of jvp rules: a tangent is like the result, None for integers."""
-    return _if_differentiable(result)
+    return if_differentiable(result)
 
 
 def gradients_like(
-    static: Container[int | str], args: tuple[Any, ...], result: Any, cotangent: Any
+    static: Container[int | str],
+    args: tuple[Any, ...],
+    result: Any,
+    cotangent: Any,
+    **kwargs: Any,
 ) -> Any:
     """Shape rule of vjp rules: a gradient is like the argument, for a Module a dict by path.
 
@@ -181,9 +185,10 @@ def gradients_like(
         args: As the rule gets them.
         result: Likewise.
         cotangent: Likewise.
+        **kwargs: Likewise.
     """
     moving = tuple(arg for position, arg in enumerate(args) if position not in static)
-    return _if_differentiable(jax.tree.map(_by_path, moving, is_leaf=is_object))
+    return if_differentiable(jax.tree.map(_by_path, moving, is_leaf=is_object))
 
 
 def _by_path(leaf: Any) -> Any:
@@ -194,7 +199,7 @@ def _by_path(leaf: Any) -> Any:
     return State.from_flat(values).to_pure_dict()
 
 
-def _if_differentiable(tree: Any) -> Any:
+def if_differentiable(tree: Any) -> Any:
     """Returns a tree of shapes and dtypes with None for what has no derivative."""
     return jax.tree.map(
         lambda leaf: leaf if hasattr(leaf, "dtype") and is_differentiable(leaf) else None, tree

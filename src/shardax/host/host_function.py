@@ -71,7 +71,8 @@ def host_function(
             gradient for each positional argument that is not static; None is zero. A Module's is a
             mapping by path. It works on JAX arrays; to run it on the host, make it a host function.
         jvp: The derivative forward: ``jvp(args, result, tangents)`` returns the tangent of the
-            result. Written in JAX it also gives gradients, backward.
+            result. Written in JAX it also gives gradients, backward. Both kinds of rules get what
+            was passed by name and has no position also by name.
         nondiff: Whether the derivative is zero.
         static_argnums: Positions of arguments that are passed as they are, such as sizes on which
             ``out`` depends. They must be hashable.
@@ -257,12 +258,13 @@ class HostFunction:
     def _forward(self, /, *args: Any, **kwargs: Any) -> Any:
         assert self._ruled is not None
         result = self._ruled(*args, **kwargs)
-        return result, (args, result)
+        return result, (args, kwargs, result)
 
     def _backward(self, static: int, /, *given: Any) -> tuple[Any, ...]:
         assert self.derivative.vjp is not None
-        (args, result), cotangent = given[static:]
-        return backward(self.name, self.derivative.vjp, args, result, cotangent)
+        (args, kwargs, result), cotangent = given[static:]
+        rule = functools.partial(self.derivative.vjp, **kwargs)
+        return backward(self.name, rule, args, result, cotangent)
 
 
 def _rule(rule: Any, out: Callable[..., Any]) -> Any:
