@@ -219,7 +219,7 @@ def test_a_default_dtype_set_before_is_not_left_without_its_bits() -> None:
         ({"devices": 4}, "devices=4 came too late"),
         ({"platform": "cuda"}, "platform='cuda' came too late"),
         ({"platform": "cuda", "devices": [0]}, r"platform='cuda', devices=\[0\] came too late"),
-        ({"platform": "tpu", "devices": 8}, "platform='tpu' came too late"),
+        ({"platform": "tpu", "devices": 8}, "platform='tpu', devices=8 came too late"),
     ],
     ids=str,
 )
@@ -236,6 +236,18 @@ def test_what_runs_already_may_be_asked_for_again() -> None:
     before = everything()
     for settings in ({"devices": 8}, {"platform": "cpu"}, {"platform": "cpu", "devices": 8}):
         sx.configure(**settings)
+    assert changed_from(before) == {}
+
+
+def test_the_gpus_that_run_may_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.config.update("jax_cuda_visible_devices", "2,3")
+    before = everything()
+    for settings in ({"devices": [2, 3]}, {"platform": "cuda", "devices": 8}, {"platform": "gpu"}):
+        sx.configure(**settings)
+    for settings in ({"devices": [3, 2]}, {"devices": 8}, {"platform": "cpu"}):
+        with pytest.raises(ConfiguredTooLateError, match=f"{next(iter(settings))}=.* too late"):
+            sx.configure(**settings)
     assert changed_from(before) == {}
 
 

@@ -48,8 +48,8 @@ def test_equal_seeds_repeat_the_numbers_and_others_do_not() -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    [0, 7, -1, 2**32 - 1, 2**40, np.int64(3), jnp.asarray(3), jax.random.key(3)],
-    ids=["0", "7", "negative", "32 bits", "wide", "numpy", "array", "key"],
+    [0, 7, -1, 2**32 - 1, 2**40, np.int64(2**40), np.asarray(3), jnp.asarray(3), jax.random.key(3)],
+    ids=["0", "7", "negative", "32 bits", "wide", "numpy", "numpy array", "array", "key"],
 )
 def test_the_keys_are_those_of_rngs_of_the_same_seed(seed: Any) -> None:
     sx.random.seed(seed)

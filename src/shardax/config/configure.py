@@ -27,6 +27,7 @@ from shardax.config.settings import (
     VISIBLE,
     Changes,
     check_settings,
+    platform_of,
 )
 from shardax.core._jax import is_eager
 from shardax.core.defaults import process_defaults
@@ -147,12 +148,11 @@ def configure(
 def _check_not_late(given: Mapping[str, Any]) -> None:
     late = {name: given[name] for name in BACKEND_SETTINGS if name in given}
     running, count = jax.default_backend(), jax.local_device_count()
-    platform, devices = given.get("platform"), given.get("devices")
-    if running == platform or (running == "gpu" and platform in GPUS):
-        del late["platform"]
-    numbers = None if devices is None or isinstance(devices, int) else ",".join(map(str, devices))
-    if devices == count or numbers in [jax.config.values[VISIBLE.format(gpu)] for gpu in GPUS]:
-        late.pop("devices", None)
+    platform, devices, options = platform_of(given), given.get("devices"), jax.config.values
+    if platform == running or (platform in GPUS and running == "gpu"):
+        late.pop("platform", None)
+        if devices == count or _visible(devices) in [options[VISIBLE.format(gpu)] for gpu in GPUS]:
+            late.pop("devices", None)
     if late:
         asked = ", ".join(f"{name}={value!r}" for name, value in late.items())
         raise ConfiguredTooLateError(
@@ -162,6 +162,11 @@ def _check_not_late(given: Mapping[str, Any]) -> None:
             f"before anything makes an array or asks for devices (jax.devices(), jnp.zeros, ...), "
             f"modules that are imported before included; in a notebook, restart the kernel first."
         )
+
+
+def _visible(devices: Any) -> str | None:
+    """The numbers of devices as JAX's options have them."""
+    return ",".join(map(str, devices)) if isinstance(devices, Sequence) else None
 
 
 def _apply(changes: Changes) -> None:

@@ -106,10 +106,8 @@ def _backend(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems
         return
     if runs:  # too late to change: what is asked for is compared with what runs
         return
-    if platform is None:
-        platform = "cpu" if _is_count(devices) else "gpu"
     try:
-        name = usable_platform(platform)
+        name = usable_platform(platform_of(given))
     except ConfigureError as problem:
         yield problem
         return
@@ -127,6 +125,11 @@ def _backend(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems
         changes.options[VISIBLE.format(name)] = ",".join(map(str, numbers))
     else:
         yield f"devices={devices!r}: JAX does not choose among the devices of {name!r}."
+
+
+def platform_of(given: Mapping[str, Any]) -> Any:
+    """Returns the platform that settings ask for: a number of devices means the processor."""
+    return given.get("platform", "cpu" if _is_count(given.get("devices")) else "gpu")
 
 
 def _is_count(devices: Any) -> bool:

@@ -102,6 +102,8 @@ class RngStream(Module):
 
 def is_integer(source: Any) -> bool:
     """Whether a seed is an integer of Python or NumPy, which ``bool`` is not here."""
+    if isinstance(source, np.ndarray):
+        return source.ndim == 0 and np.issubdtype(source.dtype, np.integer)
     return isinstance(source, (int, np.integer)) and not isinstance(source, bool)
 
 
