@@ -193,6 +193,15 @@ def test_a_variable_holds_a_named_array_in_canonical_order_through_every_transfo
     assert_same(sx.merge(graphdef, state).weight.value, scale.weight.value)
 
 
+def test_a_loss_may_be_a_named_array_without_dimensions():
+    x = NamedArray(jnp.arange(3.0), ("a",))
+    loss, gradient = sx.value_and_grad(lambda w: (w.value * x).mean())(sx.Param(x))
+    assert float(loss) == pytest.approx(5 / 3)
+    assert_same(gradient, x / 3)
+    with pytest.raises(sx.errors.DifferentiationError, match=r"float32\[3\]"):
+        sx.grad(lambda w: w.value * x)(sx.Param(x))
+
+
 def test_keys_of_random_streams_can_be_named():
     keys = wrap(jax.random.split(jax.random.key(0), (2, 3)), "b", "a")
     (leaf,) = jax.tree.leaves(keys)

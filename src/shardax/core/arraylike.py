@@ -119,6 +119,16 @@ def snapshot(value: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value)
 
 
+def knows_axes(value: Any) -> bool:
+    """Whether an array knows the names of its dimensions by itself.
+
+    Such an array is a pytree node with one child, the array that JAX sees. Its class has an
+    attribute ``partition_axes``: one name per dimension of the child, or None if there is no array.
+    """
+    # Asked of the class first, because a Variable has every attribute of its array.
+    return hasattr(type(value), "partition_axes") and value.partition_axes is not None
+
+
 def leaf_of(value: Any, owner: str) -> Any:
     """Returns the one array of a value, for ``.shape`` and the like.
 

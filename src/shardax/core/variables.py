@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax.core import epoch
-from shardax.core.arraylike import ArrayLike, as_value, leaf_of, realise
+from shardax.core.arraylike import ArrayLike, as_value, knows_axes, leaf_of, realise
 from shardax.core.errors import MetadataError, VariableValueError
 from shardax.core.frames import (
     Frame,
@@ -148,7 +148,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             self.value = new
             return
         value = self.value
-        if isinstance(value, jax.Array):
+        if hasattr(value, "at"):
             self._write(value.at[index].set(new))
         elif isinstance(value, (dict, list)):
             value = _copy.copy(value)
@@ -356,6 +356,12 @@ def _copied_leaf(leaf: Any) -> Any:
 def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
     if axes is None or not hasattr(variable._value, "ndim"):
         return
+    if knows_axes(variable._value):
+        raise MetadataError(
+            f"A {type(variable).__name__} was given axes={axes} and a "
+            f"{type(variable._value).__name__}, which knows the names of its dimensions. Leave "
+            f"axes= out, or give the plain array."
+        )
     if len(axes) != variable._value.ndim:
         raise MetadataError(
             f"A {type(variable).__name__} of shape {tuple(variable._value.shape)} has "

@@ -22,6 +22,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax.core._jax import Tracer
+from shardax.core.arraylike import knows_axes
 from shardax.core.frames import local, resolve
 from shardax.core.metadata import EMPTY, Metadata
 from shardax.core.node import Object
@@ -44,6 +45,7 @@ class ArrayInfo(NamedTuple):
         dtype: Its dtype.
         weak_type: Whether JAX may change the dtype when the array meets another.
         sharding: Its ``NamedSharding``, if it has one already.
+        axes: For an array that knows the names of its dimensions by itself, these; else None.
     """
 
     path: Path
@@ -51,6 +53,7 @@ class ArrayInfo(NamedTuple):
     dtype: Any
     weak_type: bool
     sharding: NamedSharding | None
+    axes: tuple[Any, ...] | None = None
 
 
 class Slot(NamedTuple):
@@ -58,7 +61,8 @@ class Slot(NamedTuple):
 
     Attributes:
         path: Where it is.
-        axes: One name per dimension, or None; for a box of the user's own, a ``PartitionSpec``.
+        axes: One name per dimension, or None; for a box of the user's own, a ``PartitionSpec``;
+            for an array that knows its names by itself, these.
         arrays: The arrays of its value, in the order of leaves.
         treedef: The value's pytree, or None for the usual value, which is one array.
         variable: The Variable, as seen from the current frame; None for an entry of a State, a box
@@ -81,6 +85,8 @@ class Slot(NamedTuple):
 
     def names_of(self, info: ArrayInfo) -> Any:
         """Returns one name per dimension of one of the arrays, or None."""
+        if info.axes is not None:
+            return info.axes
         if len(self.arrays) > 1 and not self.for_each:
             return None
         if isinstance(self.axes, PartitionSpec):
@@ -171,14 +177,16 @@ class Survey:
         if isinstance(value, AxisMetadata):
             self.slots.append(_slot_of_box(path, value, variable))
             return len(self.slots) - 1
-        if is_array(value):
+        if is_array(value) and not knows_axes(value):
             arrays, treedef = (_info(path, value),), None
         else:
-            leaves, treedef = jax.tree.flatten_with_path(value)
+            leaves = jax.tree.leaves_with_path(value, is_leaf=knows_axes)
             arrays = tuple(_info((*path, *plain_path(below)), leaf) for below, leaf in leaves)
-        mesh, rules = layout_of_variable(metadata.axes, metadata.entries)
+            treedef = jax.tree.structure(value)
+        axes = value.partition_axes if knows_axes(value) else metadata.axes
+        mesh, rules = layout_of_variable(axes, metadata.entries)
         for_each = BOX_ENTRY in metadata.entries
-        slot = Slot(path, metadata.axes, arrays, treedef, variable, None, rules, mesh, for_each)
+        slot = Slot(path, axes, arrays, treedef, variable, None, rules, mesh, for_each)
         self.slots.append(slot)
         return len(self.slots) - 1
 
@@ -273,7 +281,7 @@ def entry_of(slot: Slot, each: Sequence[Any]) -> Any:
 
 
 def _is_part(value: Any) -> bool:
-    return isinstance(value, (Object, State, AxisMetadata))
+    return isinstance(value, (Object, State, AxisMetadata)) or knows_axes(value)
 
 
 def _slot_of_box(path: Path, box: AxisMetadata[Any], variable: Variable[Any] | None) -> Slot:
@@ -299,11 +307,15 @@ def _origin_of(variable: Any) -> Origin:
 
 
 def _info(path: Path, value: Any) -> ArrayInfo:
+    axes = None
+    if knows_axes(value):
+        axes = value.partition_axes
+        (value,) = jax.tree.leaves(value)
     weak = bool(getattr(value, "weak_type", False))
     known = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and not isinstance(value, Tracer)
     sharding = value.sharding if known else None
     named = sharding if isinstance(sharding, NamedSharding) else None
-    return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named)
+    return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named, axes)
 
 
 def plain_path(key_path: Sequence[Any]) -> Path:

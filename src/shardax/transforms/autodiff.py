@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax.core.arraylike import knows_axes
 from shardax.core.errors import DifferentiationError
 from shardax.core.variables import Param, Variable
 from shardax.transforms.blame import explained_reverse_mode
@@ -76,6 +77,8 @@ def _scalar(value: Any, holomorphic: bool) -> Any:
         DifferentiationError: If the function returned something else.
     """
     number = value.value if isinstance(value, Variable) else value
+    if knows_axes(number):
+        (number,) = jax.tree.leaves(number)
     wanted = jnp.complexfloating if holomorphic else jnp.floating
     is_array = isinstance(number, (jax.Array, np.ndarray, np.generic, float, complex))
     if is_array and jnp.ndim(number) == 0 and jnp.issubdtype(jnp.result_type(number), wanted):
