@@ -165,6 +165,7 @@ def test_a_folder_that_others_can_write_into_is_noted(tmp_path: Path) -> None:
         ({"devices": True}, "devices=True"),
         ({"devices": [1, 1]}, r"devices=\[1, 1\]"),
         ({"devices": "8"}, "devices='8'"),
+        ({"devices": [[0]]}, r"devices=\[\[0\]\]"),
         ({"x64": 1}, "x64=1 is neither True nor False"),
         ({"debug_nans": "off"}, "debug_nans='off'"),
         ({"debug_key_reuse": 1}, "debug_key_reuse=1"),

@@ -180,7 +180,7 @@ def test_floats_have_jax_s_default_dtype_and_64_bits_when_asked_for() -> None:
 # Each draw that makes no sense, its error, and what the message says.
 WRONG: dict[str, tuple[Callable[[], Any], type[ShardaxError], str]] = {
     "reversed range": (lambda: sx.random.randint(3, 5, 2), DrawError, "minval=5 and maxval=2"),
-    "empty range": (lambda: sx.random.randint(3, 5, 5), DrawError, "no number between"),
+    "empty range": (lambda: sx.random.randint(3, 5, 5), DrawError, "no interval"),
     "a bound that wraps": (
         lambda: sx.random.randint(3, 0, 2**31),
         DrawError,
@@ -191,6 +191,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[ShardaxError], str]] = {
     "a float bound": (lambda: sx.random.randint(3, 0, 2.5), DrawError, "maxval=2.5 of dtype"),
     "reversed interval": (lambda: sx.random.uniform(3, None, 2.0, 1.0), DrawError, "minval=2.0"),
     "no interval": (lambda: sx.random.truncated_normal(1, 1), DrawError, "lower=1.0"),
+    "an endless interval": (lambda: sx.random.uniform(maxval=np.inf), DrawError, "maxval=inf"),
+    "too wide an interval": (lambda: sx.random.uniform(3, None, -3e38, 3e38), DrawError, "finite"),
     "a probability above 1": (lambda: sx.random.bernoulli(1.5), DrawError, "p=1.5"),
     "NaN as probability": (lambda: sx.random.bernoulli(float("nan")), DrawError, "p=nan"),
     "weights": (lambda: sx.random.choice(3, p=[3, 1, 1]), DrawError, "divide them by their sum"),

@@ -139,8 +139,8 @@ def _is_count(devices: Any) -> bool:
 def _are_numbers(devices: Any) -> bool:
     return (
         isinstance(devices, Sequence)
-        and len(devices) == len(set(devices)) > 0
         and all(type(number) is int and number >= 0 for number in devices)
+        and len(devices) == len(set(devices)) > 0
     )
 
 

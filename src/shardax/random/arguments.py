@@ -51,12 +51,12 @@ def as_operand(value: Any, dtype: Any = None) -> Any:
 
 
 def check_order(name: str, bounds: Mapping[str, Any], in_order: Callable[[Any, Any], Any]) -> None:
-    """Refuses bounds that leave nothing between them.
+    """Refuses bounds that are none.
 
     Args:
         name: Of the public function, for errors.
         bounds: The lower and the upper bound, by the name of the argument.
-        in_order: Whether one number may be a lower bound for another.
+        in_order: Whether two numbers are the bounds of an interval.
 
     Raises:
         DrawError: If one is not, for bounds on the host.
@@ -64,9 +64,15 @@ def check_order(name: str, bounds: Mapping[str, Any], in_order: Callable[[Any, A
     (low_name, low), (high_name, high) = bounds.items()
     if _on_host(low, high) and not np.all(in_order(low, high)):
         raise DrawError(
-            f"shardax.random.{name} was given {low_name}={low} and {high_name}={high}, and there "
-            f"is no number between them. Give a {low_name} below {high_name}."
+            f"shardax.random.{name} was given {low_name}={low} and {high_name}={high}, which is no "
+            f"interval to draw from. Give a {low_name} below {high_name}, both finite."
         )
+
+
+def finite_interval(low: Any, high: Any) -> Any:
+    """Whether numbers can be spread evenly from one to the other."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (low <= high) & np.isfinite(high - low)
 
 
 def integer_bounds(name: str, bounds: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from shardax.random.arguments import (
     as_operand,
     as_shape,
     check_order,
+    finite_interval,
     integer_bounds,
     probabilities,
 )
@@ -95,7 +96,7 @@ def uniform(
         sharding: Where each part goes.
 
     Raises:
-        DrawError: If a lower bound is above its upper bound.
+        DrawError: If a lower bound is above its upper bound, or their difference is not finite.
         DtypeError: If the dtype has 64 bits while JAX uses 32.
         TracedDrawError: While a transform is tracing.
 
@@ -107,7 +108,7 @@ def uniform(
     """
     dtype, shape = float_dtype(dtype), as_shape("uniform", shape)
     bounds = {"minval": as_operand(minval, dtype), "maxval": as_operand(maxval, dtype)}
-    check_order("uniform", bounds, np.less_equal)
+    check_order("uniform", bounds, finite_interval)
     return draw("uniform", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
 
 
