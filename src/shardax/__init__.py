@@ -73,6 +73,10 @@ from shardax.transforms.autodiff import DiffState as DiffState
 from shardax.transforms.autodiff import grad as grad
 from shardax.transforms.autodiff import value_and_grad as value_and_grad
 from shardax.transforms.batch import vmap as vmap
+from shardax.transforms.batch_axes import Batch as Batch
+from shardax.transforms.batch_axes import BatchAxes as BatchAxes
+from shardax.transforms.batch_axes import BatchRow as BatchRow
+from shardax.transforms.batch_axes import batch_axes as batch_axes
 from shardax.transforms.bounded import WhileResult as WhileResult
 from shardax.transforms.bounded_while import bounded_while_loop as bounded_while_loop
 from shardax.transforms.branch import cond as cond

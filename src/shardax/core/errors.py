@@ -187,6 +187,10 @@ class AxisSizeError(ShardaxError, ValueError):
     """An axis to map over is missing, cannot be divided, or its sizes differ between arguments."""
 
 
+class AmbiguousBatchError(ShardaxError, ValueError):
+    """The batch of a problem cannot be found by sizes alone; names the arrays in doubt."""
+
+
 class MappedShardingError(ShardaxError, ValueError):
     """Arrays that are mapped together are split over the Explicit axes of a mesh in two ways."""
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardax.core.errors import SharedWriteError
+from shardax.core.errors import PrefixError, SharedWriteError
 from shardax.core.paths import Path, format_path
-from shardax.core.variables import ArrayAttribute, Variable
+from shardax.core.variables import ArrayAttribute
 from shardax.transforms.axes import (
     check_new_axis,
     common_size,
@@ -28,6 +28,8 @@ from shardax.transforms.axes import (
     mapped_name,
     name_new_dimensions,
 )
+from shardax.transforms.batch_axes import Batch, check_automatic
+from shardax.transforms.batch_parts import filter_text
 from shardax.transforms.boxes import MappedBoxes
 from shardax.transforms.call import Call, Inside, SealedFrame, wraps
 from shardax.transforms.layout import (
@@ -60,6 +62,7 @@ def vmap(
     axis_size: int | None = None,
     spmd_axis_name: Any = None,
     metadata: Mapping[str, Any] | None = None,
+    batch: int | Batch | None = None,
 ) -> Any:
     """Makes a function over Modules run on many lanes at once.
 
@@ -73,12 +76,15 @@ def vmap(
         in_axes: One entry for all positional arguments, or a tuple of one each. An entry is an axis
             (negative counts from the end), ``None``, for a Module also ``StateAxes`` or a ``State``
             of axes, for a container the same container with entries. Keyword arguments have axis 0.
+            Or ``"auto"``: the axes of all arguments are found by the number of lanes, as
+            ``batch_axes`` does.
         out_axes: A prefix of the result, likewise.
         axis_name: A name for collectives inside, such as ``jax.lax.pmean(x, "batch")``.
         axis_size: The number of lanes, if no argument has an axis.
         spmd_axis_name: As in ``jax.vmap``.
         metadata: ``{sx.partition.PARTITION_NAME: "layers"}`` names the mapped dimension in the
             ``axes`` of Variables and in boxes. Without it, a new dimension is unnamed.
+        batch: With ``in_axes="auto"``, the number of lanes, or a ``Batch`` that also declares.
 
     Returns:
         A function of the same arguments.
@@ -86,6 +92,7 @@ def vmap(
     Raises:
         PrefixError: If an entry is no axis; when called, if a prefix does not fit.
         AxisSizeError: When called, if an array has no such axis, or sizes differ.
+        AmbiguousBatchError: When called, if axes are to be found and sizes do not say which.
         SharedWriteError: When called, if lanes write different values into a shared Variable, or a
             result without an axis differs between them.
         InconsistentAliasingError: When called, if a Variable gets two different axes.
@@ -111,22 +118,32 @@ def vmap(
         "axis_size": axis_size,
         "spmd_axis_name": spmd_axis_name,
         "metadata": metadata,
+        "batch": batch,
     }
     if function is None:
         return functools.partial(vmap, **options)
-    check_axes_only(in_axes, "in_axes")
+    if isinstance(in_axes, str):
+        in_axes = check_automatic(in_axes, batch, axis_size)
+        axis_size = in_axes.size
+    else:
+        check_axes_only(in_axes, "in_axes")
+        if batch is not None:
+            raise PrefixError(
+                "batch= says how to find the axes of arguments, but in_axes gives them. Give one "
+                "of the two: in_axes='auto' with batch=."
+            )
     check_axes_only(out_axes, "out_axes")
     name = mapped_name(metadata, "vmap")
 
     @wraps(function)
     def vmapped(*args: Any, **kwargs: Any) -> Any:
-        batch = _Batch(function, in_axes, out_axes, axis_size, name, args, kwargs)
-        return batch.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
+        lanes = _Lanes(function, in_axes, out_axes, axis_size, name, args, kwargs)
+        return lanes.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
 
     return vmapped
 
 
-class _Batch:
+class _Lanes:
     """One call of a function made by ``vmap``."""
 
     def __init__(
@@ -143,8 +160,12 @@ class _Batch:
             return SealedFrame(name, [function], _REASON)
 
         self.call = Call("vmap", [function], args, kwargs, make_frame)
-        prefixes = per_argument(in_axes, self.call.labels, "in_axes")
-        self.layout = Layout(self.call, args, kwargs, prefixes, 0, None, "in_axes")
+        named: Any = 0
+        if isinstance(in_axes, Batch):
+            prefixes, named = in_axes.find_call(self.call.labels, args, kwargs).axes
+        else:
+            prefixes = per_argument(in_axes, self.call.labels, "in_axes")
+        self.layout = Layout(self.call, args, kwargs, prefixes, named, None, "in_axes")
         self.out_axes = out_axes
         self.partition_name = partition_name
         self.values = self.call.graph.values()
@@ -156,7 +177,7 @@ class _Batch:
         self.graphdef = lane_structure(self.layout, self.streams, partition_name)
         self.boxes = MappedBoxes(self.layout, partition_name)
         self.call.enter = self.boxes.enter
-        self.sorted = Sorted([*entries_in(in_axes), *entries_in(out_axes), 0, None])
+        self.sorted = Sorted([*entries_in((prefixes, named, out_axes)), 0, None])
         # set inside:
         self.parts: Parts | None = None
         self.moved: dict[int, Any] = {}
@@ -266,17 +287,9 @@ class _Batch:
         return (
             f"The {kind} at {where} is shared by all lanes of sx.vmap (its entry in in_axes is "
             f"None), but was written with a value that differs between them. Give it an axis, "
-            f"sx.StateAxes({{{_filter_of(variable, leaf.path)}: 0, ...: None}}), or write a value "
-            f"that is equal in all lanes: jax.lax.pmean(x, axis_name)."
+            f"sx.StateAxes({{{filter_text(type(variable), leaf.path)}: 0, ...: None}}), or write a "
+            f"value that is equal in all lanes: jax.lax.pmean(x, axis_name)."
         )
-
-
-def _filter_of(variable: Variable[Any], path: Path) -> str:
-    """Returns a filter that matches a Variable, as the user would write it."""
-    kind = type(variable)
-    if kind is ArrayAttribute:
-        return f"sx.PathContains({path[-1]!r})"
-    return f"sx.{kind.__name__}" if kind.__module__.startswith("shardax.") else kind.__name__
 
 
 class Leaf(NamedTuple):
