@@ -102,7 +102,7 @@ def configure(
         platform: ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"``, or that of a plugin. The
             processor stays usable beside it, as ``jax.devices("cpu")``.
         x64: Whether arrays may have 64 bits.
-        dtype: Floating dtype of what creation helpers such as ``shardax.random.normal`` make.
+        dtype: Floating dtype of what creation helpers make, the functions of ``shardax.random``.
         create_on: Device on which they make it, such as ``"cpu"``, while computations stay on
             JAX's default device.
         cache_dir: Folder in which compiled programs are kept for later processes.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defaults of what is made anew: the dtype of floats, and the device.
 
-A *creation helper* is a function of shardax that makes an array of nothing but its arguments, such
-as those of ``shardax.random``. Where it is given no dtype or device, defaults apply, the innermost
-first: those of a ``with`` block (``default_dtype``, ``default_device``), which belong to the thread
-that entered it; then those of the process (``shardax.configure``); then JAX's own.
+A *creation helper* is a function that makes an array of nothing but its arguments, and only outside
+of programs: those of ``shardax.random``. Where it is given no dtype or device, defaults apply, the
+innermost first: those of a ``with`` block (``default_dtype``, ``default_device``), which belong to
+the thread that entered it; then those of the process (``shardax.configure``); then JAX's own. What
+also works inside of programs takes no part: a compiled program would keep the default of its trace.
 
 ``default_device`` is that of JAX, for JAX's own functions and for computations too. The device of
 the process is for creation helpers alone, so that data may be made in the host's memory while
