@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``load``: an artifact as a callable that holds its state, without the source it was made of.
+
+What is loaded is a Module: its Variables are the arrays that the exported function held, by the
+text of their paths. So it can be called, compiled into larger functions, put into checkpoints and
+inspected; a call stores what the program wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from shardax.core import variables as variable_types
+from shardax.core._jax import Tracer
+from shardax.core.errors import (
+    ArtifactDamagedError,
+    ArtifactEnvironmentError,
+    ArtifactVersionError,
+    MeshError,
+)
+from shardax.core.modules import Module
+from shardax.core.variables import Variable
+from shardax.host import artifact
+from shardax.host.array_form import ArrayForm, all_from_words, from_words, to_words
+from shardax.host.json_trees import from_json, structure
+from shardax.host.signature import MeshForm, Signature, StateEntry
+from shardax.host.snapshots import read_snapshot
+
+
+class LoadedProgram:
+    """The program of an artifact, on the devices that it runs on here.
+
+    Args:
+        exported: What ``jax.export`` read.
+        signature: The artifact's signature.
+        devices: The devices, as many as it was exported for.
+        mesh: The exporting mesh over these devices; None for one device.
+
+    Attributes:
+        snapshot: The program compiled beforehand, or None.
+        snapshot_unused: Why there is none.
+    """
+
+    def __init__(
+        self, exported: Any, signature: Signature, devices: Sequence[Any], mesh: Mesh | None
+    ) -> None:
+        self.exported = exported
+        self.signature = signature
+        self.devices = list(devices)
+        self.mesh = mesh
+        self.snapshot: Any = None
+        self.snapshot_unused = "not asked for: trust_snapshot=True"
+        written = [self.place_of(entry.form) for entry in signature.state if entry.written]
+        results = [None] * len(signature.output_forms)
+        self.jitted = jax.jit(
+            lambda state, inputs: tuple(exported.call(state, inputs)),
+            out_shardings=None if mesh is None else (results, written),
+        )
+
+    def place_of(self, form: ArrayForm) -> NamedSharding | None:
+        """Returns where an array of the state goes; None for the default device."""
+        return None if self.mesh is None else form.sharding(self.mesh)
+
+    @property
+    def trees(self) -> tuple[Any, Any]:
+        """Structure of the program's (arguments, results)."""
+        signature = self.signature
+        count = sum(len(item.forms) for item in signature.inputs)
+        written = sum(entry.written for entry in signature.state)
+        state = [0] * len(signature.state)
+        results = [0] * len(signature.output_forms)
+        return (
+            jax.tree.structure(((state, [0] * count), {})),
+            jax.tree.structure((results, [0] * written)),
+        )
+
+    def compiled(self) -> Any:
+        """Returns the program compiled for these devices and fixed sizes."""
+        forms = [entry.form for entry in self.signature.state]
+        shapes = self.exported.in_avals
+        state = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.place_of(form))
+            for a, form in zip(shapes, forms, strict=False)
+        ]
+        inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes[len(forms) :]]
+        return self.jitted.lower(state, inputs).compile()
+
+    def run(self, state: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Runs the program on words; returns (results, new values of the written state)."""
+        arrays = list(state), list(inputs)
+        if self.snapshot is None or any(isinstance(a, Tracer) for a in (*state, *inputs)):
+            return self.jitted(*arrays)
+        return self.snapshot(arrays[0], [jax.numpy.asarray(item) for item in inputs])
+
+
+class LoadedFunction(Module):
+    """An exported function with its state; made by ``load``.
+
+    Attributes:
+        variables: What it holds, as Variables by the text of their paths (``".layers[0].kernel"``).
+        program: The program that it runs.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, shardax as sx
+        >>> class Counter(sx.Module):
+        ...     def __init__(self):
+        ...         self.count = sx.Variable(jnp.zeros(()))
+        ...     def __call__(self, by):
+        ...         self.count += by
+        ...         return self.count * 10
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     loaded = sx.host.load(sx.host.export(Counter(), 1.0, to=f"{folder}/counter"))
+        >>> float(loaded(2.0)), float(loaded(3.0)), float(loaded.variables[".count"])
+        (20.0, 50.0, 5.0)
+    """
+
+    def __init__(self, program: LoadedProgram, variables: dict[str, Variable[Any]]) -> None:
+        self.program = program
+        self.variables = variables
+
+    @property
+    def signature(self) -> Signature:
+        """What it takes, returns and holds; prints as ``name(inputs) -> result``."""
+        return self.program.signature
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program and stores what it writes.
+
+        Args:
+            *args: The arguments that hold arrays, as they were passed to ``export``.
+            **kwargs: Likewise, by name.
+
+        Raises:
+            ArtifactCallError: If they do not fit the signature; nothing was run.
+        """
+        inputs = self.signature.take(args, kwargs)
+        state = [to_words(variable.value) for variable in self.variables.values()]
+        results, written = self.program.run(state, inputs)
+        held = zip(self.signature.state, self.variables.values(), strict=True)
+        targets = [(entry, variable) for entry, variable in held if entry.written]
+        for (entry, variable), words in zip(targets, written, strict=True):
+            variable.value = from_words(words, entry.form)
+        leaves = all_from_words(results, self.signature.output_forms)
+        return structure(self.signature.output).unflatten(
+            [leaves[i] for i in jax.tree.leaves(from_json(self.signature.output))]
+        )
+
+
+def load(
+    path: Any,
+    mesh: Mesh | None = None,
+    *,
+    verify: bool = True,
+    trust_snapshot: bool = False,
+) -> LoadedFunction:
+    """Loads what ``export`` wrote; runs none of the Python that it was made of.
+
+    Needs ``pip install 'shardax[export]'``. The compiler gets the program as it is in the folder,
+    so load only what comes from somebody trusted not to attack it.
+
+    Args:
+        path: The folder.
+        mesh: A mesh of as many devices as it was exported for; names and sizes of its axes may
+            differ, since only its devices are used, in order. None: the first devices here.
+        verify: Whether to compare all files with their checksums.
+        trust_snapshot: Whether to use the compiled program in the folder, if it has one that was
+            made on a machine like this. It is read with pickle: **a snapshot of unknown origin can
+            run any code**. ``loaded.program.snapshot_unused`` says why one was not used.
+
+    Returns:
+        A Module to call; its Variables are the state.
+
+    Raises:
+        ArtifactNotFoundError: If there is no artifact at ``path``.
+        ArtifactDamagedError: If a file is missing or is not what was written.
+        ArtifactVersionError: If it was written by a shardax or JAX that this one does not read.
+        ArtifactEnvironmentError: If devices, platform or 64 bits are missing here.
+        ImportError: If ``flatbuffers`` or ``safetensors`` is missing.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, shardax as sx
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     scaled = lambda x, by: x * by
+        ...     loaded = sx.host.load(sx.host.export(scaled, jnp.ones(3), 1.0, to=f"{folder}/f"))
+        >>> loaded(jnp.arange(3.0), by=2.0).tolist()
+        [0.0, 2.0, 4.0]
+    """
+    artifact.require_extras()
+    folder, entries = artifact.read_signature(path, verify)
+    signature = _parsed(folder, entries)
+    exported = _program(folder, entries)
+    devices = _devices(signature, mesh, str(folder))
+    program = LoadedProgram(exported, signature, devices, _mesh(signature, devices, mesh))
+    if trust_snapshot:
+        program.snapshot, program.snapshot_unused = read_snapshot(
+            folder, entries.get("snapshot"), devices, program.trees
+        )
+    weights = artifact.Weights(folder / artifact.WEIGHTS)
+    variables = {entry.path: _variable(entry, weights, program) for entry in signature.state}
+    return LoadedFunction(program, variables)
+
+
+def _parsed(folder: Any, entries: Any) -> Signature:
+    try:
+        return Signature.from_json(entries["signature"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactDamagedError(
+            f"{folder / artifact.SIGNATURE} cannot be read ({error!r}). Export the function anew."
+        ) from error
+
+
+def _program(folder: Any, entries: Any) -> Any:
+    """Reads the program.
+
+    Raises:
+        ArtifactVersionError: If this JAX does not read what that JAX wrote.
+    """
+    written = entries["calling_convention"]
+    lowest = jax.export.minimum_supported_calling_convention_version
+    highest = jax.export.maximum_supported_calling_convention_version
+    here = f"JAX {jax.__version__} reads calling conventions {lowest} to {highest}"
+    if not lowest <= written <= highest:
+        raise ArtifactVersionError(
+            f"The program in {folder} was exported by JAX {entries['jax']} with the calling "
+            f"convention {written}; {here}. Load it with a JAX of nearer age, or export it anew."
+        )
+    try:
+        return jax.export.deserialize(bytearray((folder / artifact.PROGRAM).read_bytes()))
+    except Exception as error:
+        raise ArtifactVersionError(
+            f"JAX {jax.__version__} cannot read the program in {folder}, which JAX "
+            f"{entries['jax']} exported: {type(error).__name__}: {error}. Load it with a JAX of "
+            "nearer age, or export it anew."
+        ) from error
+
+
+def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
+    """Returns the devices to run on.
+
+    Raises:
+        ArtifactEnvironmentError: If they are too few, too many, or of another platform, or the
+            program needs 64 bits and JAX uses 32.
+        MeshError: If ``mesh`` is not a mesh of devices.
+    """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"mesh={mesh!r} is not a mesh of devices. Make one: "
+            f"jax.make_mesh(({signature.devices},), ('x',))."
+        )
+    devices = list(jax.devices() if mesh is None else mesh.devices.flat)
+    count = signature.devices
+    if len(devices) < count or (mesh is not None and len(devices) != count):
+        raise ArtifactEnvironmentError(
+            f"{where} runs on {count} devices, and {'here' if mesh is None else 'in the mesh'} are "
+            f"{len(devices)}. Load it over {count} devices, or export it for {len(devices)}."
+        )
+    kinds = {"gpu": ("cuda", "rocm")}.get(devices[0].platform, (devices[0].platform,))
+    if not {*kinds, devices[0].platform} & {*signature.platforms}:
+        raise ArtifactEnvironmentError(
+            f"{where} was exported for {', '.join(signature.platforms)}, and the devices here are "
+            f"{devices[0].platform}. Export it with platforms={(*signature.platforms, kinds[0])}."
+        )
+    forms = [entry.form for entry in signature.state]
+    forms += [form for item in signature.inputs for form in item.forms]
+    wide = sorted({form.dtype for form in forms if form.is_wide})
+    if wide and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
+        raise ArtifactEnvironmentError(
+            f"{where} uses {', '.join(wide)}, and JAX has 32 bits here. Before anything else: "
+            "sx.configure(x64=True)."
+        )
+    return devices[:count]
+
+
+def _mesh(signature: Signature, devices: Sequence[Any], given: Any) -> Mesh | None:
+    """Returns the exporting mesh over other devices; None where one device by default will do."""
+    if signature.devices == 1 and given is None:
+        return None
+    form = signature.mesh or MeshForm(("devices",), (len(devices),), ("Auto",))
+    types = tuple(AxisType[kind] for kind in form.types)
+    arranged = np.asarray(devices, dtype=object).reshape(form.sizes)
+    return Mesh(arranged, form.names, axis_types=types)
+
+
+def _variable(
+    entry: StateEntry, weights: artifact.Weights, program: LoadedProgram
+) -> Variable[Any]:
+    form = entry.form
+    shape, dtype = tuple(map(int, form.shape)), form.dtype
+    if form.key is not None:
+        words = jax.eval_shape(jax.random.key_data, jax.random.key(0, impl=form.key))
+        shape, dtype = (*shape, *words.shape), words.dtype
+    value = weights.read(entry.path, shape, jax.numpy.dtype(dtype), program.place_of(form))
+    return _type_of(entry.type)(from_words(value, form), axes=entry.axes)
+
+
+def _type_of(name: str) -> type[Variable[Any]]:
+    """Returns shardax's own class of a name; a user's class may not be here: ``Variable``."""
+    found = getattr(variable_types, name, None)
+    if not isinstance(found, type) or not issubclass(found, Variable):
+        return Variable
+    return Variable if found is variable_types.ArrayAttribute else found

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signatures: what an artifact says of its function, as JSON.
+
+A signature lists the *inputs* (what a caller passes), the form of the result, and the *state*: the
+arrays that the function holds, by path, and which of them a call writes. With the program and the
+arrays it is all that is needed to call the function; none of it is Python code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardax.core.errors import ArtifactCallError
+from shardax.core.paths import format_path
+from shardax.host.array_form import ArrayForm, plain_dtype, to_words
+from shardax.host.json_trees import from_json, structure
+from shardax.transforms.naming import leaf_paths
+
+
+class Input(NamedTuple):
+    """One argument that a caller passes.
+
+    Attributes:
+        name: Name of the parameter.
+        by_name: Whether it is passed by name only.
+        tree: Its pytree, as JSON.
+        forms: Its arrays.
+    """
+
+    name: str
+    by_name: bool
+    tree: Any
+    forms: tuple[ArrayForm, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {shown_tree(self.tree, self.forms)}"
+
+
+class StateEntry(NamedTuple):
+    """One array that the function holds.
+
+    Attributes:
+        path: Text of its path, which is its name in the file of weights.
+        form: Its form.
+        type: Class name of its Variable; ``"Constant"`` for an array that was no Variable's.
+        axes: Axis names of its Variable, or None.
+        written: Whether a call gives it a new value.
+    """
+
+    path: str
+    form: ArrayForm
+    type: str
+    axes: tuple[Any, ...] | None
+    written: bool
+
+
+class MeshForm(NamedTuple):
+    """The mesh of an artifact: names, sizes and types of its axes, without devices."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    types: tuple[str, ...]
+
+    @classmethod
+    def from_json(cls, entry: Any) -> MeshForm:
+        """Returns the form whose fields are in a dict of JSON values."""
+        return cls(tuple(entry["names"]), tuple(entry["sizes"]), tuple(entry["types"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What an artifact says of its function; see the module's text.
+
+    Attributes:
+        name: The function's name.
+        inputs: What a caller passes, in order.
+        output: Pytree of the result, as JSON.
+        output_forms: Arrays of the result.
+        state: Arrays that the function holds.
+        mesh: Mesh that it was exported over, or None.
+        devices: Number of devices that it runs on.
+        platforms: Platforms that it was lowered for.
+        vjp_order: How often it can be differentiated.
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    output: Any
+    output_forms: tuple[ArrayForm, ...]
+    state: tuple[StateEntry, ...]
+    mesh: MeshForm | None
+    devices: int
+    platforms: tuple[str, ...]
+    vjp_order: int
+
+    # --- JSON ------------------------------------------------------------------------------------
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the signature as JSON values."""
+        return {
+            "name": self.name,
+            "inputs": [
+                {**item._asdict(), "forms": [form.as_json() for form in item.forms]}
+                for item in self.inputs
+            ],
+            "output": self.output,
+            "output_forms": [form.as_json() for form in self.output_forms],
+            "state": [
+                {**entry._asdict(), "form": entry.form.as_json(), "axes": _axes(entry.axes)}
+                for entry in self.state
+            ],
+            "mesh": None if self.mesh is None else self.mesh._asdict(),
+            "devices": self.devices,
+            "platforms": list(self.platforms),
+            "vjp_order": self.vjp_order,
+        }
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Signature:
+        """Returns the signature that ``as_json`` wrote."""
+        inputs = [Input(**{**item, "forms": _forms(item["forms"])}) for item in entry["inputs"]]
+        state = [
+            StateEntry(
+                **{
+                    **item,
+                    "form": ArrayForm.from_json(item["form"]),
+                    "axes": None if item["axes"] is None else tuple(item["axes"]),
+                }
+            )
+            for item in entry["state"]
+        ]
+        mesh = entry["mesh"]
+        return cls(
+            name=entry["name"],
+            inputs=tuple(inputs),
+            output=entry["output"],
+            output_forms=_forms(entry["output_forms"]),
+            state=tuple(state),
+            mesh=None if mesh is None else MeshForm.from_json(mesh),
+            devices=entry["devices"],
+            platforms=tuple(entry["platforms"]),
+            vjp_order=entry["vjp_order"],
+        )
+
+    # --- text ------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        inputs = ", ".join(map(str, self.inputs))
+        return f"{self.name}({inputs}) -> {shown_tree(self.output, self.output_forms)}"
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Returns the arrays of a call's arguments, random keys as words.
+
+        Raises:
+            ArtifactCallError: If they are not what the function was exported for.
+        """
+        sizes: dict[str, tuple[int, str]] = {}
+        leaves: list[Any] = []
+        for item, value in zip(self.inputs, self._in_order(args, kwargs), strict=True):
+            wanted, found = structure(item.tree), jax.tree.structure(value)
+            if wanted != found:
+                raise self._refusal(f"{item.name} is made like {found}, not like {wanted}.")
+            for path, form, leaf in zip(
+                leaf_paths(wanted), item.forms, jax.tree.leaves(value), strict=True
+            ):
+                where = format_path((item.name, *path)).removeprefix(".")
+                array = self._admitted(leaf, form, where)
+                self._check_shape(array, form, where, sizes)
+                leaves.append(to_words(array))
+        return leaves
+
+    def _in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        positional = [item.name for item in self.inputs if not item.by_name]
+        given = dict(zip(positional, args, strict=False))
+        twice = sorted(given.keys() & kwargs.keys())
+        if len(args) > len(positional) or twice:
+            what = f"{', '.join(twice)} twice" if twice else f"{len(args)} positional arguments"
+            raise self._refusal(f"The call gives {what}.")
+        given.update(kwargs)
+        names = [item.name for item in self.inputs]
+        missing = [name for name in names if name not in given]
+        unknown = [name for name in given if name not in names]
+        if missing or unknown:
+            parts = [f"lacks {', '.join(missing)}"] if missing else []
+            parts += [f"has the unknown {', '.join(unknown)}"] if unknown else []
+            raise self._refusal(f"The call {' and '.join(parts)}.")
+        return [given[name] for name in names]
+
+    def _admitted(self, leaf: Any, form: ArrayForm, where: str) -> Any:
+        """Returns an argument's array in the dtype that the program takes."""
+        if form.key is not None:
+            if ArrayForm.of(leaf)._replace(shape=(), spec=None) != form._replace(
+                shape=(), spec=None
+            ):
+                shown = f"jax.random.key(0, impl={form.key!r})"
+                raise self._refusal(f"{where} is {ArrayForm.of(leaf)}; it takes keys as {shown}.")
+            return leaf
+        wanted = jnp.dtype(form.dtype)
+        if isinstance(leaf, (bool, int, float, complex)):
+            found = jnp.result_type(leaf, wanted)
+            leaf = jnp.asarray(leaf, wanted) if found == wanted else leaf
+        else:
+            if not hasattr(leaf, "dtype"):
+                raise self._refusal(f"{where} is {leaf!r}, not an array.")
+            found = plain_dtype(leaf.dtype)
+        if found != wanted:
+            raise self._refusal(
+                f"{where} is {found}; the program takes {form.dtype}: jnp.asarray({where}, "
+                f"jnp.{form.dtype})."
+            )
+        return leaf
+
+    def _check_shape(
+        self, array: Any, form: ArrayForm, where: str, sizes: dict[str, tuple[int, str]]
+    ) -> None:
+        shape = jnp.shape(array)
+        fits = len(shape) == len(form.shape)
+        for size, wanted in zip(shape, form.shape, strict=fits):
+            if not isinstance(wanted, str):
+                fits = fits and size == wanted
+            elif wanted.isidentifier():
+                known, first = sizes.setdefault(wanted, (size, where))
+                if size != known:
+                    raise self._refusal(
+                        f"{wanted} is {known} in {first} and {size} in {where}; it is one size."
+                    )
+        if not fits:
+            raise self._refusal(f"{where} has the shape {tuple(shape)}, not that of {form}.")
+
+    def _refusal(self, what: str) -> ArtifactCallError:
+        return ArtifactCallError(f"{what} The artifact takes {self}. Nothing was run.")
+
+
+def _axes(axes: Any) -> Any:
+    if axes is None:
+        return None
+    return [name if name is None or isinstance(name, str) else repr(name) for name in axes]
+
+
+def _forms(entries: Sequence[Any]) -> tuple[ArrayForm, ...]:
+    return tuple(map(ArrayForm.from_json, entries))
+
+
+def shown_tree(tree: Any, forms: Sequence[ArrayForm]) -> str:
+    """Returns a pytree of arrays as text: ``{'a': float32[3]}``."""
+    shown = jax.tree.map(lambda i: _Shown(str(forms[i])), from_json(tree))
+    return repr(shown)
+
+
+class _Shown(str):
+    """Text whose ``repr`` is itself."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
