@@ -8,12 +8,15 @@ hold mutable state.
 *A program as a function*: the function that runs a jaxpr. A jaxpr can be changed before it is run,
 which ``jax.jit`` of the original function could not know.
 
+*User lines*: where the code stands that made an equation of a jaxpr, for messages.
+
 *Varying axes*: the manual mesh axes over which the shards of a value may differ, inside
 ``shard_map``. ``jax.typeof`` has them; the attribute's name changed between versions.
 """
 
 from __future__ import annotations
 
+import pathlib
 import threading
 from typing import Any
 
@@ -45,6 +48,23 @@ EAGER: Any = _eager_state()
 def is_eager() -> bool:
     """Whether no JAX transform is tracing right now."""
     return trace_state() == EAGER
+
+
+def user_line(equation: Any) -> str:
+    """Returns the file and line that an equation of a jaxpr comes from, or "" if it is not known.
+
+    Frames of JAX and of shardax are passed over.
+    """
+    traceback = getattr(getattr(equation, "source_info", None), "traceback", None)
+    inside = tuple(str(pathlib.Path(path).parent) for path in (jax.__file__, _HERE))
+    for frame in getattr(traceback, "frames", ()):
+        if not frame.file_name.startswith(inside):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
+
+
+_HERE = pathlib.Path(__file__).parent
+"""The folder ``core``; that of all of shardax is above it."""
 
 
 def varying_axes(array: Any) -> frozenset[str]:

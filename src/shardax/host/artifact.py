@@ -152,6 +152,7 @@ def write_weights(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
         for name, array in plain.items()
     }
     serialize_file(specs, path)
+    path.chmod(0o666 & path.parent.stat().st_mode)  # that of other new files; it is made private
 
 
 def _as_numbers(array: np.ndarray) -> np.ndarray:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from shardax.core.errors import ExportError
 from shardax.core.node import Object
@@ -121,7 +120,7 @@ class _Dimensions:
         return jax.ShapeDtypeStruct(
             tuple(shape),
             plain_dtype(leaf.dtype),
-            sharding=_layout(leaf),
+            sharding=_layout(leaf, shape),
             weak_type=getattr(leaf, "weak_type", False),
         )
 
@@ -149,9 +148,14 @@ class _Dimensions:
             )
 
 
-def _layout(leaf: Any) -> Any:
-    """The sharding of an array over several devices, or that a stand-in asks for."""
+def _layout(leaf: Any, shape: Sequence[Any]) -> Any:
+    """The sharding over a mesh, if the array or its stand-in has one that fits the shape.
+
+    JAX does not split dynamic dimensions, because nobody knows that they divide. The compiler then
+    finds the layout, and callers may pass the array split.
+    """
     sharding = getattr(leaf, "sharding", None)
-    if isinstance(leaf, np.ndarray) or not isinstance(sharding, jax.sharding.NamedSharding):
+    if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
-    return sharding
+    split = zip(shape, sharding.spec, strict=False)
+    return None if any(e is not None and type(s) is not int for s, e in split) else sharding

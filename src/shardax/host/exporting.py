@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from shardax.core._jax import is_eager
-from shardax.core.errors import ExportError
+from shardax.core.errors import ExportError, ShardaxError
 from shardax.host import artifact
 from shardax.host.array_form import to_words
 from shardax.host.dynamic import Dynamic, abstract_arguments
@@ -90,7 +90,7 @@ def export(
     place = artifact.free_place(to)
     compiled, given = _as_jit(function, args)
     shapes, named = abstract_arguments(compiled, given, kwargs, dynamic or {}, constraints)
-    program = FlatProgram(compiled, shapes, kwargs if not kwargs else named)
+    program = _traced(compiled, shapes, named, dynamic or {})
     exported = _exported(program, platforms)
     signature = Signature(
         name=_name(function),
@@ -102,6 +102,7 @@ def export(
         devices=exported.nr_devices,
         platforms=tuple(exported.platforms),
         vjp_order=vjp_order,
+        constraints=tuple(constraints),
     )
     if snapshot:
         check_fixed_sizes(signature)
@@ -128,6 +129,22 @@ def _as_jit(function: Any, args: Sequence[Any]) -> tuple[Jit, tuple[Any, ...]]:
     if isinstance(function, BoundJit):
         return function.__func__, (function.__self__, *args)
     return (function if isinstance(function, Jit) else jit(function)), tuple(args)
+
+
+def _traced(
+    compiled: Jit, args: Sequence[Any], kwargs: dict[str, Any], dynamic: Dynamic
+) -> FlatProgram:
+    try:
+        return FlatProgram(compiled, args, kwargs)
+    except Exception as error:
+        if dynamic and not isinstance(error, ShardaxError):
+            error.add_note(
+                f"shardax traced the function for any size of {', '.join(dynamic)} (dynamic=). "
+                "What needs the number itself, such as a Python loop or an if, cannot be exported "
+                "so: leave that size as it is, or write it with shapes alone (jnp.arange(x.shape[0]"
+                "), sx.scan)."
+            )
+        raise
 
 
 def _name(function: Any) -> str:

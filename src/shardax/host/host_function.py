@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from shardax.core.errors import HostSpecError, StaticArgumentError
 from shardax.core.pytree import is_object
@@ -28,12 +29,16 @@ from shardax.host.derivatives import (
     stopped,
     tangent_like,
 )
-from shardax.host.program import VMAP_METHODS, HostProgram, call_on_host, take
+from shardax.host.program import VMAP_METHODS, HostProgram, call_on_host, staged, take
 from shardax.host.results import promise
 from shardax.transforms.call import Call, LateFrame, wraps
 from shardax.transforms.custom_vjp import CustomVjp
 from shardax.transforms.static_arguments import resolve_arguments, static_argument
 from shardax.transforms.tangents import is_differentiable
+
+
+_PROGRAMS = 64
+"""How many forms of its arguments a host function remembers."""
 
 
 def host_function(
@@ -175,8 +180,7 @@ class HostFunction:
         self.derivative = derivative
         self.static = static
         self.fills = fills
-        # A function of its own: what JAX keeps of it is kept no longer than this object.
-        self._staged = jax.jit(lambda program, *leaves: program.stage(*leaves), static_argnums=0)
+        self._staged = functools.lru_cache(maxsize=_PROGRAMS)(staged)
         self._ruled: CustomVjp | None = None
         if derivative.vjp is not None:
             positions = tuple(key for key in static if isinstance(key, int))
@@ -204,7 +208,7 @@ class HostFunction:
                 f"to know before it runs. Give out=jax.ShapeDtypeStruct(shape, dtype), or a "
                 f"function of the arguments: out=lambda x: x for a result like x."
             )
-        args, kwargs = _without_variables(self._by_position(args, kwargs))
+        args, kwargs = _with_arrays(self._by_position(args, kwargs))
         return (self._ruled or self._call)(*args, **kwargs)
 
     def with_out(self, out: Any) -> Self:
@@ -225,6 +229,7 @@ class HostFunction:
         return bound.args, bound.kwargs
 
     def _call(self, /, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_arrays((args, kwargs))
         keys = [*((i, arg) for i, arg in enumerate(args)), *sorted(kwargs.items())]
         static = [(k, static_argument(v, self.function, k)) for k, v in keys if k in self.static]
         call = Call(
@@ -232,7 +237,7 @@ class HostFunction:
         )
         program, leaves, paths = take(self.name, call, static, self.vmap, self.fills)
         program = self._with_promise(program)
-        run = functools.partial(call_on_host, program, self._staged)
+        run = functools.partial(call_on_host, program, self._staged(program))
         results = self._derived(call, program, leaves, paths, run)
         return program.out_tree.unflatten(results)
 
@@ -256,8 +261,7 @@ class HostFunction:
         return run(refused(self.name, leaves, paths))
 
     def _forward(self, /, *args: Any, **kwargs: Any) -> Any:
-        assert self._ruled is not None
-        result = self._ruled(*args, **kwargs)
+        result = self(*args, **kwargs)
         return result, (args, kwargs, result)
 
     def _backward(self, static: int, /, *given: Any) -> tuple[Any, ...]:
@@ -272,8 +276,13 @@ def _rule(rule: Any, out: Callable[..., Any]) -> Any:
     return rule.with_out(out) if isinstance(rule, HostFunction) and rule.out is None else rule
 
 
-def _without_variables(args: Any) -> Any:
-    """Returns arguments with the values of Variables that stand in no Module."""
-    return jax.tree.map(
-        lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, args, is_leaf=is_object
-    )
+def _with_arrays(args: Any) -> Any:
+    """Returns arguments with arrays for Variables outside of Modules, and for JAX's literals."""
+
+    def array(leaf: Any) -> Any:
+        if isinstance(leaf, Variable):
+            return leaf.value
+        is_literal = isinstance(leaf, (int, float, complex)) and hasattr(leaf, "dtype")
+        return np.asarray(leaf, leaf.dtype) if is_literal else leaf
+
+    return jax.tree.map(array, args, is_leaf=is_object)

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from shardax.core import variables as variable_types
 from shardax.core._jax import Tracer
 from shardax.core.errors import (
+    ArtifactCallError,
     ArtifactDamagedError,
     ArtifactEnvironmentError,
     ArtifactVersionError,
@@ -57,10 +58,21 @@ class LoadedProgram:
         self.snapshot_unused = "not asked for: trust_snapshot=True"
         written = [self.place_of(entry.form) for entry in signature.state if entry.written]
         results = [None] * len(signature.output_forms)
-        self.jitted = jax.jit(
-            lambda state, inputs: tuple(exported.call(state, inputs)),
-            out_shardings=None if mesh is None else (results, written),
-        )
+        places = None if mesh is None else (results, written)
+        self.jitted = jax.jit(self._differentiable(exported.call), out_shardings=places)
+
+    def _differentiable(self, call: Any) -> Any:
+        """Returns the program, made to refuse derivatives if it was exported without."""
+        program = jax.custom_jvp(lambda state, inputs: tuple(call(state, inputs)))
+
+        @program.defjvp
+        def _refuse(primals: Any, tangents: Any) -> Any:
+            raise ArtifactCallError(
+                f"{self.signature.name} was exported without derivatives. Export it with "
+                "vjp_order=1, or more for higher ones."
+            )
+
+        return program if self.signature.vjp_order == 0 else program.fun
 
     def place_of(self, form: ArrayForm) -> NamedSharding | None:
         """Returns where an array of the state goes; None for the default device."""
@@ -92,10 +104,30 @@ class LoadedProgram:
 
     def run(self, state: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Runs the program on words; returns (results, new values of the written state)."""
-        arrays = list(state), list(inputs)
-        if self.snapshot is None or any(isinstance(a, Tracer) for a in (*state, *inputs)):
-            return self.jitted(*arrays)
-        return self.snapshot(arrays[0], [jax.numpy.asarray(item) for item in inputs])
+        given = list(state), list(inputs)
+        traced = any(isinstance(item, Tracer) for item in (*state, *inputs))
+        if self.snapshot is not None and not traced:
+            _, places = self.snapshot.input_shardings[0]
+            return self.snapshot(given[0], jax.device_put(given[1], places))
+        try:
+            return self.jitted(*given)
+        except (ValueError, NotImplementedError) as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: Exception) -> Exception:
+        """Returns what JAX says about exported programs in terms of ``export``."""
+        text, name = str(error), self.signature.name
+        if "refining shapes" in text and self.signature.constraints:
+            return ArtifactCallError(
+                f"The sizes of the call break what {name} was exported under: "
+                f"{', '.join(self.signature.constraints)}. It takes {self.signature}."
+            )
+        if "atching rule" in text:
+            return ArtifactCallError(
+                f"{name} cannot be mapped by vmap: an exported program is as it is. Export it with "
+                "a dimension for the batch, dynamic={'batch': 0}, or call it in a loop (sx.scan)."
+            )
+        return error
 
 
 class LoadedFunction(Module):

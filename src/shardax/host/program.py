@@ -172,14 +172,23 @@ def _form_on_host(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype)
 
 
+def staged(program: HostProgram) -> Callable[..., list[Any]]:
+    """Returns ``program.stage`` as a function that JAX traces once.
+
+    It is made for each program, and the program is no argument of it, because JAX keeps static
+    arguments alive for good.
+    """
+    return jax.jit(lambda *leaves: program.stage(*leaves))
+
+
 def call_on_host(
-    program: HostProgram, staged: Callable[..., list[Any]], leaves: Sequence[Any]
+    program: HostProgram, in_program: Callable[..., list[Any]], leaves: Sequence[Any]
 ) -> list[Any]:
     """Runs a program's function: here and now if nothing is traced, else when the program runs.
 
     Args:
         program: The program.
-        staged: ``HostProgram.stage`` under ``jax.jit``, which keeps what it traced.
+        in_program: What ``staged`` made of it.
         leaves: Its leaves.
 
     Returns:
@@ -193,7 +202,7 @@ def call_on_host(
     # The results differ over every mesh axis over which an argument does. JAX takes them for equal.
     return [
         functools.reduce(vary_alike, [leaf for leaf in shipped if _jax.varying_axes(leaf)], result)
-        for result in staged(program, *shipped)
+        for result in in_program(*shipped)
     ]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from shardax.core._jax import user_line
 from shardax.core.errors import ExportError
 from shardax.core.paths import Path, format_path
 from shardax.core.structure import GraphDef, VariableDef, definition_paths
@@ -111,15 +112,17 @@ def check_program(jaxpr: Any) -> Any:
     return jaxpr
 
 
-def _callbacks(jaxpr: Any) -> Iterator[str]:
+def _callbacks(jaxpr: Any, around: str = "") -> Iterator[str]:
+    """Yields what calls Python in a program; ``around`` is the line of the call that it is in."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
+        line = user_line(equation) or around
         if "callback" in name or name == "debug_print":
-            yield _described(equation, name)
+            yield _described(equation, name) + (f" at {line}" if line else "")
         for parameter in jax.tree.leaves(list(equation.params.values())):
             inner = getattr(parameter, "jaxpr", parameter)
             if hasattr(inner, "eqns"):
-                yield from _callbacks(inner)
+                yield from _callbacks(inner, line)
 
 
 def _described(equation: Any, name: str) -> str:
@@ -127,5 +130,5 @@ def _described(equation: Any, name: str) -> str:
         return f"jax.debug.print({equation.params.get('fmt', '')!r}, ...)"
     # The text of a callback has the function's name: <function log at 0x...>
     names = re.findall(r"<(?:bound method|function) ([^ ]+)", str(equation.params.get("callback")))
-    own = [item for item in names if "<locals>._" not in item]
-    return f"{name} of {own[0]}" if own else name
+    own = [item for item in names if "<locals>" not in item]
+    return name + (f" of {own[0]}" if own else "")

@@ -67,7 +67,7 @@ def _form(name: str, path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
     try:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         _kind(dtype)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise HostSpecError(
             f"out of the host function {name} promises the dtype {leaf.dtype}{_at(path)}, which a "
             f"function on the host cannot return. Promise numbers: random keys as uint32 words "

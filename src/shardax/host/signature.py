@@ -86,6 +86,7 @@ class Signature:
         devices: Number of devices that it runs on.
         platforms: Platforms that it was lowered for.
         vjp_order: How often it can be differentiated.
+        constraints: What holds for the sizes of dynamic dimensions.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Signature:
     devices: int
     platforms: tuple[str, ...]
     vjp_order: int
+    constraints: tuple[str, ...] = ()
 
     # --- JSON ------------------------------------------------------------------------------------
 
@@ -118,6 +120,7 @@ class Signature:
             "devices": self.devices,
             "platforms": list(self.platforms),
             "vjp_order": self.vjp_order,
+            "constraints": list(self.constraints),
         }
 
     @classmethod
@@ -145,6 +148,7 @@ class Signature:
             devices=entry["devices"],
             platforms=tuple(entry["platforms"]),
             vjp_order=entry["vjp_order"],
+            constraints=tuple(entry["constraints"]),
         )
 
     # --- text ------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def fingerprint(devices: Sequence[Any]) -> dict[str, Any]:
         "platform": client.platform,
         "platform_version": client.platform_version,
         "device": devices[0].device_kind,
-        "devices": len(devices),
+        "devices": [device.id for device in devices],
         "machine": platform.machine(),
         "processor": _processor(),
         "flags": os.environ.get("XLA_FLAGS", ""),
