@@ -65,6 +65,14 @@ class ArrayForm(NamedTuple):
         """Whether its numbers have 64 bits (or 128, if complex), which JAX has to be told of."""
         return self.dtype in ("int64", "uint64", "float64", "complex128")
 
+    def words(self) -> jax.ShapeDtypeStruct:
+        """Returns shape and dtype of its words; all sizes must be known."""
+        shape = tuple(map(int, self.shape))
+        if self.key is None:
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+        one = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=self.key)))
+        return jax.ShapeDtypeStruct((*shape, *one.shape), one.dtype)
+
     def sharding(self, mesh: Any) -> NamedSharding:
         """Returns the layout of its words over a mesh."""
         entries = self.spec or ()

@@ -246,18 +246,21 @@ class Weights:
         self._start = 8 + size
         self._header: dict[str, Any] = json.loads(self._data[8 : self._start].tobytes())
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
+    def read(self, name: str, form: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
         """Returns an array; over a mesh, each device reads its part only.
 
         Args:
             name: Its name.
-            shape: Its shape.
-            dtype: Its dtype.
+            form: Its shape and dtype.
             sharding: Where it goes; None for the default device, uncommitted.
         """
         begin, end = self._header[name]["data_offsets"]
         raw = self._data[self._start + begin : self._start + end]
-        array = raw.view(dtype).reshape(shape)
+        array = raw.view(form.dtype).reshape(form.shape)
         if sharding is None:
             return jax.numpy.array(array)
-        return jax.make_array_from_callback(shape, sharding, lambda index: np.array(array[index]))
+
+        def part(index: Any) -> np.ndarray:
+            return np.array(array[index])
+
+        return jax.make_array_from_callback(form.shape, sharding, part)

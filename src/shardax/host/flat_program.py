@@ -9,6 +9,7 @@ what it writes.
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from shardax.core._jax import jaxpr_as_fun
 from shardax.core.errors import ExportError
 from shardax.core.paths import Path, format_path
-from shardax.host.array_form import ArrayForm, from_words, to_words
+from shardax.host.array_form import ArrayForm, all_from_words, from_words, to_words
 from shardax.host.json_trees import to_json
 from shardax.host.refusals import (
     check_made_for_export,
@@ -30,6 +31,7 @@ from shardax.host.refusals import (
 from shardax.host.signature import Input, StateEntry
 from shardax.transforms.arguments import Arguments, Mixed, Plain
 from shardax.transforms.lift import Graph
+from shardax.transforms.liveness import used_inputs
 from shardax.transforms.plan import Plan
 
 CONSTANT = "Constant"
@@ -61,27 +63,38 @@ class FlatProgram:
         plan, graph, arguments = jit.prepare(args, kwargs)  # again: tracing finds hidden inputs
         record = traced._record
         check_record(record, plan.graphdef)
-        self._plan: Plan = plan
         self._jaxpr = check_program(traced.jaxpr)
-        self._arguments = arguments
-        self._leaves, self._tree = arguments.plain_leaves()
+        self._leaves = arguments.plain_leaves()[0]
         self.inputs = _inputs(plan, arguments)
         result, written, _, _ = traced._stage.out_info
         self.output = to_json(jax.tree.structure(result), ("result",))
         self.output_forms = tuple(map(ArrayForm.of, jax.tree.leaves(result)))
         values = graph.values()
-        self._values_tree = jax.tree.structure(values)
+        self._operands = _operands(plan, arguments, values)
         self._hoisted = [i for i, item in enumerate(self._jaxpr.consts) if jnp.ndim(item) > 0]
         constants = [self._jaxpr.consts[i] for i in self._hoisted]
-        self.values = [*jax.tree.leaves(values), *constants]
-        self.state = [
+        everything = [
             *_entries(graph, values, record.written, written),
             *(
                 StateEntry(f"constants[{i}]", ArrayForm.of(constant), CONSTANT, None, False)
                 for i, constant in enumerate(constants)
             ),
         ]
-        _make_unique(self.state)
+        self._forms = [entry.form for entry in everything]
+        self._held = self._used(everything)
+        self.state = _with_unique_paths([everything[i] for i in self._held])
+        arrays = [*jax.tree.leaves(values), *constants]
+        self.values = [arrays[i] for i in self._held]
+
+    def _used(self, entries: Sequence[StateEntry]) -> list[int]:
+        """Returns the positions of the arrays that a call reads or writes."""
+        flags = zip(self._operands, used_inputs(self._jaxpr.jaxpr), strict=True)
+        read = {operand for operand, is_used in flags if is_used}
+        return [
+            i
+            for i, entry in enumerate(entries)
+            if i in read or entry.written or entry.type == CONSTANT
+        ]
 
     def __call__(self, state: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Runs the program, usually on tracers.
@@ -93,25 +106,42 @@ class FlatProgram:
         Returns:
             (arrays of the result, new values of the written state), as words.
         """
-        known = [from_words(w, e.form) for w, e in zip(state, self.state, strict=True)]
+        given = dict(zip(self._held, state, strict=True))
+        held = [
+            _nothing(form) if i not in given else from_words(given[i], form)
+            for i, form in enumerate(self._forms)
+        ]
         forms = [form for item in self.inputs for form in item.forms]
-        leaves = [from_words(w, form) for w, form in zip(inputs, forms, strict=True)]
-        count = self._values_tree.num_leaves
+        count = len(held) - len(self._hoisted)
         consts = list(self._jaxpr.consts)
-        for i, constant in zip(self._hoisted, known[count:], strict=True):
+        for i, constant in zip(self._hoisted, held[count:], strict=True):
             consts[i] = constant
-        arguments = copy.copy(self._arguments)
-        plain, arguments.plain_named = self._tree.unflatten(leaves)
-        arguments.plain = tuple(plain)
-        full = self._plan.pack(self._values_tree.unflatten(known[:count]), arguments)
-        results = jaxpr_as_fun(self._jaxpr.replace(consts=consts))(*jax.tree.leaves(full))
-        words = [to_words(item) for item in results]
+        operands = [*held[:count], *all_from_words(inputs, forms)]
+        flat = [operands[i] for i in self._operands]
+        words = [to_words(item) for item in jaxpr_as_fun(self._jaxpr.replace(consts=consts))(*flat)]
         return words[: len(self.output_forms)], words[len(self.output_forms) :]
 
     def shapes(self) -> tuple[list[Any], list[Any]]:
         """Returns what ``jax.export`` shall trace it for: (state, inputs) as shapes of words."""
         state = [_shape(value) for value in self.values]
         return state, [_shape(leaf) for leaf in self._leaves]
+
+
+def _operands(plan: Plan, arguments: Arguments, values: Sequence[Any]) -> list[int]:
+    """Returns, for each input of a plan's program, its number among the values and the inputs."""
+    leaves, treedef = jax.tree.flatten(values)
+    count = len(leaves)
+    numbered = copy.copy(arguments)
+    inputs, tree = arguments.plain_leaves()
+    plain, numbered.plain_named = tree.unflatten(range(count, count + len(inputs)))
+    numbered.plain = tuple(plain)
+    return jax.tree.leaves(plan.pack(treedef.unflatten(range(count)), numbered))
+
+
+def _nothing(form: ArrayForm) -> Any:
+    """Returns an array in place of one that the program does not read."""
+    words = form.words()
+    return from_words(jnp.zeros(words.shape, words.dtype), form)
 
 
 def _shape(value: Any) -> jax.ShapeDtypeStruct:
@@ -177,13 +207,12 @@ def _without_self(paths: Sequence[Path]) -> Sequence[Path]:
     return [path[1:] for path in paths] if all(p[:1] == ("self",) for p in paths) else paths
 
 
-def _make_unique(state: list[StateEntry]) -> None:
+def _with_unique_paths(state: Sequence[StateEntry]) -> list[StateEntry]:
     """Gives entries of one path different names; a closure and an argument may agree in theirs."""
-    taken: set[str] = set()
-    for i, entry in enumerate(state):
-        path, count = entry.path, 1
-        while path in taken:
-            count += 1
-            path = f"{entry.path}#{count}"
-        taken.add(path)
-        state[i] = entry._replace(path=path)
+    counts: collections.Counter[str] = collections.Counter()
+    named = []
+    for entry in state:
+        counts[entry.path] += 1
+        suffix = "" if counts[entry.path] == 1 else f"#{counts[entry.path]}"
+        named.append(entry._replace(path=entry.path + suffix))
+    return named

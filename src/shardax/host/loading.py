@@ -322,12 +322,8 @@ def _variable(
     entry: StateEntry, weights: artifact.Weights, program: LoadedProgram
 ) -> Variable[Any]:
     form = entry.form
-    shape, dtype = tuple(map(int, form.shape)), form.dtype
-    if form.key is not None:
-        words = jax.eval_shape(jax.random.key_data, jax.random.key(0, impl=form.key))
-        shape, dtype = (*shape, *words.shape), words.dtype
-    value = weights.read(entry.path, shape, jax.numpy.dtype(dtype), program.place_of(form))
-    return _type_of(entry.type)(from_words(value, form), axes=entry.axes)
+    words = weights.read(entry.path, form.words(), program.place_of(form))
+    return _type_of(entry.type)(from_words(words, form), axes=entry.axes)
 
 
 def _type_of(name: str) -> type[Variable[Any]]:
