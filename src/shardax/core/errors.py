@@ -9,6 +9,8 @@ survive pickling, because errors cross process boundaries (workers, data loaders
 
 from __future__ import annotations
 
+import concurrent.futures
+import pickle
 from collections.abc import Iterable
 from typing import Any
 
@@ -453,6 +455,21 @@ class NeighbourError(ShardaxError, ValueError):
     """Points, or what is asked of a tree of points, do not fit."""
 
 
+# --- pickling -------------------------------------------------------------------------------------
+
+
+class PickleWriteError(ShardaxError, pickle.PicklingError):
+    """Something cannot be pickled; names its path where that is known."""
+
+
+class PickleReadError(ShardaxError, pickle.UnpicklingError):
+    """A pickle is damaged, was not made by ``sx.host.dumps``, or needs what is not here."""
+
+
+class LayoutLostWarning(UserWarning):
+    """What was pickled was laid out over a mesh that this machine does not have."""
+
+
 # --- artifacts ------------------------------------------------------------------------------------
 
 
@@ -482,3 +499,54 @@ class ArtifactEnvironmentError(ShardaxError, RuntimeError):
 
 class ArtifactCallError(ShardaxError, TypeError):
     """The arguments of a loaded function are not those that it was exported for."""
+
+
+# --- workers --------------------------------------------------------------------------------------
+
+
+class WorkerConfigError(ShardaxError, ValueError):
+    """A worker, or a call to one, was asked for with options that do not fit."""
+
+
+class WorkerStartError(ShardaxError, RuntimeError):
+    """The process of a worker did not start."""
+
+
+class WorkerAuthenticationError(ShardaxError, PermissionError):
+    """A worker and its client do not have the same key."""
+
+
+class WorkerProtocolError(ShardaxError, ConnectionError):
+    """What came over a connection is not a message of this version."""
+
+
+class WorkerMessageError(ShardaxError, ValueError):
+    """A call or its result is larger than what a worker takes."""
+
+
+class WorkerPickleError(ShardaxError, TypeError):
+    """A function, argument or result cannot be sent to another process, or not read there."""
+
+
+class StaleModuleError(ShardaxError, ImportError):
+    """A worker has imported a module whose source is not that of the call."""
+
+
+class WorkerCallError(ShardaxError, RuntimeError):
+    """A call raised in a worker what cannot be sent as an object; carries the text."""
+
+
+class WorkerTimeoutError(ShardaxError, TimeoutError):
+    """A call ran in a worker for longer than it may."""
+
+
+class CallCancelledError(ShardaxError, concurrent.futures.CancelledError):
+    """A call that ran in a worker was interrupted."""
+
+
+class WorkerCrashedError(ShardaxError, concurrent.futures.BrokenExecutor):
+    """A worker ended, or stopped answering, before a call to it was done."""
+
+
+class RemoteValueError(ShardaxError, LookupError):
+    """A value that is said to be kept in a worker is not there."""
