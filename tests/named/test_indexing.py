@@ -153,6 +153,12 @@ def test_positional_dimensions_are_indexed_as_numpy_does_along_the_names():
     assert x.at[..., 0].set(0)[..., 0].sum().data.tolist() == [0, 0, 0]
 
 
+def test_a_mask_may_be_a_named_array_of_its_axis():
+    x = NamedArray(jnp.arange(6).reshape(2, 3), ("a", "b"))
+    assert x[{"b": x[{"a": 0}] != 1}].unwrap("a", "b").tolist() == [[0, 2], [3, 5]]
+    assert x.at[{"b": x[{"a": 0}] != 1}].set(9).unwrap("a", "b").tolist() == [[9, 1, 9], [9, 4, 9]]
+
+
 def test_none_adds_an_axis_by_name():
     x = NamedArray(jnp.arange(2), ("a",))
     assert x[{"new": None, "a": slice(1)}].axes == {"new": 1, "a": 1}

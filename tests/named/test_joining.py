@@ -106,6 +106,12 @@ def test_what_lacks_an_axis_is_repeated_along_it():
         (lambda x: named.split(x, "b", [1, 1]), "NamedAxesError", r"\(1, 1\)"),
         (lambda x: named.split(x, "c", 1), "NamedAxesError", "no axis 'c'"),
         (lambda x: named.unstack(x, "c"), "NamedAxesError", "no axis 'c'"),
+        (lambda x: named.unstack(jnp.ones(3), "c"), "NamedAxesError", r"unstack.*\(3,\)"),
+        (lambda x: named.split(3, "c", 1), "NamedAxesError", "split.*int"),
+        (lambda x: named.dot(x, jnp.ones(3), "b"), "NamedAxesError", r"dot.*\(3,\)"),
+        (lambda x: named.dot(x, x.untag("a"), "a"), "NamedAxesError", "'a'"),
+        (lambda x: named.dot(x.untag("a"), x.untag("a"), "b"), "NamedAxesError", "positional"),
+        (lambda x: named.softmax([1.0], "b"), "NamedAxesError", "softmax.*list"),
         (lambda x: named.where(True, 1, 2), "NamedAxesError", "jnp.where"),
         (lambda x: named.where(x, "text", 2), "NamedAxesError", "'text'"),
     ],
@@ -122,6 +128,28 @@ def test_where_meets_by_name(data):
     found = named.where(data.draw(restored(x)) > 3, data.draw(restored(y)), -1.0)
     mask = x > 3
     assert_same(found, mask * y - ~mask * named.ones({}))
+
+
+@few
+@given(st.data())
+def test_dot_is_the_sum_of_products(data):
+    x = data.draw(named_arrays(positional=0).filter(lambda x: x.axes))
+    y = data.draw(named_arrays(positional=1))
+    names = [name for name in x.axes if name in y.axes]
+    found = named.dot(data.draw(restored(x)), data.draw(restored(y)), names)
+    assert_same(found, (x * y).sum(names) if names else x * y)
+
+
+def test_dot_takes_one_name_or_variables_that_hold_named_arrays():
+    x, weight = named.ones({"a": 2, "b": 3}), sx.Param(named.ones({"b": 3}))
+    assert_same(named.dot(x, weight, "b"), named.full({"a": 2}, 3.0))
+    assert named.dot(x, weight, "b", dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_softmax_sums_to_one_along_its_axis():
+    x = named.normal(jax.random.key(0), {"a": 2, "b": 3})
+    np.testing.assert_allclose(named.softmax(x, "b").sum("b").data, 1, rtol=1e-6)
+    np.testing.assert_allclose(named.softmax(x.untag("b"), 0).sum().data, 1, rtol=1e-6)
 
 
 # --- scan ---
@@ -163,6 +191,16 @@ def test_scan_reads_and_writes_variables_as_a_loop_does():
     _, rows = named.scan(step, "t", None, named.ones({"t": 3}))
     assert rows.unwrap("t").tolist() == [1, 2, 3]
     assert int(count) == 3
+
+
+def test_scan_transposes_no_carry_whatever_its_storage():
+    def program(start, steps):
+        carry, xs = wrap(start, "b", "a"), wrap(steps, "t")
+        return named.scan(lambda c, v: (c * v, None), "t", carry, xs)[0].data
+
+    text = str(jax.make_jaxpr(program)(jnp.ones((2, 3)), jnp.ones(4)))
+    assert "scan" in text
+    assert "transpose" not in text
 
 
 def test_scan_can_be_compiled_and_differentiated():

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardax.core.display import ShownArray
 from shardax.core.errors import NamedAxesError, NamesRemainError
+from shardax.core.variables import Variable
 from shardax.named.base import refuse_loss, register, transposed
 from shardax.named.indexing import Indexing
 from shardax.named.lift import lifted_method, lifted_operator
@@ -354,3 +355,24 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
 
 
 register(NamedArray)
+
+
+def as_named(value: Any, function: str) -> NamedArray:
+    """Returns a named array, also that of a Variable.
+
+    Args:
+        value: What a function was given.
+        function: Its name, for the message.
+
+    Raises:
+        NamedAxesError: If it is something else.
+    """
+    if isinstance(value, Variable):
+        value = value.value
+    if isinstance(value, NamedArray):
+        return value
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise NamedAxesError(
+        f"{function} takes named arrays, but was given {type(value).__name__}{shape}. Name the "
+        f"dimensions: named.wrap(array, ...)."
+    )

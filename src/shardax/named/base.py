@@ -31,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax.core.arraylike import ArrayLike
 from shardax.core.errors import NamedAxesError, NamesRemainError
+from shardax.core.packing import packed
 from shardax.named.mapped import local, refuse_mapped
 from shardax.named.names import (
     Dims,
@@ -186,8 +187,8 @@ class Stored:
 
     def __reduce__(self) -> Any:
         if self._dims is None:
-            return _rebuilt, (type(self), self._form, self._data)
-        return type(self), (self._data, self._dims)
+            return _rebuilt, (type(self), self._form, packed(self._data))
+        return type(self), (packed(self._data), self._dims)
 
     def __copy__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ import jax
 from shardax.core.dtypes import cast_all
 from shardax.core.errors import NamedAxesError
 from shardax.named.align import Operand, check_sizes, listing
-from shardax.named.array import NamedArray
+from shardax.named.array import NamedArray, as_named
 from shardax.named.names import Dims, positional_places
 from shardax.named.reductions import place_of
 from shardax.partition.explicit import joined_sharding
@@ -33,8 +33,8 @@ def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedA
         Over Explicit mesh axes these keep their layouts.
 
     Raises:
-        NamedAxesError: If an array lacks a name, a name has two sizes, or both have positional
-            dimensions.
+        NamedAxesError: If one is no named array or lacks a name, a name has two sizes, or both have
+            positional dimensions.
 
     Example:
         >>> import shardax as sx
@@ -43,7 +43,7 @@ def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedA
         >>> sx.named.dot(x, w, "embed").axes
         {'batch': 2, 'time': 3, 'mlp': 5}
     """
-    first, second = Operand(*x._parts()), Operand(*y._parts())
+    first, second = (Operand(*as_named(each, "dot")._parts()) for each in (x, y))
     names = _names(axes, first.dims, second.dims)
     check_sizes((first, second))
     if positional_places(first.dims) and positional_places(second.dims):
@@ -111,5 +111,5 @@ def softmax(x: NamedArray, axis: Any) -> NamedArray:
         >>> sx.named.softmax(sx.named.zeros({"a": 4}), "a").unwrap("a").tolist()
         [0.25, 0.25, 0.25, 0.25]
     """
-    data, dims = x._parts()
+    data, dims = as_named(x, "softmax")._parts()
     return NamedArray._make(jax.nn.softmax(data, axis=place_of(dims, axis)), dims)

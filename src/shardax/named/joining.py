@@ -13,7 +13,7 @@ import numpy as np
 
 from shardax.core.errors import NamedAxesError
 from shardax.named.align import Operand, align, check_sizes, expand, joined
-from shardax.named.array import NamedArray
+from shardax.named.array import NamedArray, as_named
 from shardax.named.names import Dims, check_dims, shown
 from shardax.named.operators import operand_of
 
@@ -89,6 +89,7 @@ def unstack(array: NamedArray, axis: Any) -> tuple[NamedArray, ...]:
         >>> [part.item() for part in sx.named.unstack(sx.named.arange({"a": 3}), "a")]
         [0, 1, 2]
     """
+    array = as_named(array, "unstack")
     data, dims = array._parts()
     place = array._place(axis)
     rest = (*dims[:place], *dims[place + 1 :])
@@ -113,6 +114,7 @@ def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[Nam
         >>> head.axes, tail.unwrap("a").tolist()
         ({'a': 2}, [2, 3, 4])
     """
+    array = as_named(array, "split")
     data, dims = array._parts()
     place = array._place(axis)
     whole = data.shape[place]
@@ -167,17 +169,12 @@ def where(condition: Any, x: Any, y: Any) -> NamedArray:
 
 
 def _operands(arrays: Sequence[Any], function: str) -> list[Operand]:
-    operands: list[Operand] = []
-    for array in arrays:
-        if not isinstance(array, NamedArray):
-            array = jnp.asarray(array)
-            if array.ndim:
-                raise NamedAxesError(
-                    f"{function} puts named arrays together, but was given a plain one of shape "
-                    f"{array.shape}. Name its dimensions: named.wrap(array, ...)."
-                )
-            array = NamedArray(array, ())
-        operands.append(Operand(*array._parts()))
+    operands = [
+        Operand(jnp.asarray(array), ())
+        if isinstance(array, (bool, int, float, complex))
+        else Operand(*as_named(array, function)._parts())
+        for array in arrays
+    ]
     if not operands:
         raise NamedAxesError(f"{function} needs at least one array.")
     return operands
