@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.test_select_edits import Layer, Model, Pair
+from tests.core.test_select_edits import Layer, Model, Pair, takes
 from tests.strategies import assert_same_model
 
 import shardax as sx
@@ -96,6 +97,32 @@ def test_cycles_and_methods_are_put_together() -> None:
     whole = sx.combine(*parts)
     assert whole.child.root is whole and whole.call.__self__ is whole.child
     assert_same_model(whole, root)
+
+
+def test_what_a_selected_part_holds_is_in_its_part_wherever_it_stands() -> None:
+    shared = sx.Param(1.0)
+    root = sx.Module()
+    root.alone, root.row, root.between = shared, [shared, sx.Param(2.0)], Layer()
+    root.between.row = root.row
+    root.call = functools.partial(takes, shared, 3.0)
+    selected, rest = sx.select(root).at(lambda m: m.row).partition()
+    assert selected.alone is shared and selected.row is root.row and selected.between.w == HOLE
+    assert rest.alone == HOLE and rest.row == HOLE and rest.between.w is root.between.w
+    assert sx.select(root).at(lambda m: m.row).invert().keypaths()[0] == ("between", "w")
+    assert_same_model(sx.combine(selected, rest), root)
+
+
+def test_a_part_that_refers_to_its_parent_is_taken_apart() -> None:
+    root = sx.Module()
+    root.layers = [Layer(1), Layer(2)]
+    for layer in root.layers:
+        layer.parent = root
+    selected, rest = sx.select(root).at_instances_of(Layer).pick_nth(0).partition()
+    assert rest.layers[0] == HOLE and selected.layers[1].w == HOLE
+    assert selected.layers[0].parent is selected and selected.layers[0].w is root.layers[0].w
+    whole = sx.combine(selected, rest)
+    assert_same_model(whole, root)
+    assert all(layer.parent is whole for layer in whole.layers)
 
 
 def test_lazy_values_stay_lazy_in_both_parts() -> None:

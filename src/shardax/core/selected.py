@@ -34,7 +34,6 @@ from shardax.core.select_places import (
     locate,
     read,
     rest_of,
-    root_place,
     search,
 )
 from shardax.core.select_predicates import (
@@ -45,7 +44,7 @@ from shardax.core.select_predicates import (
     may_be_values,
     to_test,
 )
-from shardax.core.select_survey import Survey
+from shardax.core.select_split import split_places
 from shardax.core.select_text import selection_text
 
 _QUOTED_NAME = re.compile(r"""\[(['"])([^\W\d]\w*)\1\]""")
@@ -279,28 +278,8 @@ class Selected(Shown):
             >>> rest.keypaths()
             (('activation',),)
         """
-        survey = Survey(self._tree, self._places, self._every_path)
-        leading = {self._node_key(node.place) for node in survey.nodes if node.leads}
-
-        def leads(place: Place) -> bool:
-            """Whether something selected is at or below a place."""
-            key = place.key(self._every_path)
-            if key in survey.chosen:
-                return True
-            if place.is_holder:
-                return self._node_key(place) in leading
-            return any(map(leads, children(place)))
-
-        rest = search(
-            (root_place(self._tree),),
-            lambda place: not leads(place),
-            every_path=self._every_path,
-            barred=survey.chosen,
-        )
+        _, rest = split_places(self._tree, self._places, self._every_path)
         return self._narrowed(rest)
-
-    def _node_key(self, place: Place) -> Hashable:
-        return place.path if self._every_path else id(place.holder)
 
     # --- reading ---------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from shardax.core.select_combine import HOLE
 from shardax.core.select_edit import OLD, Items, Journal, edit_tree, undo
 from shardax.core.select_places import Place, root_place
 from shardax.core.select_predicates import with_path
+from shardax.core.select_split import split_places
 from shardax.core.selected import Selected
 
 _UNSET: Any = object()
@@ -255,11 +256,12 @@ class Selection(Selected):
             >>> sx.combine(jax.tree.map(lambda x: 2 * x, floats), rest)
             {'steps': 3, 'w': 2.0}
         """
-        return self.invert()._without(), self._without()
+        held, rest = split_places(self._tree, self._places, self._every_path)
+        return self._without(rest), self._without(held)
 
-    def _without(self) -> Any:
-        """Returns the tree with holes for what is selected."""
-        edits = [(place, [HOLE]) for place in self._places]
+    def _without(self, places: Iterable[Place]) -> Any:
+        """Returns the tree with holes at some places."""
+        edits = [(place, [HOLE]) for place in places]
         return edit_tree(self._tree, edits, self._every_path) if edits else self._tree
 
     # --- in place --------------------------------------------------------------------------------
