@@ -36,7 +36,6 @@ from shardax.transforms.custom_vjp import CustomVjp
 from shardax.transforms.static_arguments import resolve_arguments, static_argument
 from shardax.transforms.tangents import is_differentiable
 
-
 _PROGRAMS = 64
 """How many forms of its arguments a host function remembers."""
 
@@ -282,7 +281,7 @@ def _with_arrays(args: Any) -> Any:
     def array(leaf: Any) -> Any:
         if isinstance(leaf, Variable):
             return leaf.value
-        is_literal = isinstance(leaf, (int, float, complex)) and hasattr(leaf, "dtype")
-        return np.asarray(leaf, leaf.dtype) if is_literal else leaf
+        dtype = getattr(leaf, "dtype", None) if isinstance(leaf, (int, float, complex)) else None
+        return leaf if dtype is None else np.asarray(leaf, dtype)
 
     return jax.tree.map(array, args, is_leaf=is_object)
