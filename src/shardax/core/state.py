@@ -20,6 +20,7 @@ from shardax.core.errors import StateMismatchError
 from shardax.core.filters import Filter, first_match, no_match_error, to_predicates
 from shardax.core.layout_text import layout_text
 from shardax.core.metadata import EMPTY, Metadata
+from shardax.core.packing import packed
 from shardax.core.paths import Path, PathKey, format_path
 from shardax.core.variables import Variable
 
@@ -121,6 +122,16 @@ class State(Shown, Mapping[Any, Any]):
 
     def __contains__(self, key: object) -> bool:
         return any(path[:1] == (key,) for path in self._values)
+
+    def __copy__(self) -> State:
+        return State(self)
+
+    def __getstate__(self) -> Any:
+        values = {path: packed(value) for path, value in self._values.items()}
+        return values, self._origins
+
+    def __setstate__(self, state: Any) -> None:
+        self._values, self._origins = state
 
     __eq__ = object.__eq__  # comparing arrays inside would be ambiguous; compare with jax.tree.map
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] (identity, like __eq__)

@@ -43,6 +43,7 @@ from shardax.core.frames import (
 from shardax.core.lazy import Init, LazyValue
 from shardax.core.metadata import EMPTY, Metadata, check_axes
 from shardax.core.node import Object
+from shardax.core.packing import packed
 from shardax.core.paths import Path
 from shardax.core.pytree import register_variable
 from shardax.core.structure import VariableDef
@@ -329,7 +330,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         return self.__deepcopy__({})
 
     def __getstate__(self) -> Any:
-        return (self.value, self._metadata)
+        return (packed(self.value), self._metadata)
 
     def __setstate__(self, state: Any) -> None:
         self._value, self._metadata = state

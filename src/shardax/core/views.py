@@ -98,6 +98,11 @@ class _ViewOfVariable:
     def _make(cls, *parts: Any) -> Any:
         return cls._plain._make(*parts)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A Variable of its own with this part's value, as in every copy of a view.
+        plain: Any = self._plain
+        return _copied_view, (plain, plain.__getstate__(self))
+
     def _describe(self, encode: Any) -> VariableDef:
         return VariableDef(self._plain, self._metadata)
 
@@ -116,6 +121,13 @@ class _ViewOfVariable:
 
     def _check_metadata_write(self, what: str) -> None:
         raise LayerViewError(_LOCK.format(what=what))
+
+
+def _copied_view(plain: Any, state: Any) -> Variable[Any]:
+    """Returns a Variable with the state that a view had when it was pickled."""
+    variable = object.__new__(plain)
+    variable.__setstate__(state)
+    return variable
 
 
 @functools.lru_cache(maxsize=1024)

@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax.core._jax import Tracer
 from shardax.core.errors import BoxError
+from shardax.core.packing import packed
 from shardax.core.static import exact_key
 from shardax.partition.assignment import Names, mesh_axes_of
 from shardax.partition.mesh import AnyMesh
@@ -133,6 +134,12 @@ class AxisMetadata(abc.ABC, Generic[T]):
             mesh: The mesh, also an ``AbstractMesh``.
         """
         return NamedSharding(mesh, self.get_partition_spec())
+
+    def __copy__(self) -> Self:
+        return self.replace_boxed(self.value)
+
+    def __getstate__(self) -> Any:
+        return {**self.__dict__, "value": packed(self.value)}
 
     def __eq__(self, other: object) -> bool:
         if self is other:
