@@ -95,6 +95,7 @@ from shardax.transforms.prefix import StateAxes as StateAxes
 from shardax.transforms.prefix import StateSharding as StateSharding
 from shardax.transforms.remat import remat as remat
 from shardax.transforms.rematted import Remat as Remat
+from shardax.transforms.safe_where import safe_where as safe_where
 from shardax.transforms.scan import scan as scan
 from shardax.transforms.shapes import eval_shape as eval_shape
 from shardax.transforms.shard_map import shard_map as shard_map

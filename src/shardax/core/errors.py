@@ -218,7 +218,7 @@ class BranchError(ShardaxError, TypeError):
 
 
 class ArgumentError(ShardaxError, TypeError):
-    """An argument of a compiled function is neither arrays nor objects."""
+    """An argument is neither arrays nor objects, or not such as the function takes."""
 
 
 class StaticArgumentError(ShardaxError, TypeError):

@@ -45,6 +45,16 @@ def has_objects(tree: Any) -> bool:
         local.probing = False
 
 
+def flatten_plain(tree: Any) -> tuple[list[Any], Any] | None:
+    """Flattens a pytree, as ``jax.tree.flatten``; None if there are objects anywhere in it."""
+    local.probing, local.found = True, False
+    try:
+        flat = jax.tree.flatten(tree)
+        return None if local.found else flat
+    finally:
+        local.probing = False
+
+
 def is_object(value: Any) -> bool:
     """Whether ``value`` is a Module, container or Variable; for ``is_leaf=``."""
     return isinstance(value, Object)

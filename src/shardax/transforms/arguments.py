@@ -8,17 +8,18 @@ that a transform made.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from shardax.core.errors import StaticArgumentError
 from shardax.core.node import Object
+from shardax.core.paths import Path, path_step
 from shardax.core.pytree import has_objects, is_object
 from shardax.core.static import Static
+from shardax.transforms.static_leaves import is_dynamic, static_leaf
 
 
 class Root(NamedTuple):
@@ -55,7 +56,11 @@ class Fixed(NamedTuple):
 
 
 def take_apart(
-    value: Any, roots: list[Any], auto_static: bool = False, static_numbers: bool = False
+    value: Any,
+    roots: list[Any],
+    auto_static: bool = False,
+    static_numbers: bool = False,
+    label: Callable[[], Path] = tuple,
 ) -> tuple[Any, Any]:
     """Splits one argument.
 
@@ -64,6 +69,7 @@ def take_apart(
         roots: Collects the objects.
         auto_static: Whether leaves that are neither arrays nor objects are static.
         static_numbers: Whether Python's numbers are static, too.
+        label: Returns the path of the argument, for messages.
 
     Returns:
         (template, plain part): the plain part is a pytree without objects.
@@ -77,13 +83,17 @@ def take_apart(
     if not auto_static and not has_objects(value):
         return PLAIN, value
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_object)
+
+    def path_of(position: int) -> Path:
+        return (*label(), *leaf_paths(treedef)[position])
+
     places, static, plain = [], [], []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Object):
             places.append((position, len(roots)))
             roots.append(leaf)
-        elif auto_static and not _is_dynamic(leaf, static_numbers):
-            static.append((position, _static_leaf(leaf)))
+        elif auto_static and not is_dynamic(leaf, static_numbers):
+            static.append((position, static_leaf(leaf, functools.partial(path_of, position))))
         else:
             plain.append(leaf)
     if not places and not static:
@@ -91,24 +101,12 @@ def take_apart(
     return Mixed(treedef, tuple(places), tuple(static)), plain
 
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-
-
-def _is_dynamic(leaf: Any, static_numbers: bool) -> bool:
-    if isinstance(leaf, (int, float, complex)) and not isinstance(leaf, np.generic):
-        return not static_numbers and not isinstance(leaf, bool)
-    return isinstance(leaf, _ARRAYS)
-
-
-def _static_leaf(leaf: Any) -> Static:
-    try:
-        return Static(leaf)
-    except TypeError as error:
-        raise StaticArgumentError(
-            f"What is no array, number or Module is static here (as under static='auto'), but "
-            f"{leaf!r} of type {type(leaf).__name__} is not hashable ({error}). Use a tuple or "
-            f"frozenset, or a frozen dataclass."
-        ) from error
+@functools.lru_cache(maxsize=512)
+def leaf_paths(treedef: Any) -> Sequence[Path]:
+    """Returns the path of each leaf of a pytree structure."""
+    marked = treedef.unflatten(range(treedef.num_leaves))
+    pairs = jax.tree_util.tree_leaves_with_path(marked)
+    return [tuple(path_step(key) for key in keys) for keys, _ in pairs]
 
 
 def put_together(template: Any, plain: Any, roots: Sequence[Any], with_static: bool = True) -> Any:
@@ -135,6 +133,8 @@ class Arguments:
         kwargs: The keyword arguments.
         auto_static: Whether leaves that are neither arrays nor objects are static.
         static: Positions and names of arguments that are static as a whole.
+        static_numbers: Whether Python's numbers are static, too.
+        label: Returns the path of the argument of a position or name, for messages.
 
     Attributes:
         templates: One per positional argument.
@@ -152,13 +152,16 @@ class Arguments:
         kwargs: Mapping[str, Any],
         auto_static: bool = False,
         static: Container[int | str] = (),
+        static_numbers: bool = False,
+        label: Callable[[int | str], Path] = lambda _: (),
     ) -> None:
         self.roots: list[Any] = []
 
         def apart(key: int | str, value: Any) -> tuple[Any, Any]:
             if key in static:
                 return Fixed(value), None
-            return take_apart(value, self.roots, auto_static)
+            where = functools.partial(label, key)
+            return take_apart(value, self.roots, auto_static, static_numbers, where)
 
         pairs = [apart(position, arg) for position, arg in enumerate(args)]
         self.templates = tuple(template for template, _ in pairs)

@@ -28,7 +28,12 @@ from shardax.core.frames import Adopted, Frame, local
 from shardax.core.paths import Path, format_path
 from shardax.core.structure import GraphDef, build, flatten
 from shardax.core.variables import Variable
-from shardax.transforms.closures import find_sources, objects_in, parameter_name
+from shardax.transforms.closures import (
+    argument_path,
+    find_sources,
+    objects_in,
+    parameter_name,
+)
 from shardax.transforms.lift import (
     Arguments,
     Carried,
@@ -65,6 +70,7 @@ class Call:
         captured: Variables that the functions use without being given them, as inputs.
         static: Positions and names of arguments that are passed on as they are.
         auto_static: Whether leaves that are neither arrays nor objects are passed on so.
+        static_numbers: Whether Python's numbers are, too.
 
     Attributes:
         arguments: The arguments taken apart.
@@ -85,11 +91,19 @@ class Call:
         captured: Sequence[Variable[Any]] = (),
         static: Container[int | str] = (),
         auto_static: bool = False,
+        static_numbers: bool = False,
     ) -> None:
         self.name = name
         self.functions = tuple(functions)
         self.make_frame = make_frame
-        self.arguments = Arguments(args, kwargs, auto_static, static)
+        self.arguments = Arguments(
+            args,
+            kwargs,
+            auto_static,
+            static,
+            static_numbers,
+            functools.partial(argument_path, functions[0]),
+        )
         self.captured_count = len(captured)
         count = len(self.arguments.templates)
         self.labels = [parameter_name(functions[0], i) for i in range(count)]

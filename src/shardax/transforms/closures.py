@@ -72,7 +72,7 @@ def _search(value: Any, depth: int, seen: set[int], found: dict[Any, Source]) ->
                 _search(held, depth + 1, seen, found)
     elif hasattr(value, "__wrapped__") and not isinstance(value, type):
         _search(value.__wrapped__, depth, seen, found)
-    elif _is_plain_instance(value) and callable(value):
+    elif is_plain_instance(value) and callable(value):
         _add_holder(value, found)
         _search(type(value).__call__, depth, seen, found)
 
@@ -131,7 +131,7 @@ def objects_in(value: Any, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
         items: Any = value
     elif isinstance(value, dict):
         items = value.values()
-    elif _is_plain_instance(value):
+    elif is_plain_instance(value):
         items = vars(value).values()
     else:
         return
@@ -141,7 +141,7 @@ def objects_in(value: Any, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
             yield from objects_in(item, depth - 1)
 
 
-def _is_plain_instance(value: Any) -> bool:
+def is_plain_instance(value: Any) -> bool:
     """Whether ``value`` is an instance of an ordinary user class."""
     return (
         not isinstance(value, (Object, type, types.ModuleType, types.FunctionType))
@@ -171,6 +171,11 @@ def _find_parameters(function: Any) -> tuple[inspect.Parameter, ...] | None:
         return tuple(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return None
+
+
+def argument_path(function: Any, key: int | str) -> tuple[str, ...]:
+    """Returns the path of an argument by its position or name: the name of the parameter."""
+    return (parameter_name(function, key) if isinstance(key, int) else key,)
 
 
 def parameter_name(function: Any, position: int) -> str:

@@ -29,6 +29,8 @@ class CallEntry:
             alive.
         plan: The plan.
         last: The record of the last call and the Variables it wrote.
+        spans: Where the dynamic leaves of each argument stand, in quick calls
+            (``transforms.automatic``).
     """
 
     __slots__ = (
@@ -39,6 +41,7 @@ class CallEntry:
         "leaves",
         "plan",
         "roots",
+        "spans",
     )
 
     def __init__(self, plan: Plan, graph: Graph) -> None:
@@ -48,6 +51,7 @@ class CallEntry:
         self.kept, self.donated = plan.partition(graph.leaves)
         self.roots = [_weak(root) for root in graph.roots]
         self.last: tuple[Any, list[Any]] = (None, [])
+        self.spans: Any = None
 
     def graph(self) -> Graph:
         """Flattens the roots anew; for calls that trace or change structure."""

@@ -15,6 +15,7 @@ leaves the compiled program as a node of its output tree, so that each executabl
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,20 +27,21 @@ from shardax.core.lazy import LazyValue
 from shardax.core.node import Object, Wrapper
 from shardax.core.paths import Path
 from shardax.core.pytree import has_objects
-from shardax.core.static import exact_key
 from shardax.core.structure import walk_objects
-from shardax.transforms import explain
+from shardax.transforms import automatic, explain
 from shardax.transforms.blame import explain_error
 from shardax.transforms.bound import BoundJit
 from shardax.transforms.call import Captured
 from shardax.transforms.closures import (
     Source,
+    argument_path,
     find_sources,
     objects_in,
     parameter_name,
 )
 from shardax.transforms.entry import CallEntry
 from shardax.transforms.lift import Arguments, Carried, Graph, carry_in, check_no_leak
+from shardax.transforms.memory import Memory
 from shardax.transforms.naming import root_names
 from shardax.transforms.plain import ARRAY_TYPES, all_dynamic, note_types
 from shardax.transforms.plan import (
@@ -87,18 +89,20 @@ class Jit(Wrapper):
             None  # looked for at the first call: names may be bound later
         )
         self.captured: list[weakref.ref[Any]] = []
-        self.plans: dict[Any, Plan] = {}
-        self.calls: dict[Any, CallEntry] = {}
-        self._wrapping_key = wrapping or _options_key(self.options)
+        self.memory = Memory()
+        self.plans, self.calls = self.memory.plans, self.memory.calls
+        self._wrapping_key = wrapping or self.options.key()
         self._simple = not (self.static_positions or self.static_names)
         self._auto = self.options.auto_static
+        self._static_types = self.options.static_types
+        self._ticks = self.memory.ticks
 
     # --- calling ---------------------------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self._simple or kwargs or local.frame is not None:
             return self._call_by_template(args, kwargs)
-        if self._auto and not all_dynamic(args):
+        if self._auto and not all_dynamic(args, self._static_types):
             return self._call_by_template(args, kwargs)
         key: list[Any] = []
         plain: list[Any] = []
@@ -125,8 +129,10 @@ class Jit(Wrapper):
         if entry is None or traced or entry.epoch != epoch.current:
             return self._call_slowly(args, kwargs, tuple(key))
         local.call = entry
+        plan = entry.plan
+        plan.used = next(self._ticks)
         try:
-            result, written, fresh, record = entry.plan.run(
+            result, written, fresh, record = plan.run(
                 [v._value for v in entry.kept], [v._value for v in entry.donated], plain
             )
         except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
@@ -150,6 +156,10 @@ class Jit(Wrapper):
         """
         if local.frame is not None:
             return self._call_slowly(args, kwargs)
+        if self._auto and self._simple:
+            call = automatic.quick_call(args, kwargs, self._static_types)
+            if call is not None:
+                return self._call_quickly(call, args, kwargs)
         signature = self._separate_static(args, kwargs)
         arguments = self._take_apart(signature)
         key = (
@@ -160,19 +170,48 @@ class Jit(Wrapper):
         entry = self.calls.get(key)
         if entry is None or entry.epoch != epoch.current:
             return self._call_slowly(args, kwargs, key)
+        return self._repeat(entry, list(arguments.plain), arguments.plain_named, args, kwargs)
+
+    def _call_quickly(
+        self, call: automatic.QuickCall, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Calls with leaves that are static, found by type."""
+        if self.sources or self.captured:
+            call.key.extend(map(id, self.hidden_objects()))
+        key = tuple(call.key)
+        entry = self.calls.get(key)
+        if entry is None or entry.epoch != epoch.current:
+            return self._call_slowly(args, kwargs, key)
+        if entry.spans is None:
+            plan = entry.plan
+            entry.spans = automatic.spans_of(plan.templates, plan.named, call.args, kwargs)
+        plain, named = automatic.pack(call, kwargs, entry.spans)
+        return self._repeat(entry, plain, named, args, kwargs)
+
+    def _repeat(
+        self,
+        entry: CallEntry,
+        plain: list[Any],
+        named: Mapping[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Makes a call whose like was made before."""
         local.call = entry
+        plan = entry.plan
+        plan.used = next(self._ticks)
+        kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
         try:
-            carried = entry.plan.call([v._value for v in entry.leaves], arguments)
+            result, written, fresh, record = plan.run(kept, donated, plain, named)
         except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
             return self._recover(error, entry, args, kwargs)
         finally:
             local.call = None
-        written = carried.written
-        if not carried.record.simple or (written and type(written[0]) not in ARRAY_TYPES):
-            return self._finish_slowly(entry, carried)
-        for position, value in zip(carried.record.written, written, strict=True):
+        if not record.simple or (written and type(written[0]) not in ARRAY_TYPES):
+            return self._finish_slowly(entry, Carried(result, written, fresh, record))
+        for position, value in zip(record.written, written, strict=True):
             entry.leaves[position]._value = value
-        return carried.result
+        return result
 
     def _finish_slowly(self, entry: CallEntry, carried: Carried) -> Any:
         """Carries back structure, pytree values, or notices tracers of a plain JAX transform."""
@@ -200,20 +239,8 @@ class Jit(Wrapper):
                 local.call = None
         check_no_leak(graph, carried)
         if key is not None and local.frame is None:
-            self._remember(key, entry, graph)
+            self.memory.remember(key, entry, graph, few=bool(self.sources))
         return carry_in(graph, carried)
-
-    def _remember(self, key: Any, entry: CallEntry, graph: Graph) -> None:
-        if self.sources and len(self.calls) > _MAX_CALLS_WITH_SOURCES:
-            self.calls.clear()
-
-        calls = self.calls  # not self: the callback must not keep this Jit alive
-
-        def forget(_: Any) -> None:
-            calls.pop(key, None)
-
-        entry.keep_weakly(graph, forget)
-        self.calls[key] = entry
 
     def _recover(
         self,
@@ -291,7 +318,8 @@ class Jit(Wrapper):
                 names,
             )
             explain.planned(self, plan)
-            self.plans[key] = plan
+            self.memory.add(plan)
+        plan.used = next(self._ticks)
         return plan, graph, arguments
 
     def entry(self, plan: Plan, graph: Graph) -> CallEntry:
@@ -332,7 +360,14 @@ class Jit(Wrapper):
         return [i for i in range(len(args)) if i not in self.static_positions]
 
     def _take_apart(self, signature: Signature) -> Arguments:
-        return Arguments(signature.args, signature.kwargs, self.options.auto_static)
+        return self.options.take_apart(signature.args, signature.kwargs, self.path_of)
+
+    def path_of(self, key: int | str) -> Path:
+        """Returns the path of an argument by its name, or by its position among dynamic ones."""
+        if isinstance(key, int):
+            dynamic = (i for i in itertools.count() if i not in self.static_positions)
+            key = next(itertools.islice(dynamic, key, None))
+        return argument_path(self.__wrapped__, key)
 
     def _separate_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
         if not (self.static_positions or self.static_names):
@@ -368,10 +403,7 @@ class Jit(Wrapper):
 
     def clear_cache(self) -> None:
         """Forgets everything compiled so far."""
-        for plan in self.plans.values():
-            plan.clear_cache()
-        self.plans.clear()
-        self.calls.clear()
+        self.memory.clear()
 
     def _cache_size(self) -> int:
         return sum(len(plan.signatures) for plan in self.plans.values())
@@ -387,17 +419,6 @@ class Jit(Wrapper):
 
     def __repr__(self) -> str:
         return f"<sx.jit of {getattr(self.__wrapped__, '__qualname__', self.__wrapped__)!s}>"
-
-
-_MAX_CALLS_WITH_SOURCES = 64
-
-
-def _options_key(options: Options) -> Any:
-    """Returns what options compare by: their values where these are hashable, else themselves."""
-    try:
-        return exact_key(options)
-    except TypeError:
-        return object()
 
 
 def jit(
@@ -432,7 +453,8 @@ def jit(
             1, True and 1.0 differ.
         static_argnames: The same by name.
         static: ``"auto"`` makes every leaf of the arguments static that is no array, number, Module
-            or Variable: strings, functions, flags. None: only what the other two options name.
+            or Variable: strings, functions, flags. ``"numbers"`` makes Python's numbers static,
+            too. Every call decides anew. None: only what the other two options name.
         donate_argnums: Positions of arguments whose memory may be reused. Variables of a donated
             Module stay usable, since all are returned.
         donate_argnames: The same by name.
@@ -444,7 +466,8 @@ def jit(
         A ``Jit`` with ``trace``, ``lower``, ``eval_shape`` and ``clear_cache``.
 
     Raises:
-        StaticArgumentError: When called with a static argument that is not hashable or is a Module.
+        StaticArgumentError: When called with a static argument that is not hashable, is a Module,
+            or is compared by identity and has attributes that are not hashable.
         PrefixError: When a sharding prefix does not fit its argument.
         InconsistentAliasingError: When a shared Variable is given two shardings.
 

@@ -7,13 +7,11 @@ two models in one call have different paths: ``.teacher.kernel`` and ``.student.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import jax
-
-from shardax.core.paths import Path, path_step
+from shardax.core.paths import Path
+from shardax.transforms.arguments import leaf_paths as leaf_paths
 from shardax.transforms.lift import Arguments, Mixed, Root
 
 
@@ -46,14 +44,6 @@ def root_names(labels: Iterable[str], arguments: Arguments) -> list[Path]:
         for root, path in root_places(label, template):
             names[root] = path
     return names
-
-
-@functools.lru_cache(maxsize=512)
-def leaf_paths(treedef: Any) -> Sequence[Path]:
-    """Returns the path of each leaf of a pytree structure."""
-    marked = treedef.unflatten(range(treedef.num_leaves))
-    pairs = jax.tree_util.tree_leaves_with_path(marked)
-    return [tuple(path_step(key) for key in keys) for keys, _ in pairs]
 
 
 def plain_paths(template: Mixed) -> list[Path]:

@@ -29,6 +29,7 @@ class Once:
         make_frame: Makes the frame; by default an ordinary one.
         static: Positions and names of arguments that are passed on as they are.
         auto_static: Whether leaves that are neither arrays nor objects are passed on so.
+        static_numbers: Whether Python's numbers are, too.
 
     Attributes:
         call: The call.
@@ -43,9 +44,17 @@ class Once:
         make_frame: Callable[[str], Frame] = Frame,
         static: Container[int | str] = (),
         auto_static: bool = False,
+        static_numbers: bool = False,
     ) -> None:
         self.call = Call(
-            name, [function], args, kwargs, make_frame, static=static, auto_static=auto_static
+            name,
+            [function],
+            args,
+            kwargs,
+            make_frame,
+            static=static,
+            auto_static=auto_static,
+            static_numbers=static_numbers,
         )
         self._record: Record | None = None
         self._adopted: list[Adopted] = []

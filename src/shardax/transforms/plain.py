@@ -34,9 +34,10 @@ def note_types(arg: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
-def all_dynamic(args: Sequence[Any]) -> bool:
-    """Whether ``static="auto"`` surely makes nothing of the arguments static."""
-    return all(
-        (type(arg) in ARRAY_TYPES and type(arg) is not bool) or isinstance(arg, Object)
-        for arg in args
-    )
+def all_dynamic(args: Sequence[Any], static: frozenset[type]) -> bool:
+    """Whether surely nothing of the arguments is static but what is of the given types."""
+    for arg in args:  # no generator: it would cost as much as a short call
+        kind = type(arg)
+        if (kind not in ARRAY_TYPES or kind in static) and not isinstance(arg, Object):
+            return False
+    return True

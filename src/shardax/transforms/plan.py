@@ -14,7 +14,8 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Self
 
 import jax
@@ -28,6 +29,7 @@ from shardax.core.frames import Frame, local
 from shardax.core.node import Object
 from shardax.core.paths import Path
 from shardax.core.pytree import is_object
+from shardax.core.static import exact_key
 from shardax.core.variables import Variable
 from shardax.transforms import explain
 from shardax.transforms.call import Captured
@@ -50,6 +52,7 @@ from shardax.transforms.static_arguments import (
     check_static_option,
     resolve_arguments,
 )
+from shardax.transforms.static_leaves import NUMBER_TYPES, NUMBERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,33 @@ class Options:
     def auto_static(self) -> bool:
         """Whether leaves that are neither arrays nor objects are static."""
         return self.static is not None
+
+    @property
+    def static_numbers(self) -> bool:
+        """Whether Python's numbers are static, too."""
+        return self.static == NUMBERS
+
+    @property
+    def static_types(self) -> frozenset[type]:
+        """Types that are static although JAX takes them."""
+        return frozenset({bool, *NUMBER_TYPES}) if self.static_numbers else frozenset({bool})
+
+    def key(self) -> Any:
+        """Returns what the options compare by: their values if hashable, else themselves."""
+        try:
+            return exact_key(self)
+        except TypeError:
+            return object()
+
+    def take_apart(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        label: Callable[[int | str], Path],
+    ) -> Arguments:
+        """Takes the arguments of a call apart, without those that are static as a whole."""
+        numbers = self.static_numbers
+        return Arguments(args, kwargs, self.auto_static, static_numbers=numbers, label=label)
 
     def donates(self, position: int, name: str) -> bool:
         """Whether the positional argument (by position or parameter name) is donated."""
@@ -126,6 +156,9 @@ class Plan:
         arguments: That call's arguments.
         layout: Positions and names of the arguments.
         names: Path of each root, for messages.
+
+    Attributes:
+        used: When it was last called, by the count of calls of its ``Jit``.
     """
 
     def __init__(
@@ -148,6 +181,7 @@ class Plan:
         self.templates = arguments.templates
         self.named = arguments.named
         self.root_count = len(arguments.roots)
+        self.used = 0
         self.signatures: list[Any] = []
         self.donated_leaves = self._find_donated(graph, arguments)
         self.leaf_shardings: list[Any] = [None] * len(self.leaf_paths)
@@ -167,10 +201,16 @@ class Plan:
         kept = [leaf for i, leaf in enumerate(leaves) if i not in donated]
         return kept, [leaf for i, leaf in enumerate(leaves) if i in donated]
 
-    def run(self, kept: list[Any], donated: list[Any], plain: list[Any]) -> Any:
-        """Calls the compiled function in a steady call, which has no keyword arguments."""
+    def run(
+        self,
+        kept: list[Any],
+        donated: list[Any],
+        plain: list[Any],
+        named: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        """Calls the compiled function in a steady call."""
         if self._full:
-            return self._jitted(kept, donated, *self._separate_plain(plain, {}))
+            return self._jitted(kept, donated, *self._separate_plain(plain, named))
         return self._jitted(kept, donated, plain)
 
     def call(self, values: Sequence[Any], arguments: Arguments) -> Carried:
@@ -189,7 +229,7 @@ class Plan:
             *self._separate_plain(list(arguments.plain), arguments.plain_named),
         )
 
-    def _separate_plain(self, plain: list[Any], named: dict[str, Any]) -> tuple[Any, ...]:
+    def _separate_plain(self, plain: list[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
         given = [None if p in self.layout.donated else item for p, item in enumerate(plain)]
         donated = [item if p in self.layout.donated else None for p, item in enumerate(plain)]
         kept_named = {name: v for name, v in named.items() if not self.options.donates_name(name)}

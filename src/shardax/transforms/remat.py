@@ -25,6 +25,7 @@ from shardax.transforms.static_arguments import (
     resolve_arguments,
     static_argument,
 )
+from shardax.transforms.static_leaves import NUMBERS
 
 
 def remat(
@@ -51,7 +52,7 @@ def remat(
             hashable. Booleans and strings that decide what the function does belong here.
         static_argnames: Their names.
         static: ``"auto"`` makes every leaf of the arguments static that is no array, number, Module
-            or Variable, as in ``jit``.
+            or Variable; ``"numbers"`` Python's numbers, too; as in ``jit``.
 
     Returns:
         A function of the same arguments.
@@ -89,7 +90,15 @@ def remat(
     @wraps(function)
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
         check_static(function, fixed, args, kwargs)
-        once = Once("remat", function, args, kwargs, static=fixed, auto_static=static is not None)
+        once = Once(
+            "remat",
+            function,
+            args,
+            kwargs,
+            static=fixed,
+            auto_static=static is not None,
+            static_numbers=static == NUMBERS,
+        )
         check_operands(once.call, "make it static: sx.remat(f, static_argnames=...)")
 
         def pure(values: Any, plain: Any, plain_named: Any) -> Any:

@@ -294,7 +294,7 @@ class Compiled(_Stage):
             StructureMismatchError: If the structure of the arguments differs from what was
                 compiled; the message says where.
         """
-        arguments = Arguments(args, kwargs, self._plan.options.auto_static)
+        arguments = self._plan.options.take_apart(args, kwargs, self._jit.path_of)
         hidden = self._jit.hidden()
         names = [(), *self._root_names(arguments), *(name for name, _ in hidden)]
         roots = [self._jit.__wrapped__, *arguments.roots, *(item for _, item in hidden)]

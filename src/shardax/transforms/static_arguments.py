@@ -14,6 +14,7 @@ from shardax.core.errors import ShardaxError, StaticArgumentError
 from shardax.core.node import Object
 from shardax.core.static import Static
 from shardax.transforms.closures import parameter_name, parameters_of
+from shardax.transforms.static_leaves import AUTO, NUMBERS, argument_key
 
 
 def resolve_arguments(
@@ -72,11 +73,11 @@ def check_static_option(static: str | None) -> None:
     Raises:
         StaticArgumentError: Saying which it takes.
     """
-    if static not in (None, "auto"):
+    if static not in (None, AUTO, NUMBERS):
         raise StaticArgumentError(
             f"static={static!r}: the option takes 'auto', which makes everything static that is no "
-            f"array, number or Module, or None. To choose arguments, use static_argnums or "
-            f"static_argnames."
+            f"array, number or Module; 'numbers', which makes Python's numbers static, too; or "
+            f"None. To choose arguments, use static_argnums or static_argnames."
         )
 
 
@@ -107,13 +108,14 @@ def static_argument(value: Any, function: Any, place: int | str) -> Static:
             f"by itself."
         )
     try:
-        return Static(value)
+        return Static(value, argument_key(value))
     except TypeError as error:
         raise StaticArgumentError(
             f"The static argument {label!r} of {getattr(function, '__name__', function)} is "
             f"{value!r} of type {type(value).__name__}, which is "
             f"not hashable ({error}). Pass arrays as ordinary arguments; use tuples instead of "
-            f"lists and frozen dataclasses instead of dicts."
+            f"lists, frozen dataclasses instead of dicts, and an sx.Module for what holds arrays "
+            f"or changes."
         ) from error
 
 
