@@ -118,6 +118,7 @@ def test_taking_apart_and_putting_together_gives_the_same(model: Node, narrow: A
     selected, rest = narrow(sx.select(model)).partition()
     assert_same_model(sx.combine(selected, rest), model)
     assert_same_model(sx.combine(rest, selected), model)
+    assert not user_variables(selected) & user_variables(rest)
 
 
 @given(models(), NARROW_TO_VARIABLES)

@@ -243,7 +243,8 @@ class Selection(Selected):
         """Splits the tree in two: what is selected, and the rest, each with holes for the other.
 
         The objects in both are those of the tree; only the Modules around what is selected are
-        copied, once for each part. ``sx.combine`` puts the parts together again.
+        copied, once for each part. An object within something selected is in its part, wherever
+        else it stands. ``sx.combine`` puts the parts together again.
 
         Returns:
             (selected, rest). A hole is a pytree without leaves, so ``jax.tree.map`` and transforms
