@@ -152,6 +152,21 @@ def test_layers_work_over_explicit_axes_and_in_scan(explicit_mesh):
     assert last.sharding.mesh.axis_types == (AxisType.Explicit,) * 2
 
 
+def test_nmap_runs_along_names_that_one_argument_has_split_over_explicit_axes(explicit_mesh):
+    whole = named.ones({"batch": 4, "embed": 8})
+    split = named.shard(whole, {"batch": "data"}, explicit_mesh)
+    other = named.shard(whole, {"batch": "model"}, explicit_mesh)
+    with jax.set_mesh(explicit_mesh):
+        for found in (
+            named.nmap(jnp.add)(split, whole),
+            jax.jit(named.nmap(jnp.add))(whole, split),
+        ):
+            assert found.sharding.spec == P("data", None)
+            assert_same(found, whole + whole)
+        with pytest.raises(sx.errors.MappedShardingError, match=r"'batch'.*'data'.*'model'"):
+            named.nmap(jnp.add)(split, other)
+
+
 # --- errors ---
 
 

@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax.core.errors import ClosureError, NamedAxesError
+from shardax.core.errors import ClosureError, MappedShardingError, NamedAxesError
 from shardax.core.node import Object
 from shardax.core.variables import Variable
-from shardax.named.align import Operand, named_sizes
+from shardax.named.align import Operand, listing, named_sizes
 from shardax.named.base import Stored
 from shardax.named.mapped import mapping
 from shardax.named.names import Dims, Name, sorted_names
+from shardax.partition.explicit import explicit_entries
 from shardax.transforms.batch import vmap
 
 Make = Callable[[Any, Dims], Any]
@@ -120,8 +122,44 @@ def _take_apart(
         called, given, keywords = treedef.unflatten(filled)
         return called(*given, **keywords)
 
-    operands = [Operand(*leaves[place]._parts()) for place in named]
+    operands = _laid_out_alike([Operand(*leaves[place]._parts()) for place in named])
     return _Arguments(operands, [leaves[place] for place in whole], rebuild)
+
+
+def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
+    """Lays names out alike over Explicit mesh axes, as ``vmap`` wants them.
+
+    An array in which a name is not split takes the layout of one in which it is.
+
+    Raises:
+        MappedShardingError: If a name is split in two ways.
+    """
+    if all(explicit_entries(data) is None for data, _ in operands):
+        return operands
+    wanted: dict[Name, Any] = {}
+    specs = [tuple(jax.typeof(data).sharding.spec) for data, _ in operands]
+    for (_, dims), spec in zip(operands, specs, strict=True):
+        for name, entry in zip(dims, spec, strict=True):
+            if name is None or entry is None:
+                continue
+            if wanted.setdefault(name, entry) != entry:
+                raise MappedShardingError(
+                    f"nmap cannot run along {name!r}, which is split over {wanted[name]!r} in one "
+                    f"argument and over {entry!r} in another: {listing(operands)}. Lay one out as "
+                    f"the other: named.constrain(x, {{{name!r}: {wanted[name]!r}}})."
+                )
+    mesh = next(jax.typeof(data).sharding.mesh for data, _ in operands if explicit_entries(data))
+    return [
+        Operand(_resharded(data, mesh, spec, [wanted.get(name) for name in dims]), dims)
+        for (data, dims), spec in zip(operands, specs, strict=True)
+    ]
+
+
+def _resharded(data: Any, mesh: Any, spec: Sequence[Any], wanted: Sequence[Any]) -> Any:
+    entries = [now if entry is None else entry for now, entry in zip(spec, wanted, strict=True)]
+    if entries == list(spec):
+        return data
+    return jax.sharding.reshard(data, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def _named_value(variable: Variable[Any]) -> Any:
