@@ -159,7 +159,7 @@ def _as_numbers(array: np.ndarray) -> np.ndarray:
     """Returns an array that safetensors takes: dtypes that it lacks as the bytes they are."""
     if array.dtype.name in _TAKEN:
         return array
-    return array.view({1: np.uint8, 2: np.uint16, 16: np.uint64}[array.dtype.itemsize])
+    return np.frombuffer(array.tobytes(), np.uint8).reshape(*array.shape, array.dtype.itemsize)
 
 
 _TAKEN = frozenset(
@@ -168,7 +168,7 @@ _TAKEN = frozenset(
         *("float16", "bfloat16", "float32", "float64", "complex64"),
     ]
 )
-"""Dtypes that are written as they are; the rest (small floats, complex128) as integers."""
+"""Dtypes that are written as they are; of the rest, the bytes."""
 
 
 # --- reading --------------------------------------------------------------------------------------

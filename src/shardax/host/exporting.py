@@ -91,6 +91,7 @@ def export(
     compiled, given = _as_jit(function, args)
     shapes, named = abstract_arguments(compiled, given, kwargs, dynamic or {}, constraints)
     program = _traced(compiled, shapes, named, dynamic or {})
+    mesh = _mesh_of(program)
     exported = _exported(program, platforms)
     signature = Signature(
         name=_name(function),
@@ -98,7 +99,7 @@ def export(
         output=program.output,
         output_forms=program.output_forms,
         state=tuple(program.state),
-        mesh=_mesh_form(program, exported.nr_devices),
+        mesh=None if mesh is None or mesh.size != exported.nr_devices else MeshForm.of(mesh),
         devices=exported.nr_devices,
         platforms=tuple(exported.platforms),
         vjp_order=vjp_order,
@@ -162,8 +163,8 @@ def _exported(program: FlatProgram, platforms: Sequence[str] | None) -> Any:
         ) from error
 
 
-def _mesh_form(program: FlatProgram, devices: int) -> MeshForm | None:
-    """Describes the mesh that state and inputs are laid out over.
+def _mesh_of(program: FlatProgram) -> Mesh | None:
+    """Returns the mesh that state and inputs are laid out over, else the one in scope.
 
     Raises:
         ExportError: If there are two.
@@ -182,8 +183,4 @@ def _mesh_form(program: FlatProgram, devices: int) -> MeshForm | None:
             "one: move all of it there, sx.shard(model, mesh, rules)."
         )
     scope = resolve_mesh()
-    mesh = next(iter(meshes), scope if isinstance(scope, Mesh) else None)
-    if mesh is None or mesh.size != devices:
-        return None
-    types = tuple(kind.name for kind in mesh.axis_types)
-    return MeshForm(tuple(mesh.axis_names), tuple(mesh.shape.values()), types)
+    return next(iter(meshes), scope if isinstance(scope, Mesh) else None)

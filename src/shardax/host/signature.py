@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from shardax.core.errors import ArtifactCallError
 from shardax.core.paths import format_path
@@ -65,6 +66,12 @@ class MeshForm(NamedTuple):
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     types: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> MeshForm:
+        """Returns the form of a mesh."""
+        types = tuple(kind.name for kind in mesh.axis_types)
+        return cls(tuple(mesh.axis_names), tuple(mesh.shape.values()), types)
 
     @classmethod
     def from_json(cls, entry: Any) -> MeshForm:
