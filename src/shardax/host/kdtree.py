@@ -6,7 +6,8 @@ far* they are is computed in the program from the points that were found, so dis
 derivatives of every order, by the queries and by the points.
 
 A neighbour that does not exist (fewer points than asked for, or none near enough) has as its index
-the number of points, as in SciPy, and an infinite distance that nothing moves.
+the number of points, as in SciPy, and as its distance a *padding* that nothing moves, infinite by
+default.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Neighbours(NamedTuple):
     """Neighbours of some queries, the nearest first.
 
     Attributes:
-        distances: Floats, infinite where there is no neighbour.
+        distances: Floats, the padding where there is no neighbour.
         indices: ``int32`` positions among the points, their number where there is no neighbour.
 
     Example:
@@ -48,7 +49,7 @@ class Ball(NamedTuple):
     """The points in a ball around each of some queries, the nearest first.
 
     Attributes:
-        distances: Shape (..., size), infinite past the last point.
+        distances: Shape (..., size), the padding past the last point.
         indices: Likewise, ``int32``; the number of points past the last one.
         counts: Shape (...), how many points there are in the ball. If that is more than ``size``,
             the farthest are left out.
@@ -142,6 +143,7 @@ class KDTree:
         p: float = 2.0,
         eps: float = 0.0,
         distance_upper_bound: float = math.inf,
+        padding: float = math.inf,
     ) -> Neighbours:
         """Returns the nearest points.
 
@@ -151,6 +153,8 @@ class KDTree:
             p: Which Minkowski norm measures distances, 1 to infinity.
             eps: How far from the true ones the neighbours may be: a factor of 1 + eps.
             distance_upper_bound: Neighbours at this distance or farther do not count.
+            padding: The distance where there is no neighbour. A finite one is safer where a
+                function of it is differentiated: that may have no derivative at infinity.
 
         Returns:
             Distances and indices of shape (..., k), for ``k=1`` of shape (...).
@@ -171,10 +175,17 @@ class KDTree:
         bound = float(distance_upper_bound)
         indices = self._query(self._moving, x, k=ranks, p=float(p), eps=float(eps), bound=bound)
         lifted = x if not _rows(ranks) else x[..., None, :]
-        return Neighbours(self._distances(lifted, indices, p), indices)
+        return Neighbours(self._distances(lifted, indices, p, padding), indices)
 
     def query_ball_point(
-        self, x: Any, r: Any, *, size: int, p: float = 2.0, eps: float = 0.0
+        self,
+        x: Any,
+        r: Any,
+        *,
+        size: int,
+        p: float = 2.0,
+        eps: float = 0.0,
+        padding: float = math.inf,
     ) -> Ball:
         """Returns the points within a distance, at most ``size`` of them for each query.
 
@@ -185,6 +196,7 @@ class KDTree:
             size: Room for points; a program has to know it. ``counts`` says whether it was enough.
             p: As for ``query``.
             eps: Likewise.
+            padding: Likewise.
 
         Returns:
             Distances and indices of shape (..., size), and the counts.
@@ -204,7 +216,7 @@ class KDTree:
             raise NeighbourError(f"size={size!r} of a ball; give a Python integer of at least 1.")
         radius = jnp.broadcast_to(jnp.asarray(r, x.dtype), x.shape[:-1])
         indices, counts = self._ball(self._moving, x, radius, size=size, p=float(p), eps=float(eps))
-        return Ball(self._distances(x[..., None, :], indices, p), indices, counts)
+        return Ball(self._distances(x[..., None, :], indices, p, padding), indices, counts)
 
     def _checked(self, x: Any, p: float) -> jax.Array:
         x = jnp.asarray(x.value if isinstance(x, Variable) else x)
@@ -218,18 +230,18 @@ class KDTree:
             raise NeighbourError(f"p={p!r}: Minkowski norms have p of at least 1.")
         return x
 
-    def _distances(self, x: jax.Array, indices: jax.Array, p: float) -> jax.Array:
+    def _distances(self, x: jax.Array, indices: jax.Array, p: float, padding: float) -> jax.Array:
         """Returns how far ``x`` is from the points that were found for it."""
         count = self.points.shape[0]
         missing = indices >= count
         if count == 0:
-            return jnp.full(indices.shape, jnp.inf, x.dtype)
+            return jnp.full(indices.shape, padding, x.dtype)
         between = x - self.points[jnp.where(missing, 0, indices)]
         if self.boxsize is not None:
             box = jnp.broadcast_to(jnp.asarray(self.boxsize, x.dtype), between.shape)
             turns = jnp.round(between / jnp.where(box > 0, box, jnp.inf))
             between = between - box * jax.lax.stop_gradient(turns)
-        return jnp.where(missing, jnp.inf, minkowski_norm(between, p))
+        return jnp.where(missing, padding, minkowski_norm(between, p))
 
 
 def minkowski_norm(vectors: jax.Array, p: float) -> jax.Array:
@@ -248,11 +260,13 @@ def minkowski_norm(vectors: jax.Array, p: float) -> jax.Array:
         >>> [float(minkowski_norm(v, p)) for p in (1, 2, float("inf"))]
         [7.0, 5.0, 4.0]
     """
+    # JAX's derivative of abs is 1 at 0, which would favour one side.
+    sizes = jnp.where(vectors == 0, 0, jnp.abs(vectors))
     if p == math.inf:
-        return jnp.max(jnp.abs(vectors), axis=-1)
+        return jnp.max(sizes, axis=-1)
     if p == 1:
-        return jnp.sum(jnp.abs(vectors), axis=-1)
-    powers = jnp.square(vectors) if p == 2 else jnp.abs(vectors) ** p
+        return jnp.sum(sizes, axis=-1)
+    powers = jnp.square(vectors) if p == 2 else sizes**p
     total = jnp.sum(powers, axis=-1)
     # The root has an infinite slope at 0. Selecting after it would give 0 * infinity, so its
     # argument is selected, too.
