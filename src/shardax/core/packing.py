@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: arrays and meshes as another process can have them.
+"""Packing: arrays, meshes and decorated functions as another process can have them.
 
 Pickle writes a JAX array as its numbers, and so forgets how it was laid out; a mesh it cannot write
 at all, since a device is a thing of one machine. A *packed* array is its numbers, on the host, and
@@ -23,8 +23,9 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import math
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -79,7 +80,7 @@ def reduced(array: jax.Array) -> Any:
     """Returns what ``__reduce__`` of an array should: how to make it again, from what.
 
     Args:
-        array: The array. One that is not laid out over a mesh by name is left to JAX.
+        array: The array.
 
     Raises:
         PickleWriteError: If it has no numbers here: it is traced, deleted, or partly elsewhere.
@@ -100,23 +101,27 @@ def reduced(array: jax.Array) -> Any:
             f"processes. Write a checkpoint from all of them, sx.train.checkpoint.save; or "
             f"gather it first, jax.experimental.multihost_utils.process_allgather."
         )
-    sharding = array.sharding
-    if not isinstance(sharding, NamedSharding):
-        return array.__reduce__()
+    sharding = array.sharding if isinstance(array.sharding, NamedSharding) else None
     implementation = None
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         implementation = str(jax.random.key_impl(array))
         array = jax.random.key_data(array)
-    return _landed, (np.asarray(array), sharding, implementation)
+    if sharding is None or array.weak_type:  # which JAX keeps, and NumPy does not know
+        make, arguments = array.__reduce__()
+    else:
+        make, arguments = np.asarray, (np.asarray(array),)
+    return _landed, (make, arguments, sharding, implementation)
 
 
-def _landed(numbers: np.ndarray, sharding: Any, implementation: str | None) -> jax.Array:
+def _landed(
+    make: Callable[..., Any], arguments: Any, sharding: Any, implementation: str | None
+) -> jax.Array:
     """Makes a packed array again, laid out as it was if its mesh is here."""
     with jax.ensure_compile_time_eval():  # also where something is being traced
-        array: Any = numbers
+        array = make(*arguments)
         if implementation is not None:
-            array = jax.random.wrap_key_data(jnp.asarray(numbers), impl=implementation)
-        if not isinstance(sharding.mesh, Mesh):
+            array = jax.random.wrap_key_data(jnp.asarray(array), impl=implementation)
+        if sharding is None or not isinstance(sharding.mesh, Mesh):
             return jnp.asarray(array)  # the warning came with the mesh
         try:
             sharding.shard_shape(array.shape)
@@ -223,6 +228,54 @@ def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
     return mesh
 
 
-# Pickle asks this table before the class. A mesh, which it could not write, it now can; how arrays
-# are pickled outside of shardax's own classes stays as JAX does it.
+# --- functions ------------------------------------------------------------------------------------
+
+
+class PickledByName:
+    """Base of what decorators make of functions: where a module has it by name, it goes by name.
+
+    The function inside has that name too, but is not what the name means.
+
+    Example:
+        >>> import copy, shardax as sx
+        >>> isinstance(sx.jit(len), PickledByName)
+        True
+    """
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return name_of(self) or super().__reduce_ex__(protocol)
+
+
+def name_of(item: Any) -> str | None:
+    """Returns the name by which the module of something has it, or None if it does not.
+
+    A script (``__main__``) is no such module: another process has another one.
+
+    Example:
+        >>> name_of(jax.nn.relu), name_of(jax.custom_jvp(lambda x: x))
+        ('relu', None)
+    """
+    name, module = getattr(item, "__qualname__", None), getattr(item, "__module__", None)
+    found: Any = None if module == "__main__" else sys.modules.get(module or "")
+    for part in name.split(".") if isinstance(name, str) else ():
+        found = getattr(found, part, None)
+    return name if found is item else None
+
+
+def _reduce_rule(function: Any) -> Any:
+    state = dict(vars(function))
+    again = _rule, (type(function), state.pop("fun"), state.pop("nondiff_argnums")), state
+    return name_of(function) or again
+
+
+def _rule(kind: Callable[..., Any], function: Callable[..., Any], argnums: Any) -> Any:
+    return kind(function, argnums)
+
+
+# Pickle asks this table before the class, for these types and no others. They are types that it
+# fails on; how JAX's arrays are pickled outside of shardax's own classes stays as it is.
 copyreg.pickle(Mesh, _reduce_mesh)
+for _kind in (jax.custom_jvp, jax.custom_vjp):
+    copyreg.pickle(_kind, _reduce_rule)

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from shardax.core.errors import HostSpecError, StaticArgumentError
+from shardax.core.packing import PickledByName
 from shardax.core.pytree import is_object
 from shardax.core.variables import Variable
 from shardax.host.derivatives import (
@@ -144,7 +145,7 @@ class Derivative:
     nondiff: bool
 
 
-class HostFunction:
+class HostFunction(PickledByName):
     """A function made by ``host_function``.
 
     Args:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardax.core.errors import DifferentiationError
+from shardax.core.packing import PickledByName
 from shardax.core.variables import Param, Variable
 from shardax.transforms.call import retry_captured, wraps
 from shardax.transforms.custom_call import RuleCall
@@ -74,7 +75,7 @@ def custom_vjp(
     return CustomVjp(function, nondiff_argnums, wrt)
 
 
-class CustomVjp:
+class CustomVjp(PickledByName):
     """A function made by ``custom_vjp``.
 
     Args:

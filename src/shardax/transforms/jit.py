@@ -25,6 +25,7 @@ from shardax.core.errors import OutputError, StaticArgumentError
 from shardax.core.frames import local
 from shardax.core.lazy import LazyValue
 from shardax.core.node import Object, Wrapper
+from shardax.core.packing import PickledByName
 from shardax.core.paths import Path
 from shardax.core.pytree import has_objects
 from shardax.core.structure import walk_objects
@@ -59,7 +60,7 @@ from shardax.transforms.static_arguments import (
 )
 
 
-class Jit(Wrapper):
+class Jit(PickledByName, Wrapper):
     """A compiled function over Modules; made by ``jit``. See there for what it does.
 
     Attributes:
