@@ -12,6 +12,9 @@ from shardax.host.kdtree import KDTree as KDTree
 from shardax.host.kdtree import Neighbours as Neighbours
 from shardax.host.loading import LoadedFunction as LoadedFunction
 from shardax.host.loading import load as load
+from shardax.host.pickling import dumps as dumps
+from shardax.host.pickling import loads as loads
+from shardax.host.pickling import pickled_layout as pickled_layout
 from shardax.host.raised import host_exception as host_exception
 from shardax.host.raised import host_exceptions as host_exceptions
 from shardax.host.signature import Signature as Signature

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pickles of models: everything about one in a few bytes, for another process of the same program.
+
+Reading a pickle runs code that its bytes choose. So it is for what a program wrote itself, for
+another process or for later in the same job. What is kept or passed on belongs in data-only formats
+(``sx.train.checkpoint``, ``sx.host.export``), which hold numbers and names.
+
+``dumps`` writes a pickle and, behind it, a *note*: plain JSON that says how arrays were laid out,
+by path, and by whom it was written. A note is read without running anything (``pickled_layout``).
+``pickle.loads`` stops where the pickle ends, so it reads these bytes too.
+
+Code goes by name: a class or function is the module and the name where it is found. What has no
+such name (a lambda, a function or class made inside another, an optimizer of closures) goes *by
+value*, with its code, if cloudpickle is installed. Code by value is read by the Python version that
+wrote it, and by no other.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from shardax.core.errors import PickleReadError, PickleWriteError
+from shardax.core.node import Object
+from shardax.core.packing import landing_on, reduced
+from shardax.core.paths import Path, format_path, path_step
+from shardax.core.state import State
+from shardax.core.static import Static
+from shardax.core.structure import VariableDef, definition_children, definition_paths, flatten
+from shardax.host.pickle_notes import layout_in, note_of, read_note, written_layout
+
+_ADVICE = (
+    "Define it at the top level of a module, so that it has a name; or install cloudpickle, "
+    "which writes the code itself (by_value=True); or keep the numbers alone: "
+    "sx.train.checkpoint.save, or sx.state(model)."
+)
+
+
+def dumps(tree: Any, *, by_value: bool | None = None) -> bytes:
+    """Writes a model, or any tree of models, arrays, shardings and configuration, as a pickle.
+
+    Arrays go as their numbers, gathered on the host, with the sharding they had: the names of mesh
+    axes, not devices. Lazy Variables are materialised. Sharing is kept.
+
+    Args:
+        tree: What to write. All in one call: what two pickles share is two things when read.
+        by_value: Whether functions and classes without an importable name are written as code, by
+            cloudpickle. None: if cloudpickle is installed.
+
+    Returns:
+        The bytes, for ``loads``. They are no key for a cache: equal things need not have equal
+        bytes.
+
+    Raises:
+        PickleWriteError: If something cannot be pickled (a compiled function, an open file, a
+            traced or deleted array); names its path.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> model = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> twin = sx.host.loads(sx.host.dumps(model))
+        >>> type(twin).__name__, bool((twin.kernel == model.kernel).all())
+        ('Linear', True)
+    """
+    target = io.BytesIO()
+    pickler = _pickler(by_value)(target, protocol=5)
+    try:
+        pickler.dump(tree)
+    except Exception as error:
+        raise _explained(tree, by_value, error) from error
+    note = note_of(target.getbuffer(), written_layout(tree), pickler.wrote_code)
+    target.write(note)
+    return target.getvalue()
+
+
+def loads(data: bytes | bytearray | memoryview, mesh: Mesh | None = None) -> Any:
+    """Reads what ``dumps`` wrote. Only read bytes that you trust: reading runs code.
+
+    Arrays are laid out as they were, if the mesh that they were laid out over is here: one in scope
+    with the same axes, or one of as many devices. Otherwise they are whole, on the default device,
+    and a warning says so.
+
+    Args:
+        data: The bytes.
+        mesh: A mesh to lay arrays out over instead, by the names of its axes; sizes may differ.
+
+    Returns:
+        The tree.
+
+    Raises:
+        PickleReadError: If the bytes are damaged or not of ``dumps``, were written with code by
+            another Python version, need a module or name that is not here, or were laid out over
+            axes that ``mesh`` does not have.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
+        >>> weight = sx.Param(jnp.ones((4, 8)), axes=("embed", "mlp"))
+        >>> data = sx.host.dumps(sx.shard(weight, mesh, {"mlp": "model"}))
+        >>> sx.host.loads(data).sharding.spec
+        P(None, 'model')
+    """
+    note, size = read_note(data)
+    here = list(sys.version_info[:2])
+    if note["code"] and note["python"] != here:
+        wrote, reads = (".".join(map(str, version)) for version in (note["python"], here))
+        raise PickleReadError(
+            f"This pickle holds code, as Python {wrote} runs it, and this is Python {reads}. Read "
+            f"it there; or write it with by_value=False, which tells what goes as code."
+        )
+    try:
+        with landing_on(mesh):
+            return pickle.loads(memoryview(data)[:size])
+    except PickleReadError:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise PickleReadError(
+            f"This pickle refers to something by its name that is not here: {error}. It was "
+            f"written by shardax {note['shardax']} and JAX {note['jax']}. Make the module "
+            f"importable that defines it, under the name that it had."
+        ) from error
+
+
+def pickled_layout(data: bytes | bytearray | memoryview) -> State:
+    """Tells how the arrays of a pickle were laid out, without reading the pickle or running code.
+
+    Args:
+        data: What ``dumps`` wrote.
+
+    Returns:
+        The sharding of each array that was laid out over a mesh, by path; printing it shows a
+        table. The meshes have no devices (``jax.sharding.AbstractMesh``).
+
+    Raises:
+        PickleReadError: If the bytes are damaged or not of ``dumps``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> model = sx.Module()
+        >>> model.weight = sx.Param(jnp.ones((4, 8)), axes=("embed", "mlp"))
+        >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
+        >>> data = sx.host.dumps(sx.shard(model, mesh, {"mlp": "model"}))
+        >>> print(sx.host.pickled_layout(data))
+        State of shardings over the mesh data=1 (Explicit), model=1 (Explicit)
+          path     axes        spec
+          .weight  embed, mlp  P(None, 'model')
+    """
+    return layout_in(read_note(data)[0])
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def _pickler(by_value: bool | None) -> type[Any]:
+    """Returns the class of pickler: one that writes names, or also code."""
+    if by_value is not False:
+        try:
+            import cloudpickle
+        except ImportError as error:
+            if by_value:
+                raise PickleWriteError(
+                    "by_value=True writes code by cloudpickle, which is not installed: "
+                    "pip install cloudpickle."
+                ) from error
+        else:
+            return _with_arrays(cloudpickle.Pickler)
+    return _with_arrays(pickle.Pickler)
+
+
+def _with_arrays(base: type[Any]) -> type[Any]:
+    class Pickler(base):
+        """Writes arrays with their layouts, and says whether code was written by value."""
+
+        wrote_code = False
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, jax.Array):
+                return reduced(obj)
+            if isinstance(obj, jax.Device):
+                return _device, (obj.platform, obj.id)
+            known = getattr(super(), "reducer_override", None)
+            made = NotImplemented if known is None else known(obj)
+            if made is not NotImplemented and isinstance(obj, (type, types.FunctionType)):
+                self.wrote_code = True
+            return made
+
+    return Pickler
+
+
+def _device(platform: str, number: int) -> Any:
+    """Returns the device that stands here for one that was pickled."""
+    found = [each for each in jax.devices() if (each.platform, each.id) == (platform, number)]
+    return found[0] if found else jax.devices()[0]
+
+
+# --- saying what cannot be written ----------------------------------------------------------------
+
+
+def _explained(tree: Any, by_value: bool | None, error: Exception) -> PickleWriteError:
+    """Returns the error that names the first thing that cannot be written."""
+    for path, value in _places(tree):
+        try:
+            _pickler(by_value)(io.BytesIO(), protocol=5).dump(value)
+        except Exception as found:  # noqa: BLE001 (whatever a class raises when it is pickled)
+            what = getattr(value, "__qualname__", None) or type(value).__name__
+            text = str(found)
+            advice = "" if isinstance(found, PickleWriteError) else f" {_ADVICE}"
+            return PickleWriteError(
+                f"Cannot pickle {what!r} at {format_path(path)}: {text.rstrip('.')}.{advice}"
+            )
+    return PickleWriteError(f"Cannot pickle this {type(tree).__name__}: {error}. {_ADVICE}")
+
+
+def _places(tree: Any) -> Iterator[tuple[Path, Any]]:
+    """Yields everything in a tree that is pickled by itself, with its path."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
+    for key_path, leaf in pairs:
+        where = tuple(map(path_step, key_path))
+        if isinstance(leaf, Object):
+            yield from (((*where, *path), value) for path, value in _places_below(leaf))
+        else:
+            yield where, leaf
+
+
+def _places_below(root: Object) -> Iterator[tuple[Path, Any]]:
+    flat = flatten(root)
+    yield from zip(flat.leaf_paths, flat.leaves, strict=True)
+    graphdef = flat.graphdef
+    for index, path in definition_paths(graphdef).items():
+        definition = graphdef.objects[index]
+        if type(definition) is not VariableDef:
+            yield path, definition.type
+            yield from _static_below(definition, path)
+
+
+def _static_below(definition: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    for key, child in definition_children(definition):
+        here = path if key is None else (*path, key)
+        if isinstance(child, Static):
+            yield here, child.value
+        else:
+            yield from _static_below(child, here)
