@@ -16,7 +16,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardax.core.errors import RemoteValueError, WorkerCallError
 from shardax.host.workers.encoding import decode, encode
@@ -219,11 +219,13 @@ class Runner:
 
     def _answer(self, call: Call) -> None:
         call.answer("started", {})
-        seconds = call.message.about.get("timeout")
-        timer = None if seconds is None else _later(seconds, self._time_out, call)
+        timer: threading.Timer | None = None
         try:
             with self._interruptible_by_signal(call):
-                about, parts = self._result(call)
+                request = read_request(call.message)
+                if request.timeout is not None:
+                    timer = _later(request.timeout, self._time_out, call)
+                about, parts = self._result(request, call.owner)
             call.answer("result", about, parts)
         except CallInterrupted:
             call.fail(call.reason or "cancelled", traceback.format_exc())
@@ -234,33 +236,54 @@ class Runner:
             if timer is not None:
                 timer.cancel()
 
-    def _result(self, call: Call) -> tuple[dict[str, Any], list[Any]]:
-        form, arguments, keep, name = read_call(call.message)
-        function = self.functions.find(form).call
-        args, kwargs = decode(arguments, self.values.get)
+    def _result(self, request: Request, owner: object) -> tuple[dict[str, Any], list[Any]]:
+        function = self.functions.find(request.function).call
+        args, kwargs = decode(request.arguments, self.values.get)
         result = function(*args, **kwargs)
-        if not keep:
+        if not request.keep:
             return {}, encode(result)
-        key = self.values.keep(result, call.owner, name)
+        key = self.values.keep(result, owner, request.name)
         return {"value": key, "text": _summary(result)}, []
 
 
-def read_call(message: Message) -> tuple[FunctionForm, list[Any], bool, str | None]:
-    """Takes a message for a call apart: function, encoded arguments, whether to keep, name.
+class Request(NamedTuple):
+    """What a client asks for.
+
+    Attributes:
+        function: The function.
+        arguments: Its arguments, encoded.
+        timeout: Seconds that it may run, or None.
+        keep: Whether the result stays.
+        name: Under which name, or None.
+    """
+
+    function: FunctionForm
+    arguments: list[Any]
+    timeout: float | None
+    keep: bool
+    name: str | None
+
+
+def read_request(message: Message) -> Request:
+    """Takes a message for a call apart.
 
     Raises:
         WorkerCallError: If it lacks something.
     """
     about, parts = message.about, list(message.parts)
     try:
-        count = int(about["function_parts"])
+        count, seconds, name = int(about["function_parts"]), about["timeout"], about["as"]
+        if not 0 < count < len(parts):
+            raise ValueError(f"{count} of {len(parts)} parts are the function's")
         form = FunctionForm(
             str(about["name"]), str(about["key"]), dict(about["modules"]), parts[:count]
         )
-        if not 0 < count < len(parts):
-            raise ValueError(f"{count} of {len(parts)} parts are the function's")
-        return form, parts[count:], bool(about["keep"]), about.get("as")
-    except (KeyError, TypeError, ValueError) as error:
+        timeout = None if seconds is None else float(seconds)
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"a timeout of {timeout} seconds")
+        name = None if name is None else str(name)
+        return Request(form, parts[count:], timeout, bool(about["keep"]), name)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise WorkerCallError(f"A call that lacks something: {error!r}") from None
 
 
@@ -270,7 +293,7 @@ def _summary(value: Any) -> str:
 
 
 def _later(seconds: float, action: Callable[..., None], *args: Any) -> threading.Timer:
-    timer = threading.Timer(seconds, action, args)
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), action, args)
     timer.daemon = True
     timer.start()
     return timer

@@ -113,7 +113,7 @@ class Channel:
             self.heard = time.monotonic()
             message, sizes = read_header(header, self.limit)
             parts = [self._receive_part(size) for size in sizes]
-        except EOFError:
+        except (EOFError, WorkerProtocolError):
             raise
         except OSError as error:
             if "bad message length" in str(error):

@@ -160,7 +160,7 @@ def _import_name(obj: Any) -> str | None:
 def _raw(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
     """Memory, dtype and shape; not every dtype has a buffer, but bytes do."""
     flat = np.ascontiguousarray(array).reshape(-1)
-    return pickle.PickleBuffer(flat.view(np.uint8)), array.dtype, array.shape
+    return pickle.PickleBuffer(flat.view(np.uint8).data), array.dtype, array.shape
 
 
 def _to_numpy(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

@@ -91,7 +91,9 @@ class Session:
             case "cancel":
                 runner.cancel(self, message.id)
             case "drop":
-                self.server.values.drop(message.about.get("value", 0))
+                key = message.about.get("value")
+                if isinstance(key, (int, str)):
+                    self.server.values.drop(key)
             case "info":
                 channel.send(Message("info", message.id, self.server.told()))
             case "ping":

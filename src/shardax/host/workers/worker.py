@@ -130,7 +130,8 @@ class Worker(concurrent.futures.Executor):
             start_timeout,
         )
         if name is None:
-            origin: Origin = OwnProcess(how, _checked_key(authkey or secrets.token_bytes(32)))
+            key = secrets.token_bytes(32) if authkey is None else _checked_key(authkey)
+            origin: Origin = OwnProcess(how, key)
         elif authkey is None:
             origin = NamedProcess(name, how)
         else:

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that crash, hang or do not stop: what becomes of their calls, and of what they kept."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+
+import pytest
+from tests.host import worker_functions as there
+from tests.host.waiting import has_ended, wait_for
+
+from shardax import errors
+from shardax.host import Worker
+
+pytestmark = pytest.mark.slow  # each test starts processes
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker(kill_after=0.5, heartbeat=0.5, restarts=1) as worker:
+        yield worker
+
+
+def test_a_crash_fails_its_calls_with_what_happened_and_the_worker_runs_again(worker):
+    before = worker.submit(there.process).result()
+    crashing, waiting = worker.submit(there.crash), worker.submit(there.nap, 0.0)
+    with pytest.raises(errors.WorkerCrashedError, match=r"crash was lost while it ran.*SIGKILL"):
+        crashing.result()
+    with pytest.raises(errors.WorkerCrashedError, match=r"nap was lost before it began"):
+        waiting.result()
+    assert "idempotent=True" in str(waiting.exception())
+    assert worker.submit(there.process).result() != before
+
+
+def test_what_is_marked_idempotent_is_run_again(worker, tmp_path):
+    before = worker.submit(there.process).result()
+    first = worker.request(there.crash_once, [str(tmp_path / "seen")], idempotent=True)
+    second = worker.request(there.add, [1, 2], idempotent=True)
+    assert first.result() != before
+    assert second.result() == 3
+
+
+def test_what_a_worker_kept_is_gone_after_a_crash(worker):
+    kept = worker.put(3)
+    with pytest.raises(errors.WorkerCrashedError):
+        worker.submit(there.crash).result()
+    with pytest.raises(errors.RemoteValueError, match="started anew"):
+        kept.get()
+
+
+def test_a_call_that_does_not_stop_takes_the_process_down(worker, tmp_path):
+    path = tmp_path / "deaf"
+    before = worker.submit(there.process).result()
+    future = worker.request(there.deaf, [str(path)], timeout=0.2)
+    with pytest.raises(errors.WorkerCrashedError, match="could not be interrupted"):
+        future.result()
+    assert path.exists()
+    assert worker.submit(there.process).result() != before
+
+
+def test_a_process_that_does_not_answer_is_replaced(worker):
+    before = worker.submit(there.process).result()
+    with pytest.raises(errors.WorkerCrashedError, match=r"did not answer for \d.* was killed"):
+        worker.submit(there.stop_process).result()
+    assert has_ended(before)
+    assert worker.submit(there.process).result() != before
+
+
+def test_a_new_process_on_request(worker):
+    before = worker.submit(there.process).result()
+    waiting = worker.submit(there.nap, 60)
+    wait_for(waiting.running)
+    worker.restart()
+    assert isinstance(waiting.exception(), errors.WorkerCrashedError | errors.CallCancelledError)
+    assert worker.submit(there.process).result() != before
+    assert has_ended(before)
+
+
+def test_a_worker_that_only_crashes_is_given_up(worker):
+    """The last test of this worker. An idempotent call that crashes is not repeated for ever."""
+    poison = worker.request(there.crash, idempotent=True)
+    with pytest.raises(errors.WorkerCrashedError):
+        poison.result()
+    with pytest.raises(errors.WorkerCrashedError, match="2 times in a row"):
+        worker.submit(abs, -1)
+    assert repr(worker).endswith("lost)")
+
+
+def test_a_connection_to_a_worker_that_has_ended_is_an_error():
+    with Worker() as worker:
+        other = Worker.connect(worker.address, worker.authkey)
+        address, key = worker.address, worker.authkey
+        pid = worker.submit(there.process).result()
+    wait_for(lambda: not other.is_running)
+    with pytest.raises(errors.WorkerCrashedError):
+        other.submit(abs, -1)
+    with pytest.raises(errors.WorkerCrashedError, match="No worker listens"):
+        Worker.connect(address, key)
+    other.shutdown()
+    assert has_ended(pid)
+
+
+def test_a_process_ends_with_the_worker_that_nobody_holds():
+    worker = Worker()
+    pid = worker.submit(there.process).result()
+    del worker
+    gc.collect()
+    wait_for(lambda: has_ended(pid))
+
+
+@pytest.mark.parametrize("how", ["ends", "is killed"])
+def test_a_process_ends_with_the_program_that_started_it(how):
+    program = (
+        "import os, signal, sys; from shardax.host import Worker; worker = Worker(); "
+        "print(worker.info()['pid'], flush=True); "
+        + ("os.kill(os.getpid(), signal.SIGKILL)" if how == "is killed" else "")
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], stdout=subprocess.PIPE, check=False
+    )
+    assert done.returncode == (-signal.SIGKILL if how == "is killed" else 0)
+    wait_for(lambda: has_ended(int(done.stdout)))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers with a name outlive programs, and are found again by programs of the same user only."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import pytest
+from tests.host import worker_functions as there
+from tests.host.waiting import has_ended, wait_for
+
+from shardax import errors
+from shardax.host import Worker
+
+pytestmark = pytest.mark.slow  # each test starts processes
+
+PROGRAM = """
+import json, sys
+import jax, jax.numpy as jnp
+from shardax.host import Worker
+TRACES = []
+
+@jax.jit
+def double(x):
+    TRACES.append(1)
+    return x * 2
+
+def doubled(x):
+    return double(x), len(TRACES)
+
+worker = Worker(name="lab", idle_timeout=30.0)
+result, traces = worker.submit(doubled, jnp.arange(3)).result()
+print(json.dumps([result.tolist(), traces, worker.info()["pid"]]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / f"shardax-workers-{os.getuid()}"
+
+
+@pytest.fixture
+def lab():
+    worker = Worker(name="lab", idle_timeout=30.0)
+    yield worker
+    worker.stop()
+
+
+def test_it_outlives_its_client_with_what_it_kept(lab):
+    pid = lab.info()["pid"]
+    lab.put({"step": 3}, name="state")
+    lab.shutdown()
+    again = Worker(name="lab", idle_timeout=30.0)
+    assert again.info()["pid"] == pid
+    assert again.value("state").get() == {"step": 3}
+
+
+def test_programs_find_it_and_what_was_compiled_in_it(lab):
+    pytest.importorskip("cloudpickle")
+    runs = [
+        subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, check=True)
+        for _ in range(2)
+    ]
+    results = [json.loads(run.stdout) for run in runs]
+    assert results == [[[0, 2, 4], 1, lab.info()["pid"]]] * 2
+
+
+def test_its_key_is_for_this_user_alone(lab, folder):
+    kept = folder / "lab.json"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert lab.authkey.hex() in kept.read_text()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770])
+def test_a_folder_that_others_can_enter_is_refused(folder, mode):
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(errors.WorkerConfigError, match="chmod 700"):
+        Worker(name="lab")
+
+
+def test_a_folder_that_is_a_link_is_refused(folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(errors.WorkerConfigError, match="chmod 700"):
+        Worker(name="lab")
+
+
+def test_other_options_than_it_runs_with_are_refused(lab):
+    with pytest.raises(errors.WorkerConfigError, match="other options"):
+        Worker(name="lab", configure={"x64": True})
+    assert lab.submit(abs, -1).result() == 1
+
+
+def test_one_that_crashed_is_started_anew(lab):
+    pid = lab.info()["pid"]
+    with pytest.raises(errors.WorkerCrashedError, match="'lab' was lost"):
+        lab.submit(there.crash).result()
+    assert lab.submit(there.process).result() != pid
+    assert lab.submit(there.add, jnp.ones(2), 1).result().tolist() == [2.0, 2.0]
+
+
+def test_without_clients_it_ends_after_a_while():
+    worker = Worker(name="short", idle_timeout=0.4)
+    pid = worker.info()["pid"]
+    time.sleep(1.0)
+    assert worker.info()["pid"] == pid
+    worker.shutdown()
+    wait_for(lambda: has_ended(pid))
