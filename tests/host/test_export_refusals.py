@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tests.host.exported_models import Counter, Noisy
 
@@ -238,10 +238,10 @@ def test_a_missing_library_is_named(
 
 
 def test_a_function_over_two_meshes_is_told_which(tmp_path: pathlib.Path) -> None:
-    devices = jax.devices()
+    devices = np.array(jax.devices())
     left, right = (
-        jax.device_put(jnp.ones(4), NamedSharding(jax.make_mesh((4,), (name,), devices=d), P(name)))
-        for name, d in (("a", devices[:4]), ("b", devices[4:]))
+        jax.device_put(jnp.ones(4), NamedSharding(Mesh(half, (name,)), P(name)))
+        for name, half in (("a", devices[:4]), ("b", devices[4:]))
     )
     text = refusal(tmp_path, lambda x, y: x.sum() + y.sum(), left, right)
     assert "2 meshes" in text

@@ -130,14 +130,15 @@ class CompileReport:
     def __str__(self) -> str:
         count = len(self.programs)
         head = (
-            f"{count} program{'' if count == 1 else 's'} in {self.seconds:.3f} s: "
+            f"{_counted(count, 'program', 'programs')} in {self.seconds:.3f} s: "
             f"{self.trace_seconds:.3f} s tracing, {self.lower_seconds:.3f} s lowering, "
             f"{self.compile_seconds:.3f} s compiling"
         )
         if any(program.cache != "off" for program in self.programs):
             cache = (
-                f"persistent cache: {self.hits} hits, which saved {self.saved_seconds:.3f} s; "
-                f"{self.misses} misses, {self.stored} of them stored"
+                f"persistent cache: {_counted(self.hits, 'hit', 'hits')}, which saved "
+                f"{self.saved_seconds:.3f} s; {_counted(self.misses, 'miss', 'misses')}, "
+                f"{self.stored} of them stored"
             )
         else:
             cache = "persistent cache: not used (sx.configure(cache_dir=...) turns it on)"
@@ -169,6 +170,10 @@ class CompileReport:
             cache, saved = said.get("cache", "off"), said.get("saved", 0.0)
             self.programs.append(CompiledProgram(name, duration_secs, cache, saved))
             said.clear()
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
 
 
 def _has_folder() -> bool:

@@ -94,6 +94,15 @@ class Signature:
         platforms: Platforms that it was lowered for.
         vjp_order: How often it can be differentiated.
         constraints: What holds for the sizes of dynamic dimensions.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = sx.host.export(layer, jnp.ones((1, 2)), to=f"{folder}/layer")
+        ...     signature = sx.host.load(path).signature
+        >>> print(signature, signature.platforms, [entry.path for entry in signature.state])
+        Linear(x: float32[1,2]) -> float32[1,3] ('cpu',) ['.kernel', '.bias']
     """
 
     name: str
