@@ -33,8 +33,11 @@ NUMBERS = "numbers"
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.Ref)
 NUMBER_TYPES = frozenset({int, float, complex})
-_TAKEN_WHOLE = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names})
-"""Packages whose instances (meshes, policies, loggers) are compared by identity alone."""
+_TAKEN_WHOLE = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - {"builtins"})
+"""Packages whose instances (meshes, policies, loggers) are compared by identity alone.
+
+A class that was made by ``exec`` without a module name says that it is of ``builtins``.
+"""
 
 
 def is_dynamic(leaf: Any, static_numbers: bool = False) -> bool:
