@@ -128,6 +128,11 @@ def test_tracing_and_shapes_do_not_run_the_function() -> None:
     assert seen.calls == []
 
 
+def test_programs_show_the_name_of_the_function() -> None:
+    cosine = host_function(np.cos, out=same)
+    assert "<function cos at" in str(jax.make_jaxpr(cosine)(1.0))
+
+
 def test_what_a_program_does_not_use_it_does_not_run() -> None:
     seen = Seen()
     jax.jit(lambda x: (doubling(seen)(x), x + 1)[1])(1.0).block_until_ready()
@@ -144,6 +149,26 @@ def test_loops_and_choices_run_it_where_they_come_to_it() -> None:
     last, all_of_them = jax.lax.scan(body, 1.0, jnp.array([1, 0, 1]))
     assert (float(last), all_of_them.tolist()) == (6.0, [1.0, 2.0, 3.0])
     assert float(sx.while_loop(lambda c: c < 20, double, jnp.float32(3))) == 24.0
+
+
+@pytest.mark.usefixtures("way")
+def test_on_the_host_one_function_calls_another_as_it_is() -> None:
+    double = doubling()
+
+    def twice(x: np.ndarray) -> np.ndarray:
+        once = double(x)
+        assert isinstance(once, np.generic)
+        return double(once)
+
+    function = host_function(twice, out=same)
+    assert (float(function(1.0)), float(jax.jit(function)(1.0))) == (4.0, 4.0)
+
+
+def test_without_jit_everything_works_as_with_it() -> None:
+    function = doubling()
+    with jax.disable_jit():
+        assert jax.jit(function)(1.0).tolist() == 2.0
+        assert jax.jit(jax.vmap(function))(jnp.ones(2)).tolist() == [2.0, 2.0]
 
 
 # --- vmap -----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from shardax.core.errors import HostSpecError, StaticArgumentError
+from shardax.core.frames import local
 from shardax.core.packing import PickledByName
 from shardax.core.pytree import is_object
 from shardax.core.variables import Variable
@@ -32,6 +33,7 @@ from shardax.host.derivatives import (
 )
 from shardax.host.program import VMAP_METHODS, HostProgram, call_on_host, staged, take
 from shardax.host.results import promise
+from shardax.host.values import HostFrame
 from shardax.transforms.call import Call, LateFrame, wraps
 from shardax.transforms.custom_vjp import CustomVjp
 from shardax.transforms.static_arguments import resolve_arguments, static_argument
@@ -202,6 +204,8 @@ class HostFunction(PickledByName):
         return str(getattr(inner, "__qualname__", None) or type(inner).__name__)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(local.frame, HostFrame):  # on the host already
+            return self.function(*args, **kwargs)
         if self.out is None:
             raise HostSpecError(
                 f"The host function {self.name} does not say what it returns, which a program has "

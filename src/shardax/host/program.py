@@ -122,6 +122,7 @@ class HostProgram:
             for out, result in zip(outs, results, strict=True):
                 np.asarray(out)[...] = result
 
+        callback.__qualname__ = self.name
         method = VMAP_METHODS[self.vmap]
         return buffer_callback(callback, list(self.out_forms), vmap_method=method)(*leaves)
 
@@ -129,6 +130,7 @@ class HostProgram:
         def callback(*arrays: Any) -> list[np.ndarray]:
             return self.run_in_program([np.array(array) for array in arrays])
 
+        callback.__qualname__ = self.name
         method = VMAP_METHODS[self.vmap]
         return jax.pure_callback(callback, list(self.out_forms), *leaves, vmap_method=method)
 
