@@ -19,3 +19,8 @@ from shardax.host.raised import host_exception as host_exception
 from shardax.host.raised import host_exceptions as host_exceptions
 from shardax.host.signature import Signature as Signature
 from shardax.host.torch_function import from_torch as from_torch
+from shardax.host.workers.futures import WorkerFuture as WorkerFuture
+from shardax.host.workers.kept import Remote as Remote
+from shardax.host.workers.remote import RemoteFunction as RemoteFunction
+from shardax.host.workers.remote import remote as remote
+from shardax.host.workers.worker import Worker as Worker
