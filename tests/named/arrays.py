@@ -20,7 +20,7 @@ SIZES: dict[Any, int] = {"a": 2, "b": 3, 7: 2}
 POSITIONAL = (3, 2)
 """Sizes of positional dimensions, of which an array has the last ones."""
 
-few = settings(max_examples=20)
+few = settings(max_examples=12)
 """For laws whose every example compiles."""
 
 
