@@ -127,6 +127,14 @@ def test_a_variable_of_several_arrays_has_a_row_for_each(auto_mesh: Mesh) -> Non
     ]
 
 
+def test_a_named_array_in_a_variable_has_its_own_names(auto_mesh: Mesh) -> None:
+    weight = sx.Param(sx.named.zeros({"mlp": 16, "embed": 8}))
+    (row,) = sx.view.table(weight, mesh=auto_mesh, rules={"mlp": "model", "embed": "data"}).rows
+    assert (row.axes, row.spec, row.bytes_per_device) == ("embed, mlp", "data, model", 64)
+    (row,) = sx.view.table(weight, rules={"mlp": "model"}).rows
+    assert (row.axes, row.spec) == ("embed, mlp", "-, model")
+
+
 @pytest.mark.parametrize(("implementation", "size"), [("threefry2x32", 8), ("rbg", 16)])
 def test_random_keys_count_their_words(implementation: str, size: int) -> None:
     key = sx.RngState(jax.random.key(0, impl=implementation))

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from shardax.core.arraylike import knows_axes
 from shardax.core.functional import iter_modules, iter_variables
 from shardax.core.layout_text import columns, format_axes
 from shardax.core.paths import Path, format_path
@@ -277,11 +278,14 @@ def _module_rows(
 def _row(
     path: Any, inside: str, variable: Variable[Any], struct: jax.ShapeDtypeStruct, rules: Rules
 ) -> ParameterRow:
-    shape, sharding, names = struct.shape, struct.sharding, variable.axes
+    value = variable.value
+    named = knows_axes(value)
+    shape, sharding = struct.shape, struct.sharding
+    names = value.partition_axes if named else variable.axes
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
     else:
-        spec = spec_for(None if inside else names, shape, None, rules)[0]
+        spec = spec_for(names if named or not inside else None, shape, None, rules)[0]
     item = struct.dtype.itemsize
     return ParameterRow(
         path=format_path(path) + inside,
