@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from shardax.core import variables as variable_types
-from shardax.core._jax import Tracer
+from shardax.core._jax import Tracer, is_eager
 from shardax.core.errors import (
     ArtifactCallError,
     ArtifactDamagedError,
@@ -28,9 +28,10 @@ from shardax.core.modules import Module
 from shardax.core.variables import Variable
 from shardax.host import artifact
 from shardax.host.array_form import ArrayForm, all_from_words, from_words, to_words
-from shardax.host.json_trees import from_json, structure
+from shardax.host.json_trees import structure
 from shardax.host.signature import MeshForm, Signature, StateEntry
 from shardax.host.snapshots import read_snapshot
+from shardax.transforms.jit import jit
 
 
 class LoadedProgram:
@@ -43,6 +44,8 @@ class LoadedProgram:
         mesh: The exporting mesh over these devices; None for one device.
 
     Attributes:
+        jitted: The program as a function of words: (state, inputs) to (results, written state).
+        step: A call of a ``LoadedFunction`` with it, compiled as a whole.
         snapshot: The program compiled beforehand, or None.
         snapshot_unused: Why there is none.
     """
@@ -58,6 +61,7 @@ class LoadedProgram:
         self.snapshot_unused = "not asked for: trust_snapshot=True"
         written = [self.place_of(entry.form) for entry in signature.state if entry.written]
         results = [None] * len(signature.output_forms)
+        self.step = jit(lambda function, inputs: function._run(inputs))
         places = None if mesh is None else (results, written)
         self.jitted = jax.jit(self._differentiable(exported.call), out_shardings=places)
 
@@ -109,12 +113,9 @@ class LoadedProgram:
         if self.snapshot is not None and not traced:
             _, places = self.snapshot.input_shardings[0]
             return self.snapshot(given[0], jax.device_put(given[1], places))
-        try:
-            return self.jitted(*given)
-        except (ValueError, NotImplementedError) as error:
-            raise self._explained(error) from error
+        return self.jitted(*given)
 
-    def _explained(self, error: Exception) -> Exception:
+    def explained(self, error: Exception) -> Exception:
         """Returns what JAX says about exported programs in terms of ``export``."""
         text, name = str(error), self.signature.name
         if "refining shapes" in text and self.signature.constraints:
@@ -171,6 +172,13 @@ class LoadedFunction(Module):
             ArtifactCallError: If they do not fit the signature; nothing was run.
         """
         inputs = self.signature.take(args, kwargs)
+        compiled = self.program.snapshot is None and is_eager()
+        try:
+            return self.program.step(self, inputs) if compiled else self._run(inputs)
+        except (ValueError, NotImplementedError) as error:
+            raise self.program.explained(error) from error
+
+    def _run(self, inputs: Sequence[Any]) -> Any:
         state = [to_words(variable.value) for variable in self.variables.values()]
         results, written = self.program.run(state, inputs)
         held = zip(self.signature.state, self.variables.values(), strict=True)
@@ -178,9 +186,7 @@ class LoadedFunction(Module):
         for (entry, variable), words in zip(targets, written, strict=True):
             variable.value = from_words(words, entry.form)
         leaves = all_from_words(results, self.signature.output_forms)
-        return structure(self.signature.output).unflatten(
-            [leaves[i] for i in jax.tree.leaves(from_json(self.signature.output))]
-        )
+        return structure(self.signature.output).unflatten(leaves)
 
 
 def load(

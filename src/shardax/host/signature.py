@@ -9,6 +9,7 @@ arrays it is all that is needed to call the function; none of it is Python code.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -183,8 +184,9 @@ class Signature:
         """
         sizes: dict[str, tuple[int, str]] = {}
         leaves: list[Any] = []
-        for item, value in zip(self.inputs, self._in_order(args, kwargs), strict=True):
-            wanted, found = structure(item.tree), jax.tree.structure(value)
+        values = self._in_order(args, kwargs)
+        for item, wanted, value in zip(self.inputs, self._structures, values, strict=True):
+            found = jax.tree.structure(value)
             if wanted != found:
                 raise self._refusal(f"{item.name} is made like {found}, not like {wanted}.")
             for path, form, leaf in zip(
@@ -195,6 +197,10 @@ class Signature:
                 self._check_shape(array, form, where, sizes)
                 leaves.append(to_words(array))
         return leaves
+
+    @functools.cached_property
+    def _structures(self) -> list[Any]:
+        return [structure(item.tree) for item in self.inputs]
 
     def _in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         positional = [item.name for item in self.inputs if not item.by_name]
