@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from shardax.core.errors import AmbiguousBatchError, AxisSizeError, FilterError, PrefixError
 from shardax.core.filters import PathContains, first_match, to_predicates
+from shardax.core.layout_text import columns
 from shardax.core.paths import format_path
 from shardax.transforms.batch_parts import Part, Problem, filter_text
 from shardax.transforms.prefix import consistent, is_axis
@@ -91,11 +92,7 @@ class BatchAxes:
             (format_path(path), what, "shared" if axis is None else f"axis {axis}", reason)
             for path, what, axis, reason in self.rows
         ]
-        widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
-        lines = (
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        )
+        lines = columns(cells) if cells else []
         return "\n".join([f"batch of {self.size}:", *(f"  {line}" for line in lines)])
 
 

@@ -9,8 +9,7 @@ lazy Variables stay lazy, and trees of ``jax.ShapeDtypeStruct`` do as well as ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,7 @@ Place = int | dict[Path, int] | tuple[State, range]
 State those of its entries."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One part of a problem.
 
     Attributes:
