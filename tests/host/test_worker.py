@@ -166,7 +166,7 @@ def test_a_value_of_64_bits_is_not_cut(worker):
 
 
 def test_what_is_being_traced_cannot_be_sent(worker):
-    with pytest.raises(errors.WorkerPickleError, match="argument 0 of a call.*traced"):
+    with pytest.raises(errors.WorkerPickleError, match=r"argument 0 of a call.*traced"):
         jax.jit(lambda x: worker.submit(abs, x).result())(1.0)
 
 
@@ -290,9 +290,9 @@ def test_values_with_a_name_are_for_all_clients_until_they_are_deleted(worker):
 
 def test_what_stands_for_a_value_means_nothing_elsewhere(worker):
     kept = worker.put(1)
-    with Worker.connect(worker.address, worker.authkey) as other:
-        with pytest.raises(errors.WorkerPickleError, match="another worker"):
-            other.submit(abs, kept)
+    other = Worker.connect(worker.address, worker.authkey)
+    with other, pytest.raises(errors.WorkerPickleError, match="another worker"):
+        other.submit(abs, kept)
     with pytest.raises(errors.RemoteValueError, match="cannot be pickled"):
         copy.deepcopy(kept)
 
@@ -307,7 +307,7 @@ def test_many_clients_and_threads_call_at_once(worker):
     clients = [Worker.connect(worker.address, worker.authkey) for _ in range(4)]
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(work, clients * 2, range(0, 160, 20)))
-    assert sum(found, []) == list(range(1, 161))
+    assert [number for numbers in found for number in numbers] == list(range(1, 161))
     assert worker.info()["clients"] == 5
     for client in clients:
         client.shutdown()
@@ -368,5 +368,5 @@ def test_options_that_do_not_fit_are_refused(options):
 
 
 def test_settings_that_do_not_fit_say_so():
-    with pytest.raises(errors.WorkerStartError, match="ConfigureError.*x64='maybe'"):
+    with pytest.raises(errors.WorkerStartError, match=r"ConfigureError.*x64='maybe'"):
         Worker(configure={"x64": "maybe"})

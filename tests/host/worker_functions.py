@@ -116,3 +116,8 @@ def settings():
 
 def add(x, y):
     return x + y
+
+
+def process_after(seconds, _):
+    time.sleep(seconds)
+    return os.getpid()

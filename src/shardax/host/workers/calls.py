@@ -237,9 +237,9 @@ class Runner:
                 timer.cancel()
 
     def _result(self, request: Request, owner: object) -> tuple[dict[str, Any], list[Any]]:
-        function = self.functions.find(request.function).call
-        args, kwargs = decode(request.arguments, self.values.get)
-        result = function(*args, **kwargs)
+        result = self.functions.run(
+            request.function, lambda: decode(request.arguments, self.values.get)
+        )
         if not request.keep:
             return {}, encode(result)
         key = self.values.keep(result, owner, request.name)

@@ -206,6 +206,6 @@ def _advice() -> str:
     except ImportError:
         return (
             " Without the package cloudpickle only functions that can be imported by name travel: "
-            "pip install 'shardax[worker]'."
+            "pip install 'shardax[code]'."
         )
     return ""

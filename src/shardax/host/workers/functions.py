@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardax.core.errors import StaleModuleError
@@ -109,14 +109,16 @@ class Sources:
     """What the own modules of this process were when it imported them."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[str | None, str]] = {}
+        self._own: dict[str, tuple[str, str]] = {}
+        self._seen: set[str] = set()
 
     def record(self) -> None:
         """Notes modules imported since the last time."""
-        for name, module in list(sys.modules.items()):
-            if name not in self._known:
-                file = _own_file(module)
-                self._known[name] = (file, "" if file is None else _digest_of_file(file))
+        for name in sys.modules.keys() - self._seen:
+            file = _own_file(sys.modules[name])
+            if file is not None:
+                self._own[name] = (file, _digest_of_file(file))
+            self._seen.add(name)
 
     def check(self, wanted: Mapping[str, str]) -> None:
         """Checks that what was imported is what a call means, and is what is there now.
@@ -127,9 +129,9 @@ class Sources:
         Raises:
             StaleModuleError: If it is not.
         """
-        now = {name: _digest_of_file(file) for name, (file, _) in self._known.items() if file}
-        for name, digest in {**now, **wanted}.items():
-            file, imported = self._known.get(name, (None, digest))
+        now = {name: _digest_of_file(file) for name, (file, _) in self._own.items()}
+        for name, digest in (*now.items(), *wanted.items()):
+            file, imported = self._own.get(name, (None, digest))
             if imported != digest:
                 raise StaleModuleError(
                     f"The module {name} that the worker has imported ({file}) is not that of the "
@@ -178,13 +180,32 @@ class FunctionTable:
             if kept is None:
                 kept = KeptFunction(form.name, decode(form.parts))
                 self.sources.record()
-                self.sources.check(form.modules)
-                self._kept[form.key] = kept
-                while len(self._kept) > self.size:
-                    self._kept.popitem(last=False)
+            self.sources.check(form.modules)
+            self._kept[form.key] = kept
             self._kept.move_to_end(form.key)
+            while len(self._kept) > self.size:
+                self._kept.popitem(last=False)
             kept.calls += 1
             return kept
+
+    def run(
+        self, form: FunctionForm, arguments: Callable[[], tuple[Sequence[Any], Mapping[str, Any]]]
+    ) -> Any:
+        """Calls the function of a form.
+
+        Args:
+            form: The form.
+            arguments: Makes the arguments, which may import modules as the function may.
+
+        Returns:
+            Its result.
+        """
+        function = self.find(form).call
+        try:
+            args, kwargs = arguments()
+            return function(*args, **kwargs)
+        finally:
+            self.sources.record()
 
     def told(self) -> list[dict[str, Any]]:
         """Returns name and calls of each function, the latest last, as JSON values."""

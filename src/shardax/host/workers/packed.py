@@ -33,8 +33,8 @@ def run_packed(head: bytes, *parts: bytes) -> tuple[bytes, ...]:
     """Runs a packed call, and returns its result packed. Runs code of whoever packed it."""
     name, key, modules, count = pickle.loads(head)
     form = FunctionForm(name, key, modules, list(parts[:count]))
-    args, kwargs = decode(parts[count:])
-    return tuple(map(bytes, encode(_FUNCTIONS.find(form).call(*args, **kwargs))))
+    result = _FUNCTIONS.run(form, lambda: decode(parts[count:]))
+    return tuple(map(bytes, encode(result)))
 
 
 def unpack(result: Sequence[bytes]) -> Any:

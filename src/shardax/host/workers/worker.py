@@ -187,9 +187,9 @@ class Worker(concurrent.futures.Executor):
         self._closing = False
         self._broken: Exception | None = None
         self._expected = False  # whether the loss of the connection was asked for
+        self._finalizer = weakref.finalize(self, origin.close)
         with self._changed:
             self._link = self._connect()
-        self._finalizer = weakref.finalize(self, origin.close)
 
     def _connect(self) -> Link:
         lost = weakref.WeakMethod(self._lost)
@@ -349,7 +349,8 @@ class Worker(concurrent.futures.Executor):
     def _lost(self, link: Link, calls: list[PendingCall], why: str) -> None:
         """Fails or repeats the calls of a connection that has ended, and opens another one."""
         with self._changed:
-            closing, expected = self._closing, self._expected
+            closing = self._closing or not self._finalizer.alive  # or the program ends
+            expected = self._expected
         ending = "it was shut down" if closing else self._origin.ending()
         again = [call for call in calls if call.retries and not (closing or expected)]
         for call in calls:

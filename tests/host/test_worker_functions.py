@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How functions are known in another process: by import path or by value, never an old version."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from tests.host import worker_functions as there
+
+import shardax as sx
+from shardax import errors
+from shardax.host import Worker
+from shardax.host.workers import encoding
+from shardax.host.workers.encoding import decode, encode
+from shardax.host.workers.functions import FunctionTable, describe
+
+# --- encoding -------------------------------------------------------------------------------------
+
+numbers = arrays.arrays(
+    st.sampled_from(["int8", "float32", "complex64", ">f8", "bool", "U3"]),
+    arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3),
+)
+trees = st.recursive(
+    st.none() | st.integers() | st.text() | numbers,
+    lambda children: st.lists(children) | st.dictionaries(st.text(), children),
+    max_leaves=6,
+)
+
+
+def same(one, other):
+    if isinstance(one, np.ndarray):
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and one == other
+
+
+@given(trees)
+def test_decoding_undoes_encoding(tree):
+    parts = [bytearray(part) for part in encode(tree)]
+    assert same(decode(parts), tree)
+
+
+def test_arrays_are_not_in_the_pickle():
+    model = sx.nn.Linear(100, 100, rngs=sx.Rngs(0))
+    head, *memory = encode([model, np.zeros(1000), jnp.zeros(1000)])
+    assert len(head) < 2500
+    assert [len(part) for part in memory] == [40_000, 400, 8000, 4000]
+
+
+def test_what_is_one_object_stays_one():
+    array = jnp.ones(3)
+    one, other = decode(encode([array, array]))
+    assert one is other
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def test_what_can_be_imported_goes_by_its_path():
+    for function in (there.add, there.by_jax, there.by_shardax, np.linalg.inv, abs):
+        form = describe(function)
+        assert len(form.parts) == 1
+        assert len(form.parts[0]) < 200
+        assert decode(form.parts) is function
+
+
+def test_without_cloudpickle_only_import_paths_go_and_the_error_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    encoding._pickler_class.cache_clear()
+    try:
+        assert decode(describe(there.by_jax).parts) is there.by_jax
+        with pytest.raises(errors.WorkerPickleError, match=r"shardax\[code\]"):
+            describe(lambda x: x)
+    finally:
+        encoding._pickler_class.cache_clear()
+
+
+def test_equal_functions_have_one_key_and_others_another():
+    def adding(step, default=1):
+        def add(x, y=default):
+            return x + y + step
+
+        return add
+
+    keys = [describe(adding(*given)).key for given in [(1,), (1,), (2,), (1, 3), (1.0,)]]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4
+
+
+def test_an_array_in_a_closure_is_part_of_the_key():
+    def keyed(array):
+        return describe(lambda x: x + array).key
+
+    assert keyed(jnp.zeros(3)) == keyed(jnp.zeros(3)) != keyed(jnp.ones(3))
+
+
+def test_a_table_makes_a_function_once_and_keeps_the_latest():
+    table = FunctionTable(2)
+    forms = [describe(lambda x, n=n: x + n) for n in range(3)]
+    one = table.find(forms[0])
+    assert table.find(forms[0]) is one
+    table.find(forms[1])
+    table.find(forms[0])
+    table.find(forms[2])
+    assert table.find(forms[0]) is one
+    assert [kept["calls"] for kept in table.told()] == [1, 4]
+    assert one.call(1) == 1
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """Writes a module `own_parts` and one that imports it, `own_whole`; returns the function."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("own_parts", "own_whole"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def write(step):
+        (tmp_path / "own_parts.py").write_text(f"STEP = {step}\n")
+        text = "import own_parts\n\ndef step(x):\n    return x + own_parts.STEP\n"
+        (tmp_path / "own_whole.py").write_text(text)
+        importlib.invalidate_caches()
+        for name in ("own_parts", "own_whole"):
+            sys.modules.pop(name, None)
+        return importlib.import_module("own_whole").step
+
+    yield write
+    for name in ("own_parts", "own_whole"):
+        sys.modules.pop(name, None)
+
+
+def test_a_worker_never_runs_code_that_was_changed_since(own_module):
+    pytest.importorskip("cloudpickle")
+    with Worker() as worker:
+        assert worker.submit(own_module(1), 1).result() == 2
+        changed = own_module(10)
+        with pytest.raises(errors.StaleModuleError, match=r"own_parts.*worker\.restart\(\)"):
+            worker.submit(lambda x: changed(x), 1).result()
+        with pytest.raises(errors.StaleModuleError, match=r"own_parts"):
+            worker.submit(changed, 1).result()
+        worker.restart()
+        assert worker.submit(changed, 1).result() == 11
+        assert worker.submit(lambda x: changed(x), 1).result() == 11
+
+
+def test_another_module_of_the_same_name_is_noticed(own_module, tmp_path):
+    function = own_module(1)
+    form = describe(function)
+    assert sorted(form.modules) == ["own_whole"]
+    wrong = form._replace(modules={"own_whole": "0" * 64})
+    with pytest.raises(errors.StaleModuleError, match="own_whole"):
+        FunctionTable(2).find(wrong)
+
+
+def test_keys_are_the_same_in_every_process_for_code_without_sets():
+    program = textwrap.dedent(
+        """
+        from shardax.host.workers.functions import describe
+        import jax.numpy as jnp
+        scale = 3
+        def inner(x): return jnp.sum(x) * scale
+        def outer(x, y=2): return [inner(x + y) for _ in range(3)]
+        print(describe(outer).key)
+        """
+    )
+    keys = {
+        subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True).stdout
+        for _ in range(2)
+    }
+    assert len(keys) == 1
+
+
+def test_errors_of_workers_survive_pickling():
+    for name in ("WorkerCrashedError", "StaleModuleError", "WorkerTimeoutError"):
+        error = getattr(errors, name)("text")
+        assert repr(pickle.loads(pickle.dumps(error))) == repr(error)
