@@ -18,7 +18,7 @@ from tests.host.ways import FLOAT, Seen, doubling, same
 from tests.host.ways import way as way
 
 import shardax as sx
-from shardax.core.errors import HostSpecError, StaticArgumentError
+from shardax.core.errors import ArgumentError, HostSpecError, StaticArgumentError
 
 host_function = sx.host.host_function
 
@@ -334,6 +334,19 @@ def test_a_promise_that_is_none_names_the_place(out: Any, path: str) -> None:
     with pytest.raises(HostSpecError, match=path):
         host_function(seen, out=out)(jnp.ones(3))
     assert seen.calls == []
+
+
+def test_arrays_that_are_no_numbers_are_refused_in_programs_and_outside() -> None:
+    texts = np.array(["a", "b"])
+    for function in (doubling(), jax.jit(lambda: doubling()(texts))):
+        with pytest.raises(ArgumentError, match=r"<U1 at \.x.*tuple"):
+            function(*([texts] if isinstance(function, sx.host.HostFunction) else []))
+
+
+def test_a_shape_rule_may_read_shapes_through_a_closure() -> None:
+    w = sx.Param(jnp.ones(3))
+    function = host_function(lambda x: x * np.ones(3), out=lambda x: w)
+    assert sx.jit(function)(2.0).tolist() == [2.0, 2.0, 2.0]
 
 
 def test_wrong_arguments_are_those_of_the_function() -> None:

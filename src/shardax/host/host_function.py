@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from shardax.core.errors import HostSpecError, StaticArgumentError
-from shardax.core.frames import local
+from shardax.core.frames import Frame, local
 from shardax.core.packing import PickledByName
 from shardax.core.pytree import is_object
 from shardax.core.variables import Variable
@@ -34,7 +34,7 @@ from shardax.host.derivatives import (
 from shardax.host.program import VMAP_METHODS, HostProgram, call_on_host, staged, take
 from shardax.host.results import promise
 from shardax.host.values import HostFrame
-from shardax.transforms.call import Call, LateFrame, wraps
+from shardax.transforms.call import Call, wraps
 from shardax.transforms.custom_vjp import CustomVjp
 from shardax.transforms.static_arguments import resolve_arguments, static_argument
 from shardax.transforms.tangents import is_differentiable
@@ -93,6 +93,7 @@ def host_function(
     Raises:
         HostSpecError: If options are not valid, or when called, if ``out`` promises no arrays.
         StaticArgumentError: When called, if a static argument is not hashable.
+        ArgumentError: When called, if an array is not of numbers.
         HostResultError: When it runs, if the function returns something else than ``out`` says.
         HostFunctionError: When it runs in a program and raises, wrapped in JAX's own error;
             ``host_exception`` finds the exception itself. Outside of programs it is raised as is.
@@ -246,7 +247,7 @@ class HostFunction(PickledByName):
         return program.out_tree.unflatten(results)
 
     def _with_promise(self, program: HostProgram) -> HostProgram:
-        with LateFrame("host_function") as frame:
+        with Frame("host_function") as frame:
             _, args, kwargs = program.restore(program.forms, frame)
             forms, treedef = promise(self.name, self.out, args, kwargs)
         return dataclasses.replace(program, out_forms=forms, out_tree=treedef)

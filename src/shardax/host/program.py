@@ -27,8 +27,9 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from shardax.core import _jax
 from shardax.core._jax import Tracer, is_eager
+from shardax.core.errors import ArgumentError
 from shardax.core.frames import Frame
-from shardax.core.paths import Path
+from shardax.core.paths import Path, format_path
 from shardax.core.static import Static
 from shardax.core.structure import GraphDef, build
 from shardax.host.raised import wrapped
@@ -149,7 +150,7 @@ def take(
     labels = (flat.leaf_paths, [(label,) for label in call.labels])
     where: list[Any] = [(part, key) for part, key, *_ in leaf_paths(treedef)]
     paths = [(key,) if part == 2 else labels[part][key] for part, key in where]
-    forms = tuple(_form_on_host(leaf) for leaf in leaves)
+    forms = tuple(_form_on_host(name, *pair) for pair in zip(leaves, paths, strict=True))
     program = HostProgram(
         name,
         flat.graphdef,
@@ -164,14 +165,20 @@ def take(
     return program, leaves, paths
 
 
-def _form_on_host(leaf: Any) -> jax.ShapeDtypeStruct:
+def _form_on_host(name: str, leaf: Any, path: Path) -> jax.ShapeDtypeStruct:
     dtype = dtype_of(leaf)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         words = jax.eval_shape(jax.random.key_data, leaf)
         return jax.ShapeDtypeStruct(words.shape, words.dtype)
-    if dtype != jax.dtypes.float0:
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype)
+    if dtype == jax.dtypes.float0:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
+        raise ArgumentError(
+            f"The host function {name} was given an array of dtype {dtype} at {format_path(path)}, "
+            f"which JAX does not have. Encode it as integers; or pass it as a tuple, which is "
+            f"handed on as it is: tuple(array.tolist())."
+        )
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def staged(program: HostProgram) -> Callable[..., list[Any]]:

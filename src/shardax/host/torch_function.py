@@ -93,6 +93,8 @@ def _hosted(function: Callable[..., Any], out: Any, vmap: str) -> HostFunction:
             args, kwargs = jax.tree.map(to_tensor, (args, kwargs))
             return jax.tree.map(to_numpy, function(*args, **kwargs))
 
+    on_arrays.__qualname__ = _name(function)
+
     @functools.cache
     def gradient() -> HostFunction:
         return _hosted(
@@ -146,8 +148,12 @@ def gradient_of(function: Callable[..., Any]) -> Callable[..., Any]:
             [next(gradients).conj() if _has_gradient(leaf) else None for leaf in leaves]
         )
 
-    gradient.__qualname__ = f"gradient of {getattr(function, '__qualname__', function)}"
+    gradient.__qualname__ = f"gradient of {_name(function)}"
     return gradient
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", None) or type(function).__name__)
 
 
 def _has_gradient(leaf: Any) -> bool:
