@@ -173,6 +173,10 @@ def test_a_problem_in_which_nothing_is_batched_is_refused() -> None:
 def test_a_filter_alone_says_what_is_batched_and_all_else_is_shared() -> None:
     problem = {"x": jnp.ones((4, 3)), "W": jnp.ones((3, 4)), "model": Affine()}
     assert axes_of(problem, 4, where=sx.PathContains("x")) == {"x": 0, "W": None, "model": None}
+    either = [sx.PathContains("x"), sx.PathContains("W")]
+    assert axes_of(problem, 4, where=either) == {"x": 0, "W": 1, "model": None}
+    everything = axes_of({"x": jnp.ones(4), "w": sx.Param(jnp.ones((3, 4)))}, 4, where=...)
+    assert everything == {"x": 0, "w": 1}
 
 
 def test_axes_may_be_declared_by_name_in_variables_and_boxes() -> None:

@@ -129,7 +129,7 @@ class Batch:
                 f"A batch has a number of lanes, but was given {self.size!r}: "
                 f"sx.batch_axes(problem, 8)."
             )
-        to_predicates(tuple(self.declarations()))
+        to_predicates([item for item, _ in self.declarations()])
 
     def find(self, tree: Any) -> BatchAxes:
         """Finds the axes of a problem; see ``batch_axes``.
@@ -172,17 +172,17 @@ class Batch:
         axes = arrange(problem.prefixes([choice.axis for choice in chosen]))
         return BatchAxes(self.size, axes, rows)
 
-    def declarations(self) -> dict[Any, Entry]:
-        """Returns ``where`` as a mapping from filters to entries.
+    def declarations(self) -> list[tuple[Any, Entry]]:
+        """Returns ``where`` as pairs of filter and entry.
 
         Raises:
             PrefixError: If an entry is of another kind.
         """
         where = self.where
         if where is None:
-            return {}
+            return []
         if not isinstance(where, Mapping):
-            return {where: ..., ...: None}
+            return [(where, ...), (..., None)]
         for item, entry in where.items():
             if not (entry is None or entry is ... or isinstance(entry, str) or is_axis(entry)):
                 raise PrefixError(
@@ -190,7 +190,7 @@ class Batch:
                     f"for what lanes share, the logical name of a dimension, or ... for an axis to "
                     f"be found."
                 )
-        return dict(where)
+        return list(where.items())
 
 
 def batch_axes(tree: Any, size: int, where: Any = None, strict: bool = True) -> BatchAxes:
@@ -243,9 +243,9 @@ class _Decider:
         self.size = batch.size
         self.strict = batch.strict
         declared = batch.declarations()
-        self.filters = tuple(declared)
+        self.filters = [item for item, _ in declared]
         self.predicates = to_predicates(self.filters)
-        self.entries = tuple(declared.values())
+        self.entries = [entry for _, entry in declared]
 
     def decide(self, parts: Sequence[Part]) -> list[Choice]:
         """Returns what was decided for each part; see ``batch_axes`` for what it raises."""
