@@ -7,7 +7,7 @@ import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 from shardax.core.errors import WorkerConfigError
 from shardax.host.workers.functions import name_of
@@ -82,28 +82,6 @@ class RemoteFunction:
     def __repr__(self) -> str:
         where = "a worker of this process" if self.executor is None else repr(self.executor)
         return f"RemoteFunction({name_of(self.__wrapped__)}, {where})"
-
-
-@overload
-def remote(
-    f: Callable[..., Any],
-    /,
-    *,
-    executor: Any = None,
-    timeout: float | None = None,
-    idempotent: bool = False,
-    keep: bool | str = False,
-) -> RemoteFunction: ...
-
-
-@overload
-def remote(
-    *,
-    executor: Any = None,
-    timeout: float | None = None,
-    idempotent: bool = False,
-    keep: bool | str = False,
-) -> Callable[[Callable[..., Any]], RemoteFunction]: ...
 
 
 def remote(

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Listener
 from typing import Any
 
+from shardax.config.configure import configure
 from shardax.core.errors import (
     WorkerAuthenticationError,
     WorkerConfigError,
@@ -217,11 +218,9 @@ def main(options: Mapping[str, Any]) -> None:
             ``ready``: the file descriptor on which to tell the address; ``detached``: whether to
             live on when the process that started it has ended.
     """
-    import shardax as sx
-
     with os.fdopen(options["ready"], "w") as ready:
         try:
-            sx.configure(**options["configure"])
+            configure(**options["configure"])
             server = Server(options)
         except Exception:  # noqa: BLE001 (whoever starts the worker raises it)
             ready.write(json.dumps({"error": traceback.format_exc()}))
