@@ -117,6 +117,7 @@ def test_states_structures_and_what_is_unbound_come_out_the_same(through: Any) -
     assert_same_model(sx.merge(*through((graphdef, state))), model)
     slots, values = through(sx.unbind(model, freeze=True))
     assert_same_model(sx.thaw(sx.bind(slots, values)), model)
+    assert_same_model(sx.bind(*through(sx.unbind(model))), model)
 
 
 def test_what_is_shared_in_one_pickle_stays_shared(through: Any) -> None:

@@ -324,16 +324,21 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         target = self._here()
         value = jax.tree.map(_copied_leaf, target._value)
-        return self._make(value, target._metadata, owner_here())
+        copied = self._make(value, target._metadata, owner_here())
+        if hasattr(self, "_labels"):
+            copied._labels = self._labels
+        return copied
 
     def __copy__(self) -> Self:
         return self.__deepcopy__({})
 
     def __getstate__(self) -> Any:
-        return (packed(self.value), self._metadata)
+        return (packed(self.value), self._metadata, getattr(self, "_labels", None))
 
     def __setstate__(self, state: Any) -> None:
-        self._value, self._metadata = state
+        self._value, self._metadata, labels = state
+        if labels is not None:
+            self._labels = labels
         self._owner, self._lock, self._marked = owner_here(), None, False
 
     def __repr__(self) -> str:
