@@ -37,7 +37,17 @@ GROUND = ("core", "transforms")
 GROUND_MAY_USE = {"jax", "numpy", "shardax", *sys.stdlib_module_names}
 
 # Imported inside the functions that need them, so that no face brings them in.
-IMPORTED_WHERE_USED = {"cloudpickle", "optax", "orbax", "rich", "safetensors", "treescope", "tyro"}
+IMPORTED_WHERE_USED = {
+    "cloudpickle",
+    "optax",
+    "orbax",
+    "rich",
+    "safetensors",
+    "scipy",
+    "torch",
+    "treescope",
+    "tyro",
+}
 
 # Parts of JAX that are not of its documented public face, and the files that lean on them. To grow
 # this table needs a reason in the file itself; the aim is that it is empty of underscores for good.
