@@ -6,7 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import pickle
 
-from shardax.core.error_base import ShardaxError
+from shardax.core.error_base import FACE, ShardaxError
 
 # --- host functions -------------------------------------------------------------------------------
 
@@ -40,6 +40,8 @@ class PickleReadError(ShardaxError, pickle.UnpicklingError):
 
 class LayoutLostWarning(UserWarning):
     """What was pickled was laid out over a mesh that this machine does not have."""
+
+    __module__ = FACE
 
 
 # --- artifacts ------------------------------------------------------------------------------------
