@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import enum
 import functools
@@ -244,6 +245,18 @@ def test_donation_and_stages_work_with_static_leaves() -> None:
     assert sx.jit(scaled, static="numbers").eval_shape(given).shape == (3,)
 
 
+def test_references_of_jax_and_keys_are_dynamic() -> None:
+    def draw(given: Any) -> Any:
+        given["total"][...] += 1.0
+        return jax.random.normal(given["key"]) + given["total"][...]
+
+    run, traces = counted(draw)
+    total = jax.new_ref(jnp.float32(0))
+    found = [float(run({"total": total, "key": jax.random.key(0), "how": "a"})) for _ in range(2)]
+    assert found[1] == pytest.approx(found[0] + 1) and float(total[...]) == 2.0
+    assert len(traces) == 1
+
+
 # --- what is refused ---
 
 
@@ -316,6 +329,17 @@ def test_the_program_that_was_used_least_recently_is_forgotten(
         assert float(run(1.0, name)) == len(name)
         assert (len(traces) == before) is known, name
         assert len(run.plans) <= 2 and len(run.calls) <= 2
+
+
+def test_threads_may_crowd_each_others_programs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MAX_PLANS", 2)
+    run, _ = counted(lambda x, name: x * len(name))
+
+    def lengths(name: str) -> set[float]:
+        return {float(run(1.0, name)) for _ in range(30)}
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(lengths, ["a", "bb", "ccc", "dddd"])] == [{1.0}, {2.0}, {3.0}, {4.0}]
 
 
 def test_what_a_forgotten_program_was_compiled_for_is_let_go(

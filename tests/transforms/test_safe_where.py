@@ -69,6 +69,13 @@ def test_one_where_gives_nan_and_safe_where_does_not(transformed: Any) -> None:
     np.testing.assert_array_equal(right, [0.0, 0.25])
 
 
+def test_cond_in_lanes_has_no_nan_in_its_gradient_either() -> None:
+    x = jnp.array([0.0, 4.0])
+    one = lambda x: sx.cond(x > 0, jnp.sqrt, jnp.zeros_like, x)  # noqa: E731
+    assert jax.vmap(jax.grad(one))(x).tolist() == [0.0, 0.25]
+    assert jax.grad(lambda x: sx.vmap(one)(x).sum())(x).tolist() == [0.0, 0.25]
+
+
 def test_second_derivatives_are_finite_too() -> None:
     def chosen(x: Any) -> Any:
         return sx.safe_where(x > 0, jnp.log, x, otherwise=0.0, stand_in=1.0)
