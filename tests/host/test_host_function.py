@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import subprocess
+import sys
+import textwrap
 import weakref
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -366,6 +370,33 @@ def test_programs_that_are_gone_keep_no_function_alive() -> None:
     del seen, function
     gc.collect()
     assert known() is None
+
+
+CACHED = """
+    import os, sys
+    import jax, numpy as np
+    import shardax as sx
+
+    jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    double = sx.host.host_function(lambda x: 2 * x, out=lambda x: x)
+
+    def with_host(x):
+        return double(x) + 1
+
+    def without(x):
+        return 2 * x + 1
+
+    print(float(jax.jit(with_host)(2.0)), float(jax.jit(without)(2.0)))
+    print(sorted({name.split("-")[0] for name in os.listdir(sys.argv[1])}))
+"""
+
+
+def test_programs_with_a_host_function_are_not_kept_on_disk(tmp_path: Path) -> None:
+    """They hold the address of a function, which is another in the next process."""
+    command = [sys.executable, "-c", textwrap.dedent(CACHED), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "5.0 5.0\n['jit_without']\n", done.stderr
 
 
 def test_lanes_outside_of_programs_are_traced_once() -> None:
