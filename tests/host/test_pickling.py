@@ -126,6 +126,13 @@ def test_what_is_shared_in_one_pickle_stays_shared(through: Any) -> None:
     assert first.w is second[0] is state["mesh"]
 
 
+def test_an_array_that_is_held_twice_is_written_once() -> None:
+    array = jnp.arange(10000.0)
+    for write in (pickle.dumps, cloudpickle.dumps, sx.host.dumps):
+        once = len(write(sx.Param(array)))
+        assert len(write([sx.Param(array), sx.State({"w": array}), sx.Cache(array)])) < 1.1 * once
+
+
 def test_an_optimizer_goes_on_where_it_was() -> None:
     """Its transformation is made of closures, which have no name: they go by value."""
 

@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -41,16 +42,27 @@ from shardax.core.layout_text import format_mesh
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
 
 
+_packed: WeakValueDictionary[int, Packed] = WeakValueDictionary()
+
+
 # --- arrays ---------------------------------------------------------------------------------------
 
 
 class Packed:
     """An array on its way into a pickle; what comes out of the pickle is an array."""
 
-    __slots__ = ("array",)
+    __slots__ = ("__weakref__", "array")
 
     def __init__(self, array: jax.Array) -> None:
         self.array = array
+
+    @classmethod
+    def of(cls, array: jax.Array) -> Packed:
+        """Returns the one packed form of an array, so that a pickle that has it twice is no longer.
+
+        An array that a packed form holds is alive, so its ``id`` is that of no other.
+        """
+        return _packed.setdefault(id(array), cls(array))
 
     def __reduce__(self) -> Any:
         return reduced(self.array)
@@ -73,7 +85,9 @@ def packed(value: Any) -> Any:
         >>> pickle.loads(pickle.dumps(packed({"w": jnp.ones(2)})))["w"].tolist()
         [1.0, 1.0]
     """
-    return jax.tree.map(lambda leaf: Packed(leaf) if isinstance(leaf, jax.Array) else leaf, value)
+    return jax.tree.map(
+        lambda leaf: Packed.of(leaf) if isinstance(leaf, jax.Array) else leaf, value
+    )
 
 
 def reduced(array: jax.Array) -> Any:
