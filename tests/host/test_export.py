@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pathlib
+import pickle
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from tests.host.exported_models import Counter, Noisy, RoundTrip, run_python, sa
 from tests.host.exported_models import round_trip as round_trip
 
 import shardax as sx
-from shardax.core.errors import ArtifactCallError
+from shardax.core.errors import ArtifactCallError, PickleWriteError
 from shardax.host.array_form import ArrayForm
 from shardax.host.artifact import Weights, write_weights
 from shardax.host.json_trees import from_json, structure, to_json
@@ -250,6 +252,23 @@ def test_a_loaded_function_is_a_module(round_trip: RoundTrip) -> None:
     )
     sx.update(twin, sx.state(loaded))
     assert twin(jnp.ones(2)).tolist() == [2.0, 4.0]
+
+
+def test_a_copy_shares_the_program_and_a_pickle_is_refused(round_trip: RoundTrip) -> None:
+    loaded = round_trip(Counter(), jnp.ones(2))
+    twin = copy.deepcopy(loaded)
+    twin(jnp.ones(2))
+    assert (twin.program is loaded.program, loaded(jnp.ones(2)).tolist()) == (True, [1.0, 2.0])
+    with pytest.raises(PickleWriteError, match="Counter"):
+        pickle.dumps(loaded)
+
+
+def test_a_decoder_is_exported_for_any_batch_and_length(round_trip: RoundTrip) -> None:
+    config = sx.models.DecoderConfig(vocab_size=7, embed_dim=8, head_dim=4, mlp_dim=8, num_heads=2)
+    model = sx.models.Decoder(config, rngs=sx.Rngs(0))
+    loaded = round_trip(model, jnp.zeros((2, 4), jnp.int32), dynamic={"batch": 0, "length": 1})
+    tokens = jnp.arange(15).reshape(3, 5) % 7
+    np.testing.assert_allclose(loaded(tokens), model(tokens), rtol=1e-4, atol=1e-5)
 
 
 def test_a_loaded_function_has_as_many_derivatives_as_asked_for(round_trip: RoundTrip) -> None:

@@ -89,7 +89,7 @@ def written_at(place: pathlib.Path) -> Iterator[pathlib.Path]:
         yield draft
         for item in (*draft.iterdir(), draft):
             _to_disk(item)
-        free_place(place).parent.mkdir(exist_ok=True)
+        free_place(place)  # somebody may have been faster
         draft.rename(place)
         _to_disk(place.parent)
     finally:

@@ -47,6 +47,7 @@ def export(
     Args:
         function: A Module, a method of one, or any function, compiled or not. The Variables of all
             Modules that it uses (its own, those in arguments, those in closures) are the state.
+            Layouts are those of its arrays; shardings that were declared to ``jit`` are not kept.
         *args: Arguments to trace it for: arrays or ``jax.ShapeDtypeStruct``, in tuples, lists and
             dicts. Callers of the loaded function pass these; arguments without arrays (Modules,
             static arguments of a compiled function, None) belong to the artifact.
