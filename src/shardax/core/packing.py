@@ -40,8 +40,6 @@ from shardax.core.errors import LayoutLostWarning, PickleReadError, PickleWriteE
 from shardax.core.layout_text import format_mesh
 
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
-
-
 _packed: WeakValueDictionary[int, Packed] = WeakValueDictionary()
 
 
@@ -109,7 +107,7 @@ def reduced(array: jax.Array) -> Any:
             f"Cannot pickle the array {jax.typeof(array)}: it was deleted, usually by being "
             f"donated to a compiled function. Pickle what that function returned."
         )
-    if not array.is_fully_addressable:
+    if not (array.is_fully_addressable or array.is_fully_replicated):
         raise PickleWriteError(
             f"Cannot pickle the array {jax.typeof(array)}: parts of it are on devices of other "
             f"processes. Write a checkpoint from all of them, sx.train.checkpoint.save; or "
