@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import shardax as sx
+from shardax.host.array_form import to_words
 
 RoundTrip = Callable[..., sx.host.LoadedFunction]
 
@@ -59,17 +60,13 @@ def round_trip(tmp_path: pathlib.Path) -> RoundTrip:
 
 def values(tree: Any) -> list[Any]:
     """Returns the values of a tree's Variables as NumPy arrays, random keys as words."""
-    words = [
-        jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v
-        for v in jax.tree.leaves(sx.state(tree))
-    ]
-    return [np.asarray(word) for word in words]
+    return [np.asarray(to_words(value)) for value in jax.tree.leaves(sx.state(tree))]
 
 
 def same(left: Any, right: Any) -> bool:
     """Whether two lists or trees of arrays are the same."""
     return jax.tree.structure(left) == jax.tree.structure(right) and all(
-        np.array_equal(np.asarray(a), np.asarray(b))
+        np.array_equal(np.asarray(to_words(a)), np.asarray(to_words(b)))
         for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
     )
 

@@ -23,7 +23,7 @@ from shardax.core.paths import Path, format_path
 from shardax.host.array_form import ArrayForm, all_from_words, from_words, to_words
 from shardax.host.json_trees import to_json
 from shardax.host.refusals import (
-    check_made_for_export,
+    check_form_is_kept,
     check_program,
     check_random_state,
     check_record,
@@ -195,7 +195,7 @@ def _entries(
     paths = _without_self(graph.flat.leaf_paths)
     for position, (path, leaf, value) in enumerate(zip(paths, graph.leaves, values, strict=True)):
         if position in after:
-            check_made_for_export(path, value, after[position])
+            check_form_is_kept(path, value, after[position])
         for keys, array in jax.tree_util.tree_leaves_with_path(value):
             text = format_path(path) + jax.tree_util.keystr(keys)
             kind = type(leaf).__name__

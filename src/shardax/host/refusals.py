@@ -69,7 +69,7 @@ def check_record(record: Record, graphdef: GraphDef) -> None:
         )
 
 
-def check_made_for_export(path: Path, before: Any, after: Any) -> None:
+def check_form_is_kept(path: Path, before: Any, after: Any) -> None:
     """Raises if what a call writes into a Variable has another form than what was there.
 
     Raises:
