@@ -5,8 +5,6 @@ import importlib as _importlib
 import typing as _typing
 
 from shardax import partition as partition
-from shardax.config.configure import Configuration as Configuration
-from shardax.config.configure import configure as configure
 from shardax.core import display as _display
 from shardax.core import errors as errors
 from shardax.core.binding import bind as bind
@@ -39,10 +37,6 @@ from shardax.core.modules import Module as Module
 from shardax.core.pytree import mutable as mutable
 from shardax.core.rng import Rngs as Rngs
 from shardax.core.rng import RngStream as RngStream
-from shardax.core.select_combine import Hole as Hole
-from shardax.core.select_combine import combine as combine
-from shardax.core.selection import Selection as Selection
-from shardax.core.selection import select as select
 from shardax.core.slots import Slot as Slot
 from shardax.core.state import State as State
 from shardax.core.stateless import stateless_call as stateless_call
@@ -77,8 +71,6 @@ from shardax.transforms.batch_axes import Batch as Batch
 from shardax.transforms.batch_axes import BatchAxes as BatchAxes
 from shardax.transforms.batch_axes import BatchRow as BatchRow
 from shardax.transforms.batch_axes import batch_axes as batch_axes
-from shardax.transforms.bounded import WhileResult as WhileResult
-from shardax.transforms.bounded_while import bounded_while_loop as bounded_while_loop
 from shardax.transforms.branch import cond as cond
 from shardax.transforms.branch import switch as switch
 from shardax.transforms.custom_vjp import CustomVjp as CustomVjp
@@ -98,7 +90,6 @@ from shardax.transforms.rematted import Remat as Remat
 from shardax.transforms.safe_where import safe_where as safe_where
 from shardax.transforms.scan import scan as scan
 from shardax.transforms.shapes import eval_shape as eval_shape
-from shardax.transforms.shard_map import shard_map as shard_map
 from shardax.transforms.stages import Compiled as Compiled
 from shardax.transforms.stages import Lowered as Lowered
 from shardax.transforms.stages import Traced as Traced
@@ -113,9 +104,31 @@ if _typing.TYPE_CHECKING:
     from shardax import random as random
     from shardax import train as train
     from shardax import view as view
+    from shardax.config.configure import Configuration as Configuration
+    from shardax.config.configure import configure as configure
+    from shardax.core.select_combine import Hole as Hole
+    from shardax.core.select_combine import combine as combine
+    from shardax.core.selection import Selection as Selection
+    from shardax.core.selection import select as select
+    from shardax.transforms.bounded import WhileResult as WhileResult
+    from shardax.transforms.bounded_while import bounded_while_loop as bounded_while_loop
+    from shardax.transforms.shard_map import shard_map as shard_map
 
 _ON_FIRST_USE = frozenset({"host", "models", "named", "nn", "random", "train", "view"})
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
+
+_MODULE_OF = {
+    "Configuration": "shardax.config.configure",
+    "Hole": "shardax.core.select_combine",
+    "Selection": "shardax.core.selection",
+    "WhileResult": "shardax.transforms.bounded",
+    "bounded_while_loop": "shardax.transforms.bounded_while",
+    "combine": "shardax.core.select_combine",
+    "configure": "shardax.config.configure",
+    "select": "shardax.core.selection",
+    "shard_map": "shardax.transforms.shard_map",
+}
+"""Names whose module is imported when they are first used, likewise."""
 
 # What shows objects in notebooks stands above them, so they are told here where to find it.
 _display.renderer = lambda: _importlib.import_module("shardax.view.notebook")
@@ -124,4 +137,11 @@ _display.renderer = lambda: _importlib.import_module("shardax.view.notebook")
 def __getattr__(name: str) -> _typing.Any:
     if name in _ON_FIRST_USE:
         return _importlib.import_module(f"shardax.{name}")
+    if name in _MODULE_OF:
+        found = globals()[name] = getattr(_importlib.import_module(_MODULE_OF[name]), name)
+        return found
     raise AttributeError(f"module 'shardax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_FIRST_USE, *_MODULE_OF})
