@@ -20,7 +20,7 @@ from tests.house.public_api import faces
 MOST_OVER_JAX = 0.080 / 0.450
 PROCESSES = 7
 
-OPTIONAL = ["cloudpickle", "optax", "orbax", "rich", "treescope", "tyro", "flax", "equinox", "penzai"]
+OPTIONAL = ["optax", "orbax", "rich", "treescope", "tyro", "flax", "equinox", "penzai"]
 
 TIME_BOTH = """
 import json, time
