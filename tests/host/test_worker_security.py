@@ -99,7 +99,7 @@ def test_who_does_not_answer_the_challenge_in_time_is_cut_off(monkeypatch, tmp_p
     monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.2)
     with Listener(str(tmp_path / "socket")) as listener, Client(listener.address) as silent:
         connection = listener.accept()
-        with pytest.raises(errors.WorkerAuthenticationError):
+        with pytest.raises(EOFError):
             authenticate(connection, b"0123456789abcdef", first=True)
         assert is_over(silent)
 

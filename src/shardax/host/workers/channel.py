@@ -37,13 +37,17 @@ def authenticate(connection: AnyConnection, key: bytes, *, first: bool) -> None:
 
     Raises:
         WorkerAuthenticationError: If the peer has another key, or none.
+        EOFError: If the connection has ended, or the peer is silent.
     """
     steps = [deliver_challenge, answer_challenge]
     with _ended_after(connection, HANDSHAKE_SECONDS):
         try:
             for step in steps if first else reversed(steps):
                 step(connection, key)
-        except (AuthenticationError, EOFError, OSError, AssertionError, ValueError) as error:
+        except (EOFError, OSError) as error:
+            connection.close()
+            raise EOFError from error
+        except (AuthenticationError, AssertionError, ValueError) as error:
             connection.close()
             raise WorkerAuthenticationError(
                 f"The two ends of a connection to a worker could not show each other that they "

@@ -8,11 +8,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from typing import Any
 
-from shardax.core.errors import WorkerCrashedError, WorkerMessageError, WorkerProtocolError
+from shardax.core.errors import (
+    WorkerAuthenticationError,
+    WorkerCrashedError,
+    WorkerMessageError,
+    WorkerProtocolError,
+)
 from shardax.host.workers.channel import Channel, authenticate
 from shardax.host.workers.futures import PendingCall
 from shardax.host.workers.messages import Message
@@ -48,11 +52,13 @@ class Link:
     ) -> None:
         try:
             connection = Client(address)
-        except (OSError, EOFError, AuthenticationError) as error:
+            authenticate(connection, key, first=False)
+        except (OSError, EOFError) as error:
+            if isinstance(error, WorkerAuthenticationError):
+                raise
             raise WorkerCrashedError(
-                f"No worker listens at {address!r} ({error}). It has ended, or was never there."
+                f"No worker listens at {address!r} ({error!r}). It has ended, or was never there."
             ) from error
-        authenticate(connection, key, first=False)
         self._channel = Channel(connection, limit)
         self._calls: dict[int, PendingCall] = {}
         self._numbers = itertools.count(1)

@@ -58,7 +58,8 @@ class Session:
         """Serves the client until the connection ends."""
         try:
             authenticate(self.connection, self.server.key, first=True)
-        except WorkerAuthenticationError:
+        except (WorkerAuthenticationError, EOFError):
+            self.connection.close()
             return
         channel = Channel(self.connection, self.server.limit)
         try:
