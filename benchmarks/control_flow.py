@@ -222,9 +222,9 @@ def measure_loops(report: Report, repeats: int) -> None:
         if name in REVERSIBLE
     }
     times = medians(slopes, given, repeats)
-    rows = []
+    rows, anew = [], min(repeats - 1, 2)
     for name, call in calls.items():
-        seconds = compile_seconds(forms[name], given, min(repeats, 2)) if name in forms else None
+        seconds = compile_seconds(forms[name], given, anew) if name in forms else None
         record = {"compile_s": seconds, "call_us": call, "gradient_us": times.get(name)}
         report.records.append({"work": "loop", "name": name, **record})
         compiling = NONE if seconds is None else f"{seconds * 1e3:,.0f} ms"
