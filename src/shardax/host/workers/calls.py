@@ -24,6 +24,7 @@ from shardax.host.workers.functions import FunctionForm, FunctionTable
 from shardax.host.workers.messages import Message
 
 STUCK = 75  # the exit status of a worker whose call could not be interrupted (EX_TEMPFAIL)
+BEGIN_SECONDS = 1.0  # to tell the client that its call begins, before it may take the process down
 MOST_TEXT = 100_000  # characters of a traceback, from its end
 
 
@@ -37,11 +38,11 @@ class Call:
     Attributes:
         message: The message that asks for it.
         owner: The session that it came from.
-        reply: Sends a message to the client.
+        reply: Sends a message to the client, as ``Channel.send`` does.
         reason: Why it is to stop, if it is: ``"cancelled"`` or ``"timeout"``.
     """
 
-    def __init__(self, message: Message, owner: object, reply: Callable[[Message], None]) -> None:
+    def __init__(self, message: Message, owner: object, reply: Callable[..., None]) -> None:
         self.message = message
         self.owner = owner
         self.reply = reply
@@ -218,7 +219,7 @@ class Runner:
             self._interruptible = None
 
     def _answer(self, call: Call) -> None:
-        call.answer("started", {})
+        call.reply(Message("started", call.message.id), BEGIN_SECONDS)
         timer: threading.Timer | None = None
         try:
             with self._interruptible_by_signal(call):

@@ -14,10 +14,10 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import answer_challenge, deliver_challenge
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardax.core.errors import WorkerAuthenticationError, WorkerProtocolError
 from shardax.host.workers.messages import MOST_HEADER_BYTES, Message, check_size, read_header
@@ -76,6 +76,20 @@ def _hang_up(connection: AnyConnection) -> None:
         ours.shutdown(socket.SHUT_RDWR)
 
 
+class Outgoing(NamedTuple):
+    """A message that waits to be written.
+
+    Attributes:
+        header: Its header.
+        parts: Its parts.
+        written: Set when it is.
+    """
+
+    header: bytes
+    parts: Sequence[Any]
+    written: threading.Event
+
+
 class Channel:
     """Messages over an authenticated connection. One thread reads; any may send.
 
@@ -91,19 +105,27 @@ class Channel:
         self.limit = limit
         self.heard = time.monotonic()
         self._connection = connection
-        self._outgoing: queue.SimpleQueue[tuple[bytes, Any] | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="worker-writer", daemon=True)
         self._writer.start()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, wait: float = 0.0) -> None:
         """Queues a message. If the connection has ended it is lost, which the reader notices.
+
+        Args:
+            message: The message.
+            wait: Seconds to wait for it to be written. What is written arrives even if this process
+                dies.
 
         Raises:
             WorkerMessageError: If it is too large.
         """
         header = message.header()
         check_size(header, message.parts, self.limit)
-        self._outgoing.put((header, message.parts))
+        item = Outgoing(header, message.parts, threading.Event())
+        self._outgoing.put(item)
+        if wait:
+            item.written.wait(wait)
 
     def receive(self) -> Message:
         """Waits for the next message.
@@ -140,13 +162,13 @@ class Channel:
 
     def _write(self) -> None:
         while (item := self._outgoing.get()) is not None:
-            header, parts = item
             try:
-                self._connection.send_bytes(header)
-                for part in parts:
+                self._connection.send_bytes(item.header)
+                for part in item.parts:
                     view = memoryview(part).cast("B")
                     for start in range(0, len(view), FRAME_BYTES):
                         self._connection.send_bytes(view[start : start + FRAME_BYTES])
+                item.written.set()
             except (OSError, ValueError):
                 _hang_up(self._connection)
                 return

@@ -441,7 +441,7 @@ class Worker(concurrent.futures.Executor):
 
 
 def _crashed(call: PendingCall, why: str) -> WorkerCrashedError:
-    when = "while it ran" if call.started else "before it began"
+    when = "while it ran" if call.started else "before it was known to have begun"
     again = (
         "It has been run again as often as it may."
         if call.message.about.get("idempotent")
