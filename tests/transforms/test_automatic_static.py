@@ -121,7 +121,7 @@ def test_remat_and_jitted_take_the_request_too() -> None:
 @pytest.mark.parametrize(
     "value",
     ["relu", None, True, Mode.ONE, Config((1, "a")), jnp.tanh, np.sum, len, int, b"x", jnp.float32],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_everything_else_that_is_hashable_is_static_and_arrives_as_it_is(value: Any) -> None:
     run, traces = counted(lambda x, options: (received.append(options), x)[1])
