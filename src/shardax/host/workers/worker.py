@@ -445,12 +445,10 @@ def _crashed(call: PendingCall, why: str) -> WorkerCrashedError:
     again = (
         "It has been run again as often as it may."
         if call.message.about.get("idempotent")
-        else "It was not run again, since it is not marked idempotent."
+        else "It was not run again, since it is not marked idempotent. A function that may be run "
+        "again from its beginning is marked so: worker.request(f, args, idempotent=True)."
     )
-    return WorkerCrashedError(
-        f"The worker of {call.name} was lost {when}: {why}. {again} A function that may be run "
-        f"again from its beginning is marked so: worker.request(f, args, idempotent=True)."
-    )
+    return WorkerCrashedError(f"The worker of {call.name} was lost {when}: {why}. {again}")
 
 
 def _checked_key(key: Any) -> bytes:
