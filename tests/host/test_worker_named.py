@@ -94,10 +94,18 @@ def test_a_folder_that_is_a_link_is_refused(folder, tmp_path):
         Worker(name="lab")
 
 
-def test_other_options_than_it_runs_with_are_refused(lab):
+def test_other_options_than_it_runs_with_are_refused(lab, folder):
+    pid = lab.info()["pid"]
     with pytest.raises(errors.WorkerConfigError, match="other options"):
         Worker(name="lab", configure={"x64": True})
     assert lab.submit(abs, -1).result() == 1
+    wait_for(lambda: lab.info()["clients"] == 1)
+    lab.stop()
+    time.sleep(0.5)  # who was refused does not start another one
+    with pytest.raises(errors.WorkerCrashedError):
+        Worker.connect(lab.address, lab.authkey)
+    assert len(list(folder.glob("*.json"))) == 1
+    assert f'"pid": {pid},' in (folder / "lab.json").read_text()
 
 
 def test_one_that_crashed_is_started_anew(lab):

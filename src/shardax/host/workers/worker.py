@@ -189,7 +189,12 @@ class Worker(concurrent.futures.Executor):
         self._expected = False  # whether the loss of the connection was asked for
         self._finalizer = weakref.finalize(self, origin.close)
         with self._changed:
-            self._link = self._connect()
+            try:
+                self._link = self._connect()
+            except BaseException:
+                self._closing = True  # a connection that was refused is not opened again
+                self._finalizer()
+                raise
 
     def _connect(self) -> Link:
         lost = weakref.WeakMethod(self._lost)
