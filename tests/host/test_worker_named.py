@@ -60,6 +60,8 @@ def test_it_outlives_its_client_with_what_it_kept(lab):
     again = Worker(name="lab", idle_timeout=30.0)
     assert again.info()["pid"] == pid
     assert again.value("state").get() == {"step": 3}
+    again.stop()
+    wait_for(lambda: has_ended(pid))
 
 
 def test_programs_find_it_and_what_was_compiled_in_it(lab):
