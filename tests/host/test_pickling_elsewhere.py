@@ -23,7 +23,12 @@ from tests.host.pickled import Holder, Placed, run
 from tests.strategies import assert_equal_values, assert_same_model
 
 import shardax as sx
-from shardax.core.errors import LayoutLostWarning, PickleReadError, PickleWriteError
+from shardax.core.errors import (
+    LayoutLostWarning,
+    PickleReadError,
+    PickleWriteError,
+    PrecisionLostWarning,
+)
 
 RULES = {"embed": "data", "mlp": "model"}
 
@@ -222,6 +227,17 @@ def test_law_damaged_bytes_are_refused_before_they_are_read(drawn: st.DataObject
     for read in (sx.host.loads, sx.host.pickled_layout):
         with pytest.raises(PickleReadError):
             read(bytes(data))
+
+
+def test_numbers_that_lose_half_of_their_bits_are_said_to(auto_mesh: Any) -> None:
+    with jax.enable_x64(True):
+        whole = sx.Param(jnp.arange(8.0), axes=("embed",))
+        split = sx.shard(sx.Param(jnp.arange(8), axes=("embed",)), auto_mesh, {"embed": "data"})
+        data = [sx.host.dumps(variable) for variable in (whole, split)]
+        assert [str(sx.host.loads(each).dtype) for each in data] == ["float64", "int64"]
+    for each, kind in zip(data, ("float", "int"), strict=True):
+        with pytest.warns(PrecisionLostWarning, match=rf"{kind}64\[8\] was read as {kind}32.*x64"):
+            assert str(sx.host.loads(each).dtype) == f"{kind}32"
 
 
 def test_other_pickles_are_refused_and_say_what_reads_them() -> None:

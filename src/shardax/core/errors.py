@@ -28,6 +28,7 @@ from shardax.core.host_errors import LayoutLostWarning as LayoutLostWarning
 from shardax.core.host_errors import NeighbourError as NeighbourError
 from shardax.core.host_errors import PickleReadError as PickleReadError
 from shardax.core.host_errors import PickleWriteError as PickleWriteError
+from shardax.core.host_errors import PrecisionLostWarning as PrecisionLostWarning
 from shardax.core.host_errors import RemoteValueError as RemoteValueError
 from shardax.core.host_errors import StaleModuleError as StaleModuleError
 from shardax.core.host_errors import WorkerAuthenticationError as WorkerAuthenticationError

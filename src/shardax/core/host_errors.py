@@ -44,6 +44,12 @@ class LayoutLostWarning(UserWarning):
     __module__ = FACE
 
 
+class PrecisionLostWarning(UserWarning):
+    """What was pickled has 64-bit numbers, and the process that reads it has none."""
+
+    __module__ = FACE
+
+
 # --- artifacts ------------------------------------------------------------------------------------
 
 

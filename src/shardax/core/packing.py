@@ -36,7 +36,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardax.core._jax import Tracer
-from shardax.core.errors import LayoutLostWarning, PickleReadError, PickleWriteError
+from shardax.core.errors import (
+    LayoutLostWarning,
+    PickleReadError,
+    PickleWriteError,
+    PrecisionLostWarning,
+)
 from shardax.core.layout_text import format_mesh
 
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
@@ -114,7 +119,7 @@ def reduced(array: jax.Array) -> Any:
             f"gather it first, jax.experimental.multihost_utils.process_allgather."
         )
     sharding = array.sharding if isinstance(array.sharding, NamedSharding) else None
-    implementation = None
+    implementation, dtype = None, str(array.dtype)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         implementation = str(jax.random.key_impl(array))
         array = jax.random.key_data(array)
@@ -122,28 +127,40 @@ def reduced(array: jax.Array) -> Any:
         make, arguments = array.__reduce__()
     else:
         make, arguments = np.asarray, (np.asarray(array),)
-    return _landed, (make, arguments, sharding, implementation)
+    return _landed, (make, arguments, sharding, implementation, dtype)
 
 
 def _landed(
-    make: Callable[..., Any], arguments: Any, sharding: Any, implementation: str | None
+    make: Callable[..., Any], arguments: Any, sharding: Any, implementation: str | None, dtype: str
 ) -> jax.Array:
     """Makes a packed array again, laid out as it was if its mesh is here."""
     with jax.ensure_compile_time_eval():  # also where something is being traced
         array = make(*arguments)
         if implementation is not None:
             array = jax.random.wrap_key_data(jnp.asarray(array), impl=implementation)
-        if sharding is None or not isinstance(sharding.mesh, Mesh):
-            return jnp.asarray(array)  # the warning came with the mesh
-        try:
-            sharding.shard_shape(array.shape)
-        except ValueError:
-            _warn(
-                f"An array {array.dtype}{list(array.shape)} was laid out as {sharding.spec}, "
-                f"which does not divide over the mesh {format_mesh(sharding.mesh)}."
-            )
-            return jnp.asarray(array)
-        return jax.device_put(array, sharding)
+        array = _laid_out(array, sharding)
+    if str(array.dtype) != dtype:
+        warnings.warn(
+            f"An array {dtype}{list(array.shape)} was read as {array.dtype}: this process has no "
+            f"64-bit numbers. Begin it with sx.configure(x64=True) to keep them.",
+            PrecisionLostWarning,
+            stacklevel=2,
+        )
+    return array
+
+
+def _laid_out(array: Any, sharding: Any) -> jax.Array:
+    if sharding is None or not isinstance(sharding.mesh, Mesh):
+        return jnp.asarray(array)  # the warning came with the mesh
+    try:
+        sharding.shard_shape(array.shape)
+    except ValueError:
+        _warn(
+            f"An array {array.dtype}{list(array.shape)} was laid out as {sharding.spec}, "
+            f"which does not divide over the mesh {format_mesh(sharding.mesh)}."
+        )
+        return jnp.asarray(array)
+    return jax.device_put(array, sharding)
 
 
 def _warn(found: str) -> None:
