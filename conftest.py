@@ -16,14 +16,17 @@ from typing import Any
 # Before jax is imported, and also for the processes that tests start. A machine with an accelerator
 # can run the tests on it with JAX_PLATFORMS=cuda.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Tests compile thousands of programs and run each once or twice. LLVM's optimizations and XLA's newer
-# emitters of fused loops, which leave the text of the programs alone, would take three quarters of
-# the time to compile. Flags that a version does not know end the process, so the second, which is
-# of these times, is given only where it is known.
-FLAGS = ["--xla_backend_optimization_level=0", os.environ.get("XLA_FLAGS", "")]
-if metadata.version("jaxlib").startswith("0.10."):
-    FLAGS.insert(0, "--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join(FLAGS)
+# Tests compile thousands of programs and run each once or twice. LLVM's optimizations, and XLA's
+# newer emitters of fused loops, would take three quarters of the time to compile; they leave the
+# text of the programs alone. A flag that a version does not know ends the process, so the second,
+# which is of these times, is given only where it is known.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_backend_optimization_level=0",
+        *["--xla_cpu_use_fusion_emitters=false"] * metadata.version("jaxlib").startswith("0.10."),
+        os.environ.get("XLA_FLAGS", ""),
+    ]
+)
 
 import jax
 import pytest
