@@ -78,7 +78,7 @@ def test_training_prints_table_progress_pictures_losses_sample_and_places(
 ) -> None:
     order = [
         r"path +type +shape",
-        r"\.embed\.embedding +Param +256x64 +float32 +vocab, embed +model, - +16\.0 KiB",
+        r"\.embed\.embedding +Param +256x64 +float32 +vocab, embed +model, - +16,384 +16\.0 KiB",
         r"[\d,]+ elements, .* per device on 8 devices",
         r"step 4/4  loss \d\.\d{4}  [\d,]+ tokens/s  ETA 0:00",
         r"step 4: held-out loss \d\.\d{4}",

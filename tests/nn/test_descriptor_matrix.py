@@ -195,8 +195,8 @@ def make(case: Descriptor, dtype: Any = None, training: bool = False) -> Any:
     return layer
 
 
-def loss(case: Descriptor, layer: Any, x: Any) -> Any:
-    return jnp.sum(jnp.sin(case.call(layer, x)))
+def loss(call: Callable[[Any, Any], Any], layer: Any, x: Any) -> Any:
+    return jnp.sum(jnp.sin(call(layer, x)))
 
 
 def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
@@ -265,7 +265,9 @@ def test_gradients_are_finite_and_agree_with_finite_differences(case: Descriptor
 
     @jax.jit
     def value_and_grad(params: Any) -> Any:
-        return jax.value_and_grad(lambda p: loss(case, sx.merge(graphdef, p, rest), case.x))(params)
+        return jax.value_and_grad(lambda p: loss(case.call, sx.merge(graphdef, p, rest), case.x))(
+            params
+        )
 
     _, gradients = value_and_grad(params)
     assert all(bool(np.isfinite(g).all() and (g != 0).any()) for g in jax.tree.leaves(gradients))
@@ -284,21 +286,23 @@ def test_bfloat16_compute_keeps_float32_parameters_and_gradients(case: Descripto
     y = case.call(layer, case.x)
     assert y.dtype == jnp.bfloat16
     close(y, case.call(full, case.x), tolerance=0.1)
-    gradients = sx.jit(sx.grad(lambda layer: loss(case, layer, case.x).astype(jnp.float32)))(layer)
+    gradients = sx.jit(sx.grad(lambda layer: loss(case.call, layer, case.x).astype(jnp.float32)))(
+        layer
+    )
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
 
 
-@sx.jit(static_argnames="case")
-def value_and_grad(layer: Any, x: Any, case: Descriptor) -> Any:
-    return sx.value_and_grad(lambda layer: loss(case, layer, x))(layer)
+@sx.jit(static_argnames="call")
+def value_and_grad(layer: Any, x: Any, call: Callable[[Any, Any], Any]) -> Any:
+    return sx.value_and_grad(lambda layer: loss(call, layer, x))(layer)
 
 
 def test_sharded_equals_unsharded_on_meshes_of_either_kind(case: Descriptor, mesh: Mesh):
     layer = make(case)
-    expected, expected_gradients = value_and_grad(layer, case.x, case=case)
+    expected, expected_gradients = value_and_grad(layer, case.x, call=case.call)
     sx.shard(layer, mesh, RULES)
     x = jax.device_put(case.x, NamedSharding(mesh, PartitionSpec("data")))
-    found, gradients = value_and_grad(layer, x, case=case)
+    found, gradients = value_and_grad(layer, x, call=case.call)
     close(found, expected, 1e-4)
     jax.tree.map(lambda one, other: close(one, other, 1e-4), gradients, expected_gradients)
     if AxisType.Explicit in mesh.axis_types:  # over Auto axes the compiler chooses

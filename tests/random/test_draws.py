@@ -101,7 +101,14 @@ def test_the_numbers_are_the_same_whatever_the_sharding(name: str, impl: str, me
     sx.random.seed(key)
     split = drawn(sharding=sharding)
     assert split.sharding == sharding
-    assert_same(split, expected(nth_key(0, key)))
+    if (name, impl) == ("normal", "rbg"):
+        # As tests compile (see the root conftest.py), the last bits depend on the size of a part;
+        # tests/partition/test_placement.py compares them to the bit as users compile.
+        np.testing.assert_array_almost_equal_nulp(
+            np.asarray(split), np.asarray(expected(nth_key(0, key))), nulp=8
+        )
+    else:
+        assert_same(split, expected(nth_key(0, key)))
 
 
 @settings(max_examples=20)
