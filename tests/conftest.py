@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes over the 8 virtual devices that the root ``conftest.py`` sets up."""
+"""Meshes over the 8 virtual devices of the root ``conftest.py``, and quick garbage collections."""
 
 from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -14,6 +17,14 @@ MESH_AXES = ("data", "model")
 def make_mesh(axis_type: AxisType) -> Mesh:
     """Returns the mesh ``data=2, model=4`` with both axes of ``axis_type``."""
     return jax.make_mesh(MESH_SHAPE, MESH_AXES, axis_types=(axis_type,) * len(MESH_AXES))
+
+
+@pytest.fixture
+def collecting_only_what_is_new() -> Iterator[None]:
+    """Garbage collections pass by what other tests left, which is gigabytes late in a run."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -4,7 +4,14 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 if str(BENCHMARKS) not in sys.path:
     sys.path.append(str(BENCHMARKS))
+
+
+@pytest.fixture(autouse=True)
+def _quick_collections(collecting_only_what_is_new: None) -> None:
+    """The programs collect garbage before every timed block."""

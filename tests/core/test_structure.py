@@ -334,6 +334,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_no_dropped_model_is_kept_alive(use: Callable[[Any], Any]) -> None:
     for make in MODELS:

@@ -135,6 +135,7 @@ def test_what_all_lanes_share_is_not_written_through_a_closure(run: Callable[...
     assert int(model.count) == 0
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 @every_kind
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_is_let_go_when_its_last_user_is(run: Callable[..., Any], compiled: bool) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -177,15 +176,12 @@ def test_higher_derivatives() -> None:
         assert float(sx.grad(derivative(second, wrap))(v)) == 6.0
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_no_tracer_is_left_behind() -> None:
     model = Sine()
-    gc.freeze()  # JAX collects after every trace; what the other tests left has not to be looked at
-    try:
-        with jax.checking_leaks():
-            sx.grad(sx.jit(lambda m, x: _twice(tenfold)(m, x)))(model, X)
-            sx.jit(sx.grad(sx.remat(sx.jit(lambda m, x: _twice(tenfold)(m, x)))))(model, X)
-    finally:
-        gc.unfreeze()
+    with jax.checking_leaks():
+        sx.grad(sx.jit(lambda m, x: _twice(tenfold)(m, x)))(model, X)
+        sx.jit(sx.grad(sx.remat(sx.jit(lambda m, x: _twice(tenfold)(m, x)))))(model, X)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(sx.state(model)))
 
 

@@ -463,6 +463,7 @@ USES = [
 ]
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 @pytest.mark.parametrize("use", USES)
 def test_nothing_keeps_a_model_alive_that_the_user_dropped(use: Any) -> None:
     model = Scale()

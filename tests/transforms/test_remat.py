@@ -274,6 +274,7 @@ def test_an_exception_leaves_everything_untouched() -> None:
     assert int(counter) == 0 and values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_no_tracer_is_left_behind() -> None:
     model = Noisy()
     with jax.checking_leaks():
