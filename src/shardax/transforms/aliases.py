@@ -26,7 +26,9 @@ def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
     """Returns (position among the Variables, path) of every further way to reach a Variable.
 
     A way goes through one shared place at most, so that there are not more than shared places times
-    Variables; and never back to an object that it came through. Remembered on the structure.
+    Variables; and never back to an object that it came through. (In a model with cycles a Variable
+    may be reached again through two shared places only; that way is not among these.) Remembered
+    on the structure.
     """
     if graphdef._aliases is None:
         graphdef._aliases = _find(graphdef)
