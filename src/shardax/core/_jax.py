@@ -12,28 +12,51 @@ which ``jax.jit`` of the original function could not know.
 
 *Varying axes*: the manual mesh axes over which the shards of a value may differ, inside
 ``shard_map``. ``jax.typeof`` has them; the attribute's name changed between versions.
+
+``jax.extend`` is imported on first use: it imports Pallas, which takes a third of the time that
+``import shardax`` would take.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import pathlib
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.core import Tracer as Tracer
-from jax.extend.core import Literal as Literal
-from jax.extend.core import get_opaque_trace_state
-from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
+
+if TYPE_CHECKING:
+    from jax.extend.core import Literal as Literal
+    from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Literal", "jaxpr_as_fun"):
+        return getattr(importlib.import_module("jax.extend.core"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _opaque_trace_state(convention: str) -> Any:
+    """Puts the function of ``jax.extend.core`` in its own place, and calls it."""
+    global _opaque_trace_state
+    _opaque_trace_state = importlib.import_module("jax.extend.core").get_opaque_trace_state
+    return _opaque_trace_state(convention=convention)
 
 
 def trace_state() -> Any:
     """Returns the token of the current trace (equal under one trace, different under another)."""
-    return get_opaque_trace_state(convention="nnx")
+    return _opaque_trace_state(convention="nnx")
 
 
-def _eager_state() -> Any:
-    """Takes the token in a new thread: here something may be tracing while shardax is imported."""
+@functools.cache
+def eager() -> Any:
+    """Returns the token of eager execution: no transform is tracing.
+
+    It is taken in a new thread: in this one something may be tracing.
+    """
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(trace_state()))
     thread.start()
@@ -41,13 +64,9 @@ def _eager_state() -> Any:
     return found[0]
 
 
-EAGER: Any = _eager_state()
-"""The token of eager execution: no transform is tracing."""
-
-
 def is_eager() -> bool:
     """Whether no JAX transform is tracing right now."""
-    return trace_state() == EAGER
+    return trace_state() == eager()
 
 
 def user_line(equation: Any) -> str:

@@ -85,7 +85,7 @@ class PlainTrace(Frame):
 def owner_here() -> Frame | None:
     """Returns the owner for an object made right now: None outside all transforms."""
     frame = local.frame
-    home = _jax.EAGER if frame is None else frame.trace
+    home = _jax.eager() if frame is None else frame.trace
     if _jax.trace_state() == home:
         return frame
     return PlainTrace("plain JAX transform")
@@ -234,7 +234,7 @@ def check_trace(target: Any, what: str) -> None:
         TraceLeakError: If a plain JAX transform is tracing inside the target's own scope.
     """
     owner = target._owner
-    home = _jax.EAGER if owner is None else owner.trace
+    home = _jax.eager() if owner is None else owner.trace
     if _jax.trace_state() == home:
         return
     raise TraceLeakError(

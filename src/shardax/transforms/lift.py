@@ -372,7 +372,7 @@ def check_no_leak(graph: Graph, carried: Carried) -> None:
         check_unlocked(variable, f"to the {type(variable).__name__} at {path}")
         if variable._parent is not None:
             variable._check_part(value)
-        home = _jax.EAGER if variable._owner is None else variable._owner.trace
+        home = _jax.eager() if variable._owner is None else variable._owner.trace
         if here != home and any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
             raise TraceLeakError(
                 f"The {type(variable).__name__} at {path} would be written with a traced value, "
