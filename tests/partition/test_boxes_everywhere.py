@@ -29,6 +29,7 @@ from shardax.partition import (
     logical_to_mesh,
     replace_boxed,
     to_boxes,
+    to_variables,
     unbox,
 )
 
@@ -323,6 +324,17 @@ def test_what_cannot_be_placed_is_listed_and_nothing_is_moved(auto_mesh: Mesh) -
         (("odd",), "indivisible"),
     }
     assert weight.sharding == before
+
+
+def test_a_name_for_a_number_is_found_in_boxes_as_it_is_in_variables(mesh: Mesh) -> None:
+    named = {"loss_scale": LogicallyPartitioned(3.5, names=("embed",))}
+    for tree in (named, to_variables(named)):
+        errors = [found for found in sx.check(tree, mesh, RULES) if found.severity == "error"]
+        assert [found.code for found in errors] == ["rank-mismatch"]
+        with pytest.raises(PartitionCheckError, match=r"loss_scale: 1 axis names"):
+            sx.shardings(tree, mesh, RULES)
+    unnamed = {"loss_scale": LogicallyPartitioned(3.5, names=())}
+    assert sx.shard(unnamed, mesh, RULES)["loss_scale"].value == 3.5
 
 
 def test_boxes_are_seen_in_the_table_of_shardings() -> None:

@@ -42,7 +42,9 @@ def __getattr__(name: str) -> Any:
 def _opaque_trace_state(convention: str) -> Any:
     """Puts the function of ``jax.extend.core`` in its own place, and calls it."""
     global _opaque_trace_state
-    _opaque_trace_state = importlib.import_module("jax.extend.core").get_opaque_trace_state
+    from jax.extend.core import get_opaque_trace_state
+
+    _opaque_trace_state = get_opaque_trace_state
     return _opaque_trace_state(convention=convention)
 
 

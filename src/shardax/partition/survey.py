@@ -71,6 +71,7 @@ class Slot(NamedTuple):
         rules: Rules of its own, which hold instead of the layout's, or None.
         mesh: A mesh of its own, or None.
         for_each: Whether the axes are those of each array, if there are several.
+        number: Whether it is a box of a Python number, which is no array but has no dimensions.
     """
 
     path: Path
@@ -82,6 +83,7 @@ class Slot(NamedTuple):
     rules: Rules | None = None
     mesh: AnyMesh | None = None
     for_each: bool = False
+    number: bool = False
 
     def names_of(self, info: ArrayInfo) -> Any:
         """Returns one name per dimension of one of the arrays, or None."""
@@ -289,7 +291,8 @@ def _slot_of_box(path: Path, box: AxisMetadata[Any], variable: Variable[Any] | N
     arrays = [_info((*path, *plain_path(below)), leaf) for below, leaf in leaves if is_array(leaf)]
     names, rules = box.layout()
     mesh, empty = getattr(box, "mesh", None), box.replace_boxed(None)
-    return Slot(path, names, tuple(arrays), None, variable, empty, rules, mesh, True)
+    number = isinstance(box.value, (bool, int, float, complex))
+    return Slot(path, names, tuple(arrays), None, variable, empty, rules, mesh, True, number)
 
 
 def _like(slot: Slot) -> Any:

@@ -136,8 +136,10 @@ class TreeLayout:
             rules = identity_rules(tuple(slot.axes))
         if slot.box is not None and not slot.arrays:
             axes = None if slot.axes is None else tuple(slot.axes)
-            # There are only names to be judged, and 0 is divisible by everything.
-            return [ArrayRecord(slot.path, axes, (0,) * len(axes or ()), 0, choice, rules, mesh)]
+            # There are only names to be judged, and 0 is divisible by everything. A number may
+            # stand for an array while no mesh is asked about, as in Flax; on a mesh it is one.
+            shape = () if slot.number and mesh is not None else (0,) * len(axes or ())
+            return [ArrayRecord(slot.path, axes, shape, 0, choice, rules, mesh)]
         return [
             ArrayRecord(
                 info.path,

@@ -89,7 +89,7 @@ class _Walk:
 
 
 def _objects_in(graphdef: GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the objects that an object holds, those in immutable containers too, and their paths."""
+    """Yields the objects that an object holds, also in immutable containers, and their paths."""
     for key, child in definition_children(graphdef.objects[position]):
         yield from _objects(child, path if key is None else (*path, key))
 
