@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner says of one layout, as plain data that goes to JSON and back.
+
+A *layout* is rules and the sizes of mesh axes. An *outcome* is what became of it: ``"fits"``,
+``"does not fit"`` (by the compiler's verdict or by its memory), ``"rejected"`` (before any compile,
+with the reason), ``"failed"`` (the compiler ended with an error or crashed). Every figure has a
+*label*: ``"compiler"`` (measured by the target's own compiler), ``"counted"`` (from its program),
+``"exact"`` (from shapes and shardings alone) or ``"estimate"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardax.hlo.facts import Collective
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rules and the sizes of mesh axes, with a name.
+
+    Attributes:
+        name: For tables: of the rules, with the mesh if there are several meshes.
+        rules: Pairs of a logical name and mesh axes (a name, several, or None), in order.
+        mesh: Sizes of the mesh axes, in order.
+    """
+
+    name: str
+    rules: tuple[tuple[str, Any], ...]
+    mesh: tuple[tuple[str, int], ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the mesh axes by name, in order."""
+        return dict(self.mesh)
+
+
+@dataclass(frozen=True)
+class TimeBand:
+    """How long a step takes: a model, not a measurement; all in seconds.
+
+    Attributes:
+        lower: If all communication, memory traffic and arithmetic overlap.
+        upper: If nothing does.
+        compute: Arithmetic at the hardware's peak.
+        memory: Traffic of the device's memory at its bandwidth.
+        communication: Wire bytes at the bandwidth of the links that their mesh axes use.
+        cross_slice: The part of ``communication`` between slices or hosts.
+        binding: ``"compute"``, ``"memory"`` or ``"communication"``: the longest.
+    """
+
+    lower: float
+    upper: float
+    compute: float
+    memory: float
+    communication: float
+    cross_slice: float
+    binding: str
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where figures come from.
+
+    Attributes:
+        target: As it was asked for, such as ``"tpu:v5e:4x4"``.
+        compiler: Its name and version, such as ``"libtpu 0.0.42.1"``.
+        effort: ``"screen"`` (fast) or ``"full"``.
+        tier: ``"target compiler"``, or ``"cpu estimate"``: the program of XLA's partitioner on
+            CPU, with rewrites that stand for what the target's compiler would do.
+        jax: Version of JAX.
+    """
+
+    target: str
+    compiler: str
+    effort: str
+    tier: str
+    jax: str
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """What the planner found of one layout; all bytes and operations are of one device and step.
+
+    Attributes:
+        layout: The layout.
+        outcome: ``"fits"``, ``"does not fit"``, ``"rejected"`` or ``"failed"``.
+        reason: Why it was rejected, failed or does not fit; the compiler's words where it has any.
+        argument_bytes: By kind: ``"parameters"``, ``"optimizer"``, ``"batch"``, ``"other"``.
+            Exact.
+        peak_bytes: Most memory at a time, by the compiler; None if it did not compile.
+        limit_bytes: Memory of a device.
+        flops: Operations of matrix products. Counted.
+        program_flops: The same of the whole program, unpartitioned, on all devices. Counted.
+        hbm_bytes: Traffic of the device's memory. Estimate.
+        collectives: All collectives. Counted.
+        time: The time band; None if it did not compile.
+        compile_seconds: How long the compiler took.
+        warnings: What to know before trusting the figures or the layout.
+        provenance: Where the figures come from; None if nothing was compiled.
+        replicated: Paths of parameters that every device holds whole, largest first.
+    """
+
+    layout: Layout
+    outcome: str
+    reason: str = ""
+    argument_bytes: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    limit_bytes: int | None = None
+    flops: float = 0.0
+    program_flops: float = 0.0
+    hbm_bytes: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+    time: TimeBand | None = None
+    compile_seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
+    provenance: Provenance | None = None
+    replicated: tuple[str, ...] = ()
+
+    @property
+    def replicated_compute(self) -> float:
+        """How often the devices together do each operation; 1 is without replication."""
+        devices = 1
+        for size in self.layout.sizes.values():
+            devices *= size
+        return self.flops * devices / self.program_flops if self.program_flops else 1.0
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """Bytes of a device's memory that stay free; negative if it does not fit."""
+        if self.peak_bytes is None or self.limit_bytes is None:
+            return None
+        return self.limit_bytes - self.peak_bytes
+
+    def wire_bytes(self, by: str = "axes") -> dict[Any, float]:
+        """Returns wire bytes by an attribute of the collectives, largest first.
+
+        Args:
+            by: ``"axes"``, ``"kind"``, ``"source"``, ``"dtype"``, ``"op_name"`` or
+                ``"parameters"``.
+        """
+        totals: dict[Any, float] = {}
+        for each in self.collectives:
+            key = getattr(each, by)
+            totals[key] = totals.get(key, 0.0) + each.wire_bytes
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    @property
+    def total_wire_bytes(self) -> float:
+        """Wire bytes of all collectives."""
+        return sum(each.wire_bytes for each in self.collectives)
+
+    @property
+    def cross_slice_bytes(self) -> float:
+        """Wire bytes of collectives between slices."""
+        return sum(each.wire_bytes for each in self.collectives if each.crosses_slices)
+
+    @property
+    def asynchronous_share(self) -> float:
+        """Share of the wire bytes that asynchronous collectives move, 0 to 1."""
+        total = self.total_wire_bytes
+        if not total:
+            return 0.0
+        return sum(each.wire_bytes for each in self.collectives if each.asynchronous) / total
+
+
+def to_data(report: LayoutReport) -> dict[str, Any]:
+    """Returns a report as JSON data; ``from_data`` is its inverse."""
+    return dataclasses.asdict(report)
+
+
+def from_data(data: Mapping[str, Any]) -> LayoutReport:
+    """Returns the report that ``to_data`` wrote, also after JSON."""
+    layout = data["layout"]
+    rules = tuple(
+        (name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in layout["rules"]
+    )
+    mesh = tuple((name, size) for name, size in layout["mesh"])
+    collectives = tuple(
+        Collective(
+            **{
+                **each,
+                "axes": tuple(each["axes"]),
+                "parameters": tuple(each["parameters"]),
+            }
+        )
+        for each in data["collectives"]
+    )
+    return LayoutReport(
+        **{
+            **data,
+            "layout": Layout(layout["name"], rules, mesh),
+            "collectives": collectives,
+            "time": TimeBand(**data["time"]) if data["time"] else None,
+            "provenance": Provenance(**data["provenance"]) if data["provenance"] else None,
+            "warnings": tuple(data["warnings"]),
+            "replicated": tuple(data["replicated"]),
+        }
+    )
