@@ -114,9 +114,7 @@ if _typing.TYPE_CHECKING:
     from shardax.transforms.bounded_while import bounded_while_loop as bounded_while_loop
     from shardax.transforms.shard_map import shard_map as shard_map
 
-_ON_FIRST_USE = frozenset(
-    {"hlo", "host", "models", "named", "nn", "plan", "random", "train", "view"}
-)
+_ON_FIRST_USE = frozenset({"host", "models", "named", "nn", "plan", "random", "train", "view"})
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
 
 _MODULE_OF = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading compiled programs: what XLA prints, as instructions, operations, bytes and collectives."""
+"""Reading compiled programs: instructions, operations, bytes and collectives."""
 
 from shardax.hlo.facts import Collective as Collective
 from shardax.hlo.facts import ProgramFacts as ProgramFacts
