@@ -82,6 +82,27 @@ class Provenance:
 
 
 @dataclass(frozen=True)
+class ArrayLayout:
+    """How one array of the arguments is laid out.
+
+    Attributes:
+        path: Where it is in the arguments, as text.
+        kind: ``"parameters"``, ``"optimizer"``, ``"batch"`` or ``"other"``.
+        shape: Of the whole array.
+        dtype: Its name, such as ``"float32"``.
+        names: Logical name of each dimension, or None.
+        spec: Mesh axes of each dimension, the first varying slowest; empty: not split.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    names: tuple[str | None, ...]
+    spec: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
 class LayoutReport:
     """What the planner found of one layout; all bytes and operations are of one device and step.
 
@@ -102,6 +123,8 @@ class LayoutReport:
         warnings: What to know before trusting the figures or the layout.
         provenance: Where the figures come from; None if nothing was compiled.
         replicated: Paths of parameters that every device holds whole, largest first.
+        arrays: The parameters and the batch, as the layout splits them; an optimizer's state and
+            other arguments may be left out.
     """
 
     layout: Layout
@@ -119,6 +142,7 @@ class LayoutReport:
     warnings: tuple[str, ...] = ()
     provenance: Provenance | None = None
     replicated: tuple[str, ...] = ()
+    arrays: tuple[ArrayLayout, ...] = ()
 
     @property
     def replicated_compute(self) -> float:
@@ -189,9 +213,21 @@ def from_data(data: Mapping[str, Any]) -> LayoutReport:
         )
         for each in data["collectives"]
     )
+    arrays = tuple(
+        ArrayLayout(
+            **{
+                **each,
+                "shape": tuple(each["shape"]),
+                "names": tuple(each["names"]),
+                "spec": tuple(tuple(axes) for axes in each["spec"]),
+            }
+        )
+        for each in data.get("arrays", ())
+    )
     return LayoutReport(
         **{
             **data,
+            "arrays": arrays,
             "layout": Layout(layout["name"], rules, mesh),
             "collectives": collectives,
             "time": TimeBand(**data["time"]) if data["time"] else None,
