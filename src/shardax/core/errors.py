@@ -40,6 +40,15 @@ from shardax.core.host_errors import WorkerPickleError as WorkerPickleError
 from shardax.core.host_errors import WorkerProtocolError as WorkerProtocolError
 from shardax.core.host_errors import WorkerStartError as WorkerStartError
 from shardax.core.host_errors import WorkerTimeoutError as WorkerTimeoutError
+from shardax.core.plan_errors import CompilerFailedError as CompilerFailedError
+from shardax.core.plan_errors import CompilerMissingError as CompilerMissingError
+from shardax.core.plan_errors import HardwareError as HardwareError
+from shardax.core.plan_errors import HloReadError as HloReadError
+from shardax.core.plan_errors import LayoutAssertionError as LayoutAssertionError
+from shardax.core.plan_errors import PlanError as PlanError
+from shardax.core.plan_errors import PlanFileError as PlanFileError
+from shardax.core.plan_errors import PlanInputError as PlanInputError
+from shardax.core.plan_errors import TargetError as TargetError
 
 # --- objects -------------------------------------------------------------------------------------
 

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of the layout planner, and of what it reads: hardware, targets, compiled programs."""
+
+from __future__ import annotations
+
+from shardax.core.error_base import ShardaxError
+
+
+class PlanError(ShardaxError, ValueError):
+    """What the planner was asked for cannot be done. The base of those below that say why."""
+
+
+class PlanInputError(PlanError):
+    """A step, its arguments, rules or meshes cannot be planned: unnamed, concrete, or not fitting.
+
+    A step that needs concrete values is one, an argument without names is another; the text names
+    the path or the line.
+    """
+
+
+class TargetError(PlanError):
+    """There is no such target, or a mesh does not multiply to its devices; lists what there is."""
+
+
+class HardwareError(PlanError):
+    """A description of hardware is wrong: a key that is missing, unknown, or no sensible figure."""
+
+
+class PlanFileError(PlanError):
+    """A file of rules, hardware or reports cannot be read; names the file and the key."""
+
+
+class CompilerMissingError(ShardaxError, ImportError):
+    """The target's own compiler is not installed; names the extra that brings it."""
+
+
+class CompilerFailedError(ShardaxError, RuntimeError):
+    """A compiler ended with an error that is not a lack of memory; carries its words."""
+
+
+class HloReadError(ShardaxError, ValueError):
+    """A compiled program has something that its reader does not know; names the instruction.
+
+    It is an error because what was left out would be counted as nothing.
+    """
+
+
+class LayoutAssertionError(ShardaxError, AssertionError):
+    """A layout is not what ``plan.assert_layout`` says that it is; lists every difference."""
