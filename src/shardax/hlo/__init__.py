@@ -3,3 +3,8 @@
 
 from shardax.hlo.facts import Collective as Collective
 from shardax.hlo.facts import ProgramFacts as ProgramFacts
+from shardax.hlo.program import ArrayShape as ArrayShape
+from shardax.hlo.program import Computation as Computation
+from shardax.hlo.program import Instruction as Instruction
+from shardax.hlo.program import Program as Program
+from shardax.hlo.program import parse as parse

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of a compiled program, read into computations and instructions.
+
+A *program* is what a compiler prints (``compiled.as_text()``): it holds *computations*, one of
+which is the entry, and these hold *instructions* in the order in which they run, if the program is
+scheduled. An instruction has an *opcode* (``"dot"``), *operands* (names of others in its
+computation) and *attributes*, which stay text here. XLA's CPU, GPU and TPU compilers print one
+format with different layouts, attributes and names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardax.core.errors import HloReadError
+from shardax.hlo.frames import TABLES, Frames, line_name
+from shardax.hlo.text import ArrayShape as ArrayShape
+from shardax.hlo.text import attribute, balanced, shapes, split_top
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r" *([a-z][\w\-]*)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+_METADATA = re.compile(r'\bmetadata=\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}')
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_FILE = re.compile(r'\bsource_file="((?:[^"\\]|\\.)*)"')
+_LINE = re.compile(r"\bsource_line=(\d+)")
+_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
+_REPLICAS = re.compile(r"\breplica_count=(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        name: Its name in the computation.
+        opcode: What it does (``"all-reduce"``).
+        shapes: Types of its results, flattened.
+        operands: Names of what it takes; of a parameter its number.
+        attributes: The text after the operands.
+        op_name: The traced operation that it comes from (``jit(f)/dot_general``), or "".
+        source: The line of model code that it comes from (``model.py:12``), or "".
+        is_root: Whether its result is that of its computation.
+        literal: Of a constant its value as text, else "".
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[ArrayShape, ...]
+    operands: tuple[str, ...]
+    attributes: str
+    op_name: str = ""
+    source: str = ""
+    is_root: bool = False
+    literal: str = ""
+
+    def attribute(self, key: str) -> str | None:
+        """Returns the text of an attribute, such as ``"%add.1"`` of ``to_apply=%add.1``."""
+        return attribute(self.attributes, key) if f"{key}=" in self.attributes else None
+
+    def computations(self, *keys: str) -> tuple[str, ...]:
+        """Returns the names of computations that attributes name.
+
+        Args:
+            *keys: Names of attributes, such as ``"calls"`` or ``"branch_computations"``.
+        """
+        values = [self.attribute(key) or "" for key in keys]
+        return tuple(
+            name.strip().removeprefix("%")
+            for value in values
+            for name in value.strip("{}").split(",")
+            if name.strip()
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its results."""
+        return sum(each.bytes for each in self.shapes)
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions that run together.
+
+    Attributes:
+        name: Its name in the program.
+        instructions: In the program's order.
+    """
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        """Its instructions by name."""
+        return {each.name: each for each in self.instructions}
+
+    @cached_property
+    def root(self) -> Instruction:
+        """The instruction whose result is the computation's."""
+        return next((each for each in self.instructions if each.is_root), self.instructions[-1])
+
+    @cached_property
+    def parameters(self) -> Mapping[int, Instruction]:
+        """Its parameters by number."""
+        return {int(i.operands[0]): i for i in self.instructions if i.opcode == "parameter"}
+
+    def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
+        """Returns the instructions that one takes its operands from."""
+        return tuple(self.by_name[name] for name in instruction.operands if name in self.by_name)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program.
+
+    Attributes:
+        computations: By name.
+        entry: Name of the computation that runs first.
+        header: First line of the text, with what holds for the whole program.
+    """
+
+    computations: Mapping[str, Computation]
+    entry: str
+    header: str
+
+    @property
+    def main(self) -> Computation:
+        """The computation that runs first."""
+        return self.computations[self.entry]
+
+    @property
+    def device_count(self) -> int:
+        """How many devices run it together."""
+        counts = [pattern.search(self.header) for pattern in (_PARTITIONS, _REPLICAS)]
+        return math.prod(int(count[1]) for count in counts if count)
+
+
+def parse(text: str) -> Program:
+    """Reads the text of a program.
+
+    Args:
+        text: As printed by XLA's CPU, GPU or TPU compiler (``compiled.as_text()``), or dumped by
+            XLA after one of its passes.
+
+    Returns:
+        The program.
+
+    Raises:
+        HloReadError: If the text is not a whole program, or a line of it cannot be read.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> compiled = jax.jit(jnp.dot).lower(jnp.ones((2, 3)), jnp.ones((3, 4))).compile()
+        >>> program = parse(compiled.as_text())
+        >>> [(each.opcode, each.shapes[0].dims) for each in program.main.instructions]
+        [('parameter', (2, 3)), ('parameter', (3, 4)), ('dot', (2, 4))]
+    """
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith("HloModule ")), None)
+    if start is None:
+        raise HloReadError(
+            "The text holds no line that starts with 'HloModule', so it is no compiled program. "
+            "Pass what compiled.as_text() returns."
+        )
+    tables, end = _tables(lines, start + 1)
+    reader = _Reader(Frames(tables))
+    for number in range(end, len(lines)):
+        reader.read(lines[number], number + 1)
+    return reader.program(lines[start])
+
+
+def _tables(lines: list[str], start: int) -> tuple[dict[str, list[str]], int]:
+    """Reads the tables of stack frames; also returns where the computations begin."""
+    tables: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for number in range(start, len(lines)):
+        line = lines[number]
+        if line in TABLES:
+            current = tables[line] = []
+        elif current is not None and line[:1].isdigit():
+            current.append(line)
+        elif line.strip():
+            return tables, number
+    return tables, len(lines)
+
+
+class _Reader:
+    """Collects computations line by line."""
+
+    def __init__(self, frames: Frames) -> None:
+        self._frames = frames
+        self._computations: dict[str, Computation] = {}
+        self._entry = ""
+        self._name: str | None = None
+        self._instructions: list[Instruction] = []
+
+    def read(self, line: str, number: int) -> None:
+        if not line.strip():
+            return
+        if self._name is not None:
+            if line.startswith("}"):
+                self._close(number)
+                return
+            found = _INSTRUCTION.match(line)
+            if found is None:
+                raise _unread("an instruction", line, number)
+            self._instructions.append(self._instruction(found, line, number))
+            return
+        found = _COMPUTATION.match(line)
+        if found is None:
+            raise _unread("the head of a computation", line, number)
+        self._name, self._instructions = found[2], []
+        self._entry = found[2] if found[1] else self._entry
+
+    def _close(self, number: int) -> None:
+        assert self._name is not None
+        if not self._instructions:
+            raise HloReadError(f"Computation {self._name!r}, closed in line {number}, is empty.")
+        self._computations[self._name] = Computation(self._name, tuple(self._instructions))
+        self._name = None
+
+    def program(self, header: str) -> Program:
+        if self._name is not None:
+            raise HloReadError(
+                f"The text ends inside computation {self._name!r}; it is not a whole program."
+            )
+        if self._entry not in self._computations:
+            raise HloReadError("The text holds no computation marked ENTRY; it is not whole.")
+        return Program(self._computations, self._entry, header)
+
+    def _instruction(self, found: re.Match[str], line: str, number: int) -> Instruction:
+        place = found.end()
+        end = balanced(line, place) if line.startswith("(", place) else line.find(" ", place)
+        opcode = _OPCODE.match(line, end) if end > 0 else None
+        close = balanced(line, opcode.end() - 1) if opcode else -1
+        if opcode is None or close < 0:
+            raise _unread("an instruction", line, number)
+        inside = line[opcode.end() : close - 1]
+        attributes = line[close:].removeprefix(",").strip()
+        op_name, source = self._origin(attributes)
+        is_constant = opcode[1] == "constant"
+        return Instruction(
+            found[2],
+            opcode[1],
+            shapes(line[place:end]),
+            () if is_constant else _operands(inside),
+            attributes,
+            op_name,
+            source,
+            bool(found[1]),
+            inside if is_constant else "",
+        )
+
+    def _origin(self, attributes: str) -> tuple[str, str]:
+        """The traced operation and the source line of an instruction."""
+        found = _METADATA.search(attributes)
+        if found is None:
+            return "", ""
+        op_name, frame = _OP_NAME.search(found[1]), _FRAME.search(found[1])
+        source = self._frames.source(int(frame[1])) if frame else ""
+        file, line = _FILE.search(found[1]), _LINE.search(found[1])
+        if not source and file and line:
+            source = line_name(file[1], int(line[1]))
+        return (op_name[1] if op_name else ""), source
+
+
+def _operands(text: str) -> tuple[str, ...]:
+    """Names of operands, which may stand behind their types."""
+    if "%" in text:
+        return tuple(_NAME.findall(text))
+    return tuple(each.split()[-1] for each in split_top(text) if each)
+
+
+def _unread(what: str, line: str, number: int) -> HloReadError:
+    shown = line.strip()
+    shown = shown if len(shown) <= 120 else f"{shown[:117]}..."
+    return HloReadError(
+        f"Line {number} of the program should be {what}, but cannot be read: {shown!r}. The text "
+        "is cut or changed, or a version of XLA printed it that shardax does not know."
+    )
