@@ -47,7 +47,14 @@ from shardax.partition.assignment import (
 from shardax.partition.judge import LaidOutArray, judge
 from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
 from shardax.partition.rules import Rules, RulesLike
-from shardax.partition.scope import OnNoMesh, current_rules, resolve_on_no_mesh, resolve_rules
+from shardax.partition.scope import (
+    OnNoMesh,
+    current_rules,
+    is_marking,
+    mark_names,
+    resolve_on_no_mesh,
+    resolve_rules,
+)
 
 
 def constrain(
@@ -103,6 +110,8 @@ def constrain(
             f"{_intro(array, names)} there are {len(names)} axis names for {array.ndim} "
             "dimensions. Give one entry per dimension, None for a dimension without a name."
         )
+    if is_marking():
+        return mark_names(array, names)
     where = _mesh_for(array, mesh)
     if not _has_devices(where, array):
         if policy == "ignore":

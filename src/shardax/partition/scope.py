@@ -5,18 +5,23 @@ The *current rules* are those of the innermost ``with axis_rules(...)`` around t
 this thread; without one they are empty. They are part of the key by which ``jax.jit`` finds
 compiled programs, so a function traced under some rules is traced anew under others.
 
-A scope can also say what a constraint does where there is no mesh, for all the code inside.
+A scope can also say what a constraint does where there is no mesh, for all the code inside; and
+that constraints are only *marked*: an array stays as it is, and the program that is traced holds
+the names that it was to be laid out by (``marking_names``). That is how a planner learns the names
+of the dimensions inside of a program.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardax.core.errors import ConstraintError, RulesError
@@ -34,6 +39,7 @@ class _Settings(NamedTuple):
 
     rules: Rules = Rules()
     on_no_mesh: OnNoMesh = "error"
+    marking: bool = False
 
 
 # The context is part of the key of JAX's own caches, so rules that change retrace, also in plain
@@ -76,11 +82,19 @@ def resolve_on_no_mesh(on_no_mesh: OnNoMesh | None = None) -> OnNoMesh:
     return on_no_mesh
 
 
+def is_marking() -> bool:
+    """Whether constraints only mark arrays by their names (see ``marking_names``)."""
+    return _settings_by_text[_current.value].marking
+
+
 class AxisRulesScope:
     """A scope in which given rules are the current ones: a context manager and a decorator."""
 
-    def __init__(self, rules: Rules, on_no_mesh: OnNoMesh | None = None) -> None:
+    def __init__(
+        self, rules: Rules, on_no_mesh: OnNoMesh | None = None, marking: bool | None = None
+    ) -> None:
         self.rules = rules
+        self.marking = marking
         if on_no_mesh is not None:
             resolve_on_no_mesh(on_no_mesh)
         self.on_no_mesh: OnNoMesh | None = on_no_mesh
@@ -89,7 +103,8 @@ class AxisRulesScope:
     def __enter__(self) -> Rules:
         if not hasattr(self._local, "entered"):
             self._local.entered = []
-        settings = _Settings(self.rules, resolve_on_no_mesh(self.on_no_mesh))
+        marking = is_marking() if self.marking is None else self.marking
+        settings = _Settings(self.rules, resolve_on_no_mesh(self.on_no_mesh), marking)
         text = repr(settings)
         _settings_by_text.setdefault(text, settings)
         scope = _current(text)
@@ -115,7 +130,7 @@ class AxisRulesScope:
 
         @functools.wraps(function)
         def with_rules(*args: P.args, **kwargs: P.kwargs) -> R:
-            with AxisRulesScope(self.rules, self.on_no_mesh):
+            with AxisRulesScope(self.rules, self.on_no_mesh, self.marking):
                 return function(*args, **kwargs)
 
         return with_rules
@@ -152,6 +167,45 @@ def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> AxisR
         P(None, 'model')
     """
     return AxisRulesScope(resolve_rules(rules), on_no_mesh)
+
+
+_MARK = "shardax-names:"
+
+
+def marking_names(rules: RulesLike) -> AxisRulesScope:
+    """Makes a scope in which constraints lay nothing out, and leave their names in the program.
+
+    Programs that were traced in it are not used outside of it, nor the other way round.
+
+    Args:
+        rules: The rules in scope, for code that asks for them.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> with marking_names({}):
+        ...     jaxpr = jax.make_jaxpr(lambda x: sx.constrain(x, ("batch", None)))(jnp.ones((2, 3)))
+        >>> [names_marked(equation.params["name"]) for equation in jaxpr.eqns]
+        [('batch', None)]
+    """
+    return AxisRulesScope(resolve_rules(rules), None, True)
+
+
+def mark_names(array: jax.Array, names: Iterable[Any]) -> jax.Array:
+    """Returns the array, with an equation of the primitive ``name`` that holds its names."""
+    plain = [list(n) if isinstance(n, tuple) else n if isinstance(n, str) else None for n in names]
+    return checkpoint_name(array, _MARK + json.dumps(plain))
+
+
+def names_marked(text: str) -> tuple[Any, ...] | None:
+    """Returns the names that ``mark_names`` wrote, or None for a name that it did not write.
+
+    Args:
+        text: The parameter ``name`` of an equation of the primitive ``name``.
+    """
+    if not text.startswith(_MARK):
+        return None
+    entries = json.loads(text.removeprefix(_MARK))
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)
 
 
 def logical_to_mesh_axes(

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constraints that only leave their names in the program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+import shardax as sx
+from shardax.partition.scope import is_marking, marking_names, names_marked
+
+RULES = {"batch": "data", "embed": "model"}
+
+
+def marks(jaxpr: Any) -> list[Any]:
+    return [
+        (tuple(e.outvars[0].aval.shape), names_marked(e.params["name"]))
+        for e in jaxpr.eqns
+        if e.primitive.name == "name"
+    ]
+
+
+def double(x: jax.Array) -> jax.Array:
+    return sx.constrain(2 * x, ("batch", ("seq", "head"), PartitionSpec.UNCONSTRAINED, None))
+
+
+def test_a_marked_program_holds_names_in_place_of_constraints() -> None:
+    with marking_names({}):
+        jaxpr = jax.make_jaxpr(double)(jnp.ones((2, 6, 4, 1)))
+    assert marks(jaxpr) == [((2, 6, 4, 1), ("batch", ("seq", "head"), None, None))]
+    assert "sharding_constraint" not in str(jaxpr)
+
+
+def test_marking_needs_no_mesh_and_changes_no_value() -> None:
+    with marking_names({}):
+        out = sx.constrain(jnp.arange(6.0).reshape(2, 3), ("batch", "embed"))
+    assert out.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+def test_marks_live_through_gradients() -> None:
+    with marking_names({}):
+        jaxpr = jax.make_jaxpr(jax.grad(lambda x: double(x).sum()))(jnp.ones((2, 6, 4, 1)))
+    assert marks(jaxpr)[0] == ((2, 6, 4, 1), ("batch", ("seq", "head"), None, None))
+
+
+def test_marking_lasts_in_rules_scopes_inside_it_and_ends_with_it() -> None:
+    with marking_names({}), sx.axis_rules(RULES):
+        assert is_marking()
+    assert not is_marking()
+
+
+def test_programs_traced_while_marking_are_not_used_outside(auto_mesh: Mesh) -> None:
+    compiled = jax.jit(lambda x: sx.constrain(x, ("batch", "embed")))
+    x = jnp.ones((8, 16))
+    with jax.set_mesh(auto_mesh):
+        with marking_names(RULES):
+            assert compiled(x).sharding.is_fully_replicated
+        with sx.axis_rules(RULES):
+            assert compiled(x).sharding.spec == PartitionSpec("data", "model")
+
+
+def test_a_name_that_others_gave_is_no_mark() -> None:
+    assert names_marked("activations") is None
