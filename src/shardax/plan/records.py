@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardax.hlo.facts import Collective
+from shardax.partition.rules import Rules
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,19 @@ class Layout:
         name: For tables: of the rules, with the mesh if there are several meshes.
         rules: Pairs of a logical name and mesh axes (a name, several, or None), in order.
         mesh: Sizes of the mesh axes, in order.
+        policies: The rules' ``on_conflict`` and ``on_unmapped``.
     """
 
     name: str
     rules: tuple[tuple[str, Any], ...]
     mesh: tuple[tuple[str, int], ...]
+    policies: tuple[Any, Any] = ("first", "replicate")
+
+    @property
+    def as_rules(self) -> Rules:
+        """The rules as ``sx.Rules``."""
+        on_conflict, on_unmapped = self.policies
+        return Rules(list(self.rules), on_conflict=on_conflict, on_unmapped=on_unmapped)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -228,7 +237,7 @@ def from_data(data: Mapping[str, Any]) -> LayoutReport:
         **{
             **data,
             "arrays": arrays,
-            "layout": Layout(layout["name"], rules, mesh),
+            "layout": Layout(layout["name"], rules, mesh, tuple(layout["policies"])),
             "collectives": collectives,
             "time": TimeBand(**data["time"]) if data["time"] else None,
             "provenance": Provenance(**data["provenance"]) if data["provenance"] else None,

@@ -16,7 +16,7 @@ import jax
 
 from shardax.core.errors import StructureMismatchError
 from shardax.core.frames import local
-from shardax.core.paths import Path
+from shardax.core.paths import Path, path_step
 from shardax.core.state import Origin, State
 from shardax.core.structure import GraphDef, Ref, VariableDef, definition_paths, flatten
 from shardax.transforms.blame import explain_places, explain_values, in_user_terms
@@ -33,6 +33,9 @@ from shardax.transforms.lift import (
 )
 from shardax.transforms.naming import root_names
 from shardax.transforms.plan import Plan, Replan
+
+_INPUTS = "flat"
+"""What the function that JAX compiles (see ``Plan``) calls its inputs."""
 
 
 def trace_jit(jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
@@ -160,6 +163,28 @@ class _Stage:
     def in_avals(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) as the user passed them, with an abstract value for each array."""
         return self._view(self._stage.in_avals)
+
+    @property
+    def input_paths(self) -> dict[str, Path]:
+        """Where the inputs of the program are among the arguments, by JAX's names of them.
+
+        Compiled programs call their parameters by these names (``flat[0][3]``). A path begins with
+        the position or name of the argument.
+        """
+        flat = self._stage.in_avals
+        names = jax.tree.map_with_path(
+            lambda path, _: f"{_INPUTS}{jax.tree_util.keystr(path[1:])}", flat
+        )
+        args, kwargs = self._view(names)
+        found: dict[str, Path] = {}
+        for tree in (dict(enumerate(args)), kwargs):
+            leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda v: isinstance(v, State))
+            for path, leaf in leaves:
+                below = leaf.flat() if isinstance(leaf, State) else {(): leaf}
+                start = tuple(map(path_step, path))
+                for rest, name in below.items():
+                    found.setdefault(name, (*start, *rest))
+        return found
 
     @property
     def out_info(self) -> Any:

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layout, asked of a compiler: laid out, lowered, compiled and read.
+
+Nothing is allocated: the arguments are shapes, and the devices need not exist. What is the layout's
+fault ends up in its report; what is the step's, the target's or the installation's is raised.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from shardax.core.errors import CompilerFailedError, PlanInputError, ShardaxError
+from shardax.hlo import parse, read_program
+from shardax.plan.compilers import CompiledProgram, Compiler, compiler_for
+from shardax.plan.cost import time_band
+from shardax.plan.inputs import Inputs, Placed
+from shardax.plan.lowering import LoweredStep, lower, lower_alone
+from shardax.plan.records import Layout, LayoutReport, Provenance
+from shardax.plan.targets import Target
+
+_CONSTRAINT_ERRORS = (ShardaxError, ValueError, TypeError, NotImplementedError)
+"""What tracing raises if the rules contradict the step: our errors, and JAX's of sharding types."""
+
+
+def evaluate(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    layout: Layout,
+    target: Target,
+    *,
+    effort: str = "screen",
+    compiler: str = "auto",
+    inputs: Inputs | None = None,
+) -> LayoutReport:
+    """Asks what a layout costs, in this process.
+
+    Args:
+        step: The step; see ``shardax.plan.inputs``.
+        args: Its positional arguments.
+        layout: The layout.
+        target: The hardware.
+        effort: ``"screen"`` compiles fast, ``"full"`` as for a run.
+        compiler: ``"auto"``, ``"target"`` or ``"estimate"``; see ``shardax.plan.compilers``.
+        inputs: The step and arguments, prepared; instead of them.
+
+    Returns:
+        The report. Layouts that cannot be, or do not fit, have one too.
+
+    Raises:
+        PlanInputError: If the step needs values, or arguments have no names.
+        TargetError: If the mesh does not have the target's devices.
+        CompilerMissingError: If the compiler is asked for and is not installed.
+        HloReadError: If the compiled program has something unknown in it.
+    """
+    inputs = inputs or Inputs(step, args)
+    target.check_mesh(layout.sizes)
+    asked = compiler_for(target, compiler=compiler)
+    mesh = asked.mesh(layout.sizes)
+    placed = inputs.place(layout, mesh)
+    if placed.errors:
+        return rejected(layout, "\n".join(placed.errors))
+    common: dict[str, Any] = {
+        "argument_bytes": placed.argument_bytes,
+        "replicated": placed.replicated,
+        "arrays": placed.arrays,
+        "limit_bytes": target.limit_bytes,
+        "provenance": Provenance(target.text, asked.label, effort, asked.tier, jax.__version__),
+    }
+    try:
+        lowered = lower(inputs, layout, placed, mesh)
+    except PlanInputError:
+        raise
+    except _CONSTRAINT_ERRORS as error:
+        lower_alone(inputs)  # raises if the step is at fault, whatever the layout
+        return LayoutReport(layout, "rejected", _first_lines(error), **common)
+    try:
+        compiled = asked.compile(lowered.lowered, effort)
+    except CompilerFailedError as error:
+        return LayoutReport(layout, "failed", str(error), **common)
+    if compiled.text is None:
+        return LayoutReport(
+            layout,
+            "does not fit",
+            compiled.out_of_memory or "",
+            peak_bytes=compiled.peak_bytes,
+            compile_seconds=compiled.seconds,
+            warnings=placed.warnings,
+            **common,
+        )
+    return _read(inputs, layout, target, placed, lowered, compiled, common)
+
+
+def rejected(layout: Layout, reason: str, **more: Any) -> LayoutReport:
+    """Returns the report of a layout that was not compiled."""
+    return LayoutReport(layout, "rejected", reason, **more)
+
+
+def _read(
+    inputs: Inputs,
+    layout: Layout,
+    target: Target,
+    placed: Placed,
+    lowered: LoweredStep,
+    compiled: CompiledProgram,
+    common: dict[str, Any],
+) -> LayoutReport:
+    text = compiled.text or ""
+    facts = read_program(
+        text,
+        layout.sizes,
+        arguments=argument_paths(text, lowered.paths),
+        slices=target.slices,
+        estimate=compiled.estimate,
+    )
+    peak, limit = compiled.peak_bytes, target.limit_bytes
+    fits = peak is None or limit is None or peak <= limit
+    reason = "" if fits else f"needs {peak:,} bytes of a device's memory, which has {limit:,}"
+    whole = program_flops(inputs)
+    warnings = [*placed.warnings, *facts.warnings, *_self_check(facts.matmul_flops, whole, layout)]
+    return LayoutReport(
+        layout,
+        "fits" if fits else "does not fit",
+        compiled.out_of_memory or reason,
+        peak_bytes=peak,
+        flops=facts.matmul_flops,
+        program_flops=whole,
+        hbm_bytes=facts.hbm_bytes,
+        collectives=facts.collectives,
+        time=time_band(facts, target, layout.sizes),
+        compile_seconds=compiled.seconds,
+        warnings=tuple(warnings),
+        **common,
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def program_flops(inputs: Inputs) -> float:
+    """Returns the operations of the matrix products of a step, counted in its one-device program.
+
+    The program is that of XLA's CPU compiler, without what it found to be unused.
+    """
+    compiled = lower_alone(inputs).lowered.compile(
+        compiler_options={"xla_backend_optimization_level": 0}
+    )
+    return read_program(compiled.as_text(), {}).matmul_flops
+
+
+def argument_paths(text: str, paths: dict[str, str]) -> tuple[str, ...]:
+    """Returns where each parameter of a compiled program is among the arguments.
+
+    Args:
+        text: The compiled program.
+        paths: Paths by JAX's name of the input; a name that is not in it stands for itself.
+
+    Returns:
+        A text per parameter, in order.
+    """
+    program = parse(text)
+    found: dict[int, str] = {}
+    for each in program.computations[program.entry].instructions:
+        if each.opcode == "parameter":
+            found[int(each.operands[0])] = paths.get(each.op_name, each.op_name)
+    return tuple(found.get(i, "") for i in range(max(found, default=-1) + 1))
+
+
+def _self_check(flops: float, whole: float, layout: Layout) -> list[str]:
+    """The devices together must do at least what the program does."""
+    devices = 1
+    for size in layout.sizes.values():
+        devices *= size
+    if flops * devices >= 0.98 * whole:
+        return []
+    return [
+        f"The counted operations of {devices} devices, {flops * devices:.4g}, are fewer than the "
+        f"{whole:.4g} of the whole program: some were not recognised, so times are too short."
+    ]
+
+
+def _first_lines(error: BaseException, count: int = 6) -> str:
+    return "\n".join(str(error).strip().splitlines()[:count]) or type(error).__name__
