@@ -214,4 +214,4 @@ def test_an_error_of_ones_own_module_comes_out_as_it_is(
     (tmp_path / f"{name}.py").write_text("import no_such_module_anywhere\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
-        main(["check", f"{name}:make", "--rules", "r.json", *MESH])
+        main(["check", f"{name}:make", "--rules", "shardax.models:DECODER_RULES", *MESH])

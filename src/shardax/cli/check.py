@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import tyro
 from jax.sharding import AbstractMesh
 
-from shardax.cli.devices import mesh_sizes
+from shardax.cli.devices import mesh_sizes, mesh_text
 from shardax.cli.inputs import is_target, load_model, load_rules
 from shardax.cli.presets import PRESETS
-from shardax.cli.run_files import RUN_FILE, ZERO, find_run, read_settings
+from shardax.cli.run_files import RUN_FILE, ZERO, RunSettings, find_run, read_settings
 from shardax.core.errors import CommandError
 from shardax.core.functional import iter_variables
 from shardax.core.modules import Module
@@ -28,7 +28,7 @@ from shardax.core.rng import Rngs
 from shardax.core.variables import Param
 from shardax.models import DECODER_RULES, Decoder
 from shardax.partition.findings import Finding, did_you_mean
-from shardax.partition.rules import Rules
+from shardax.plan.rules_file import NamedRules
 
 _MIB = 2**20
 _LISTED = 4
@@ -49,8 +49,10 @@ class Check:
             function without arguments that returns a model.
         mesh: Sizes of the mesh axes, such as data=2,model=4, instead of the run's. The devices need
             not be there.
-        rules: Rules to check instead of the decoder's: a JSON file with a list of pairs such as
-            [["embed", null], ["mlp", "model"]], or with an object; or module:name of rules.
+        rules: Rules to check instead of the decoder's or the run's: a TOML file, such as shardax
+            plan --write-rules makes (with FILE.toml:NAME one of its layouts), whose mesh is used
+            unless --mesh is given; a JSON file with a list of pairs such as [["embed", null],
+            ["mlp", "model"]], or with an object; or module:name of rules.
         zero: Split the optimizer's state over the axis data too, by the dimension embed.
         large: A parameter that every device holds whole is a warning above this many MiB.
         quiet: Leave out the notes.
@@ -69,9 +71,12 @@ class Check:
         """Runs the command; returns the exit status."""
         from shardax.partition import check
 
-        model, text, overrides = self._find()
-        own = self.rules is not None or is_target(self.model)
-        rules = self._rules()
+        given = self._given()
+        mesh_given = self.mesh or (mesh_text(given.mesh or ()) if given is not None else "")
+        model, text, run = self._find(mesh_given)
+        own = given is not None or (run is not None and run.rules is not None)
+        standard = DECODER_RULES if run is None else run.layout_rules
+        rules = standard if given is None else given.rules
         # One's own rules are judged too: an axis that they misspell must not be one of the mesh's.
         sizes = mesh_sizes(text, None if own else rules.mesh_axes)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
@@ -79,7 +84,7 @@ class Check:
             self._with_optimizer(model),
             mesh,
             rules,
-            overrides=ZERO if self.zero else overrides,
+            overrides=ZERO if self.zero or (run is not None and run.zero) else None,
             large_bytes=int(self.large * _MIB),
         )
         # Mesh axes that are not there have been found already, where there are arrays.
@@ -88,40 +93,41 @@ class Check:
         self._print(findings, counts, sizes)
         return 1 if counts["error"] or (self.strict and counts["warning"]) else 0
 
-    def _find(self) -> tuple[Any, str, Any]:
-        """Returns the model, lazy, the mesh as text, and overrides."""
+    def _find(self, mesh: str) -> tuple[Any, str, RunSettings | None]:
+        """Returns the model, lazy, the mesh as text, and the run's settings if it is one's."""
         path = Path(self.model)
         if not (path / RUN_FILE).is_file() and (self.model in PRESETS or is_target(self.model)):
-            if not self.mesh:
+            if not mesh:
                 raise CommandError(
                     f"{self.model!r} has no mesh of its own; name one: shardax check {self.model} "
                     "--mesh data=2,model=4"
                 )
             if is_target(self.model):
-                return load_model(self.model), self.mesh, None
-            return Decoder(PRESETS[self.model].model, rngs=Rngs(params=0)), self.mesh, None
+                return load_model(self.model), mesh, None
+            return Decoder(PRESETS[self.model].model, rngs=Rngs(params=0)), mesh, None
         if not path.exists():
             raise CommandError(
                 f"{self.model!r} is no folder of a run, no preset (there are {', '.join(PRESETS)}) "
                 f"and no module:name of a model.{did_you_mean(self.model, PRESETS)}"
             )
         settings = read_settings(find_run(path)[0])
-        text = settings.mesh if self.mesh is None else self.mesh
+        text = mesh or settings.mesh
         if not text:
             raise CommandError(
                 f"The run {self.model} used one device, where there is nothing to lay out; name a "
                 f"mesh: shardax check {self.model} --mesh data=2,model=4"
             )
-        return settings.make_model(), text, settings.overrides
+        return settings.make_model(), text, settings
 
-    def _rules(self) -> Rules:
+    def _given(self) -> NamedRules | None:
         if self.rules is not None:
             return load_rules(self.rules)
         if is_target(self.model):
             raise CommandError(
-                f"Name the rules for {self.model}: --rules FILE.json, or --rules module:name."
+                f"Name the rules for {self.model}: --rules FILE.toml, --rules FILE.json, or "
+                "--rules module:name."
             )
-        return DECODER_RULES
+        return None
 
     def _with_optimizer(self, model: Any) -> dict[str, Any]:
         """The model, and the state of an optimizer with two moments for its parameters, if any."""

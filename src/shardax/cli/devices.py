@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -71,12 +71,22 @@ def mesh_sizes(text: str, axes: Sequence[str] | None = None) -> dict[str, int]:
     return sizes
 
 
-def parse_mesh(text: str, axes: Sequence[str]) -> Mesh | None:
+def mesh_text(sizes: Iterable[tuple[str, int]]) -> str:
+    """Writes the sizes of mesh axes as ``mesh_sizes`` reads them.
+
+    Example:
+        >>> mesh_text([("data", 2), ("model", 4)])
+        'data=2,model=4'
+    """
+    return ",".join(f"{axis}={size}" for axis, size in sizes)
+
+
+def parse_mesh(text: str, axes: Sequence[str] | None) -> Mesh | None:
     """Makes the mesh that a text such as ``data=2,model=4`` describes, with Auto axes.
 
     Args:
         text: Comma-separated ``name=size``; empty: no mesh.
-        axes: The names that rules use. One that the text leaves out has size 1.
+        axes: As in ``mesh_sizes``.
 
     Raises:
         CommandError: If the text cannot be read, names another axis, or the devices do not suffice.

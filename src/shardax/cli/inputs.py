@@ -2,8 +2,9 @@
 """Models and rules of the user's own, as the command line names them.
 
 A *target* is ``module:name``, something in a Python module, which is looked for in the working
-folder too. Rules are a target, or a JSON file: a list of pairs of a name and mesh axes, or an
-object from names to mesh axes.
+folder too. Rules are a target; or a JSON file: a list of pairs of a name and mesh axes, or an
+object from names to mesh axes; or a TOML file (``plan.rules_file``), which may name the mesh too,
+and hold several layouts, of which ``FILE.toml:NAME`` is one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from shardax.core.node import Object
 from shardax.partition.findings import did_you_mean
 from shardax.partition.rules import Rules
 from shardax.partition.survey import Survey
+from shardax.plan.rules_file import NamedRules, parse_rules
 
 
 def is_target(text: str) -> bool:
@@ -88,27 +91,66 @@ def load_model(text: str) -> Any:
     return made
 
 
-def load_rules(text: str) -> Rules:
-    """Reads rules.
+def load_rules(text: str) -> NamedRules:
+    """Reads rules, and the mesh that they are meant for if they name one.
 
     Args:
-        text: A target, or the path of a JSON file.
+        text: A target, or the path of a JSON file or of a TOML file; after the latter, with a
+            colon, the name of one of its layouts.
 
     Raises:
-        CommandError: If there are none, or they are malformed; names the file.
+        CommandError: If there are none, or several, or they are malformed; names the file.
     """
-    if is_target(text):
-        found = load_target(text)
-    else:
-        try:
-            found = json.loads(Path(text).read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise CommandError(
-                f"--rules {text}: there is no such file; and it is no target, module:name."
-            ) from error
-        except (OSError, ValueError) as error:  # no JSON, or no text
-            raise CommandError(f"--rules {text}: cannot be read: {error}.") from error
+    name, toml, layout = text.partition(".toml")
+    if toml and (not layout or layout.startswith(":")):
+        return _one(text, load_layouts(name + toml), layout[1:])
+    found = load_target(text) if is_target(text) else _read(text, json.loads)
     try:
-        return Rules(found)
+        return NamedRules(Path(text).stem, Rules(found))
     except RulesError as error:
         raise CommandError(f"--rules {text}: {error}") from error
+
+
+def load_layouts(file: str) -> tuple[NamedRules, ...]:
+    """Reads all layouts of a TOML file.
+
+    Args:
+        file: Its path.
+
+    Raises:
+        CommandError: If it cannot be read, or something in it is wrong; names file and key.
+    """
+    try:
+        return parse_rules(_read(file, str), file, Path(file).stem)
+    except RulesError as error:
+        raise CommandError(f"--rules {error}") from error
+
+
+def _read(file: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(Path(file).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CommandError(
+            f"--rules {file}: there is no such file; and it is no target, module:name."
+        ) from error
+    except (OSError, ValueError) as error:  # no JSON, or no text
+        raise CommandError(f"--rules {file}: cannot be read: {error}.") from error
+
+
+def _one(text: str, layouts: Sequence[NamedRules], name: str) -> NamedRules:
+    """The layout of a name, or the only one."""
+    names = [layout.name for layout in layouts]
+    if not name and len(layouts) == 1:
+        return layouts[0]
+    if name in names:
+        return layouts[names.index(name)]
+    listed = ", ".join(map(repr, names))
+    if not name:
+        raise CommandError(
+            f"--rules {text}: it holds {len(names)} layouts: {listed}. Name one, as in --rules "
+            f"'{text}:{names[0]}'."
+        )
+    raise CommandError(
+        f"--rules {text!r}: the file holds no layout {name!r}, but {listed}."
+        f"{did_you_mean(name, names)}"
+    )

@@ -14,7 +14,9 @@ from typing import Any
 from shardax.core.errors import CommandError
 from shardax.core.rng import Rngs
 from shardax.core.variables import OptState
-from shardax.models import Decoder, DecoderConfig
+from shardax.models import DECODER_RULES, Decoder, DecoderConfig
+from shardax.partition.rules import Rules
+from shardax.plan.rules_file import entry_from_data
 
 ZERO = {OptState: {"embed": "data"}}
 """Overrides that split an optimizer's state over the mesh axis data, by the dimension embed."""
@@ -41,6 +43,7 @@ class RunSettings:
         eval_batches: Held-out batches an evaluation reads.
         checkpoint_every: Steps between checkpoints.
         zero: Whether the optimizer's state is split over the mesh axis data too.
+        rules: Rules other than the decoder's, as ``plan.rules_file.entry_to_data`` writes them.
     """
 
     model: DecoderConfig
@@ -55,6 +58,19 @@ class RunSettings:
     eval_batches: int
     checkpoint_every: int
     zero: bool = False
+    rules: dict[str, Any] | None = None
+
+    @property
+    def layout_rules(self) -> Rules:
+        """The rules that lay the model out."""
+        if self.rules is None:
+            return DECODER_RULES
+        return entry_from_data(self.rules, RUN_FILE, "rules", "rules").rules
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...] | None:
+        """The mesh axes that there can be; None: any, because the rules are the user's own."""
+        return DECODER_RULES.mesh_axes if self.rules is None else None
 
     @property
     def overrides(self) -> Any:
@@ -93,7 +109,9 @@ def read_settings(directory: Path) -> RunSettings:
             raise CommandError(
                 f"{file} was written by another version of shardax; train anew or use that version."
             )
-        return RunSettings(model=DecoderConfig(**record.pop("model")), **record)
+        settings = RunSettings(model=DecoderConfig(**record.pop("model")), **record)
+        _ = settings.layout_rules  # which raises if they are malformed
+        return settings
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, CommandError):
             raise

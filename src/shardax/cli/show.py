@@ -35,7 +35,7 @@ class Show:
         """Runs the command; returns the exit status."""
         import jax
 
-        from shardax import models, partition, view
+        from shardax import partition, view
         from shardax.view.page import html_page
         from shardax.view.show import html_fragment
 
@@ -43,8 +43,7 @@ class Show:
         settings = read_settings(folder)
         use_devices(settings.devices if self.devices is None else self.devices)
         text = settings.mesh if self.mesh is None else self.mesh
-        mesh = parse_mesh(text, models.DECODER_RULES.mesh_axes)
-        rules = models.DECODER_RULES
+        mesh, rules = parse_mesh(text, settings.mesh_axes), settings.layout_rules
         model = settings.make_model()
         batch = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), "int32")
         table = view.table(model, mesh=mesh, rules=rules, inputs=[batch] if self.flops else None)

@@ -8,12 +8,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardax.cli.devices import parse_mesh, use_devices
+from shardax.cli.devices import mesh_text, parse_mesh, use_devices
+from shardax.cli.inputs import load_rules
 from shardax.cli.presets import find_preset
 from shardax.cli.run_files import RunSettings, read_settings, write_settings
 from shardax.core.errors import CommandError
 from shardax.core.functional import iter_variables
 from shardax.core.paths import format_path
+from shardax.plan.rules_file import entry_to_data
 
 _SAMPLE_PROMPT = "def "
 _SAMPLE_LENGTH = 240
@@ -28,12 +30,15 @@ class Train:
         preset: Size of model and training: tiny, demo or small.
         mesh: Sizes of the mesh axes data and model, such as data=2,model=4. Empty: one device.
         devices: Use this many virtual CPU devices.
+        rules: Rules instead of the decoder's: a TOML file, such as shardax plan --write-rules makes
+            (with FILE.toml:NAME one of its layouts), whose mesh is used unless --mesh is given; a
+            JSON file; or module:name of rules.
         zero: Split the optimizer's state over the mesh axis data too, so that each device holds and
             updates its part of it.
         text: A text file or a folder of them. By default the source of Python's standard library.
         out: Folder of the run.
         resume: Go on with the run in the folder, with the settings it was started with; only mesh,
-            devices and zero may be others.
+            rules, devices and zero may be others.
         steps: Optimizer steps, instead of the preset's.
         batch_size: Windows a step, instead of the preset's.
         seq_len: Bytes a window, instead of the preset's.
@@ -45,6 +50,7 @@ class Train:
     preset: str = "demo"
     mesh: str = ""
     devices: int | None = None
+    rules: str | None = None
     zero: bool = False
     text: Path | None = None
     out: Path = Path("runs/demo")
@@ -64,6 +70,11 @@ class Train:
                 "--zero splits the optimizer's state over the mesh axis data, but there is no "
                 "mesh; name one, such as --mesh data=2,model=4."
             )
+        if settings.rules is not None and not settings.mesh:
+            raise CommandError(
+                f"--rules {self.rules} names no mesh, and without one there is nothing to lay out; "
+                "name it, such as --mesh data=2,model=4."
+            )
         use_devices(settings.devices)
         job = _Job(settings, self.out)
         job.trainer.check(resume=self.resume)
@@ -75,6 +86,8 @@ class Train:
 
     def _fresh(self) -> RunSettings:
         preset = find_preset(self.preset)
+        given = None if self.rules is None else load_rules(self.rules)
+        own_mesh = "" if given is None else mesh_text(given.mesh or ())
         return RunSettings(
             model=preset.model,
             # Absolute, so that the run can be resumed from another folder.
@@ -86,11 +99,12 @@ class Train:
                 preset.learning_rate if self.learning_rate is None else self.learning_rate
             ),
             seed=self.seed,
-            mesh=self.mesh,
+            mesh=self.mesh or own_mesh,
             devices=self.devices,
             eval_batches=preset.eval_batches,
             checkpoint_every=self.checkpoint_every,
             zero=self.zero,
+            rules=None if given is None else entry_to_data(replace(given, mesh=None)),
         )
 
     def _resumed(self, saved: RunSettings) -> RunSettings:
@@ -98,7 +112,7 @@ class Train:
         differing = [
             f"--{option.name.replace('_', '-')} {getattr(self, option.name)}"
             for option in fields(self)
-            if option.name not in ("out", "resume", "mesh", "devices", "zero")
+            if option.name not in ("out", "resume", "mesh", "rules", "devices", "zero")
             and getattr(self, option.name) != getattr(default, option.name)
             and any(
                 getattr(fresh, name) != getattr(saved, name)
@@ -112,8 +126,9 @@ class Train:
                 "no --resume, and another --out."
             )
         devices = saved.devices if self.devices is None else self.devices
-        mesh, zero = self.mesh or saved.mesh, self.zero or saved.zero
-        return replace(saved, mesh=mesh, devices=devices, zero=zero)
+        mesh, zero = fresh.mesh or saved.mesh, self.zero or saved.zero
+        rules = saved.rules if fresh.rules is None else fresh.rules
+        return replace(saved, mesh=mesh, devices=devices, zero=zero, rules=rules)
 
 
 class _Job:
@@ -126,7 +141,7 @@ class _Job:
 
         self.settings = settings
         self.out = out
-        self.mesh = parse_mesh(settings.mesh, models.DECODER_RULES.mesh_axes)
+        self.mesh = parse_mesh(settings.mesh, settings.mesh_axes)
         text = train.open_text(settings.text)
         training, held_out = text.split()
         shape = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
@@ -156,7 +171,7 @@ class _Job:
             ),
             held_out=self.held_out,
             mesh=self.mesh,
-            rules=models.DECODER_RULES,
+            rules=settings.layout_rules,
             overrides=settings.overrides,
         )
 
