@@ -113,6 +113,7 @@ class Inputs:
 
     Attributes:
         step: The step.
+        args: Its arguments as given.
         names: What the arguments are called in it.
         tree: Arguments by name.
 
@@ -145,6 +146,7 @@ class Inputs:
                 "arguments, as in plan.compare(train_step, (model, optimizer, batch), ...)."
             )
         self.step = step
+        self.args = tuple(args)
         self.names = _names(step, args)
         self.tree = {
             name: jax.tree.map(_as_box, arg, is_leaf=_is_part)

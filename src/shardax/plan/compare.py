@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparing layouts that someone has in mind: rule sets times meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from shardax.core.errors import PlanInputError
+from shardax.partition.assignment import UNCONSTRAINED
+from shardax.partition.rules import Rules, RulesLike
+from shardax.plan.compilers import compiler_for
+from shardax.plan.evaluate import evaluate
+from shardax.plan.inputs import Inputs
+from shardax.plan.plan import Plan
+from shardax.plan.records import Layout, LayoutReport
+from shardax.plan.targets import Target
+
+
+def compare(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    rules: Mapping[str, RulesLike],
+    meshes: Sequence[Mapping[str, int]] | Mapping[str, int],
+    target: str | Target,
+    *,
+    effort: str = "full",
+    compiler: str = "auto",
+    processes: int | None = None,
+    cache: Any = "default",
+    progress: bool = False,
+) -> Plan:
+    """Asks what each of some layouts costs: every rule set over every mesh.
+
+    Args:
+        step: What is planned: a function made by ``sx.jit`` or ``jax.jit``, or one to be compiled.
+        args: Its positional arguments, none of which needs to hold an array: lazy Modules and
+            optimizers, boxes, ``NamedShape`` for a batch.
+        rules: Rules by name.
+        meshes: Sizes of the mesh axes by name; one mesh or several.
+        target: The hardware, such as ``"tpu:v5e:4x4"``.
+        effort: ``"full"``: as the target's compiler would for a run. ``"screen"``: faster, with the
+            same operations and wire bytes, and a peak of memory that is up to a fifth too low.
+        compiler: ``"auto"``: the target's own if it is installed, else the CPU's as an estimate;
+            ``"target"`` or ``"estimate"``: that one.
+        processes: How many processes compile; None for one per core, at most one per layout.
+        cache: Folder in which reports are remembered by program; None for none.
+        progress: Whether to show what is being compiled.
+
+    Returns:
+        The plan, best layout first.
+
+    Raises:
+        PlanInputError: If arguments have no names, the step needs values, or rules are malformed.
+        TargetError: If there is no such target, or a mesh does not have its devices.
+        CompilerMissingError: If ``compiler="target"`` and it is not installed; names the extra.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> from shardax import plan
+        >>> @sx.jit
+        ... def apply(weight, x):
+        ...     return x @ weight.value
+        >>> weight = sx.Param(sx.Init(jax.nn.initializers.ones, (64, 256)), axes=("embed", "mlp"))
+        >>> x = plan.NamedShape((32, 64), "float32", ("batch", "embed"))
+        >>> rules = {"tp": {"mlp": "model"}, "row": {"embed": "model"}}
+        >>> found = plan.compare(apply, (weight, x), rules, {"model": 4}, "cpu:4")
+        >>> [(each.layout.name, round(each.total_wire_bytes)) for each in found]
+        [('tp', 0), ('row', 49152)]
+    """
+    target = target if isinstance(target, Target) else Target.parse(target)
+    inputs = Inputs(step, args)
+    layouts = _layouts(rules, [meshes] if isinstance(meshes, Mapping) else list(meshes))
+    for layout in layouts:
+        target.check_mesh(layout.sizes)
+    options = {"compiler": compiler, "processes": processes, "cache": cache, "progress": progress}
+    return Plan(target.text, tuple(reports_of(inputs, layouts, target, effort, **options)))
+
+
+def reports_of(
+    inputs: Inputs,
+    layouts: Sequence[Layout],
+    target: Target,
+    effort: str,
+    *,
+    compiler: str = "auto",
+    processes: int | None = None,
+    cache: Any = "default",
+    progress: bool = False,
+) -> Iterable[LayoutReport]:
+    """Yields a report per layout, as they are done.
+
+    Where this process has the devices itself, it compiles too: starting others would take longer.
+    Else others do, which have as many virtual devices as it takes, and may crash.
+    """
+    asked = compiler_for(target, compiler=compiler)
+    here = target.kind == "cpu" and asked.devices_needed <= jax.device_count("cpu")
+    if here and not processes:
+        for layout in layouts:
+            yield evaluate(
+                inputs.step, (), layout, target, effort=effort, compiler=compiler, inputs=inputs
+            )
+        return
+    from shardax.plan.pool import Pool
+
+    options = {"compiler": compiler, "processes": processes, "cache": cache}
+    with Pool(inputs.step, inputs.args, target, **options) as pool:
+        yield from pool.evaluate(layouts, effort)
+
+
+def layout_of(name: str, rules: RulesLike, mesh: Mapping[str, int]) -> Layout:
+    """Returns rules and the sizes of mesh axes as a layout.
+
+    Args:
+        name: Its name.
+        rules: Rules, pairs or a mapping.
+        mesh: Sizes of the mesh axes by name.
+
+    Raises:
+        PlanInputError: If the rules leave a choice to the compiler.
+
+    Example:
+        >>> layout_of("tp", {"mlp": "model"}, {"data": 2, "model": 4}).sizes
+        {'data': 2, 'model': 4}
+    """
+    made = rules if isinstance(rules, Rules) else Rules(rules)
+    free = [logical for logical, axes in made.pairs if axes is UNCONSTRAINED]
+    if free:
+        raise PlanInputError(
+            f"The rules {name!r} leave {', '.join(map(repr, free))} UNCONSTRAINED, so the layout "
+            "would be the compiler's choice, which can differ from one version to the next. Say a "
+            "mesh axis or None."
+        )
+    policies = (made.on_conflict, made.on_unmapped)
+    return Layout(name, tuple(made.pairs), tuple(mesh.items()), policies)
+
+
+def _layouts(rules: Mapping[str, RulesLike], meshes: Sequence[Mapping[str, int]]) -> list[Layout]:
+    if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
+        raise PlanInputError(
+            f"rules is {rules!r}; give a mapping from names to rules, as in "
+            'rules={"fsdp": {"embed": "data"}, "tp": {"mlp": "model"}}.'
+        )
+    if not rules or not meshes:
+        raise PlanInputError("There is nothing to compare: give at least one rule set and mesh.")
+    several = len(meshes) > 1
+    return [
+        layout_of(f"{name} {mesh_text(mesh)}" if several else name, pairs, mesh)
+        for name, pairs in rules.items()
+        for mesh in meshes
+    ]
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """Returns the sizes of a mesh for the name of a layout.
+
+    Args:
+        mesh: Sizes by axis.
+
+    Example:
+        >>> mesh_text({"data": 8, "model": 2})
+        'data=8,model=2'
+    """
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
