@@ -32,6 +32,7 @@ from shardax.partition.assignment import mesh_axes_of
 from shardax.partition.boxes import AxisMetadata
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.partitioned import LogicallyPartitioned
+from shardax.partition.rules import Rules
 from shardax.partition.survey import ArrayInfo, Slot, Survey
 from shardax.partition.tree_layout import TreeLayout
 from shardax.plan.records import ArrayLayout, Layout
@@ -193,7 +194,8 @@ class Inputs:
 
         sizes = layout.sizes
         where = mesh if mesh is not None else AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        rules = layout.as_rules
+        # No rules at all would be taken for rules that were forgotten.
+        rules = layout.as_rules or Rules([(name, None) for name in self.logical_names])
         found = TreeLayout(self._survey, where, rules, function="plan", rules_for="boxes")
         errors = tuple(str(f) for f in found.findings if f.severity == "error")
         if errors:
