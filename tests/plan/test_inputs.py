@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,7 @@ def test_parameters_that_every_device_holds_are_listed_largest_first() -> None:
 
 def test_arrays_of_plain_trees_are_kinds_by_where_they_stand() -> None:
     params = {"w": boxed((8, 16), "embed", "mlp")}
-    state = optax.adam(1e-3).init(params)
+    state = optax.adam(1e-3).init(cast("Any", params))
     inputs = Inputs(lambda params, state, x: x, (params, state, TOKENS))
     placed = inputs.place(Layout("tp", (("mlp", "model"),), MESH))
     count = 4
