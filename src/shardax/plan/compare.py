@@ -14,7 +14,7 @@ from shardax.partition.rules import Rules, RulesLike
 from shardax.plan.compilers import compiler_for
 from shardax.plan.evaluate import evaluate
 from shardax.plan.inputs import Inputs
-from shardax.plan.plan import Plan
+from shardax.plan.result import Plan
 from shardax.plan.records import Layout, LayoutReport
 from shardax.plan.targets import Target
 
