@@ -3,7 +3,7 @@
 
 from shardax.plan.hardware import Hardware as Hardware
 from shardax.plan.hardware_file import load_hardware as load_hardware
-from shardax.plan.hardware_table import hardware as hardware
+from shardax.plan.hardware_table import find_hardware as find_hardware
 from shardax.plan.hardware_table import register_hardware as register_hardware
 from shardax.plan.inputs import NamedShape as NamedShape
 from shardax.plan.records import ArrayLayout as ArrayLayout

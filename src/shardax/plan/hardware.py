@@ -71,7 +71,7 @@ class Hardware:
 
     Example:
         >>> from shardax import plan
-        >>> v5e = plan.hardware("v5e")
+        >>> v5e = plan.find_hardware("v5e")
         >>> v5e.usable_bytes / 2**30, v5e.peak("bf16")
         (15.75, 197000000000000.0)
         >>> larger = v5e.like(name="v5e-32", memory_bytes=32 * 2**30, usable_bytes=31 * 2**30)

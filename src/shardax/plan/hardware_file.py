@@ -21,7 +21,7 @@ from typing import Any
 from shardax.core.errors import HardwareError, PlanFileError
 from shardax.partition.findings import did_you_mean
 from shardax.plan.hardware import Hardware
-from shardax.plan.hardware_table import hardware
+from shardax.plan.hardware_table import find_hardware
 
 _TABLES = ("peak_flops", "compiler", "sources")
 _COUNTS = (
@@ -64,7 +64,7 @@ def load_hardware(path: str | os.PathLike[str]) -> Hardware:
     }
     try:
         if like is not None:
-            return hardware(like).like(**values)
+            return find_hardware(like).like(**values)
         missing = [each for each in _required() if each not in values]
         if missing:
             raise HardwareError(

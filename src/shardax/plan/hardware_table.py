@@ -353,7 +353,7 @@ _OTHER_NAMES = {
 }
 
 
-def hardware(name: str) -> Hardware:
+def find_hardware(name: str) -> Hardware:
     """Returns hardware by its name.
 
     Args:
@@ -364,7 +364,7 @@ def hardware(name: str) -> Hardware:
 
     Example:
         >>> from shardax import plan
-        >>> plan.hardware("h100").link_bandwidth
+        >>> plan.find_hardware("h100").link_bandwidth
         450000000000.0
     """
     found = HARDWARE.get(_OTHER_NAMES.get(name.lower(), name.lower())) or HARDWARE.get(name)
@@ -372,7 +372,7 @@ def hardware(name: str) -> Hardware:
         known = ", ".join(HARDWARE)
         raise HardwareError(
             f"There is no hardware {name!r}.{did_you_mean(name, HARDWARE)} Known are {known}. "
-            "Your own: plan.register_hardware(plan.hardware('v5e').like(name='mine', ...)), or a "
+            "Your own: plan.register_hardware(plan.find_hardware('v5e').like(name='mine', ...)), or a "
             "TOML file, as docs/hardware.md says."
         )
     return found
@@ -395,7 +395,7 @@ def register_hardware(new: Hardware) -> Hardware:
 
     Example:
         >>> from shardax import plan
-        >>> mine = plan.hardware("h100").like(name="h100-roce", network_bandwidth=2.5e10)
+        >>> mine = plan.find_hardware("h100").like(name="h100-roce", network_bandwidth=2.5e10)
         >>> _ = plan.register_hardware(mine)
         >>> plan.Target.parse("gpu:h100-roce:2x8").hardware.network_bandwidth
         25000000000.0

@@ -22,7 +22,7 @@ from shardax.core.errors import TargetError
 from shardax.partition.findings import did_you_mean
 from shardax.plan.hardware import KINDS, Hardware
 from shardax.plan.hardware_file import load_hardware
-from shardax.plan.hardware_table import HARDWARE, hardware
+from shardax.plan.hardware_table import HARDWARE, find_hardware
 from shardax.plan.links import Arrangement, Route, arrangement, route
 from shardax.plan.shapes import factorizations, nearest_shapes, shape_exists
 
@@ -48,7 +48,7 @@ class Target:
         >>> target = plan.Target.parse("tpu:v5e:2*4x4")
         >>> target.device_count, target.slices, target.limit_bytes / 2**30
         (32, 2, 15.75)
-        >>> plan.Target(plan.hardware("h100"), (8, 8)).text
+        >>> plan.Target(plan.find_hardware("h100"), (8, 8)).text
         'gpu:h100:8x8'
     """
 
@@ -237,7 +237,7 @@ def _hardware_of(head: str, text: str) -> Hardware:
         raise TargetError(_unreadable(text, kind))
     known = [each for each, chip in HARDWARE.items() if chip.kind == kind]
     try:
-        chip = hardware(name or "cpu")
+        chip = find_hardware(name or "cpu")
     except ValueError:
         chip = None
     if chip is None or chip.kind != kind:
