@@ -372,8 +372,8 @@ def find_hardware(name: str) -> Hardware:
         known = ", ".join(HARDWARE)
         raise HardwareError(
             f"There is no hardware {name!r}.{did_you_mean(name, HARDWARE)} Known are {known}. "
-            "Your own: plan.register_hardware(plan.find_hardware('v5e').like(name='mine', ...)), or a "
-            "TOML file, as docs/hardware.md says."
+            "Your own: plan.register_hardware(plan.find_hardware('v5e').like(name='mine', ...)), "
+            "or a TOML file, as docs/hardware.md says."
         )
     return found
 
