@@ -8,3 +8,5 @@ from shardax.hlo.program import Computation as Computation
 from shardax.hlo.program import Instruction as Instruction
 from shardax.hlo.program import Program as Program
 from shardax.hlo.program import parse as parse
+from shardax.hlo.reading import matmul_flops as matmul_flops
+from shardax.hlo.reading import read_program as read_program

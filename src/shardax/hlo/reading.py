@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the text of a compiled program into facts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from shardax.core.errors import HloReadError
+from shardax.hlo.collectives import KINDS, find_collectives, wire_bytes
+from shardax.hlo.facts import ProgramFacts
+from shardax.hlo.flops import is_gemm, own_flops
+from shardax.hlo.groups import groups_of
+from shardax.hlo.program import Computation, Instruction, Program, parse
+from shardax.hlo.runs import Runs, Weight, runs_of
+
+# Operations that take as long as sending a byte: of today's accelerators 2,000 to 10,000.
+_OPERATIONS_PER_BYTE = 4000.0
+
+# Custom calls that hold no matrix product, or whose products are counted where they are called.
+_WITHOUT_PRODUCTS = re.compile(
+    r"AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound|AsyncCollective(?:Start|Done)|"
+    r"Sharding|SPMD\w*|annotate_device_placement|MoveTo(?:Host|Device)|PinToDevice\w*|TopK|"
+    r"LayoutConstraint|X64(?:Split|Combine)\w*|cu_threefry2x32\w*|__gpu\$TopK|PadToStatic|"
+    r"SliceToDynamic|xla_ffi_\w*callback\w*|xla_python_\w*callback\w*|ApproxTopK|GlobalDecreasing\w*"
+)
+
+
+def read_program(
+    text: str | Program,
+    mesh: Mapping[str, int],
+    *,
+    arguments: Sequence[str] = (),
+    slices: int = 1,
+    estimate: bool = False,
+) -> ProgramFacts:
+    """Reads what one device does in one run of a compiled program.
+
+    Args:
+        text: The program, as ``compiled.as_text()`` gives it, or read by ``parse``.
+        mesh: Sizes of the axes of the mesh that it was compiled for, in order. A device's number in
+            the program is its position in the mesh, row-major.
+        arguments: Paths of the program's parameters, in order, for ``Collective.parameters``.
+        slices: Of how many slices the mesh is; each is consecutive in the mesh.
+        estimate: Whether the text is that of XLA's CPU compiler just after the partitioner; then
+            what other compilers do to collectives after it is done to it here.
+
+    Returns:
+        Its collectives, operations and bytes.
+
+    Raises:
+        HloReadError: If the text is not a whole program, or holds a collective that is not known.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> sharding = jax.sharding.NamedSharding(mesh, P("data"))
+        >>> x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=sharding)
+        >>> program = jax.jit(lambda x: x.sum()).lower(x).compile()
+        >>> [each] = read_program(program.as_text(), {"data": 8}).collectives
+        >>> each.kind, each.axes, each.payload, each.wire_bytes  # 2 x 7/8 x 4 bytes
+        ('all-reduce', ('data',), 4, 7.0)
+    """
+    program = parse(text) if isinstance(text, str) else text
+    if estimate:
+        from shardax.hlo.estimate import rewritten
+
+        program = rewritten(program)
+    devices = math.prod(mesh.values())
+    _check_mesh(program, mesh, devices, slices)
+    runs = runs_of(program, _weight(devices))
+    found = find_collectives(program, runs, mesh, slices)
+    return ProgramFacts(
+        tuple(each.collective for each in found),
+        matmul_flops(program, runs),
+        0.0,
+        (*runs.warnings, *_uncounted(program, runs)),
+    )
+
+
+def matmul_flops(program: Program, runs: Runs | None = None) -> float:
+    """Counts the operations of all matrix products and convolutions of a program.
+
+    Args:
+        program: A compiled program, then of one device, or one that is only lowered
+            (``parse(lowered.as_text("hlo"))``), then of all devices together.
+        runs: How often its computations run, if that is known already.
+
+    Returns:
+        Operations, two for a product and a sum.
+    """
+    runs = runs or runs_of(program, own_flops)
+    return sum(
+        count
+        * sum(
+            own_flops(program.computations[name], each)
+            for each in program.computations[name].instructions
+        )
+        for name, count in runs.counts.items()
+    )
+
+
+def _check_mesh(program: Program, mesh: Mapping[str, int], devices: int, slices: int) -> None:
+    if slices < 1 or devices % slices:
+        raise HloReadError(
+            f"A mesh of {devices} devices ({_sizes(mesh)}) cannot be of {slices} slices of as many "
+            "devices each."
+        )
+    if program.device_count not in (devices, devices // slices):
+        raise HloReadError(
+            f"The program runs on {program.device_count} devices, and the mesh ({_sizes(mesh)}) "
+            f"has {devices}. Pass the mesh that it was compiled for."
+        )
+
+
+def _sizes(mesh: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.items())
+
+
+def _weight(devices: int) -> Weight:
+    """What an instruction costs, to choose among branches."""
+
+    def weight(inside: Computation, each: Instruction) -> float:
+        cost = own_flops(inside, each)
+        base = each.opcode.removesuffix("-start")
+        if base in KINDS:
+            size = groups_of(each, devices).size
+            cost += _OPERATIONS_PER_BYTE * wire_bytes(KINDS[base], each.bytes, size)
+        return cost
+
+    return weight
+
+
+def _uncounted(program: Program, runs: Runs) -> list[str]:
+    """What is in a program and counted as nothing."""
+    calls: Counter[str] = Counter()
+    ragged = promoted = 0
+    for name in runs.counts:
+        for each in program.computations[name].instructions:
+            if each.opcode == "custom-call" and not is_gemm(each):
+                target = (each.attribute("custom_call_target") or "").strip('"')
+                if not _WITHOUT_PRODUCTS.fullmatch(target):
+                    calls[target] += 1
+            ragged += each.opcode.startswith("ragged-all-to-all")
+            promoted += "_promoted," in each.attributes and each.opcode in KINDS
+    warnings = [
+        f"What {target!r} computes is not counted ({count} calls)."
+        for target, count in calls.items()
+    ]
+    if ragged:
+        warnings.append(
+            f"{ragged} ragged all-to-alls count as if all of their operands were sent; how much is "
+            "depends on the data."
+        )
+    if promoted:
+        warnings.append(
+            f"{promoted} collectives send float32 where the program says bfloat16 or float16, as "
+            "XLA's CPU compiler has it; on accelerators they send half."
+        )
+    return warnings

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often loops run.
+
+The CPU and GPU compilers write the number into the loop where they know it. The TPU compiler does
+not; there it follows from the loop itself: a *counter*, an integer in the loop's state, starts at
+a constant, grows by a constant in the body, and is compared with a constant in the condition. What
+is computed from counters is followed as a sum of multiples of elements of the state.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardax.hlo.program import Computation, Instruction, Program
+
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_INTEGER = re.compile(r"[su]\d+$")
+_UNCHANGED = frozenset(
+    {"copy", "bitcast", "convert", "reshape", "optimization-barrier", "copy-done", "copy-start"}
+)
+_DIRECTIONS = ("LT", "LE", "GT", "GE", "NE")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A constant and multiples of elements of a loop's state, by their number."""
+
+    constant: int
+    terms: tuple[tuple[int, int], ...] = ()
+
+    def plus(self, other: Linear, times: int = 1) -> Linear:
+        """Returns the sum of this and a multiple of another."""
+        terms = dict(self.terms)
+        for element, factor in other.terms:
+            terms[element] = terms.get(element, 0) + times * factor
+        kept = tuple(sorted((element, factor) for element, factor in terms.items() if factor))
+        return Linear(self.constant + times * other.constant, kept)
+
+
+Value = Linear | tuple["Value", ...] | None
+"""A number, a tuple, or what is not known."""
+
+
+def trip_count(program: Program, inside: Computation, loop: Instruction) -> int | None:
+    """Returns how often a loop runs.
+
+    Args:
+        program: The program.
+        inside: The computation that holds the loop.
+        loop: A ``while``.
+
+    Returns:
+        The number; None if it is not known before the program runs.
+    """
+    found = _TRIPS.search(loop.attributes)
+    if found:
+        return int(found[1])
+    condition = program.computations.get(next(iter(loop.computations("condition")), ""))
+    body = program.computations.get(next(iter(loop.computations("body")), ""))
+    if condition is None or body is None or not loop.operands:
+        return None
+    state = tuple(Linear(0, ((element, 1),)) for element in range(len(loop.shapes)))
+    test = _test(program, condition, state)
+    if test is None:
+        return None
+    difference, direction = test  # the loop runs on while `difference direction 0`
+    start = _Reader(program, inside, ()).value(loop.operands[0])
+    after = _Reader(program, body, (state,)).value(body.root.name)
+    return _solve(difference, direction, start, after)
+
+
+def _solve(difference: Linear, direction: str, start: Value, after: Value) -> int | None:
+    if not isinstance(start, tuple) or not isinstance(after, tuple):
+        return None
+    first, step = Linear(difference.constant), Linear(0)
+    for element, factor in difference.terms:
+        initial, next_value = _at(start, element), _at(after, element)
+        if not isinstance(initial, Linear) or not isinstance(next_value, Linear):
+            return None
+        first = first.plus(initial, factor)
+        step = step.plus(next_value.plus(Linear(0, ((element, 1),)), -1), factor)
+    if first.terms or step.terms:
+        return None
+    return _steps(first.constant, step.constant, direction)
+
+
+def _steps(first: int, step: int, direction: str) -> int | None:
+    """How many of ``first``, ``first + step``, ... are LT, LE, GT, GE or NE 0, until one is not."""
+    if direction in ("LT", "LE"):
+        first, step = -first, -step
+        direction = "GT" if direction == "LT" else "GE"
+    if direction == "NE":
+        if step == 0 or first % step or -first // step < 0:
+            return None
+        return -first // step
+    if direction == "GE":
+        first += 1
+    elif direction != "GT":
+        return None
+    if first <= 0:
+        return 0
+    return -(first // step) if step < 0 else None
+
+
+def _test(program: Program, condition: Computation, state: Value) -> tuple[Linear, str] | None:
+    """What the condition compares with 0, and how."""
+    reader = _Reader(program, condition, (state,))
+    root = condition.root
+    while root.opcode in _UNCHANGED:
+        root = reader.inside.by_name[root.operands[0]]
+    if root.opcode in ("fusion", "call"):
+        called = program.computations.get(next(iter(root.computations("calls", "to_apply")), ""))
+        if called is None:
+            return None
+        reader = _Reader(program, called, tuple(reader.value(name) for name in root.operands))
+        root = called.root
+    if root.opcode != "compare" or len(root.operands) != 2:
+        return None
+    left, right = (reader.value(name) for name in root.operands)
+    if not isinstance(left, Linear) or not isinstance(right, Linear):
+        return None
+    direction = root.attribute("direction") or ""
+    return (left.plus(right, -1), direction) if direction in _DIRECTIONS else None
+
+
+class _Reader:
+    """Follows numbers through a computation."""
+
+    def __init__(self, program: Program, inside: Computation, arguments: Sequence[Value]) -> None:
+        self._program = program
+        self.inside = inside
+        self._arguments = arguments
+        self._values: dict[str, Value] = {}
+
+    def value(self, name: str) -> Value:
+        if name not in self._values:
+            self._values[name] = None  # of a value that needs itself
+            self._values[name] = self._read(self.inside.by_name[name])
+        return self._values[name]
+
+    def _read(self, each: Instruction) -> Value:
+        opcode = each.opcode
+        if opcode == "parameter":
+            number = int(each.operands[0])
+            return self._arguments[number] if number < len(self._arguments) else None
+        if opcode == "tuple":
+            return tuple(self.value(name) for name in each.operands)
+        if opcode == "get-tuple-element":
+            index = each.attribute("index") or ""
+            return _at(self.value(each.operands[0]), int(index) if index.isdigit() else -1)
+        if opcode in _UNCHANGED and each.operands:
+            return self.value(each.operands[0])
+        if opcode in ("fusion", "call"):
+            called = self._program.computations.get(
+                next(iter(each.computations("calls", "to_apply")), "")
+            )
+            if called is None or len(called.instructions) > 64:  # no arithmetic of counters
+                return None
+            arguments = tuple(self.value(name) for name in each.operands)
+            return _Reader(self._program, called, arguments).value(called.root.name)
+        return self._arithmetic(each)
+
+    def _arithmetic(self, each: Instruction) -> Value:
+        if not each.shapes or each.shapes[0].size != 1 or not _INTEGER.match(each.shapes[0].dtype):
+            return None
+        if each.opcode == "constant":
+            literal = each.literal.strip("{} ")
+            return Linear(int(literal)) if re.fullmatch(r"-?\d+", literal) else None
+        if each.opcode not in ("add", "subtract", "multiply", "negate"):
+            return None
+        values = [self.value(name) for name in each.operands]
+        if not all(isinstance(value, Linear) for value in values):
+            return None
+        left, *others = [value for value in values if isinstance(value, Linear)]
+        if each.opcode == "negate":
+            return Linear(0).plus(left, -1)
+        if each.opcode == "multiply":
+            left, right = (left, others[0]) if not others[0].terms else (others[0], left)
+            return Linear(0).plus(left, right.constant) if not right.terms else None
+        return left.plus(others[0], 1 if each.opcode == "add" else -1)
+
+
+def _at(value: Value, index: int) -> Value:
+    return value[index] if isinstance(value, tuple) and 0 <= index < len(value) else None
