@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a layout communicates: its collectives, by line of model code, by array, or by kind.
+
+A *group* is the collectives that share a source line, an array that travels, or a kind. Its bytes
+are those that one device sends in a step.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardax.core.errors import PlanInputError
+from shardax.hlo.facts import Collective
+from shardax.partition.findings import did_you_mean
+from shardax.plan.columns import (
+    BINARY,
+    DECIMAL,
+    TIMES,
+    axes_text,
+    band_text,
+    figure,
+    mesh_text,
+    quantity,
+    scale,
+)
+from shardax.plan.records import LayoutReport
+
+BY = ("source", "parameter", "kind")
+"""By what collectives can be grouped."""
+
+UNKNOWN = {
+    "source": "no line of the model (made by the compiler, or of a library)",
+    "parameter": "no parameter (activations, gradients of them, or several things)",
+    "kind": "",
+}
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Group:
+    """Collectives with something in common.
+
+    Attributes:
+        key: What they share: ``"decoder.py:240"``, a path, or a kind; "" if it is not known.
+        collectives: They, the largest first.
+    """
+
+    key: str
+    collectives: tuple[Collective, ...]
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends for all of them."""
+        return sum(each.wire_bytes for each in self.collectives)
+
+
+def groups(report: LayoutReport, axis: str | None = None, by: str = "source") -> tuple[Group, ...]:
+    """Returns the collectives of a layout in groups, the largest first.
+
+    Args:
+        report: What was found of the layout.
+        axis: Only those along this mesh axis; None for all.
+        by: ``"source"``, ``"parameter"`` (the arrays that travel) or ``"kind"``.
+
+    Raises:
+        PlanInputError: If the mesh has no such axis, or there is no such grouping.
+
+    Example:
+        >>> from shardax.hlo import Collective
+        >>> from shardax.plan import Layout, LayoutReport
+        >>> sums = Collective("all-reduce", "ar", "bf16", 80, 140.0, 8, ("data",), source="m.py:3")
+        >>> report = LayoutReport(Layout("dp", (), (("data", 8),)), "fits", collectives=(sums,))
+        >>> [(group.key, group.wire_bytes) for group in groups(report)]
+        [('m.py:3', 140.0)]
+    """
+    if by not in BY:
+        raise PlanInputError(
+            f"by={by!r} is no grouping; there are {', '.join(map(repr, BY))}.{did_you_mean(by, BY)}"
+        )
+    axes = report.layout.sizes
+    if axis is not None and axis not in axes:
+        raise PlanInputError(
+            f"The mesh of {report.layout.name!r} has no axis {axis!r}; it has "
+            f"{', '.join(map(repr, axes))}.{did_you_mean(axis, list(axes))}"
+        )
+    found: dict[str, list[Collective]] = {}
+    for each in report.collectives:
+        if axis is None or axis in each.axes:
+            found.setdefault(key_of(each, by), []).append(each)
+    made = [
+        Group(key, tuple(sorted(members, key=lambda each: -each.wire_bytes)))
+        for key, members in found.items()
+    ]
+    return tuple(sorted(made, key=lambda group: -group.wire_bytes))
+
+
+def key_of(each: Collective, by: str) -> str:
+    """Returns what a collective is grouped by; "" if it is not known.
+
+    Args:
+        each: The collective.
+        by: See ``groups``.
+    """
+    if by == "source":
+        return each.source
+    return each.kind if by == "kind" else ", ".join(each.parameters)
+
+
+def explain(report: LayoutReport, axis: str | None = None, by: str = "source") -> str:
+    """Says what a layout sends over the wire and why, down to the line of model code.
+
+    Args:
+        report: What was found of the layout, such as ``plan["fsdp"]``.
+        axis: Only what travels along this mesh axis; None for all.
+        by: ``"source"``: by line of code; ``"parameter"``: by the arrays that travel; ``"kind"``.
+
+    Returns:
+        Lines of text: the groups, the largest first, with their collectives and the reasons.
+
+    Raises:
+        PlanInputError: If the mesh has no such axis, or there is no such grouping.
+
+    Example:
+        >>> from shardax.hlo import Collective
+        >>> from shardax.plan import Layout, LayoutReport
+        >>> sums = Collective(
+        ...     "all-reduce", "ar", "bf16", 80000, 140000.0, 8, ("data",), source="model.py:3"
+        ... )
+        >>> report = LayoutReport(Layout("dp", (), (("data", 8),)), "fits", collectives=(sums,))
+        >>> print(explain(report))
+        dp over data=8: fits
+        140 kB on the wire of each device in a step
+        <BLANKLINE>
+        140 kB  100%  model.py:3
+            all-reduce along data, 1 x 80.0 kB of bf16: 140 kB
+    """
+    found = groups(report, axis, by)
+    total = sum(group.wire_bytes for group in found)
+    along = "" if axis is None else f" along {axis}"
+    lines = [headline(report)]
+    if report.time is None and not found:
+        return "\n".join([*lines, report.reason or "it was not compiled, so nothing is known"])
+    if not found:
+        return "\n".join([*lines, f"nothing on the wire{along}"])
+    unit, size = scale([total], DECIMAL)
+    lines.append(f"{figure(total / size)} {unit} on the wire of each device in a step{along}")
+    widest = max(len(quantity(group.wire_bytes, DECIMAL)) for group in found)
+    for group in found:
+        share = 100 * group.wire_bytes / total if total else 0.0
+        amount = quantity(group.wire_bytes, DECIMAL).rjust(widest)
+        lines += ["", f"{amount}  {share:3.0f}%  {group.key or UNKNOWN[by]}"]
+        lines += _collectives(group.collectives, by)
+    return "\n".join(lines)
+
+
+def headline(report: LayoutReport) -> str:
+    """Says in a line what became of a layout.
+
+    Example:
+        >>> from shardax.plan import Layout, LayoutReport
+        >>> headline(LayoutReport(Layout("dp", (), (("data", 8),)), "fits", peak_bytes=2**30))
+        'dp over data=8: fits; peak 1.00 GiB'
+    """
+    parts = [f"{report.layout.name} over {mesh_text(report)}: {report.outcome}"]
+    if report.peak_bytes is not None:
+        peak = f"peak {quantity(report.peak_bytes, BINARY)}"
+        limit = report.limit_bytes
+        parts.append(peak if limit is None else f"{peak} of {quantity(limit, BINARY)}")
+    if report.time is not None:
+        unit, size = scale([report.time.upper], TIMES)
+        band = band_text(report.time, size)
+        parts.append(f"{band} {unit} (estimate), bound by {report.time.binding}")
+    return "; ".join(parts)
+
+
+def sentence(each: Collective) -> str:
+    """Says what one collective moves.
+
+    Example:
+        >>> sentence(Collective("all-gather", "ag", "bf16", 800, 700.0, 8, ("data",), runs=2))
+        'all-gather along data, 2 x 800 B of bf16: 700 B'
+    """
+    runs = f"{each.runs}" if each.runs_known else f"at least {each.runs}"
+    payload, wire = quantity(each.payload, DECIMAL), quantity(each.wire_bytes, DECIMAL)
+    parts = [
+        f"{each.kind} along {axes_text(each.axes)}",
+        f"{runs} x {payload} of {each.dtype}: {wire}",
+    ]
+    if each.asynchronous:
+        parts.append("while other work goes on")
+    if each.crosses_slices:
+        parts.append("between slices")
+    return ", ".join(parts)
+
+
+def _collectives(members: Sequence[Collective], by: str) -> list[str]:
+    """A line for each collective that differs from those before, with how many are alike."""
+    alike: dict[str, list[Collective]] = {}
+    for each in members:
+        alike.setdefault(sentence(each) + "\n".join(_details(each, by)), []).append(each)
+    lines: list[str] = []
+    for same in alike.values():
+        times = f"{len(same)} times " if len(same) > 1 else ""
+        lines += _wrapped(times + sentence(same[0]), 4)
+        for detail in _details(same[0], by):
+            lines += _wrapped(detail, 8)
+    return lines
+
+
+def _details(each: Collective, by: str) -> list[str]:
+    found = [each.why] if each.why else []
+    if by != "source" and each.source:
+        found.append(f"at {each.source}")
+    if by != "parameter" and each.parameters:
+        found.append(f"carries {', '.join(each.parameters)}")
+    if each.op_name and not each.why:
+        found.append(f"of {each.op_name}")
+    return found
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    blank = " " * indent
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=blank,
+        subsequent_indent=blank + "  ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
