@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.plan.samples import gather, report, sample_reports
 
 from shardax.core.errors import PlanInputError
-from shardax.plan.diff import diff
-from shardax.plan.explain import BY, explain, groups
+from shardax.plan.difference import diff
+from shardax.plan.explanation import BY, explain, groups
 
 FSDP, BOTH, DP, TP, *_ = sample_reports()
 

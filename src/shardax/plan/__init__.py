@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout planner: which layout of a model fits on hardware, and what each one costs."""
 
+from shardax.plan.compilers import compiler_for as compiler_for
+from shardax.plan.compilers import compilers as compilers
+from shardax.plan.difference import diff as diff
+from shardax.plan.explanation import explain as explain
 from shardax.plan.hardware import Hardware as Hardware
 from shardax.plan.hardware_file import load_hardware as load_hardware
 from shardax.plan.hardware_table import find_hardware as find_hardware
@@ -12,4 +16,8 @@ from shardax.plan.records import LayoutReport as LayoutReport
 from shardax.plan.records import Provenance as Provenance
 from shardax.plan.records import TimeBand as TimeBand
 from shardax.plan.result import Plan as Plan
+from shardax.plan.rules_file import NamedRules as NamedRules
+from shardax.plan.rules_file import named_rules as named_rules
+from shardax.plan.rules_file import read_rules as read_rules
+from shardax.plan.rules_file import write_rules as write_rules
 from shardax.plan.targets import Target as Target

@@ -67,7 +67,7 @@ def named_rules(layout: Layout, notes: Sequence[str] = ()) -> NamedRules:
         >>> named_rules(Layout("dp", (("batch", "data"),), (("data", 8),)))
         NamedRules(name='dp', rules=Rules([('batch', 'data')]), mesh=(('data', 8),), notes=())
     """
-    return NamedRules(layout.name, Rules(layout.rules), layout.mesh, tuple(notes))
+    return NamedRules(layout.name, layout.as_rules, layout.mesh, tuple(notes))
 
 
 def rules_text(layouts: Iterable[NamedRules], notes: Sequence[str] = ()) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from shardax.core.layout_text import columns
 from shardax.plan.columns import BINARY, DECIMAL, OPERATIONS, TIMES, axes_text, quantity
-from shardax.plan.explain import UNKNOWN, headline
+from shardax.plan.explanation import UNKNOWN, headline
 from shardax.plan.records import ArrayLayout, LayoutReport
 
 _SHOWN = 20
