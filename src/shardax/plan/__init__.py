@@ -3,6 +3,9 @@
 
 from shardax.plan.compilers import compiler_for as compiler_for
 from shardax.plan.compilers import compilers as compilers
+from shardax.plan.cost import Efficiency as Efficiency
+from shardax.plan.cost import ties as ties
+from shardax.plan.cost import time_band as time_band
 from shardax.plan.difference import diff as diff
 from shardax.plan.explanation import explain as explain
 from shardax.plan.hardware import Hardware as Hardware

@@ -163,8 +163,8 @@ def compiler_for(target: Target, *, compiler: str = "auto") -> Compiler:
         >>> compiler = plan.compiler_for(plan.Target.parse("cpu:8"))
         >>> compiler.tier, compiler.devices_needed
         ('target compiler', 8)
-        >>> compiler.mesh({"data": 2, "model": 4}).shape
-        OrderedDict({'data': 2, 'model': 4})
+        >>> compiler.mesh({"data": 2, "model": 4}).devices.shape
+        (2, 4)
     """
     from shardax.plan.compiler_cpu import CpuCompiler, EstimateCompiler
     from shardax.plan.compiler_gpu import GpuCompiler

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a program does to how long it may take: a model, not a measurement.
+
+*Arithmetic* takes operations over the peak of the dtype, *memory* takes bytes over its bandwidth,
+and a collective takes wire bytes over the links that its group uses (``shardax.plan.links``), at
+least the latency of the way. Collectives take place one after another. The *lower* end of the band
+is the longest of the three: everything overlaps. The *upper* end is their sum: nothing does.
+
+A collective over several slices or nodes is counted as these networks do it: within the fabric,
+each device with its own part over the network, and within the fabric again. Both go on at the same
+time in the lower end, and one after the other in the upper.
+
+What an all-to-all sends along a ring or line passes the devices between, on average a quarter of
+them, so it takes longer than its wire bytes say (jax-ml.github.io/scaling-book/sharding).
+
+Figures of hardware are peaks, which programs do not reach. ``Efficiency`` scales them; it is 1
+unless it is given, so that the lower end is a bound and not a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardax.core.errors import PlanInputError
+from shardax.hlo.facts import Collective, ProgramFacts
+from shardax.plan.links import Route
+from shardax.plan.records import LayoutReport, TimeBand
+from shardax.plan.targets import Target
+
+TIE = 0.1
+"""Layouts whose times differ by less than this share are a tie."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Share of the hardware's figures that a program reaches; above 0 and at most 1.
+
+    Attributes:
+        compute: Of the peak of matrix products.
+        memory: Of the memory's bandwidth.
+        links: Of links within the fabric.
+        network: Of the network between slices or nodes.
+    """
+
+    compute: float = 1.0
+    memory: float = 1.0
+    links: float = 1.0
+    network: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "memory", "links", "network"):
+            if not 0 < getattr(self, name) <= 1:
+                raise PlanInputError(
+                    f"{name} is {getattr(self, name)!r}; an efficiency is a share of the peak, "
+                    "above 0 and at most 1."
+                )
+
+
+PEAK = Efficiency()
+"""Everything at its peak."""
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """How long a collective takes in all its runs, in seconds.
+
+    Attributes:
+        fabric: Within slices or nodes.
+        network: Between them.
+    """
+
+    fabric: float
+    network: float
+
+    @property
+    def overlapped(self) -> float:
+        """If both go on at the same time."""
+        return max(self.fabric, self.network)
+
+
+def time_band(
+    facts: ProgramFacts,
+    target: Target,
+    mesh: Mapping[str, int],
+    dtype: str = "bf16",
+    *,
+    efficiency: Efficiency = PEAK,
+) -> TimeBand:
+    """Returns how long a program takes on a target.
+
+    Args:
+        facts: What one device does.
+        target: The hardware.
+        mesh: Sizes of the mesh axes, in order.
+        dtype: Of the matrix products, as HLO or JAX names it.
+        efficiency: Share of the hardware's figures that is reached.
+
+    Raises:
+        TargetError: The mesh does not fit the target.
+
+    Example:
+        >>> from shardax import hlo, plan
+        >>> target = plan.Target.parse("tpu:v5e:4x4")
+        >>> gather = hlo.Collective(
+        ...     "all-gather", "ag", "bf16", 120_000_000, 90e6, 4, axes=("model",)
+        ... )
+        >>> facts = hlo.ProgramFacts((gather,), matmul_flops=1.97e11, hbm_bytes=8.1e8)
+        >>> band = plan.time_band(facts, target, {"data": 4, "model": 4})
+        >>> band.compute, band.memory, band.communication, band.binding
+        (0.001, 0.001, 0.002, 'communication')
+        >>> band.lower, band.upper
+        (0.002, 0.004)
+    """
+    target.check_mesh(mesh)
+    chip = target.hardware
+    compute = facts.matmul_flops / (chip.peak(dtype) * efficiency.compute)
+    memory = facts.hbm_bytes / (chip.memory_bandwidth * efficiency.memory)
+    times = [collective_time(each, target, mesh, efficiency) for each in facts.collectives]
+    communication = sum(each.overlapped for each in times)
+    parts = {"compute": compute, "memory": memory, "communication": communication}
+    return TimeBand(
+        lower=max(parts.values()),
+        upper=compute + memory + sum(each.fabric + each.network for each in times),
+        **parts,
+        cross_slice=sum(each.network for each in times),
+        binding=max(parts, key=lambda name: parts[name]),
+    )
+
+
+def collective_time(
+    each: Collective,
+    target: Target,
+    mesh: Mapping[str, int],
+    efficiency: Efficiency = PEAK,
+) -> CollectiveTime:
+    """Returns how long a collective takes in all its runs.
+
+    Args:
+        each: The collective.
+        target: The hardware.
+        mesh: Sizes of the mesh axes, in order.
+        efficiency: Share of the hardware's figures that is reached.
+    """
+    if each.group_size < 2 or not each.wire_bytes:
+        return CollectiveTime(0.0, 0.0)
+    route = _route(each, target, mesh)
+    within, between = _shares(each, route)
+    fabric = network = 0.0
+    if within and each.kind == "all-to-all":
+        fabric = max(_all_to_all(within, route, efficiency.links), route.latency * each.runs)
+    elif within:
+        fabric = max(within / (route.bandwidth * efficiency.links), route.latency * each.runs)
+    if between:
+        seconds = between / (route.network_bandwidth * efficiency.network)
+        network = max(seconds, route.network_latency * each.runs)
+    return CollectiveTime(fabric, network)
+
+
+def _route(each: Collective, target: Target, mesh: Mapping[str, int]) -> Route:
+    """How the devices of a collective's groups reach each other.
+
+    Groups that are not along mesh axes are taken to be along as many of the last axes as hold
+    them; along all axes if they cross slices.
+    """
+    if each.axes:
+        return target.route(mesh, each.axes)
+    axes: list[str] = []
+    size = 1
+    for name in reversed(list(mesh)):
+        if size >= each.group_size and not each.crosses_slices:
+            break
+        axes.append(name)
+        size *= mesh[name]
+    return target.route(mesh, axes)
+
+
+def _shares(each: Collective, route: Route) -> tuple[float, float]:
+    """Wire bytes of all runs within the fabric, and over the network."""
+    inner, outer = route.inner, route.outer
+    if outer == 1 or (not each.axes and not each.crosses_slices):
+        return each.wire_bytes, 0.0
+    if inner == 1:
+        return 0.0, each.wire_bytes
+    if each.kind == "collective-permute":
+        return 0.0, each.wire_bytes
+    if each.kind == "all-to-all":
+        away = (outer - 1) * inner / (inner * outer - 1)
+        return each.wire_bytes * (1 - away), each.wire_bytes * away
+    times = 2 if each.kind == "all-reduce" else 1
+    whole = times * each.payload * each.runs
+    return whole * (inner - 1) / inner, whole * (outer - 1) / outer / inner
+
+
+def _all_to_all(wire: float, route: Route, efficiency: float) -> float:
+    """Time of the wire bytes of an all-to-all within the fabric.
+
+    A device has B bytes for all ``inner`` devices, and its wire bytes are those for the others. In
+    a dimension of k devices, B k/4 pass the busiest link: on a ring each byte goes k/4 links far on
+    average, and the middle of a line parts k/2 devices from k/2. Dimensions work at the same time.
+    """
+    whole = wire * route.inner / max(route.inner - 1, 1)
+    return max(
+        whole * (size * size // 4) / size / (dimension.bandwidth * efficiency)
+        if dimension.hops > 1 or size == 2
+        else wire / (dimension.bandwidth * efficiency)
+        for dimension in route.dimensions
+        for size in (dimension.size,)
+    )
+
+
+def middle(band: TimeBand) -> float:
+    """Returns the middle of a band, in seconds, by which layouts are ranked."""
+    return (band.lower + band.upper) / 2
+
+
+def ties(reports: Sequence[LayoutReport]) -> tuple[tuple[LayoutReport, ...], ...]:
+    """Returns layouts that the model cannot tell apart.
+
+    Args:
+        reports: Of one plan; those without a time are left out.
+
+    Returns:
+        Groups of at least two, fastest first: those whose middle is less than 10 % above that of
+        the fastest of the group. No layout is in two groups.
+    """
+    timed = [(middle(each.time), each) for each in reports if each.time is not None]
+    groups: list[list[tuple[float, LayoutReport]]] = []
+    for time, each in sorted(timed, key=lambda pair: pair[0]):
+        if groups and time <= groups[-1][0][0] * (1 + TIE):
+            groups[-1].append((time, each))
+        else:
+            groups.append([(time, each)])
+    return tuple(tuple(each for _, each in group) for group in groups if len(group) > 1)
