@@ -15,6 +15,7 @@ import jax
 
 from shardax.core.errors import CompilerFailedError, PlanInputError, ShardaxError
 from shardax.hlo import parse, read_program
+from shardax.plan.cache import CachedCompiler, ProgramCache
 from shardax.plan.compilers import CompiledProgram, Compiler, compiler_for
 from shardax.plan.cost import time_band
 from shardax.plan.inputs import Inputs, Placed
@@ -35,6 +36,7 @@ def evaluate(
     effort: str = "screen",
     compiler: str = "auto",
     inputs: Inputs | None = None,
+    cache: ProgramCache | None = None,
 ) -> LayoutReport:
     """Asks what a layout costs, in this process.
 
@@ -46,6 +48,7 @@ def evaluate(
         effort: ``"screen"`` compiles fast, ``"full"`` as for a run.
         compiler: ``"auto"``, ``"target"`` or ``"estimate"``; see ``shardax.plan.compilers``.
         inputs: The step and arguments, prepared; instead of them.
+        cache: Where compiled programs are kept, and asked for first.
 
     Returns:
         The report. Layouts that cannot be, or do not fit, have one too.
@@ -59,6 +62,8 @@ def evaluate(
     inputs = inputs or Inputs(step, args)
     target.check_mesh(layout.sizes)
     asked = compiler_for(target, compiler=compiler)
+    if cache is not None:
+        asked = CachedCompiler(asked, cache)
     mesh = asked.mesh(layout.sizes)
     placed = inputs.place(layout, mesh)
     if placed.errors:

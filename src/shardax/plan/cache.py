@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs on disk, so that asking again takes seconds.
+
+What is kept is what a compiler made of a program, not what was read from it: a better reader, other
+figures of hardware and other rankings need no compiling. A program is known by its text before
+compiling, with the lines of code that it comes from; by compiler, target and effort; by versions
+and by the settings of compilers in the environment. So nothing that is found is ever out of date,
+and the folder may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from shardax.core.errors import PlanInputError
+from shardax.plan.compilers import AxisTypes, CompiledProgram, Compiler
+
+FORMAT = 1
+"""Of the files; raised when what is in them changes."""
+
+_SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+def cache_folder(cache: Any = "default") -> Path | None:
+    """Returns the folder for compiled programs.
+
+    Args:
+        cache: A folder; ``"default"`` for ``plan`` in the folder that ``SHARDAX_CACHE_DIR`` names,
+            or else in that of this user for ``shardax``; None for none.
+
+    Raises:
+        PlanInputError: If it is none of these.
+
+    Example:
+        >>> cache_folder("/tmp/programs").name, cache_folder(None)
+        ('programs', None)
+    """
+    if cache is None:
+        return None
+    if cache == "default":
+        named = os.environ.get("SHARDAX_CACHE_DIR")
+        return (Path(named).expanduser() if named else _users_folder() / "shardax") / "plan"
+    if isinstance(cache, (str, os.PathLike)):
+        return Path(cache).expanduser()
+    raise PlanInputError(
+        f"cache={cache!r} of type {type(cache).__name__}: give a folder, 'default', or None to "
+        "keep nothing."
+    )
+
+
+def _users_folder() -> Path:
+    """Where this platform keeps what programs of a user can make again."""
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+class ProgramCache:
+    """A folder of compiled programs.
+
+    Args:
+        folder: The folder; it is made when something is kept.
+
+    Attributes:
+        found: How many programs were found since.
+        missed: How many were not.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found = 0
+        self.missed = 0
+
+    def get(self, key: str) -> CompiledProgram | None:
+        """Returns a program that was kept, or None; warns if its file cannot be read."""
+        path = self._path(key)
+        program = None
+        try:
+            program = _read(path, key)
+        except FileNotFoundError:
+            pass
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            warnings.warn(
+                f"The kept program {path} cannot be read ({error!r}) and is made anew.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.found += program is not None
+        self.missed += program is None
+        return program
+
+    def put(self, key: str, program: CompiledProgram) -> None:
+        """Keeps a program; warns if that cannot be done. Its file is there whole or not at all."""
+        path = self._path(key)
+        data = {"format": FORMAT, "key": key, "program": dataclasses.asdict(program)}
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_bytes(gzip.compress(json.dumps(data).encode(), 4, mtime=0))
+            beside.replace(path)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            warnings.warn(
+                f"The program was not kept: {path} cannot be written ({error}).",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.json.gz"
+
+
+def _read(path: Path, key: str) -> CompiledProgram:
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    if data["format"] != FORMAT or data["key"] != key:
+        raise ValueError(f"it is of format {data['format']} and for {data['key']}")
+    return CompiledProgram(**data["program"])
+
+
+class CachedCompiler(Compiler):
+    """A compiler that asks a cache first.
+
+    Args:
+        compiler: The compiler.
+        cache: The cache.
+    """
+
+    def __init__(self, compiler: Compiler, cache: ProgramCache) -> None:
+        super().__init__(compiler.target)
+        self._compiler = compiler
+        self._cache = cache
+        self._sizes: dict[str, int] = {}
+        self.label = compiler.label
+        self.tier = compiler.tier
+
+    def mesh(self, sizes: Mapping[str, int], axis_types: AxisTypes = None) -> Mesh:
+        """See ``Compiler``."""
+        self._sizes = dict(sizes)
+        return self._compiler.mesh(sizes, axis_types)
+
+    def environment(self) -> dict[str, str]:
+        """See ``Compiler``."""
+        return self._compiler.environment()
+
+    @property
+    def devices_needed(self) -> int:
+        """See ``Compiler``."""
+        return self._compiler.devices_needed
+
+    def _devices(self, sizes: Mapping[str, int]) -> Any:
+        return self._compiler.mesh(sizes).devices
+
+    def _compile(self, lowered: jax.stages.Lowered, effort: str) -> CompiledProgram:
+        key = program_key(self._compiler, self._sizes, lowered, effort)
+        known = self._cache.get(key)
+        if known is not None:
+            return dataclasses.replace(known, seconds=0.0)
+        made = self._compiler.compile(lowered, effort)
+        self._cache.put(key, made)
+        return made
+
+
+def program_key(compiler: Compiler, sizes: Mapping[str, int], lowered: Any, effort: str) -> str:
+    """Returns what a program to be compiled is known by: 64 hexadecimal digits."""
+    text = lowered.as_text(debug_info=True)
+    parts = (
+        FORMAT,
+        metadata.version("shardax"),
+        jax.__version__,
+        metadata.version("jaxlib"),
+        compiler.label,
+        compiler.tier,
+        repr(compiler.target),
+        sorted(sizes.items()),
+        list(sizes),
+        effort,
+        [os.environ.get(name, "") for name in _SETTINGS],
+        text,
+    )
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
