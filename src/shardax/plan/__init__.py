@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout planner: which layout of a model fits on hardware, and what each one costs."""
 
+from shardax.plan.calibrate import calibrate_cpu as calibrate_cpu
 from shardax.plan.compilers import compiler_for as compiler_for
 from shardax.plan.compilers import compilers as compilers
 from shardax.plan.cost import Efficiency as Efficiency
