@@ -12,7 +12,7 @@ that goes on during several fusions is repeated in each of them, of which the on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardax.core.errors import HloReadError
@@ -63,7 +63,11 @@ class Found:
 
 
 def find_collectives(
-    program: Program, runs: Runs, mesh: Mapping[str, int], slices: int = 1
+    program: Program,
+    runs: Runs,
+    mesh: Mapping[str, int],
+    slices: int = 1,
+    device_ids: Sequence[int] = (),
 ) -> tuple[Found, ...]:
     """Finds the collectives that a program runs.
 
@@ -72,6 +76,7 @@ def find_collectives(
         runs: How often its computations run.
         mesh: Sizes of the mesh axes, in order.
         slices: Of how many slices the mesh is; each has as many devices, consecutive in the mesh.
+        device_ids: Ids of the mesh's devices, in its order, by which some programs name them.
 
     Returns:
         The collectives, in the order of the text.
@@ -79,7 +84,7 @@ def find_collectives(
     Raises:
         HloReadError: If something that looks like a collective is not known.
     """
-    finder = _Finder(program, runs, mesh, slices)
+    finder = _Finder(program, runs, mesh, slices, device_ids)
     return tuple(
         found
         for name, inside in program.computations.items()
@@ -89,13 +94,21 @@ def find_collectives(
 
 
 class _Finder:
-    def __init__(self, program: Program, runs: Runs, mesh: Mapping[str, int], slices: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        runs: Runs,
+        mesh: Mapping[str, int],
+        slices: int,
+        device_ids: Sequence[int],
+    ) -> None:
         self._runs = runs
         self._mesh = dict(mesh)
         self._devices = 1
         for size in self._mesh.values():
             self._devices *= size
         self._slices = slices
+        self._ids = device_ids
         self._callers = _callers(program)
         self._begun = _begun_channels(program)
 
@@ -136,7 +149,7 @@ class _Finder:
 
     def _send(self, inside: Computation, each: Instruction) -> Iterator[Found]:
         if is_between_slices(each):
-            groups = slice_groups(each, self._devices, self._slices)
+            groups = slice_groups(each, self._devices, self._slices, self._ids)
             kind = slice_kind(each)
             yield self._found(inside, each, each, kind, groups, overlaps(inside, each))
         elif each.attribute("is_host_transfer") != "true":

@@ -19,13 +19,13 @@ from shardax.hlo.runs import Runs, Weight, runs_of
 # Operations that take as long as sending a byte: of today's accelerators 2,000 to 10,000.
 _OPERATIONS_PER_BYTE = 4000.0
 
-# Custom calls that hold no matrix product, or whose products are counted where they are called.
-_WITHOUT_PRODUCTS = re.compile(
-    r"AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound|AsyncCollective(?:Start|Done)|"
-    r"Sharding|SPMD\w*|annotate_device_placement|MoveTo(?:Host|Device)|PinToDevice\w*|TopK|"
-    r"LayoutConstraint|X64(?:Split|Combine)\w*|cu_threefry2x32\w*|__gpu\$TopK|PadToStatic|"
-    r"SliceToDynamic|xla_ffi_\w*callback\w*|xla_python_\w*callback\w*|ApproxTopK|GlobalDecreasing\w*"
+# Custom calls of compilers' own helpers, which hold no matrix product: words in capitals run
+# together, but for factorisations, and a few more.
+_HELPER = re.compile(
+    r"(?:[A-Z][a-z0-9]*)+|annotate_device_placement|SPMD\w*|X64\w*|cu_threefry2x32\w*|__gpu\$TopK|"
+    r"xla_(?:ffi_)?(?:partitioned_)?python_\w*callback\w*"
 )
+_FACTORISATION = re.compile(r"Cholesky|Qr|Eigh?|LuDecomposition|Svd|Schur|Triangular|Fft")
 
 
 def read_program(
@@ -34,6 +34,7 @@ def read_program(
     *,
     arguments: Sequence[str] = (),
     slices: int = 1,
+    device_ids: Sequence[int] = (),
     estimate: bool = False,
 ) -> ProgramFacts:
     """Reads what one device does in one run of a compiled program.
@@ -44,6 +45,8 @@ def read_program(
             the program is its position in the mesh, row-major.
         arguments: Paths of the program's parameters, in order, for ``Collective.parameters``.
         slices: Of how many slices the mesh is; each is consecutive in the mesh.
+        device_ids: Ids of the mesh's devices in its order (``[d.id for d in mesh.devices.flat]``);
+            programs for several slices of TPUs name devices by them.
         estimate: Whether the text is that of XLA's CPU compiler just after the partitioner; then
             what other compilers do to collectives after it is done to it here.
 
@@ -72,7 +75,7 @@ def read_program(
     devices = math.prod(mesh.values())
     _check_mesh(program, mesh, devices, slices)
     runs = runs_of(program, _weight(devices))
-    found = find_collectives(program, runs, mesh, slices)
+    found = find_collectives(program, runs, mesh, slices, device_ids)
     return ProgramFacts(
         tuple(each.collective for each in found),
         matmul_flops(program, runs),
@@ -142,7 +145,7 @@ def _uncounted(program: Program, runs: Runs) -> list[str]:
         for each in program.computations[name].instructions:
             if each.opcode == "custom-call" and not is_gemm(each):
                 target = (each.attribute("custom_call_target") or "").strip('"')
-                if not _WITHOUT_PRODUCTS.fullmatch(target):
+                if not _HELPER.fullmatch(target) or _FACTORISATION.search(target):
                     calls[target] += 1
             ragged += each.opcode.startswith("ragged-all-to-all")
             promoted += "_promoted," in each.attributes and each.opcode in KINDS

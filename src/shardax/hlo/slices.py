@@ -4,13 +4,14 @@
 A *slice* is devices that have links of their own; several slices are joined by the network of the
 data centre. The program of one slice says of such a collective its type, and its *target*: either
 slices, numbered from 1, and the numbers of devices in each (``{1,2}x{0:3}``), of which those with
-the same number exchange data, or groups of device ids, of which the slice's number times 100,000 is
-a part (``{{100000,200000}}``), or pairs of ids (``{{100000->200000}}``).
+the same number exchange data, or groups of device ids (``{{100000,200000}}``), or pairs of ids
+(``{{100000->200000}}``). An id is the slice's number times 100,000 and the device's in its slice.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -52,17 +53,20 @@ def slice_kind(each: Instruction) -> str:
     return _KINDS[found[1]]
 
 
-def slice_groups(each: Instruction, devices: int, slices: int) -> Groups:
+def slice_groups(
+    each: Instruction, devices: int, slices: int, device_ids: Sequence[int] = ()
+) -> Groups:
     """Reads the groups of a collective between slices.
 
     Args:
         each: The ``send`` that begins it.
         devices: How many devices the mesh has.
         slices: Of how many slices it is.
+        device_ids: Ids of the mesh's devices, in its order; without them, a device's number in its
+            slice counts as its position in the slice's part of the mesh.
 
     Returns:
-        Its groups, as positions in the mesh; a device's number in its slice counts as its position
-        in the slice's part of the mesh.
+        Its groups, as positions in the mesh.
 
     Raises:
         HloReadError: If they cannot be read.
@@ -72,27 +76,29 @@ def slice_groups(each: Instruction, devices: int, slices: int) -> Groups:
     block = devices // slices
     products = _PRODUCT.findall(text)
     if products and _PRODUCT.sub("", text).strip(", ") == "":
-        groups = [
-            [(number - 1) * block + device for number in _range(numbers)]
+        ids = [
+            [number * _SLICE + device for number in _range(numbers)]
             for numbers, members in products
             for device in _range(members)
         ]
-        return groups_of(_named("replica_groups", groups, each), devices)
-    groups = [
-        [_position(int(number), block) for number in re.findall(r"\d+", group)]
-        for group in re.findall(r"\{([\d,\->]+)\}", text)
-    ]
-    if not groups:
+    else:
+        ids = [
+            [int(number) for number in re.findall(r"\d+", group)]
+            for group in re.findall(r"\{([\d,\->]+)\}", text)
+        ]
+    positions = {each: position for position, each in enumerate(device_ids)} or {
+        (number + 1) * _SLICE + device: number * block + device
+        for number in range(slices)
+        for device in range(block)
+    }
+    groups = [[positions.get(number, -1) for number in group] for group in ids]
+    if not groups or any(position < 0 for group in groups for position in group):
         raise HloReadError(
             f"The target of {each.opcode} {each.name!r}, which exchanges data between slices, "
-            f"cannot be read: {text!r}."
+            f"cannot be read: {text!r}. The mesh has {slices} slices of {block} devices."
         )
     key = "source_target_pairs" if "->" in text else "replica_groups"
     return groups_of(_named(key, groups, each), devices)
-
-
-def _position(number: int, block: int) -> int:
-    return (number // _SLICE - 1) * block + number % _SLICE
 
 
 def _range(text: str) -> list[int]:
