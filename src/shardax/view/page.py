@@ -50,6 +50,7 @@ def html_page(title: str, body: str, style: str = "") -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="color-scheme" content="light dark">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_PAGE}{style}</style></head>"
         f"<body>{body}</body></html>\n"
     )

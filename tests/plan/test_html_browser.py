@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a plan in a browser: sort, unfold, on a wide screen and a phone, light and dark.
+
+Debian's packages ``chromium`` and ``chromium-driver`` and selenium from the extra ``test`` drive
+it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.plan.samples import sample_reports
+
+from shardax.plan.result import Plan
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="apt-get install chromium chromium-driver"
+)
+
+OVERFLOWING = """
+const reaches = element => element.getBoundingClientRect().right > innerWidth + 1;
+return [...document.querySelectorAll('body *')]
+  .filter(element => reaches(element) && !element.parentElement.closest('.scroll'))
+  .map(element => element.outerHTML.slice(0, 80));
+"""
+PALE = """
+const luminance = color => {
+  const [r, g, b] = color.match(/[0-9.]+/g).slice(0, 3).map(c => c / 255)
+    .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const clear = color => color === 'rgba(0, 0, 0, 0)';
+const ground = element => {
+  for (; element; element = element.parentElement) {
+    const color = getComputedStyle(element).backgroundColor;
+    if (!clear(color)) return color;
+  }
+  return getComputedStyle(document.body).backgroundColor;
+};
+const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+const pale = [];
+while (texts.nextNode()) {
+  const element = texts.currentNode.parentElement;
+  if (!texts.currentNode.data.trim() || element.closest('svg, script, style')) continue;
+  const [a, b] = [getComputedStyle(element).color, ground(element)].map(luminance);
+  const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  if (contrast < 4.5) pale.push([texts.currentNode.data.slice(0, 40), contrast]);
+}
+return pale;
+"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("plan") / "plan.html"
+    Plan("tpu:v5e:4x4", sample_reports(), ("8 of 80 candidates were compiled",)).to_html(file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.chrome.service.Service(DRIVER)
+    driver = webdriver.Chrome(options=options, service=service)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(autouse=True)
+def quiet(browser: Any) -> Iterator[None]:
+    """Nothing is said on the console and nothing is loaded but the page itself."""
+    yield
+    loaded = browser.execute_script(
+        "return performance.getEntriesByType('resource').map(e => e.name)"
+    )
+    assert loaded == []
+    assert browser.get_log("browser") == []
+
+
+def show(browser: Any, page: Path, width: int = 1280, scheme: str = "light", part: str = "") -> Any:
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    browser.get("about:blank")
+    browser.get(page.as_uri() + part)
+    return browser
+
+
+def sort_by(browser: Any, title: str) -> tuple[list[str], str]:
+    """Presses a title of the table; returns the names in order, and what the title says then."""
+    return tuple(
+        browser.execute_script(
+            """const heads = [...document.querySelectorAll('.sortable thead th')];
+            const head = heads.find(h => h.querySelector('button').innerText === arguments[0]);
+            head.querySelector('button').click();
+            const rows = [...document.querySelectorAll('.sortable tbody tr')];
+            const said = heads.filter(h => h.ariaSort).map(h => h.ariaSort);
+            return [rows.map(r => r.cells[0].innerText), said.join()];""",
+            title,
+        )
+    )
+
+
+def test_titles_sort_by_figures_and_by_words_both_ways(browser: Any, page: Path) -> None:
+    show(browser, page)
+    fsdp, both, dp = "fsdp 16x1", "fsdp+tp 4x4", "dp 16x1"
+    assert sort_by(browser, "peak") == ([both, fsdp, dp], "ascending")
+    assert sort_by(browser, "peak") == ([dp, fsdp, both], "descending")
+    assert sort_by(browser, "layout") == ([dp, fsdp, both], "ascending")
+    assert sort_by(browser, "free") == ([dp, fsdp, both], "ascending")
+    assert sort_by(browser, "wire model")[0][-1] == both
+
+
+def test_a_link_of_the_table_unfolds_its_layout(browser: Any, page: Path) -> None:
+    unfolded = "return [...document.querySelectorAll('details')].map(each => each.open)"
+    show(browser, page)
+    assert browser.execute_script(unfolded) == [True, False, False]
+    browser.find_element("link text", "fsdp+tp 4x4").click()
+    assert browser.execute_script(unfolded) == [True, True, False]
+    browser.find_element("css selector", "#layout-1 > summary").click()
+    assert browser.execute_script(unfolded) == [False, True, False]
+    assert (
+        "sums partial results of a product over mlp"
+        in browser.find_element("css selector", "#layout-2 ol.sent").text
+    )
+    show(browser, page, part="#layout-3")
+    assert browser.execute_script(unfolded) == [True, False, True]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_all_is_in_sight_and_can_be_read(browser: Any, page: Path, width: int, scheme: str) -> None:
+    show(browser, page, width, scheme)
+    browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert browser.execute_script("return innerWidth") == width
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.execute_script(OVERFLOWING) == []
+    dark = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert (dark == "rgb(24, 24, 24)") == (scheme == "dark")
+    assert browser.execute_script(PALE) == []  # WCAG 2.2, level AA
+
+
+def test_the_table_can_be_scrolled_and_sorted_from_the_keyboard(browser: Any, page: Path) -> None:
+    show(browser, page, 390)
+    keys = webdriver.Keys
+    webdriver.ActionChains(browser).send_keys(keys.TAB).perform()
+    focused = "return document.activeElement.className || document.activeElement.innerText"
+    assert browser.execute_script(focused) == "scroll"
+    webdriver.ActionChains(browser).send_keys(keys.TAB, keys.ENTER).perform()
+    assert browser.execute_script(focused) == "layout"
+    assert sort_by(browser, "layout")[1] == "descending"
