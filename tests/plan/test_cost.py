@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time band: hand counts per collective and fabric, laws, ties, and figures of this machine."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardax import hlo, plan
+from shardax.core.errors import PlanInputError, TargetError
+from shardax.plan.cost import collective_time, middle
+from shardax.plan.records import Layout, LayoutReport, TimeBand
+
+V5E, POD = plan.Target.parse("tpu:v5e:4x4"), plan.Target.parse("tpu:v5e:16x16")
+SLICES, H100 = plan.Target.parse("tpu:v5e:2*4x4"), plan.Target.parse("gpu:h100:8x8")
+LINK, DCN, NVLINK, IB = 4.5e10, 3.125e9, 4.5e11, 5e10
+BYTES = 1_200_000_000
+
+
+def collective(kind: str, axes: tuple[str, ...], size: int, **more: object) -> hlo.Collective:
+    """A collective of 1.2 GB that runs once, and what it sends by the formulas of ``hlo.facts``."""
+    sent = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}
+    wire = sent.get(kind, (size - 1) / size) * BYTES
+    return hlo.Collective(kind, kind, "bf16", BYTES, wire, size, axes, **more)  # pyright: ignore[reportArgumentType]
+
+
+def facts(*collectives: hlo.Collective, flops: float = 0, hbm: float = 0) -> hlo.ProgramFacts:
+    return hlo.ProgramFacts(collectives, flops, hbm)
+
+
+# --- collectives by hand --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        ("all-gather", 3 / 4 * BYTES / LINK),
+        ("reduce-scatter", 3 / 4 * BYTES / LINK),
+        ("all-reduce", 2 * 3 / 4 * BYTES / LINK),
+        ("collective-permute", BYTES / LINK),
+        # The middle link of four in a line carries half of the bytes of two devices.
+        ("all-to-all", 2 * BYTES / 2 / LINK),
+    ],
+)
+def test_collectives_on_a_line_of_four(kind: str, seconds: float) -> None:
+    found = collective_time(collective(kind, ("model",), 4), V5E, {"data": 4, "model": 4})
+    assert found.fabric == pytest.approx(seconds)
+    assert found.network == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        ("all-gather", 15 / 16 * BYTES / (2 * LINK)),
+        ("all-reduce", 2 * 15 / 16 * BYTES / (2 * LINK)),
+        # A quarter of the ring on average, both ways: 16 B/4 bytes pass a device's two links.
+        ("all-to-all", 16 / 4 * BYTES / (2 * LINK)),
+    ],
+)
+def test_collectives_on_a_ring_of_sixteen(kind: str, seconds: float) -> None:
+    found = collective_time(collective(kind, ("model",), 16), POD, {"data": 16, "model": 16})
+    assert found.fabric == pytest.approx(seconds)
+
+
+def test_two_dimensions_halve_the_time_of_a_gather() -> None:
+    found = collective_time(collective("all-gather", ("data",), 256), POD, {"data": 256})
+    assert found.fabric == pytest.approx(255 / 256 * BYTES / (4 * LINK))
+
+
+def test_an_all_to_all_behind_a_switch_sends_its_wire_bytes() -> None:
+    mesh = {"data": 8, "model": 8}
+    found = collective_time(collective("all-to-all", ("model",), 8), H100, mesh)
+    assert found.fabric == pytest.approx(7 / 8 * BYTES / NVLINK)
+
+
+def test_an_all_reduce_over_nodes_uses_the_adapters_of_all_their_gpus() -> None:
+    """Within each node 2 (7/8) B; then every GPU an eighth of it, 2 (7/8) B/8, over the network."""
+    found = collective_time(collective("all-reduce", ("data",), 64), H100, {"data": 64})
+    assert found.fabric == pytest.approx(2 * 7 / 8 * BYTES / NVLINK)
+    assert found.network == pytest.approx(2 * 7 / 8 * BYTES / 8 / IB)
+    assert found.overlapped == found.network
+
+
+def test_an_all_to_all_over_nodes_sends_most_of_it_over_the_network() -> None:
+    found = collective_time(collective("all-to-all", ("data",), 64), H100, {"data": 64})
+    assert found.fabric == pytest.approx(7 / 64 * BYTES / NVLINK)
+    assert found.network == pytest.approx(56 / 64 * BYTES / IB)
+
+
+def test_a_collective_between_slices_goes_over_the_network_alone() -> None:
+    mesh = {"slice": 2, "data": 4, "model": 4}
+    between = collective("all-reduce", ("slice",), 2, crosses_slices=True)
+    found = collective_time(between, SLICES, mesh)
+    assert (found.fabric, found.network) == (0, pytest.approx(BYTES / DCN))
+
+
+def test_a_collective_of_many_runs_takes_at_least_the_latency_of_each() -> None:
+    """1,000 runs along a line of four, three hops of a microsecond."""
+    tiny = hlo.Collective("all-reduce", "r", "f32", 4, 6_000.0, 4, ("model",), runs=1000)
+    found = collective_time(tiny, V5E, {"data": 4, "model": 4})
+    assert found.fabric == pytest.approx(1000 * 3e-6)
+
+
+def test_groups_along_no_mesh_axis_are_taken_to_be_along_the_last_that_hold_them() -> None:
+    mesh = {"data": 4, "model": 4}
+    found = collective_time(collective("all-gather", (), 2), V5E, mesh)
+    assert found.fabric == pytest.approx(1 / 2 * BYTES / LINK)
+    whole = collective_time(collective("all-gather", (), 8), V5E, mesh)
+    assert whole.fabric == pytest.approx(7 / 8 * BYTES / (2 * LINK))
+
+
+def test_a_group_of_one_takes_no_time() -> None:
+    alone = hlo.Collective("all-reduce", "r", "f32", 4, 0.0, 1, ())
+    assert collective_time(alone, V5E, {"data": 16}).overlapped == 0
+
+
+# --- the band -------------------------------------------------------------------------------------
+
+
+def test_a_band_is_from_the_longest_part_to_the_sum_of_all() -> None:
+    program = facts(collective("all-gather", ("model",), 4), flops=1.97e12, hbm=8.1e9)
+    gather = 0.75 * BYTES / LINK
+    assert plan.time_band(program, V5E, {"data": 4, "model": 4}) == TimeBand(
+        lower=gather,
+        upper=pytest.approx(0.01 + 0.01 + gather),
+        compute=pytest.approx(0.01),
+        memory=pytest.approx(0.01),
+        communication=gather,
+        cross_slice=0,
+        binding="communication",
+    )
+
+
+def test_fabric_and_network_overlap_in_the_lower_end_only() -> None:
+    band = plan.time_band(facts(collective("all-reduce", ("data",), 64)), H100, {"data": 64})
+    fabric, network = 2 * 7 / 8 * BYTES / NVLINK, 2 * 7 / 8 * BYTES / 8 / IB
+    assert (band.lower, band.upper) == (pytest.approx(network), pytest.approx(fabric + network))
+    assert band.cross_slice == pytest.approx(network)
+
+
+def test_the_dtype_of_the_products_sets_the_peak() -> None:
+    program, mesh = facts(flops=1e12), {"data": 64}
+    times = {dtype: plan.time_band(program, H100, mesh, dtype).compute for dtype in ("bf16", "f8")}
+    assert times == {"bf16": 1e12 / 9.89e14, "f8": 1e12 / 1.979e15}
+
+
+def test_an_efficiency_scales_the_part_that_it_is_of() -> None:
+    program = facts(collective("all-gather", ("data",), 16), flops=1e12, hbm=1e9)
+    peak = plan.time_band(program, V5E, {"data": 16})
+    half = plan.time_band(program, V5E, {"data": 16}, efficiency=plan.Efficiency(compute=0.5))
+    assert half.compute == 2 * peak.compute
+    assert (half.memory, half.communication) == (peak.memory, peak.communication)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5])
+def test_an_efficiency_is_a_share(value: float) -> None:
+    with pytest.raises(PlanInputError, match=r"links is .*above 0 and at most 1"):
+        plan.Efficiency(links=value)
+
+
+def test_a_mesh_of_another_size_is_an_error() -> None:
+    with pytest.raises(TargetError, match="has 8 devices"):
+        plan.time_band(facts(), V5E, {"data": 8})
+
+
+amounts = st.floats(0, 1e15)
+KINDS = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+
+
+@given(
+    flops=amounts,
+    hbm=amounts,
+    kinds=st.lists(st.sampled_from(KINDS), max_size=4),
+    axes=st.sampled_from([("data",), ("model",), ("data", "model")]),
+    target=st.sampled_from([V5E, plan.Target.parse("gpu:h100:2x8"), plan.Target.parse("cpu:16")]),
+)
+def test_a_band_holds_its_parts_and_grows_with_them(
+    flops: float, hbm: float, kinds: list[str], axes: tuple[str, ...], target: plan.Target
+) -> None:
+    mesh = {"data": 4, "model": 4}
+    found = [collective(kind, axes, 4 ** len(axes)) for kind in kinds]
+    band = plan.time_band(facts(*found, flops=flops, hbm=hbm), target, mesh)
+    parts = {name: getattr(band, name) for name in ("compute", "memory", "communication")}
+    assert band.lower == max(parts.values()) == parts[band.binding]
+    assert band.upper >= sum(parts.values()) or math.isclose(band.upper, sum(parts.values()))
+    assert band.lower <= middle(band) <= band.upper
+    more = plan.time_band(facts(*found, *found, flops=flops, hbm=hbm), target, mesh)
+    assert more.lower >= band.lower and more.upper >= band.upper
+    assert more.communication == pytest.approx(2 * band.communication)
+
+
+# --- ties -----------------------------------------------------------------------------------------
+
+
+def report(name: str, lower: float | None, upper: float = 0.0) -> LayoutReport:
+    band = None if lower is None else TimeBand(lower, upper, 0, 0, lower, 0, "communication")
+    return LayoutReport(Layout(name, (), (("data", 8),)), "fits", time=band)
+
+
+def _names(groups: tuple[tuple[LayoutReport, ...], ...]) -> list[list[str]]:
+    return [[each.layout.name for each in group] for group in groups]
+
+
+def test_near_equals_are_ties_and_the_fastest_of_a_group_sets_its_limit() -> None:
+    reports = [
+        report("c", 1.0, 1.3), report("a", 1.0, 1.0), report("b", 1.0, 1.19),
+        report("alone", 4.0, 4.0), report("none", None), report("d", 1.0, 1.4),
+    ]  # fmt: skip
+    assert _names(plan.ties(reports)) == [["a", "b"], ["c", "d"]]
+
+
+@given(times=st.lists(st.floats(0.1, 10), max_size=8))
+def test_no_layout_is_in_two_ties_and_those_of_a_tie_are_within_a_tenth(
+    times: list[float],
+) -> None:
+    reports = [report(f"layout {i}", time, time) for i, time in enumerate(times)]
+    groups = plan.ties(reports)
+    names = [name for group in _names(groups) for name in group]
+    assert len(names) == len(set(names))
+    for group in groups:
+        first = group[0].time
+        assert first is not None and len(group) > 1
+        assert all(each.time and each.time.lower <= first.lower * 1.1 for each in group)
+
+
+# --- this machine ---------------------------------------------------------------------------------
+
+
+def test_figures_of_cpu_devices_are_measured_and_say_so() -> None:
+    cpu = plan.calibrate_cpu(8, matrix=64, megabytes=0.1, repeats=1)
+    assert plan.Target(cpu, (8,)).text == "cpu:8"
+    assert "measured on this machine" in cpu.sources["link_bandwidth"]
+    assert 1e6 < cpu.peak("f32") < 1e14
+    assert 1e6 < cpu.memory_bandwidth < 1e13
+    assert 1e5 < cpu.link_bandwidth < 1e13
+    assert 0 < cpu.link_latency < 1
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_more_cpu_devices_than_there_are_cannot_be_measured(count: int) -> None:
+    with pytest.raises(PlanInputError, match=rf"has 8 CPU devices, not {count}"):
+        plan.calibrate_cpu(count)
