@@ -3,7 +3,7 @@
 
 from shardax.plan.calibrate import calibrate_cpu as calibrate_cpu
 from shardax.plan.compilers import compiler_for as compiler_for
-from shardax.plan.compilers import compilers as compilers
+from shardax.plan.compilers import known_compilers as known_compilers
 from shardax.plan.cost import Efficiency as Efficiency
 from shardax.plan.cost import ties as ties
 from shardax.plan.cost import time_band as time_band

@@ -23,8 +23,8 @@ from shardax.core.errors import PlanInputError
 from shardax.plan.compilers import (
     CompiledProgram,
     Compiler,
-    compilers,
     failed,
+    known_compilers,
     required_bytes,
     with_options,
 )
@@ -39,7 +39,7 @@ class CpuCompiler(Compiler):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self.label = compilers()[0].label
+        self.label = known_compilers()[0].label
 
     def environment(self) -> dict[str, str]:
         return super().environment() | {"JAX_NUM_CPU_DEVICES": str(self.target.device_count)}

@@ -24,8 +24,8 @@ from shardax.core.errors import CompilerFailedError, TargetError
 from shardax.plan.compilers import (
     CompiledProgram,
     Compiler,
-    compilers,
     failed,
+    known_compilers,
     required_bytes,
     with_options,
 )
@@ -60,7 +60,7 @@ class GpuCompiler(Compiler):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self.label = next(each.label for each in compilers() if each.kind == "gpu")
+        self.label = next(each.label for each in known_compilers() if each.kind == "gpu")
 
     def environment(self) -> dict[str, str]:
         return super().environment() | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}

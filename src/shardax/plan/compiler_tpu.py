@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from shardax.core.errors import TargetError
-from shardax.plan.compilers import CompiledProgram, Compiler, compilers, failed, with_options
+from shardax.plan.compilers import CompiledProgram, Compiler, failed, known_compilers, with_options
 from shardax.plan.targets import Target
 
 _ENVIRONMENT = {
@@ -46,10 +46,14 @@ class TpuCompiler(Compiler):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self.label = next(each.label for each in compilers() if each.kind == "tpu")
+        self.label = next(each.label for each in known_compilers() if each.kind == "tpu")
 
     def environment(self) -> dict[str, str]:
         return super().environment() | _ENVIRONMENT
+
+    def devices(self) -> list[Any]:
+        """Returns the target's devices in libtpu's order."""
+        return list(_topology(self.target).values())
 
     def _devices(self, sizes: Mapping[str, int]) -> np.ndarray[Any, Any]:
         by_place = _topology(self.target)

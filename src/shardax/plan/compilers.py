@@ -174,7 +174,7 @@ def compiler_for(target: Target, *, compiler: str = "auto") -> Compiler:
         raise PlanInputError(f"compiler is 'auto', 'target' or 'estimate', not {compiler!r}.")
     if target.kind == "cpu":
         return CpuCompiler(target)
-    info = {each.kind: each for each in compilers()}[target.kind]
+    info = {each.kind: each for each in known_compilers()}[target.kind]
     if compiler == "estimate" or (compiler == "auto" and not info.installed):
         return EstimateCompiler(target)
     if not info.installed:
@@ -185,12 +185,12 @@ def compiler_for(target: Target, *, compiler: str = "auto") -> Compiler:
     return TpuCompiler(target) if target.kind == "tpu" else GpuCompiler(target)
 
 
-def compilers() -> tuple[CompilerInfo, ...]:
+def known_compilers() -> tuple[CompilerInfo, ...]:
     """Returns which compilers there are, which are installed, and how to install the others.
 
     Example:
         >>> from shardax import plan
-        >>> [each.kind for each in plan.compilers()]
+        >>> [each.kind for each in plan.known_compilers()]
         ['cpu', 'tpu', 'gpu']
     """
     libtpu = _version("libtpu") if importlib.util.find_spec("libtpu") else ""
