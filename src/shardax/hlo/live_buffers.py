@@ -140,7 +140,7 @@ class Buffers:
         elements = []
         starts = [element for name in each.operands for element in self.elements[name]]
         for number, (start, shape) in enumerate(zip(starts, each.shapes, strict=True)):
-            if number not in self._kept[each.name] and len(start) != 1:
+            if number not in self._kept.get(each.name, ()) and len(start) != 1:
                 start = frozenset({f"{each.name}#{number}"})
                 self.sizes[f"{each.name}#{number}"] = shape.bytes
             elements.append(start)
