@@ -5,6 +5,10 @@ A *random model* is an object graph of a few Modules and Variables, any of which
 several paths or through a cycle, with containers, arrays and static values of many types. An
 *edit* is a description of one change, applied by ``apply_edit``; it names its targets by position,
 so that the same edit does the same to any two models of equal structure.
+
+Hypothesis looks into every strategy that it meets for the first time, which takes longer than to
+draw from it. So each is made once, and what an example has of its own (which Modules there are) is
+drawn as a ``Pick`` and put in afterwards.
 """
 
 from __future__ import annotations
@@ -84,6 +88,7 @@ _ATOMS = st.one_of(
 )
 
 
+@functools.cache
 def statics() -> st.SearchStrategy[Any]:
     """Hashable configuration, nested in tuples, frozen dataclasses and partials."""
     return st.recursive(
@@ -101,20 +106,26 @@ def statics() -> st.SearchStrategy[Any]:
 # --- data ---
 
 
+_FLAGS = st.booleans()
+_SHAPES = st.sampled_from([(), (2,), (2, 3), (0,)])
+_DTYPES = st.sampled_from([np.float32, np.int32, np.uint32, np.bool_, jnp.bfloat16])
+_OFFSETS = st.integers(0, 3)
+
+
+@functools.cache
 @st.composite
 def arrays(draw: st.DrawFn) -> Any:
     """A small NumPy or JAX array of a random dtype and shape."""
-    shape = draw(st.sampled_from([(), (2,), (2, 3), (0,)]))
-    dtype = draw(st.sampled_from([np.float32, np.int32, np.uint32, np.bool_, jnp.bfloat16]))
-    offset = draw(st.integers(0, 3))
+    shape, dtype, offset = draw(_SHAPES), draw(_DTYPES), draw(_OFFSETS)
     array = (np.arange(np.prod(shape, dtype=int)) + offset).reshape(shape).astype(dtype)
-    return jnp.asarray(array) if draw(st.booleans()) else array
+    return jnp.asarray(array) if draw(_FLAGS) else array
 
 
 def _lazy(seed: int, shape: tuple[int, ...]) -> sx.Init:
     return sx.Init(jax.nn.initializers.normal(), shape, rngs=sx.Rngs(seed))
 
 
+@functools.cache
 def values() -> st.SearchStrategy[Any]:
     """What a Variable may hold: arrays, numbers, lazy values, random keys, pytrees."""
     array = arrays()
@@ -129,54 +140,67 @@ def values() -> st.SearchStrategy[Any]:
     )
 
 
+_TYPES = st.sampled_from(VARIABLE_TYPES)
+_TAGS = st.sampled_from(["slow", "fast"])
+
+
+@functools.cache
 @st.composite
 def variables(draw: st.DrawFn) -> sx.Variable[Any]:
     """A Variable of a random type with a random value, axes and metadata."""
-    kind = draw(st.sampled_from(VARIABLE_TYPES))
-    variable = kind(draw(values()))
-    if draw(st.booleans()) and hasattr(variable._value, "ndim"):
+    variable = draw(_TYPES)(draw(values()))
+    if draw(_FLAGS) and hasattr(variable._value, "ndim"):
         variable.set_metadata(axes=("embed", "mlp", None)[: variable.ndim])
-    if draw(st.booleans()):
-        variable.set_metadata(tag=draw(st.sampled_from(["slow", "fast"])), extra=draw(statics()))
+    if draw(_FLAGS):
+        variable.set_metadata(tag=draw(_TAGS), extra=draw(statics()))
     return variable
 
 
 # --- models ---
 
 
+@dataclasses.dataclass(frozen=True)
+class Pick:
+    """Stands for an object of the model that is being drawn: the one at a position, modulo."""
+
+    kind: str
+    position: int
+
+
+_MODULE_TYPES = st.sampled_from([Node, OtherNode])
+_ATTRIBUTES = st.lists(st.sampled_from(NAMES), max_size=4)
+
+
+@functools.cache
 @st.composite
 def models(draw: st.DrawFn, *, max_modules: int = 4, max_variables: int = 4) -> Node:
     """A random object graph; the root is a ``Node``."""
     modules: list[sx.Module] = [Node()]
     for _ in range(draw(st.integers(0, max_modules - 1))):
-        modules.append(draw(st.sampled_from([Node, OtherNode]))())
+        modules.append(draw(_MODULE_TYPES)())
     shared = [draw(variables()) for _ in range(draw(st.integers(0, max_variables)))]
-    content = children(modules, shared)
     for module in modules:
-        for position, name in enumerate(draw(st.lists(st.sampled_from(NAMES), max_size=4))):
-            setattr(module, f"{name}{position}", draw(content))
+        for position, name in enumerate(draw(_ATTRIBUTES)):
+            setattr(module, f"{name}{position}", _put_in(draw(children()), modules, shared))
     root = modules[0]
     assert isinstance(root, Node)
-    if len(modules) > 1 and draw(st.booleans()):
+    if len(modules) > 1 and draw(_FLAGS):
         root.child = modules[1]
     return root
 
 
-def children(modules: list[sx.Module], shared: list[sx.Variable[Any]]) -> st.SearchStrategy[Any]:
-    """What an attribute may be: any of the given objects, other data, containers, configuration."""
-    methods = [module.act for module in modules if isinstance(module, OtherNode)]
-    parts: list[st.SearchStrategy[Any]] = [
-        st.sampled_from(modules),
-        st.sampled_from(shared or modules),
+@functools.cache
+def children() -> st.SearchStrategy[Any]:
+    """What an attribute may be: a ``Pick`` of any object, other data, containers, configuration."""
+    positions = st.integers(0, 7)
+    parts = [
+        *(st.builds(Pick, st.just(kind), positions) for kind in ("module", "variable")),
         arrays(),
         statics(),
         variables(),
         st.builds(sx.Rngs, st.integers(0, 2)),
+        *(st.builds(Pick, st.just(kind), positions) for kind in ("method", "partial")),
     ]
-    if methods:
-        parts.append(st.sampled_from(methods))
-    if shared:
-        parts.append(st.builds(functools.partial, st.just(activation), st.sampled_from(shared)))
     return st.recursive(
         st.one_of(parts),
         lambda inner: st.one_of(
@@ -187,6 +211,36 @@ def children(modules: list[sx.Module], shared: list[sx.Variable[Any]]) -> st.Sea
         ),
         max_leaves=4,
     )
+
+
+def _put_in(drawn: Any, modules: list[sx.Module], shared: list[sx.Variable[Any]]) -> Any:
+    """What was drawn, with the objects that it picks. Where there is none, a Module is picked."""
+    match drawn:
+        case Pick(kind, position):
+            return _picked(kind, position, modules, shared)
+        case list():
+            return [_put_in(item, modules, shared) for item in drawn]
+        case dict():
+            return {key: _put_in(item, modules, shared) for key, item in drawn.items()}
+        case Pair():
+            return Pair(*(_put_in(item, modules, shared) for item in drawn))
+        case tuple():
+            return tuple(_put_in(item, modules, shared) for item in drawn)
+        case _:
+            return drawn
+
+
+def _picked(
+    kind: str, position: int, modules: list[sx.Module], shared: list[sx.Variable[Any]]
+) -> Any:
+    methods = [module.act for module in modules if isinstance(module, OtherNode)]
+    if kind == "method" and methods:
+        return methods[position % len(methods)]
+    if kind == "partial" and shared:
+        return functools.partial(activation, shared[position % len(shared)])
+    if kind == "variable" and shared:
+        return shared[position % len(shared)]
+    return modules[position % len(modules)]
 
 
 # --- edits ---
@@ -207,6 +261,7 @@ EDITS = (
 )  # fmt: skip
 
 
+@functools.cache
 def edits() -> st.SearchStrategy[list[Edit]]:
     """A short sequence of edits; the payload is a small integer."""
     position = st.integers(0, 7)
