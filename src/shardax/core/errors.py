@@ -48,6 +48,7 @@ from shardax.core.plan_errors import LayoutAssertionError as LayoutAssertionErro
 from shardax.core.plan_errors import PlanError as PlanError
 from shardax.core.plan_errors import PlanFileError as PlanFileError
 from shardax.core.plan_errors import PlanInputError as PlanInputError
+from shardax.core.plan_errors import PlanInterrupted as PlanInterrupted
 from shardax.core.plan_errors import TargetError as TargetError
 
 # --- objects -------------------------------------------------------------------------------------

@@ -47,3 +47,13 @@ class HloReadError(ShardaxError, ValueError):
 
 class LayoutAssertionError(ShardaxError, AssertionError):
     """A layout is not what ``plan.assert_layout`` says that it is; lists every difference."""
+
+
+class PlanInterrupted(ShardaxError, KeyboardInterrupt):
+    """A search was interrupted (Ctrl-C); if it keeps programs, the same call goes on from there.
+
+    Attributes:
+        plan: The plan of what was done.
+    """
+
+    plan: object = None

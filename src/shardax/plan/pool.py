@@ -15,9 +15,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 
@@ -46,7 +47,8 @@ LAST_LINES = 12
 _KILL_AFTER = 5.0  # seconds that a call may go on after it was interrupted
 
 
-class Answer(NamedTuple):
+@dataclass(frozen=True)
+class Answer:
     """What a process said of a layout.
 
     Attributes:
@@ -109,22 +111,33 @@ class Pool:
             )
         asked = compiler_for(target, compiler=compiler)
         folder = cache_folder(cache)
-        options = {"target": target, "compiler": compiler}
-        task = (*_sendable(inputs or Inputs(step, args)), options, folder and str(folder))
-        try:
-            self._task = dumps(task)
-        except PickleWriteError as error:
-            raise PlanInputError(
-                "Layouts are compiled in other processes, to which the step cannot be sent: "
-                f"{error} A step that is defined at the top of a module, and makes what it needs "
-                "itself, can always be sent."
-            ) from error
+        self._options = ({"target": target, "compiler": compiler}, folder and str(folder))
+        self._task = b""
+        self.take(inputs or Inputs(step, args))
         self._env = asked.environment()
         self._devices = asked.devices_needed
         self._processes = processes or len(os.sched_getaffinity(0))
         self._seconds = seconds
         self._workers: dict[int, Worker] = {}
         self._logs = Path(tempfile.mkdtemp(prefix="shardax-plan-"))
+
+    def take(self, inputs: Inputs) -> None:
+        """Takes another step, for the layouts that are asked about from now on.
+
+        Args:
+            inputs: The step and its arguments.
+
+        Raises:
+            PlanInputError: If it cannot be sent to another process; says what to do.
+        """
+        try:
+            self._task = dumps((*_sendable(inputs), *self._options))
+        except PickleWriteError as error:
+            raise PlanInputError(
+                "Layouts are compiled in other processes, to which the step cannot be sent: "
+                f"{error} A step that is defined at the top of a module, and makes what it needs "
+                "itself, can always be sent."
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -201,7 +214,7 @@ class Pool:
     def _start(self, place: int) -> Worker:
         log = self._log(place)
         log.write_bytes(b"")
-        configure = {"platform": "cpu"}
+        configure: dict[str, Any] = {"platform": "cpu"}
         if self._devices:
             configure["devices"] = self._devices
         worker = Worker(env=self._env, configure=configure, restarts=0, kill_after=_KILL_AFTER)
@@ -248,7 +261,7 @@ def _sendable(inputs: Inputs) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _named_again(box: _Kept) -> NamedShape:
-    return NamedShape(box.value.shape, box.value.dtype, box.names)
+    return NamedShape(box.value.shape, box.value.dtype, box.names or ())
 
 
 def _end(worker: Worker) -> None:

@@ -132,6 +132,8 @@ class LayoutReport:
         warnings: What to know before trusting the figures or the layout.
         provenance: Where the figures come from; None if nothing was compiled.
         replicated: Paths of parameters that every device holds whole, largest first.
+        examples: What a step does, in units by which steps of several batch sizes are compared: the
+            time of one is what counts.
         arrays: The parameters and the batch, as the layout splits them; an optimizer's state and
             other arguments may be left out.
     """
@@ -151,6 +153,7 @@ class LayoutReport:
     warnings: tuple[str, ...] = ()
     provenance: Provenance | None = None
     replicated: tuple[str, ...] = ()
+    examples: float = 1.0
     arrays: tuple[ArrayLayout, ...] = ()
 
     @property

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan: what was found of several layouts of one step on one target, best first.
 
-A layout is better if it fits; then if the middle of its time band is lower; then if it moves fewer
-bytes. Layouts whose times cannot be told apart are *ties* (``shardax.plan.cost``), and the plan
+A layout is better if it fits; then if the middle of its time band is lower (of one example, where
+batch sizes differ); then if it moves fewer bytes. Layouts whose times cannot be told apart are *ties* (``shardax.plan.cost``), and the plan
 says so rather than feign a difference.
 """
 
@@ -38,7 +38,7 @@ def rank(report: LayoutReport) -> tuple[Any, ...]:
         True
     """
     band = report.time
-    middle = float("inf") if band is None else (band.lower + band.upper) / 2
+    middle = float("inf") if band is None else (band.lower + band.upper) / 2 / report.examples
     return (
         _OUTCOMES.index(report.outcome),
         middle,
