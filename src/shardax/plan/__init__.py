@@ -24,4 +24,6 @@ from shardax.plan.rules_file import NamedRules as NamedRules
 from shardax.plan.rules_file import named_rules as named_rules
 from shardax.plan.rules_file import read_rules as read_rules
 from shardax.plan.rules_file import write_rules as write_rules
+from shardax.plan.searching import explore as explore
+from shardax.plan.searching import search as search
 from shardax.plan.targets import Target as Target
