@@ -19,6 +19,7 @@ from shardax.hlo.program import ArrayShape, Computation, Instruction
 _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
 _DIGITS = re.compile(r"\d+")
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)")
+_CUDNN = re.compile(r"__cudnn\$conv(?:BiasActivation)?(Forward|BackwardInput|BackwardFilter)")
 _GEMM_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([\d", ]*)\]')
 _DOTS = ("dot", "scaled-dot", "ragged-dot")
 
@@ -41,7 +42,7 @@ def own_flops(inside: Computation, each: Instruction) -> float:
         if contracted is None:
             contracted = each.attribute("lhs_contracting_dimensions")
         return _dot(inside, each, contracted)
-    if each.opcode == "convolution":
+    if each.opcode == "convolution" or _cudnn(each):
         return _convolution(inside, each)
     if each.opcode == "custom-call" and is_gemm(each):
         found = _GEMM_CONTRACTED.search(each.attributes)
@@ -49,9 +50,20 @@ def own_flops(inside: Computation, each: Instruction) -> float:
     return 0.0
 
 
+def is_counted(each: Instruction) -> bool:
+    """Whether a custom call is a product or convolution that ``own_flops`` counts."""
+    return is_gemm(each) or bool(_cudnn(each))
+
+
 def is_gemm(each: Instruction) -> bool:
     """Whether a custom call is a matrix product of one of NVIDIA's libraries."""
     return bool(_GEMM.match((each.attribute("custom_call_target") or "").strip('"')))
+
+
+def _cudnn(each: Instruction) -> str:
+    """What convolution of NVIDIA's library a custom call is: Forward, BackwardInput, ..., or ""."""
+    found = _CUDNN.match((each.attribute("custom_call_target") or "").strip('"'))
+    return found[1] if found else ""
 
 
 def _dot(inside: Computation, each: Instruction, contracted: str | None) -> float:
@@ -108,6 +120,13 @@ class _Window:
 def _convolution(inside: Computation, each: Instruction) -> float:
     labels = _LABELS.search(each.attribute("dim_labels") or "")
     left, right, out = _operand(inside, each, 0), _operand(inside, each, 1), each.shapes[0]
+    match _cudnn(each):  # labels and window are those of the forward convolution
+        case "BackwardInput":
+            left, out = out, left
+        case "BackwardFilter":
+            right, out = out, right
+        case _:
+            pass
     if labels is None or [len(text) for text in labels.groups()] != [
         len(shape.dims) for shape in (left, right, out)
     ]:

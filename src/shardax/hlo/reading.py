@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from shardax.core.errors import HloReadError
+from shardax.hlo.attribution import attribute
 from shardax.hlo.collectives import KINDS, find_collectives, wire_bytes
 from shardax.hlo.facts import ProgramFacts
-from shardax.hlo.flops import is_gemm, own_flops
+from shardax.hlo.flops import is_counted, own_flops
 from shardax.hlo.groups import groups_of
+from shardax.hlo.memory_traffic import hbm_bytes
 from shardax.hlo.program import Computation, Instruction, Program, parse
 from shardax.hlo.runs import Runs, Weight, runs_of
 
@@ -77,9 +79,9 @@ def read_program(
     runs = runs_of(program, _weight(devices))
     found = find_collectives(program, runs, mesh, slices, device_ids)
     return ProgramFacts(
-        tuple(each.collective for each in found),
+        attribute(program, found, arguments),
         matmul_flops(program, runs),
-        0.0,
+        hbm_bytes(program, runs.counts),
         (*runs.warnings, *_uncounted(program, runs)),
     )
 
@@ -143,11 +145,11 @@ def _uncounted(program: Program, runs: Runs) -> list[str]:
     ragged = promoted = 0
     for name in runs.counts:
         for each in program.computations[name].instructions:
-            if each.opcode == "custom-call" and not is_gemm(each):
+            if each.opcode == "custom-call" and not is_counted(each):
                 target = (each.attribute("custom_call_target") or "").strip('"')
                 if not _HELPER.fullmatch(target) or _FACTORISATION.search(target):
                     calls[target] += 1
-            ragged += each.opcode.startswith("ragged-all-to-all")
+            ragged += each.opcode in ("ragged-all-to-all", "ragged-all-to-all-start")
             promoted += "_promoted," in each.attributes and each.opcode in KINDS
     warnings = [
         f"What {target!r} computes is not counted ({count} calls)."

@@ -18,7 +18,7 @@ from shardax.hlo.program import Computation, Instruction, Program
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGER = re.compile(r"[su]\d+$")
 _UNCHANGED = frozenset(
-    {"copy", "bitcast", "convert", "reshape", "optimization-barrier", "copy-done", "copy-start"}
+    {"copy", "bitcast", "convert", "reshape", "opt-barrier", "copy-done", "copy-start"}
 )
 _DIRECTIONS = ("LT", "LE", "GT", "GE", "NE")
 
