@@ -10,22 +10,19 @@ branches the longest.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
 
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_ARRAY = re.compile(r"\b[a-z]\w*\[([\d,]*)\]")
-_FLOATING = re.compile(r"\(?(?:f|bf|c)\d")
-_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_CALLED = re.compile(r"(?:calls|to_apply|body|branch_computations)=\{?(%[^,}\s]+(?:, %[^,}\s]+)*)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+from shardax.hlo.program import Computation, Instruction, Program, parse
+from shardax.hlo.runs import branches, called
+from shardax.hlo.trips import trip_count
+
+_FLOATING = re.compile(r"(?:f|bf|c)\d")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d",]*)')
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
-_PARENTHESIS = re.compile(r"[()]")
 _WINDOW = re.compile(r"window=\{size=([\dx]+)")
 
 _ELEMENTWISE = re.compile(
@@ -35,30 +32,6 @@ _ELEMENTWISE = re.compile(
 )
 
 Shape = tuple[int, ...]
-
-
-class Instruction(NamedTuple):
-    """One line of a program.
-
-    Attributes:
-        name: Its name in the computation.
-        opcode: What it does.
-        is_floating: Whether what it computes are floating-point numbers.
-        shapes: Shapes of its results.
-        operands: Names of what it takes; of a parameter its number.
-        rest: Its attributes, as text.
-    """
-
-    name: str
-    opcode: str
-    is_floating: bool
-    shapes: tuple[Shape, ...]
-    operands: tuple[str, ...]
-    rest: str
-
-
-Computations = dict[str, list[Instruction]]
-"""The parts of a program, by name."""
 
 
 def operations(program: str) -> Counter[str]:
@@ -76,115 +49,70 @@ def operations(program: str) -> Counter[str]:
         >>> operations(compiled.as_text()).total()  # 2 x 4 sums of 3 products
         48
     """
-    computations, entry = _parse(program)
-    return _count(computations, entry)
+    read = parse(program)
+    return _count(read, read.main)
 
 
-def _parse(program: str) -> tuple[Computations, str]:
-    computations: Computations = {}
-    entry, current = "", []
-    for line in program.splitlines():
-        found = _COMPUTATION.match(line)
-        if found:
-            current = computations[found[1]] = []
-            entry = found[1] if line.startswith("ENTRY") else entry
-            continue
-        found = _INSTRUCTION.match(line)
-        if found:
-            current.append(_instruction(found[1], found[2]))
-    return computations, entry
-
-
-def _instruction(name: str, text: str) -> Instruction:
-    shape, text = _split_balanced(text) if text.startswith("(") else text.split(" ", 1)
-    opcode, _, text = text.strip().partition("(")
-    operands, rest = _split_balanced(f"({text}")
-    return Instruction(
-        name,
-        opcode,
-        bool(_FLOATING.match(shape)),
-        tuple(tuple(map(int, filter(None, s.split(",")))) for s in _ARRAY.findall(shape)),
-        tuple(re.findall(r"\d+" if opcode == "parameter" else r"%([\w.\-]+)", operands)),
-        rest,
-    )
-
-
-def _split_balanced(text: str) -> tuple[str, str]:
-    """Splits after the parenthesis that closes the first one."""
-    depth = 0
-    for found in _PARENTHESIS.finditer(text):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return text[: found.end()], text[found.end() :]
-    return text, ""
-
-
-def _count(computations: Computations, name: str) -> Counter[str]:
+def _count(program: Program, inside: Computation) -> Counter[str]:
     counts: Counter[str] = Counter()
-    instructions = computations.get(name, [])
-    shapes = {each.name: each.shapes for each in instructions}
-    for each in instructions:
-        own = _own_operations(each, shapes)
+    for each in inside.instructions:
+        own = _own_operations(each, inside)
         if own:
-            counts[_source(each, instructions, computations)] += own
-        for called, times in _called(each, computations):
-            for source, number in called.items():
+            counts[_source(each, inside, program)] += own
+        for found, times in _called(each, inside, program):
+            for source, number in found.items():
                 counts[source] += times * number
     return counts
 
 
-def _source(each: Instruction, among: list[Instruction], computations: Computations) -> str:
+def _source(each: Instruction, inside: Computation, program: Program) -> str:
     """What an instruction comes from.
 
     Some that the compiler rewrites lose their names; what uses their results first still says it.
     """
-    own = _NAME.search(each.rest)
-    if own:
-        return own[1]
-    for user in among:
+    if each.op_name:
+        return each.op_name
+    for user in inside.instructions:
         if each.name not in user.operands:
             continue
         if user.opcode != "fusion":
-            return _source(user, among, computations)
-        number = str(user.operands.index(each.name))
-        inner = computations[_names_of_called(user)[0]]
-        parameter = next(i for i in inner if i.opcode == "parameter" and i.operands == (number,))
-        return _source(parameter._replace(rest=""), inner, computations)
+            return _source(user, inside, program)
+        fused = program.computations[called(user)[0]]
+        parameter = fused.parameters[user.operands.index(each.name)]
+        return _source(dataclasses.replace(parameter, op_name=""), fused, program)
     return ""
 
 
-def _names_of_called(each: Instruction) -> list[str]:
-    names = [name for found in _CALLED.findall(each.rest) for name in found.split(", ")]
-    return [name.removeprefix("%") for name in names]
-
-
-def _called(each: Instruction, computations: Computations) -> Iterator[tuple[Counter[str], int]]:
+def _called(
+    each: Instruction, inside: Computation, program: Program
+) -> Iterator[tuple[Counter[str], int]]:
     """Yields the counts of the computations that an instruction runs, and how often it does."""
-    if each.opcode not in ("fusion", "call", "while", "conditional", "async-start", "custom-call"):
-        return  # what `reduce` applies is counted as one operation for each element
-    counts = [_count(computations, name) for name in _names_of_called(each)]
     if each.opcode == "conditional":
-        counts = [max(counts, key=lambda count: count.total())] if counts else []
-    trips = _TRIPS.search(each.rest)
-    for count in counts:
-        yield count, int(trips[1]) if trips and each.opcode == "while" else 1
+        counts = [_count(program, program.computations[name]) for name in branches(each)]
+        yield max(counts, key=lambda count: count.total()), 1
+        return
+    trips = trip_count(program, inside, each) if each.opcode == "while" else 1
+    names = each.computations("body") if each.opcode == "while" else called(each)
+    for name in names:
+        yield _count(program, program.computations[name]), 1 if trips is None else trips
 
 
-def _own_operations(each: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> int:
+def _own_operations(each: Instruction, inside: Computation) -> int:
     """The operations of an instruction, without those of what it calls."""
-    results = each.shapes[0] if each.shapes else ()
+    results = each.shapes[0].dims if each.shapes else ()
+    is_floating = bool(each.shapes and _FLOATING.match(each.shapes[0].dtype))
     size = math.prod(results)
-    operands = [shape for name in each.operands for shape in shapes.get(name, ())[:1]]
+    operands = [found.shapes[0].dims for found in inside.operands(each) if found.shapes]
     if _ELEMENTWISE.fullmatch(each.opcode):
-        return size * each.is_floating
+        return size * is_floating
     if each.opcode == "reduce" and operands:
-        return math.prod(operands[0]) * each.is_floating
+        return math.prod(operands[0]) * is_floating
     if each.opcode == "reduce-window":
-        window = _WINDOW.search(each.rest)
+        window = _WINDOW.search(each.attributes)
         each_window = math.prod(map(int, window[1].split("x"))) if window else 0
-        return size * each_window * each.is_floating
+        return size * each_window * is_floating
     if each.opcode in ("dot", "convolution", "custom-call") and len(operands) > 1:
-        return 2 * size * _products(each.rest, *operands[:2])
+        return 2 * size * _products(each.attributes, *operands[:2])
     return 0
 
 
