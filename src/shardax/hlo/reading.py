@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from shardax.core.errors import HloReadError
 from shardax.hlo.attribution import attribute
 from shardax.hlo.collectives import KINDS, find_collectives, wire_bytes
+from shardax.hlo.estimate import rewritten
+from shardax.hlo.estimate_traffic import estimated_hbm_bytes
 from shardax.hlo.facts import ProgramFacts
 from shardax.hlo.flops import is_counted, own_flops
 from shardax.hlo.groups import groups_of
@@ -70,10 +72,10 @@ def read_program(
         ('all-reduce', ('data',), 4, 7.0)
     """
     program = parse(text) if isinstance(text, str) else text
+    traffic = hbm_bytes
     if estimate:
-        from shardax.hlo.estimate import rewritten
-
         program = rewritten(program)
+        traffic = estimated_hbm_bytes
     devices = math.prod(mesh.values())
     _check_mesh(program, mesh, devices, slices)
     runs = runs_of(program, _weight(devices))
@@ -81,7 +83,7 @@ def read_program(
     return ProgramFacts(
         attribute(program, found, arguments),
         matmul_flops(program, runs),
-        hbm_bytes(program, runs.counts),
+        traffic(program, runs.counts),
         (*runs.warnings, *_uncounted(program, runs)),
     )
 
