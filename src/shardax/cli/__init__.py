@@ -3,7 +3,7 @@
 
 ``shardax train`` trains a byte-level decoder on text, ``shardax show`` prints the parameters of a
 run, ``shardax sample`` continues a prompt with a trained one, ``shardax check`` says what is wrong
-with a layout.
+with a layout, ``shardax plan`` finds the layouts that fit on hardware and what each costs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import Any
 
 from shardax.core.errors import ShardaxError
 
-_EXTRA = ("optax", "orbax", "rich", "tyro")
-"""The packages of the extra ``train``."""
+_EXTRAS = {
+    **dict.fromkeys(("optax", "orbax", "rich", "tyro"), "train"),
+    "cloudpickle": "plan",
+}
+"""Packages, and the extra that brings them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,11 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"shardax: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _EXTRA:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
             raise
         print(
             f"shardax: {error.name} is missing. The command line needs extra packages: "
-            "pip install 'shardax[train]'",
+            f"pip install 'shardax[{extra}]'",
             file=sys.stderr,
         )
         return 1
@@ -65,12 +69,26 @@ def _run(arguments: Sequence[str] | None) -> int:
     import tyro
 
     from shardax.cli.check import Check
+    from shardax.cli.plan import PlanCommand
+    from shardax.cli.plan_reports import Diff, Explain
     from shardax.cli.sample import Sample
     from shardax.cli.show import Show
     from shardax.cli.train import Train
 
-    commands: dict[str, Any] = {"train": Train, "show": Show, "sample": Sample, "check": Check}
-    command = tyro.extras.subcommand_cli_from_dict(commands, args=arguments, prog="shardax")
+    commands: dict[str, Any] = {
+        "train": Train,
+        "show": Show,
+        "sample": Sample,
+        "check": Check,
+        "plan": PlanCommand,
+    }
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    below: dict[str, Any] = {"explain": Explain, "diff": Diff}
+    if words[:1] == ["plan"] and words[1:2] and words[1] in below:
+        # Beside these, the word after "plan" is a step, so tyro cannot tell them apart.
+        command = tyro.cli(below[words[1]], args=words[2:], prog=f"shardax plan {words[1]}")
+    else:
+        command = tyro.extras.subcommand_cli_from_dict(commands, args=words, prog="shardax")
     status = command.run()
     sys.stdout.flush()
     return status

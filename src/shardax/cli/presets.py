@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shardax.core.errors import CommandError
 from shardax.models import DecoderConfig
@@ -63,3 +64,19 @@ def find_preset(name: str) -> Preset:
     if name not in PRESETS:
         raise CommandError(f"--preset {name!r} is unknown; there are: {', '.join(PRESETS)}.")
     return PRESETS[name]
+
+
+def decoder_optimizer(steps: int, learning_rate: float) -> Any:
+    """Returns the transformation of optax that ``shardax train`` trains with.
+
+    Args:
+        steps: Optimizer steps of the run.
+        learning_rate: The peak.
+    """
+    import optax
+
+    warmup = max(1, steps // 15)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, warmup, max(steps, warmup + 1), learning_rate / 20
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))

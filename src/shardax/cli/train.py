@@ -10,7 +10,7 @@ from typing import Any
 
 from shardax.cli.devices import mesh_text, parse_mesh, use_devices
 from shardax.cli.inputs import load_rules
-from shardax.cli.presets import find_preset
+from shardax.cli.presets import decoder_optimizer, find_preset
 from shardax.cli.run_files import RunSettings, read_settings, write_settings
 from shardax.core.errors import CommandError
 from shardax.core.functional import iter_variables
@@ -135,8 +135,6 @@ class _Job:
     """One run of the training command: the library's parts put together."""
 
     def __init__(self, settings: RunSettings, out: Path) -> None:
-        import optax
-
         from shardax import models, train
 
         self.settings = settings
@@ -147,17 +145,7 @@ class _Job:
         shape = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
         self.held_out = train.EvalBatches(held_out, **shape, max_batches=settings.eval_batches)
         self.model = settings.make_model()
-        warmup = max(1, settings.steps // 15)
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0,
-            settings.learning_rate,
-            warmup,
-            max(settings.steps, warmup + 1),
-            settings.learning_rate / 20,
-        )
-        optimizer = optax.chain(
-            optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01)
-        )
+        optimizer = decoder_optimizer(settings.steps, settings.learning_rate)
         self.trainer = train.Trainer(
             self.model,
             train.Optimizer(self.model, optimizer),

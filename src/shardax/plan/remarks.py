@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardax.plan.columns import measured_label
+from shardax.plan.cost import TIE, middle
 from shardax.plan.records import LayoutReport
 
 LABELS = {
@@ -23,7 +24,6 @@ LABELS = {
 """What each label of a column means."""
 
 _NAMED = 3
-_TOLERANCE = 0.1
 _AFTERWARDS = {"does not fit": "does not fit", "rejected": "rejected", "failed": "failed"}
 
 
@@ -85,14 +85,12 @@ def tied_with_best(reports: Iterable[LayoutReport]) -> tuple[str, ...]:
     Returns:
         The best among them; nothing if it stands alone.
     """
-    timed = [(r.layout.name, r.time) for r in reports if r.outcome == "fits" and r.time]
-    if not timed:
-        return ()
-    best = timed[0][1]
+    fitting = [report for report in reports if report.outcome == "fits" and report.time]
+    times = [middle(report.time) / report.examples for report in fitting if report.time]
     names = [
-        name
-        for name, time in timed
-        if time.lower + time.upper <= (1 + _TOLERANCE) * (best.lower + best.upper)
+        report.layout.name
+        for report, time in zip(fitting, times, strict=True)
+        if time <= (1 + TIE) * times[0]
     ]
     return tuple(names) if len(names) > 1 else ()
 

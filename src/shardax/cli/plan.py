@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``shardax plan``: which layouts of a step fit on hardware, and what each one costs.
+
+``shardax plan explain`` and ``shardax plan diff`` (``cli.plan_reports``) say more about layouts
+of a plan that was written with ``--json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import jax
+import tyro
+
+from shardax.cli.devices import mesh_sizes, mesh_text
+from shardax.cli.inputs import is_target, load_layouts, load_rules
+from shardax.cli.plan_step import PlannedStep, own_step, preset_step
+from shardax.core.errors import CommandError, PlanInputError, PlanInterrupted
+from shardax.plan.explanation import headline
+from shardax.plan.records import Layout, LayoutReport
+from shardax.plan.rules_file import named_rules, write_rules
+
+if TYPE_CHECKING:
+    from shardax.plan.result import Plan
+
+_HERE = 64  # devices of a CPU target that this process pretends to have, rather than start others
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Find which layouts of a step fit on hardware that need not be there, and what each costs.
+
+    Without MODULE:NAME, it plans the training step of a preset. A function of your own takes no
+    arguments (with --batch, it takes batch) and returns (step, args), or a mapping or dataclass
+    with step, args, and if wanted tie, fix, meshes, mesh_axes as plan.search takes them. Nothing is
+    allocated: arguments are lazy models and optimizers, and plan.NamedShape for a batch.
+
+    The exit status is 0 if a layout fits, 1 if none does or something is wrong.
+
+    Of a plan written with --json: shardax plan explain PLAN.json LAYOUT says what a layout sends
+    over the wire and which line of code needs it; shardax plan diff PLAN.json:A PLAN.json:B says
+    what differs between two layouts.
+
+    Attributes:
+        step: MODULE:NAME of a function that makes the step and its arguments.
+        target: Hardware, such as cpu:8, tpu:v5e:4x4, gpu:h100:8x8; or a TOML file of your own.
+        rules: Compare these layouts instead of searching: a TOML file with one or several layouts
+            (FILE.toml:NAME is one of them), a JSON file, or module:name of rules.
+        mesh: Sizes of mesh axes, such as data=4,model=4; may be given several times. By default
+            those of the rules' file, or all that multiply to the target's devices.
+        batch: Batch size; several to compare them by the time that one example takes.
+        seq_len: Bytes a window, instead of the preset's.
+        preset: Size of the model that is planned without MODULE:NAME: tiny, demo or small.
+        top: How many layouts to show of a search, the best ones.
+        effort: How the compiler works: full as for a run, or screen, which is faster and may show
+            up to a fifth less memory.
+        compiler: The target's own, or an estimate by the CPU's; auto takes the former if it is
+            installed.
+        processes: How many processes compile.
+        cache: Keep compiled programs, so that the same search is quick and goes on where it was.
+        json: Write the plan to this file.
+        html: Write a page with tables, pictures and explanations to this file.
+        write_rules: Write the best layout that fits to this TOML file, for shardax train --rules.
+    """
+
+    step: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:NAME")] = None
+    target: str = "cpu:8"
+    rules: str | None = None
+    mesh: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    batch: tuple[int, ...] = ()
+    seq_len: int | None = None
+    preset: str = "demo"
+    top: int = 5
+    effort: Literal["full", "screen"] = "full"
+    compiler: Literal["auto", "target", "estimate"] = "auto"
+    processes: int | None = None
+    cache: bool = True
+    json: Path | None = None
+    html: Path | None = None
+    write_rules: Path | None = None
+
+    def run(self) -> int:
+        """Runs the command; returns the exit status."""
+        from shardax.plan.targets import Target
+
+        self._check()
+        target = Target.parse(self.target)
+        meshes = [mesh_sizes(text) for text in self.mesh]
+        _pretend_devices(target.kind, target.device_count)
+        try:
+            if self.rules is None:
+                plan = self._search(target, meshes)
+            else:
+                plan = self._compare(target, meshes, self.rules)
+        except PlanInterrupted as error:
+            self._tell(error.plan)  # what was done
+            print(f"shardax: {error}", file=sys.stderr)
+            return 130
+        self._tell(plan)
+        try:
+            best = plan.best()
+        except PlanInputError as error:
+            raise CommandError(str(error)) from error
+        if self.write_rules is not None:
+            write_rules(self.write_rules, [named_rules(best.layout, _notes(best))])
+            print(f"rules: {self.write_rules}")
+        return 0
+
+    def _check(self) -> None:
+        """Refuses what cannot be, before anything is compiled."""
+        for option in ("json", "html", "write_rules"):
+            path: Path | None = getattr(self, option)
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                found = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+                raise CommandError(f"--{option.replace('_', '-')} {path}: {found}.")
+        if self.step is not None and not is_target(self.step):
+            raise CommandError(
+                f"{self.step!r} is not MODULE:NAME of a function that makes a step, as in shardax "
+                "plan my_package.training:make_step."
+            )
+        if self.step is not None and self.seq_len is not None:
+            raise CommandError("--seq-len is of the presets; a step of your own has its lengths.")
+        if self.rules is not None and len(self.batch) > 1:
+            raise CommandError(
+                f"--batch {' '.join(map(str, self.batch))}: with --rules give one batch size; "
+                "several are compared by a search."
+            )
+        if self.top < 1 or (self.processes is not None and self.processes < 1):
+            raise CommandError("--top and --processes take a number of at least 1.")
+
+    def _make(self, batch: int | None = None) -> PlannedStep:
+        if self.step is None:
+            return preset_step(self.preset, batch, self.seq_len)
+        return own_step(self.step, batch)
+
+    def _search(self, target: Any, meshes: list[dict[str, int]]) -> Plan:
+        from shardax.plan.search import search
+
+        several = len(self.batch) > 1
+        first = self._make(self.batch[0] if self.batch else None)
+        options = {**first.options, **({"meshes": meshes} if meshes else {})}
+        step: Callable[..., Any] = _varied(self._make) if several else first.step
+        return search(
+            step,
+            () if several else first.args,
+            target,
+            **options,
+            batch=self.batch if several else None,
+            top=self.top,
+            effort=self.effort,
+            compiler=self.compiler,
+            processes=self.processes,
+            cache="default" if self.cache else None,
+        )
+
+    def _compare(self, target: Any, meshes: list[dict[str, int]], rules: str) -> Plan:
+        from shardax.plan.compare import reports_of
+        from shardax.plan.inputs import Inputs
+        from shardax.plan.result import Plan
+
+        layouts = _layouts(rules, meshes)
+        for layout in layouts:
+            target.check_mesh(layout.sizes)
+        made = self._make(self.batch[0] if self.batch else None)
+        reports = reports_of(
+            Inputs(made.step, made.args),
+            layouts,
+            target,
+            self.effort,
+            compiler=self.compiler,
+            processes=self.processes,
+            cache="default" if self.cache else None,
+            progress=True,
+        )
+        return Plan(target.text, tuple(reports))
+
+    def _tell(self, plan: Any) -> None:
+        """Prints a plan, and writes what was asked for."""
+        from shardax.plan.table import show
+
+        show(plan, top=self.top if self.rules is None else len(plan))
+        if self.json is not None:
+            plan.to_json(self.json)
+            print(f"plan: {self.json}")
+        if self.html is not None:
+            plan.to_html(self.html)
+            print(f"page: {self.html}")
+
+
+def _varied(make: Callable[[int], PlannedStep]) -> Callable[..., Any]:
+    """The step as ``plan.search`` asks for it, by batch size."""
+
+    def step(batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        made = make(batch)
+        return made.step, made.args
+
+    return step
+
+
+def _layouts(rules: str, meshes: list[dict[str, int]]) -> list[Layout]:
+    """The layouts of a rules file, each over its own mesh or over those of the command line."""
+    from shardax.plan.compare import layout_of
+
+    found = load_layouts(rules) if rules.endswith(".toml") else (load_rules(rules),)
+    layouts: list[Layout] = []
+    for entry in found:
+        over = meshes or ([dict(entry.mesh)] if entry.mesh else [])
+        if not over:
+            raise CommandError(
+                f"--rules {rules}: the layout {entry.name!r} names no mesh; name it, such as "
+                "--mesh data=4,model=2, or in the file: mesh = { data = 4, model = 2 }."
+            )
+        for mesh in over:
+            name = f"{entry.name} {mesh_text(mesh.items())}" if len(over) > 1 else entry.name
+            layouts.append(layout_of(name, entry.rules, mesh))
+    return layouts
+
+
+def _pretend_devices(kind: str, count: int) -> None:
+    """Gives this process the devices of a CPU target, and nothing else, if it can still be done."""
+    with contextlib.suppress(RuntimeError):  # the backend is up; then others compile
+        jax.config.update("jax_platforms", "cpu")
+        if kind == "cpu" and count <= _HERE:
+            jax.config.update("jax_num_cpu_devices", count)
+
+
+def _notes(report: LayoutReport) -> list[str]:
+    """What the comment above the best layout says."""
+    where = report.provenance
+    found = [] if where is None else [f"Found by shardax plan for {where.target}."]
+    found.append(headline(report))
+    if where is not None:
+        found.append(f"By {where.compiler}, {where.effort} effort, {where.tier}.")
+    return found
