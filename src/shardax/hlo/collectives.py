@@ -111,6 +111,12 @@ class _Finder:
         self._ids = device_ids
         self._callers = _callers(program)
         self._begun = _begun_channels(program)
+        self._lines = {  # of an operation, for a collective that was merged and lost its line
+            each.op_name: each.source
+            for inside in program.computations.values()
+            for each in inside.instructions
+            if each.op_name and each.source
+        }
 
     def find(self, inside: Computation) -> Iterator[Found]:
         for each in inside.instructions:
@@ -178,6 +184,7 @@ class _Finder:
         runs = self._runs.counts[inside.name]
         block = max(1, self._devices // self._slices)
         between = is_between_slices(each)
+        op_name = each.op_name or origin.op_name
         return Found(
             inside,
             each,
@@ -193,8 +200,8 @@ class _Finder:
                 runs_known=inside.name not in self._runs.unknown,
                 asynchronous=overlapped,
                 crosses_slices=self._slices > 1 and (between or groups.crosses(block)),
-                op_name=each.op_name or origin.op_name,
-                source=each.source or origin.source,
+                op_name=op_name,
+                source=each.source or origin.source or self._lines.get(op_name, ""),
             ),
         )
 
