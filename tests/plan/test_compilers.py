@@ -188,6 +188,8 @@ def test_the_estimate_is_the_partitioned_program_still_to_be_rewritten() -> None
     compiler = plan.compiler_for(plan.Target.parse("tpu:v5e:2x4"), compiler="estimate")
     found = compiler.compile(lowered_mlp(compiler.mesh(SIZES)))
     assert found.estimate and found.text is not None
+    arguments = 4 * (128 * 256 + 2 * 256 * 256)
+    assert found.peak_bytes is not None and arguments < found.peak_bytes < 2 * arguments
     facts = hlo.read_program(found.text, SIZES, estimate=True)
     assert facts.matmul_flops == 2 * 2 * 128 * 256 * 256
     assert facts.wire_bytes() == 2 * 3 / 4 * 4 * 128 * 256

@@ -6,7 +6,7 @@ told before its first computation.
 
 For CPU targets the program is XLA's own. For TPUs and GPUs it is the program right after XLA's
 partitioner, which is the same code for all of them; ``shardax.hlo`` rewrites what their compilers
-are known to rewrite. What comes before the partitioner may depend on the platform that the function
+are known to rewrite, and estimates the memory from what is live. What comes before the partitioner may depend on the platform that the function
 is lowered for, so it is lowered for CPU.
 """
 
@@ -82,10 +82,14 @@ class EstimateCompiler(CpuCompiler):
         self.label = f"{self.label}, estimate"
 
     def _compile(self, lowered: jax.stages.Lowered, effort: str) -> CompiledProgram:
+        from shardax.hlo.estimate import rewritten
+        from shardax.hlo.live_memory import peak_bytes
         from shardax.hlo.partitioned import partitioned_text
+        from shardax.hlo.program import parse
 
         del effort  # the partitioner has one
         start = time.perf_counter()
         text = partitioned_text(lowered)
         seconds = time.perf_counter() - start
-        return CompiledProgram(text, None, None, None, seconds, estimate=True)
+        peak = peak_bytes(rewritten(parse(text)))
+        return CompiledProgram(text, peak, None, None, seconds, estimate=True)
