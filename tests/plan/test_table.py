@@ -91,7 +91,7 @@ def test_long_names_are_cut_so_that_figures_stay_in_sight() -> None:
     found = replace(sample_reports()[0], layout=replace(sample_reports()[0].layout, name="n" * 90))
     text = render(Plan("tpu:v5e:4x4", (found,)), 100)
     assert max(map(len, text.splitlines())) <= 100
-    assert "n" * 32 + "…" in text
+    assert "n" * 39 + "…" in text
 
 
 def test_the_cpus_program_in_place_of_the_targets_is_called_an_estimate(plan: Plan) -> None:

@@ -6,6 +6,7 @@ Collectives of the two programs are matched by what they do: kind, mesh axes and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from shardax.core.layout_text import columns
@@ -178,11 +179,29 @@ def _arrays(a: LayoutReport, b: LayoutReport) -> list[Row]:
     second = {each.path: each for each in b.arrays}
     if not first or not second:  # one was not compiled: there is nothing to compare
         return []
-    return [
-        (path, _split(first.get(path)), _split(second.get(path)))
-        for path in dict.fromkeys([*first, *second])
-        if _split(first.get(path)) != _split(second.get(path))
-    ]
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for path in dict.fromkeys([*first, *second]):
+        splits = _split(first.get(path)), _split(second.get(path))
+        if splits[0] != splits[1]:
+            alike.setdefault((re.sub(r"\[\d+\]", "[#]", path), *splits), []).append(path)
+    return [(_joint(paths), *splits) for (_, *splits), paths in alike.items()]
+
+
+def _joint(paths: Sequence[str]) -> str:
+    """One path for those of several layers, whose numbers become ``first-last``.
+
+    >>> _joint(["layers[0].up", "layers[1].up"]), _joint(["head.kernel"])
+    ('layers[0-1].up', 'head.kernel')
+    """
+    steps = zip(*(re.split(r"\[(\d+)\]", path) for path in paths), strict=True)
+    text = ""
+    for place, found in enumerate(steps):
+        if place % 2 == 0:
+            text += found[0]
+        else:
+            numbers = sorted(set(map(int, found)))
+            text += f"[{numbers[0]}]" if len(numbers) == 1 else f"[{numbers[0]}-{numbers[-1]}]"
+    return text
 
 
 def _split(array: ArrayLayout | None) -> str:

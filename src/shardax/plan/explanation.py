@@ -217,8 +217,18 @@ def _details(each: Collective, by: str) -> list[str]:
     if by != "parameter" and each.parameters:
         found.append(f"carries {', '.join(each.parameters)}")
     if each.op_name and not each.why:
-        found.append(f"of {each.op_name}")
+        found.append(f"of {short(each.op_name)}")
     return found
+
+
+def short(name: str, most: int = 90) -> str:
+    """Cuts the name of an operation, of which compilers join many into one.
+
+    Example:
+        >>> short("jit(step)/dot_general", 12)
+        'jit(step)/d…'
+    """
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

@@ -8,7 +8,7 @@ Colours only repeat what the legend, the figure and the bar's description for sc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from shardax.plan.columns import (
@@ -30,6 +30,7 @@ _KINDS = {
     "other": "#b07aa1",
     "temporaries": "#8d949e",
 }
+_FAR = 8
 _AXES = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#9c755f", "#edc948")
 
 
@@ -85,8 +86,15 @@ def memory_chart(reports: Sequence[LayoutReport]) -> str:
     bars = [_memory_bar(report) for report in reports if report.peak_bytes is not None]
     used = {part.name: part.color for bar in bars for part in bar.parts}
     colors = {name: color for name, color in _KINDS.items() if name in used}
-    line = "memory of a device" if any(bar.mark is not None for bar in bars) else ""
-    return _chart(bars, colors, line)
+    marks = [bar.mark for bar in bars if bar.mark is not None]
+    longest = max((report.peak_bytes or 0 for report in reports), default=0)
+    if not marks:
+        return _chart(bars, colors)
+    if max(marks) > _FAR * longest:  # to its scale the bars would be too short to see
+        bars = [replace(bar, mark=None) for bar in bars]
+        far = f"memory of a device, {quantity(max(marks), BINARY)}, is far to the right"
+        return f'{_chart(bars, colors)}<p class="quiet">The {escape(far)}.</p>'
+    return _chart(bars, colors, "memory of a device")
 
 
 def _memory_bar(report: LayoutReport) -> Bar:

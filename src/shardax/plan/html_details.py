@@ -21,7 +21,7 @@ from shardax.plan.columns import (
     mesh_text,
     quantity,
 )
-from shardax.plan.explanation import UNKNOWN, Group, groups, headline, sentence
+from shardax.plan.explanation import UNKNOWN, Group, groups, headline, sentence, short
 from shardax.plan.records import ArrayLayout, LayoutReport
 from shardax.view.pictures import sharding_svg
 
@@ -198,5 +198,6 @@ def _collective(each: Collective) -> str:
         shown = ", ".join(each.parameters[:_LISTED])
         lines.append(f'<span class="quiet">carries <code>{escape(shown)}</code></span>')
     if each.op_name:
-        lines.append(f'<span class="quiet">operation <code>{escape(each.op_name)}</code></span>')
+        name = escape(short(each.op_name, 160))
+        lines.append(f'<span class="quiet">operation <code>{name}</code></span>')
     return "<br>".join(lines)

@@ -23,7 +23,7 @@ a { color: var(--link); }
 .scroll tbody tr:last-child > * { border-bottom: 0; }
 .scroll thead th { background: var(--soft); vertical-align: bottom; }
 .scroll th[scope=row] { position: sticky; left: 0; background: Canvas; font-weight: 600;
-  max-width: 13rem; overflow-wrap: anywhere; white-space: normal; min-width: 5.5rem; }
+  max-width: 20rem; min-width: min(14rem, 34vw); overflow-wrap: anywhere; white-space: normal; }
 .scroll td.right, .scroll th.right { text-align: right; font-variant-numeric: tabular-nums; }
 .scroll thead button { all: unset; cursor: pointer; font: inherit; font-weight: 600; }
 .scroll thead button:focus-visible, summary:focus-visible, .scroll:focus-visible, a:focus-visible {

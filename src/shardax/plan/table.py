@@ -140,16 +140,15 @@ def grids(plan: Plan, width: int = WIDTH, top: int = TOP) -> list[Grid]:
         return []
     ranks = tuple(rank_texts(plan)[report.layout.name] for report in shown)
     first, *others = columns_of(shown)
-    first = _shortened(first, width)
+    name, again = _shortened(first, 2 * width // 5), _shortened(first, width // 5)
     rank_width = max(map(len, ranks))
-    start = rank_width + _GAP + _width(first, shown)
     found: list[list[Column]] = []
     used = width + 1
     for column in others:
         wide = _GAP + _width(column, shown)
         if used + wide > width:
-            found.append([first])
-            used = start
+            found.append([again if found else name])
+            used = rank_width + _GAP + _width(found[-1][0], shown)
         found[-1].append(column)
         used += wide
     return [Grid(tuple(columns), shown, ranks) for columns in found]
@@ -221,9 +220,9 @@ def _wrapped(lines: Sequence[str], width: int) -> list[str]:
     ]
 
 
-def _shortened(column: Column, width: int) -> Column:
-    """The column of names, cut where they would take more than a third of the line."""
-    most = max(width // 3, _LEAST_LAYOUT)
+def _shortened(column: Column, most: int) -> Column:
+    """The column of names, cut so that they leave room for figures."""
+    most = max(most, _LEAST_LAYOUT)
 
     def text(report: LayoutReport) -> str:
         whole = column.text(report)
