@@ -6,8 +6,8 @@ told before its first computation.
 
 For CPU targets the program is XLA's own. For TPUs and GPUs it is the program right after XLA's
 partitioner, which is the same code for all of them; ``shardax.hlo`` rewrites what their compilers
-are known to rewrite, and estimates the memory from what is live. What comes before the partitioner may depend on the platform that the function
-is lowered for, so it is lowered for CPU.
+are known to rewrite, and estimates the memory from what is live. A step that asks for the platform
+that it is lowered for gets the answer "cpu".
 """
 
 from __future__ import annotations
