@@ -139,13 +139,13 @@ class PlanCommand:
         return own_step(self.step, batch)
 
     def _search(self, target: Any, meshes: list[dict[str, int]]) -> Plan:
-        from shardax.plan.search import search
+        from shardax import plan
 
         several = len(self.batch) > 1
         first = self._make(self.batch[0] if self.batch else None)
         options = {**first.options, **({"meshes": meshes} if meshes else {})}
         step: Callable[..., Any] = _varied(self._make) if several else first.step
-        return search(
+        return plan.search(
             step,
             () if several else first.args,
             target,
