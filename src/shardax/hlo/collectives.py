@@ -191,7 +191,7 @@ class _Finder:
             Collective(
                 kind=kind,
                 name=each.name,
-                dtype=arrays[0].dtype if arrays else "token",
+                dtype=arrays[0].dtype,
                 payload=payload,
                 wire_bytes=runs * wire_bytes(kind, payload, groups.size),
                 group_size=groups.size,
@@ -246,17 +246,9 @@ def overlaps(inside: Computation, start: Instruction) -> bool:
 
 def _sent(inside: Computation, each: Instruction) -> list[ArrayShape]:
     """Types of the arrays that a collective takes."""
-    count = len(each.operands)
-    if each.opcode == "send" or each.opcode.startswith(("ragged-", "collective-permute")):
-        count = 1 if not each.opcode.startswith("collective-permute") else count
-    found = [inside.by_name.get(name) for name in each.operands[:count]]
-    arrays = [shape for operand in found if operand for shape in operand.shapes]
-    if None in found or not arrays:
-        raise HloReadError(
-            f"The operands of {each.opcode} {each.name!r} are not in computation {inside.name!r}; "
-            "the text is cut or changed."
-        )
-    return arrays
+    # Others of these hold offsets and sizes, a place for the result, or the order of sends.
+    count = 1 if each.opcode == "send" or each.opcode.startswith("ragged-") else None
+    return [shape for name in each.operands[:count] for shape in inside.by_name[name].shapes]
 
 
 def _callers(program: Program) -> dict[str, tuple[Computation, Instruction]]:

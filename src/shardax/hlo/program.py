@@ -223,7 +223,9 @@ class _Reader:
         assert self._name is not None
         if not self._instructions:
             raise HloReadError(f"Computation {self._name!r}, closed in line {number}, is empty.")
-        self._computations[self._name] = Computation(self._name, tuple(self._instructions))
+        inside = Computation(self._name, tuple(self._instructions))
+        _check_whole(inside)
+        self._computations[self._name] = inside
         self._name = None
 
     def program(self, header: str) -> Program:
@@ -269,6 +271,22 @@ class _Reader:
         if not source and file and line:
             source = line_name(file[1], int(line[1]))
         return (op_name[1] if op_name else ""), source
+
+
+def _check_whole(inside: Computation) -> None:
+    """Raises if something is missing that instructions refer to."""
+    for each in inside.instructions:
+        missing = [name for name in each.operands if name not in inside.by_name]
+        if missing and each.opcode != "parameter":
+            raise HloReadError(
+                f"{each.opcode} {each.name!r} takes {missing[0]!r}, which is not in computation "
+                f"{inside.name!r}; the text is cut or changed."
+            )
+    if sorted(inside.parameters) != list(range(len(inside.parameters))):
+        raise HloReadError(
+            f"Computation {inside.name!r} has parameters {sorted(inside.parameters)}, so one is "
+            "missing; the text is cut or changed."
+        )
 
 
 def _operands(text: str) -> tuple[str, ...]:
