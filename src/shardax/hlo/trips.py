@@ -92,6 +92,8 @@ def _steps(first: int, step: int, direction: str) -> int | None:
         first, step = -first, -step
         direction = "GT" if direction == "LT" else "GE"
     if direction == "NE":
+        if first == 0:
+            return 0
         if step == 0 or first % step or -first // step < 0:
             return None
         return -first // step
