@@ -94,12 +94,58 @@ def report(name: str, mesh: tuple[tuple[str, int], ...], **changes: Any) -> Layo
     return LayoutReport(layout=Layout(name, rules, mesh), **{**given, **changes})
 
 
+WIDE, SQUARE = (("data", 16), ("model", 1)), (("data", 4), ("model", 4))
+NOTHING: dict[str, Any] = {
+    "flops": 0.0,
+    "program_flops": 0.0,
+    "hbm_bytes": 0.0,
+    "collectives": (),
+    "time": None,
+    "arrays": (),
+    "replicated": (),
+    "peak_bytes": None,
+}
+
+
 def sample_reports() -> tuple[LayoutReport, ...]:
     """Two that fit and are near one another, two that do not fit, three rejected, one failed."""
-    wide, square = (("data", 16), ("model", 1)), (("data", 4), ("model", 4))
-    both = report(
+    return (
+        report("fsdp 16x1", WIDE),
+        _both(),
+        report("dp 16x1", WIDE, outcome="does not fit", peak_bytes=int(29.8 * GIB), reason=""),
+        report(
+            "tp 1x16",
+            (("data", 1), ("model", 16)),
+            outcome="does not fit",
+            reason="HLO temporaries (43.40G) exceeds available HBM (15.75G)",
+            **NOTHING,
+        ),
+        *(
+            _rejected(
+                f"heads {size}",
+                f"model.attn.q.kernel: dimension 1 of size {size} is not divisible by 16",
+            )
+            for size in (8, 12)
+        ),
+        _rejected("odd", "parameters alone need 27.1 GiB"),
+        report(
+            "crash",
+            WIDE,
+            outcome="failed",
+            reason="the compiler ended by signal 11\nCheck failed: x == y",
+            **NOTHING,
+        ),
+    )
+
+
+def _rejected(name: str, reason: str) -> LayoutReport:
+    return report(name, WIDE, outcome="rejected", provenance=None, reason=reason, **NOTHING)
+
+
+def _both() -> LayoutReport:
+    return report(
         "fsdp+tp 4x4",
-        square,
+        SQUARE,
         rules=BOTH,
         peak_bytes=int(8.2 * GIB),
         flops=1.25 * 115.371e12,
@@ -129,56 +175,5 @@ def sample_reports() -> tuple[LayoutReport, ...]:
             ),
             array("model.embed.embedding", (32000, 2048), ("vocab", "embed"), (), ("data",)),
             array("model.norm.scale", (2048,), ("norm",), ()),
-        ),
-    )
-    nothing: dict[str, Any] = {
-        "flops": 0.0,
-        "program_flops": 0.0,
-        "hbm_bytes": 0.0,
-        "collectives": (),
-        "time": None,
-        "arrays": (),
-        "replicated": (),
-    }
-    return (
-        report("fsdp 16x1", wide),
-        both,
-        report("dp 16x1", wide, outcome="does not fit", peak_bytes=int(29.8 * GIB), reason=""),
-        report(
-            "tp 1x16",
-            (("data", 1), ("model", 16)),
-            outcome="does not fit",
-            peak_bytes=None,
-            reason="HLO temporaries (43.40G) exceeds available HBM (15.75G)",
-            **nothing,
-        ),
-        *(
-            report(
-                f"heads {size}",
-                wide,
-                outcome="rejected",
-                peak_bytes=None,
-                provenance=None,
-                reason=f"model.attn.q.kernel: dimension 1 of size {size} is not divisible by 16",
-                **nothing,
-            )
-            for size in (8, 12)
-        ),
-        report(
-            "odd",
-            wide,
-            outcome="rejected",
-            peak_bytes=None,
-            provenance=None,
-            reason="parameters alone need 27.1 GiB",
-            **nothing,
-        ),
-        report(
-            "crash",
-            wide,
-            outcome="failed",
-            peak_bytes=None,
-            reason="the compiler ended by signal 11\nCheck failed: x == y",
-            **nothing,
         ),
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.plan.samples import gather, report, sample_reports
+from tests.plan.samples import array, gather, report, sample_reports
 
 from shardax.core.errors import PlanInputError
 from shardax.plan.difference import diff
@@ -131,6 +131,18 @@ def test_a_layout_does_not_differ_from_itself_but_by_its_policies() -> None:
     assert diff(FSDP, strict).splitlines()[3:] == [
         "Rules          a      b",
         "(on_conflict)  first  error",
+    ]
+
+
+def test_layers_that_are_split_alike_are_one_line() -> None:
+    names = ("embed", "mlp")
+    layers = [f"model.layers[{n}].up.kernel" for n in (0, 1, 10)]
+    row = tuple(array(path, (8, 8), names, ("data",), ()) for path in layers)
+    column = tuple(array(path, (8, 8), names, (), ("data",)) for path in layers)
+    text = diff(replace(FSDP, arrays=row), replace(FSDP, arrays=column))
+    assert text.splitlines()[3:] == [
+        "Arrays                        a            b",
+        "model.layers[0-10].up.kernel  embed: data  mlp: data",
     ]
 
 

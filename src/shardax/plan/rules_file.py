@@ -48,6 +48,16 @@ class NamedRules:
         rules: The rules.
         mesh: Pairs of a mesh axis and its size, in order; None: any mesh.
         notes: Lines written as comments above it; reading does not bring them back.
+
+    Example:
+        >>> entry = NamedRules("tp", Rules({"mlp": "model"}), (("model", 4),), ("9.1 GiB",))
+        >>> print(rules_text([entry]), end="")
+        # 9.1 GiB
+        [layouts."tp"]
+        mesh = { "model" = 4 }
+        rules = [
+            ["mlp", "model"],
+        ]
     """
 
     name: str
@@ -157,6 +167,13 @@ def read_rules(path: str | os.PathLike[str]) -> tuple[NamedRules, ...]:
     Raises:
         RulesError: If it is no TOML, or not as a rules file is; names the file and the key.
         OSError: If it cannot be read.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "mine.toml"
+        >>> _ = file.write_text('rules = [["batch", "data"]]')
+        >>> [(entry.name, entry.rules, entry.mesh) for entry in read_rules(file)]
+        [('mine', Rules([('batch', 'data')]), None)]
     """
     file = Path(path)
     try:
