@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout planner: which layout of a model fits on hardware, and what each one costs."""
 
+from shardax.plan.assertion import assert_layout as assert_layout
 from shardax.plan.calibrate import calibrate_cpu as calibrate_cpu
+from shardax.plan.compare import compare as compare
+from shardax.plan.compare import plan as plan
 from shardax.plan.compilers import compiler_for as compiler_for
 from shardax.plan.compilers import known_compilers as known_compilers
 from shardax.plan.cost import Efficiency as Efficiency

@@ -90,8 +90,7 @@ def assert_layout(
     wanted = _wire_bounds(wire_bytes)
     peak = None if peak_bytes is None else _Check("peak_bytes", peak_bytes)
     inputs = Inputs(step, args)
-    asked = target if isinstance(target, Target) else None
-    asked = asked or Target.parse(target or f"cpu:{math.prod(mesh.values())}")
+    asked = Target.parse(target or f"cpu:{math.prod(mesh.values())}")
     asked.check_mesh(mesh)
     layout = layout_of("asserted", rules, mesh)
     (report,) = reports_of(inputs, [layout], asked, "full", compiler=compiler, cache=None)

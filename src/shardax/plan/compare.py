@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-
-import jax
 
 from shardax.core.errors import PlanInputError
 from shardax.partition.assignment import UNCONSTRAINED
 from shardax.partition.rules import Rules, RulesLike
-from shardax.plan.compilers import compiler_for
-from shardax.plan.evaluate import evaluate
 from shardax.plan.inputs import Inputs
-from shardax.plan.result import Plan
+from shardax.plan.progress import progress_for
 from shardax.plan.records import Layout, LayoutReport
+from shardax.plan.result import Plan
+from shardax.plan.search_here import asker
+from shardax.plan.searching import search
 from shardax.plan.targets import Target
 
 
@@ -70,13 +69,22 @@ def compare(
         >>> [(each.layout.name, round(each.total_wire_bytes)) for each in found]
         [('tp', 0), ('row', 49152)]
     """
-    target = target if isinstance(target, Target) else Target.parse(target)
+    target = Target.parse(target)
     inputs = Inputs(step, args)
     layouts = _layouts(rules, [meshes] if isinstance(meshes, Mapping) else list(meshes))
     for layout in layouts:
         target.check_mesh(layout.sizes)
-    options = {"compiler": compiler, "processes": processes, "cache": cache, "progress": progress}
-    return Plan(target.text, tuple(reports_of(inputs, layouts, target, effort, **options)))
+    reports = reports_of(
+        inputs,
+        layouts,
+        target,
+        effort,
+        compiler=compiler,
+        processes=processes,
+        cache=cache,
+        progress=progress,
+    )
+    return Plan(target.text, tuple(reports))
 
 
 def reports_of(
@@ -89,25 +97,27 @@ def reports_of(
     processes: int | None = None,
     cache: Any = "default",
     progress: bool = False,
-) -> Iterable[LayoutReport]:
-    """Yields a report per layout, as they are done.
+) -> Iterator[LayoutReport]:
+    """Yields a report per layout, as they are done; see ``compare``.
 
-    Where this process has the devices itself, it compiles too: starting others would take longer.
-    Else others do, which have as many virtual devices as it takes, and may crash.
+    Args:
+        inputs: The step and its arguments.
+        layouts: The layouts.
+        target: The hardware.
+        effort: As for ``compare``.
+        compiler: Likewise.
+        processes: Likewise.
+        cache: Likewise.
+        progress: Likewise.
     """
-    asked = compiler_for(target, compiler=compiler)
-    here = target.kind == "cpu" and asked.devices_needed <= jax.device_count("cpu")
-    if here and not processes:
-        for layout in layouts:
-            yield evaluate(
-                inputs.step, (), layout, target, effort=effort, compiler=compiler, inputs=inputs
-            )
-        return
-    from shardax.plan.pool import Pool
-
-    options = {"compiler": compiler, "processes": processes, "cache": cache}
-    with Pool(inputs.step, inputs.args, target, **options) as pool:
-        yield from pool.evaluate(layouts, effort)
+    with (
+        progress_for(progress) as shown,
+        asker(inputs, target, compiler, processes, cache) as who,
+    ):
+        shown.expect(len(layouts), "compiling")
+        for answer in who.answers(layouts, effort, begun=shown.begin):
+            shown.end(answer.report, answer.kept)
+            yield answer.report
 
 
 def layout_of(name: str, rules: RulesLike, mesh: Mapping[str, int]) -> Layout:
@@ -164,3 +174,49 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
         'data=8,model=2'
     """
     return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def plan(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    target: str | Target,
+    *,
+    rules: Mapping[str, RulesLike] | None = None,
+    meshes: Sequence[Mapping[str, int]] | None = None,
+    **options: Any,
+) -> Plan:
+    """Plans a step: compares the rules that are given, or searches for the best.
+
+    Args:
+        step: What is planned; see ``compare``.
+        args: Its positional arguments.
+        target: The hardware, such as ``"tpu:v5e:4x4"``.
+        rules: Rules by name, to be compared; None to search.
+        meshes: Sizes of mesh axes by name, one mapping per mesh; needed with ``rules``.
+        **options: As for ``compare`` or ``search``.
+
+    Returns:
+        The plan, best layout first.
+
+    Raises:
+        PlanInputError: As ``compare`` and ``search``; or if there are rules and no mesh.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> def apply(weight, x):
+        ...     return x @ weight.value
+        >>> weight = sx.Param(sx.Init(jax.nn.initializers.ones, (64, 256)), axes=("embed", "mlp"))
+        >>> x = sx.plan.NamedShape((32, 64), "float32", ("batch", "embed"))
+        >>> rules = {"tp": {"mlp": "model"}}
+        >>> found = sx.plan.plan(apply, (weight, x), "cpu:4", rules=rules, meshes=[{"model": 4}])
+        >>> found.best().layout.name
+        'tp'
+    """
+    if rules is None:
+        return search(step, args, target, meshes=meshes, **options)
+    if meshes is None:
+        raise PlanInputError(
+            "There are rules but no meshes to compare them over: give meshes=[{'data': 4, "
+            "'model': 2}], or leave rules out to search for both."
+        )
+    return compare(step, args, rules, meshes, target, **options)

@@ -89,8 +89,8 @@ def requested_bytes(message: str) -> int | None:
         Bytes, or None if the error is not a lack of a device's main memory.
 
     Example:
-        >>> requested_bytes("... HLO temporaries (43.40G) exceeds available HBM (15.75G).") / 2**30
-        43.4
+        >>> requested_bytes("... HLO temporaries (43.40G) exceeds available HBM (15.75G).") // 2**20
+        44441
     """
     for pattern in _NEEDED:
         found = pattern.search(message)

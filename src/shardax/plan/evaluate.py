@@ -15,9 +15,12 @@ import jax
 
 from shardax.core.errors import CompilerFailedError, PlanInputError, ShardaxError
 from shardax.hlo import parse, read_program
+from shardax.partition.assignment import assign
 from shardax.plan.cache import CachedCompiler, ProgramCache
-from shardax.plan.compilers import CompiledProgram, Compiler, compiler_for
+from shardax.plan.candidates import names_of_batch
+from shardax.plan.compilers import CompiledProgram, compiler_for
 from shardax.plan.cost import time_band
+from shardax.plan.dimensions import Dimensions, trace_dimensions
 from shardax.plan.inputs import Inputs, Placed
 from shardax.plan.lowering import LoweredStep, lower, lower_alone
 from shardax.plan.records import Layout, LayoutReport, Provenance
@@ -122,10 +125,16 @@ def _read(
         estimate=compiled.estimate,
     )
     peak, limit = compiled.peak_bytes, target.limit_bytes
-    fits = peak is None or limit is None or peak <= limit
-    reason = "" if fits else f"needs {peak:,} bytes of a device's memory, which has {limit:,}"
+    least = max(peak or 0, sum(placed.argument_bytes.values()))
+    fits = limit is None or least <= limit
+    reason = "" if fits else f"needs {least:,} bytes of a device's memory, which has {limit:,}"
     whole = program_flops(inputs)
-    warnings = [*placed.warnings, *facts.warnings, *_self_check(facts.matmul_flops, whole, layout)]
+    warnings = [
+        *placed.warnings,
+        *lost_batches(inputs, layout),
+        *facts.warnings,
+        *_self_check(facts.matmul_flops, whole, layout),
+    ]
     return LayoutReport(
         layout,
         "fits" if fits else "does not fit",
@@ -154,6 +163,36 @@ def program_flops(inputs: Inputs) -> float:
     return read_program(compiled.as_text(), {}).matmul_flops
 
 
+@functools.lru_cache(maxsize=16)
+def _dimensions(inputs: Inputs) -> Dimensions:
+    return trace_dimensions(inputs)
+
+
+def lost_batches(inputs: Inputs, layout: Layout) -> list[str]:
+    """Says where an activation is not split by the batch because another name took its mesh axis.
+
+    Rules are asked in order. With that of a parameter's dimension first, which activations have
+    too, they are split by it and not by the batch, and most of what is computed travels.
+
+    Args:
+        inputs: The step and its arguments, whose constraints are looked at.
+        layout: The layout.
+    """
+    rules, said = layout.as_rules, []
+    for shape, names in _dimensions(inputs).constraints:
+        assignment = assign(names, rules.pairs)
+        for lost in assignment.passed_over:
+            name, winner = lost.rule[0], lost.winner[0]
+            split = name in assignment.chosen and rules.pairs[assignment.chosen[name]][1]
+            if name in names_of_batch(inputs) and not split:
+                said.append(
+                    f"Activations of shape {shape} and names {names} are not split by {name!r}: "
+                    f"the mesh axis {lost.mesh_axis!r} goes to {winner!r}, whose rule comes first. "
+                    f"Put the rule of {name!r} before it."
+                )
+    return list(dict.fromkeys(said))
+
+
 def argument_paths(text: str, paths: dict[str, str]) -> tuple[str, ...]:
     """Returns where each parameter of a compiled program is among the arguments.
 
@@ -180,8 +219,11 @@ def _self_check(flops: float, whole: float, layout: Layout) -> list[str]:
     if flops * devices >= 0.98 * whole:
         return []
     return [
-        f"The counted operations of {devices} devices, {flops * devices:.4g}, are fewer than the "
-        f"{whole:.4g} of the whole program: some were not recognised, so times are too short."
+        (
+            f"The counted operations of {devices} devices, {flops * devices:.4g}, are fewer than "
+            f"the {whole:.4g} of the whole program: some were not recognised, so times are too "
+            "short."
+        )
     ]
 
 
