@@ -112,6 +112,29 @@ def test_groups_along_no_mesh_axis_are_taken_to_be_along_the_last_that_hold_them
     assert whole.fabric == pytest.approx(7 / 8 * BYTES / (2 * LINK))
 
 
+@pytest.mark.parametrize(
+    ("size", "crosses", "fabric", "network"),
+    [
+        (4, False, 3 / 4 * BYTES / LINK, 0.0),
+        (2, True, 0.0, 1 / 2 * BYTES / DCN),
+        (4, True, 1 / 2 * BYTES / LINK, 1 / 2 * BYTES / 2 / DCN),
+    ],
+)
+def test_groups_along_part_of_an_axis_stay_in_a_slice_unless_they_cross(
+    size: int, crosses: bool, fabric: float, network: float
+) -> None:
+    """``data`` is 4 devices in each of two slices."""
+    part = collective("all-gather", ("data",), size, crosses_slices=crosses)
+    found = collective_time(part, SLICES, {"data": 8, "model": 4})
+    assert (found.fabric, found.network) == (pytest.approx(fabric), pytest.approx(network))
+
+
+def test_groups_along_part_of_an_axis_fill_nodes_first() -> None:
+    found = collective_time(collective("all-gather", ("data",), 16), H100, {"data": 64})
+    assert found.fabric == pytest.approx(7 / 8 * BYTES / NVLINK)
+    assert found.network == pytest.approx(1 / 2 * BYTES / 8 / IB)
+
+
 def test_a_group_of_one_takes_no_time() -> None:
     alone = hlo.Collective("all-reduce", "r", "f32", 4, 0.0, 1, ())
     assert collective_time(alone, V5E, {"data": 16}).overlapped == 0

@@ -144,11 +144,11 @@ def collective_time(
     """
     if each.group_size < 2 or not each.wire_bytes:
         return CollectiveTime(0.0, 0.0)
-    route = _route(each, target, mesh)
-    within, between = _shares(each, route)
+    route, (inner, outer) = _reach(each, target, mesh)
+    within, between = _shares(each, inner, outer)
     fabric = network = 0.0
     if within and each.kind == "all-to-all":
-        fabric = max(_all_to_all(within, route, efficiency.links), route.latency * each.runs)
+        fabric = max(_all_to_all(within, inner, route, efficiency.links), route.latency * each.runs)
     elif within:
         fabric = max(within / (route.bandwidth * efficiency.links), route.latency * each.runs)
     if between:
@@ -157,32 +157,38 @@ def collective_time(
     return CollectiveTime(fabric, network)
 
 
-def _route(each: Collective, target: Target, mesh: Mapping[str, int]) -> Route:
-    """How the devices of a collective's groups reach each other.
+def _reach(
+    each: Collective, target: Target, mesh: Mapping[str, int]
+) -> tuple[Route, tuple[int, int]]:
+    """The way between devices of a group, and how many they are within the fabric and beyond.
 
-    Groups that are not along mesh axes are taken to be along as many of the last axes as hold
-    them; along all axes if they cross slices.
+    A group along part of a mesh axis takes the axis's way, within a slice unless the collective
+    says that it crosses, and within a node as far as that has room. Groups along no mesh axes are
+    taken to be along as many of the last axes as hold them, or along all if they cross slices.
     """
-    if each.axes:
-        return target.route(mesh, each.axes)
-    axes: list[str] = []
-    size = 1
-    for name in reversed(list(mesh)):
-        if size >= each.group_size and not each.crosses_slices:
-            break
-        axes.append(name)
-        size *= mesh[name]
-    return target.route(mesh, axes)
+    axes, size = list(each.axes), each.group_size
+    if not axes:
+        held = 1
+        for name in reversed(list(mesh)):
+            if held >= size and not each.crosses_slices:
+                break
+            axes.append(name)
+            held *= mesh[name]
+    route = target.route(mesh, axes)
+    if size == route.group_size:
+        return route, (route.inner, route.outer)
+    if target.slices > 1:
+        outer = min(route.outer, size) if each.crosses_slices else 1
+    else:
+        outer = -(-size // route.inner)
+    return route, (max(1, size // outer), outer)
 
 
-def _shares(each: Collective, route: Route) -> tuple[float, float]:
+def _shares(each: Collective, inner: int, outer: int) -> tuple[float, float]:
     """Wire bytes of all runs within the fabric, and over the network."""
-    inner, outer = route.inner, route.outer
-    if outer == 1 or (not each.axes and not each.crosses_slices):
+    if outer == 1:
         return each.wire_bytes, 0.0
-    if inner == 1:
-        return 0.0, each.wire_bytes
-    if each.kind == "collective-permute":
+    if inner == 1 or each.kind == "collective-permute":
         return 0.0, each.wire_bytes
     if each.kind == "all-to-all":
         away = (outer - 1) * inner / (inner * outer - 1)
@@ -192,14 +198,14 @@ def _shares(each: Collective, route: Route) -> tuple[float, float]:
     return whole * (inner - 1) / inner, whole * (outer - 1) / outer / inner
 
 
-def _all_to_all(wire: float, route: Route, efficiency: float) -> float:
+def _all_to_all(wire: float, inner: int, route: Route, efficiency: float) -> float:
     """Time of the wire bytes of an all-to-all within the fabric.
 
     A device has B bytes for all ``inner`` devices, and its wire bytes are those for the others. In
     a dimension of k devices, B k/4 pass the busiest link: on a ring each byte goes k/4 links far on
     average, and the middle of a line parts k/2 devices from k/2. Dimensions work at the same time.
     """
-    whole = wire * route.inner / max(route.inner - 1, 1)
+    whole = wire * inner / max(inner - 1, 1)
     return max(
         whole * (size * size // 4) / size / (dimension.bandwidth * efficiency)
         if dimension.hops > 1 or size == 2
