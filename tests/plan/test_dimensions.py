@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dimension model: matrix products and the names of their dimensions, without compiling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.plan.steps import decoder, param, perceptron
+
+import shardax as sx
+from shardax.plan import Layout, NamedShape, Target
+from shardax.plan.dimension_classes import matching_groups
+from shardax.plan.dimensions import Dimensions, trace_dimensions
+from shardax.plan.evaluate import evaluate
+from shardax.plan.inputs import Inputs
+
+Described = dict[tuple[str, ...], float]
+
+
+def model_of(step: Callable[..., Any], *args: Any) -> Dimensions:
+    return trace_dimensions(Inputs(step, args))
+
+
+def described(dimensions: Dimensions) -> Described:
+    """Operations by the names of dimensions, as ``role:name+name``."""
+    found: Described = {}
+    for product in dimensions.products:
+        key = tuple(sorted(f"{d.role}:{'+'.join(sorted(d.names))}" for d in product.dims))
+        found[key] = found.get(key, 0.0) + product.flops
+    return found
+
+
+def named(*shape_and_names: tuple[int, str]) -> NamedShape:
+    sizes, names = zip(*shape_and_names, strict=True)
+    return NamedShape(sizes, "float32", names)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def test_a_perceptron_forward_and_backward_has_the_products_that_one_counts_by_hand() -> None:
+    step, args = perceptron(batch=32, embed=16, mlp=64)
+    each = 2.0 * 32 * 16 * 64
+    assert described(model_of(step, *args)) == {
+        ("left:batch", "right:mlp", "sum:embed"): 2 * each,  # up; of down, what hidden gets
+        ("left:batch", "right:embed", "sum:mlp"): each,  # down
+        ("left:embed", "right:mlp", "sum:batch"): each,  # what up gets
+        ("left:mlp", "right:embed", "sum:batch"): each,  # what down gets
+    }
+
+
+def test_names_of_constraints_reach_the_products() -> None:
+    def step(weight: Any, x: jax.Array) -> jax.Array:
+        return sx.constrain(x.reshape(4, 6, 8), ("batch", "seq", "embed")) @ weight.value
+
+    found = model_of(step, param((8, 16), "embed", "mlp"), named((24, "rows"), (8, "embed")))
+    assert found.constraints == (((4, 6, 8), ("batch", "seq", "embed")),)
+    assert described(found) == {
+        ("left:batch+rows", "left:rows+seq", "right:mlp", "sum:embed"): 2.0 * 4 * 6 * 8 * 16
+    }
+
+
+def test_a_product_in_a_loop_counts_as_often_as_it_runs_and_the_loop_takes_layers() -> None:
+    def step(weights: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, weights.value)[0]
+
+    found = model_of(step, param((5, 8, 8), "layers", "in", "out"), named((4, "batch"), (8, "in")))
+    assert [(p.flops, p.runs) for p in found.products] == [(5 * 2.0 * 4 * 8 * 8, 5)]
+    assert found.looped == {"layers"}
+
+
+def test_a_merged_dimension_has_the_names_of_its_parts_and_they_have_its() -> None:
+    def step(weight: Any, x: jax.Array) -> jax.Array:
+        return x.reshape(-1, 8) @ weight.value.reshape(8, 12)
+
+    weight = param((8, 3, 4), "embed", "heads", "head_dim")
+    found = model_of(step, weight, named((2, "batch"), (6, "seq"), (8, "embed")))
+    assert list(described(found)) == [("left:batch+seq", "right:head_dim+heads", "sum:embed")]
+
+
+def test_parts_of_one_whole_are_the_same_after_merging_and_splitting() -> None:
+    def step(weight: Any, x: jax.Array) -> jax.Array:
+        flat = (x.reshape(-1, 8) @ weight.value).reshape(2, 6, 4)
+        return jnp.einsum("bse,bte->bst", flat, flat)
+
+    found = model_of(step, param((8, 4), "embed", "out"), named((2, "b"), (6, "s"), (8, "embed")))
+    assert ("batch:b", "left:s", "right:s", "sum:out") in described(found)
+
+
+def test_an_embedding_lookup_keeps_rows_of_tokens_and_the_vectors() -> None:
+    def step(table: Any, weight: Any, tokens: jax.Array) -> jax.Array:
+        return table.value[tokens] @ weight.value
+
+    tokens = NamedShape((4, 6), "int32", ("batch", "seq"))
+    table, weight = param((32, 8), "vocab", "embed"), param((8, 16), "embed", "mlp")
+    found = model_of(step, table, weight, tokens)
+    assert list(described(found)) == [("left:batch", "left:seq", "right:mlp", "sum:embed")]
+
+
+def test_a_convolution_sums_over_its_window_and_channels() -> None:
+    def step(kernel: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            x, kernel.value, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    kernel = param((3, 3, 4, 6), "h", "w", "channels", "features")
+    x = named((2, "batch"), (8, "rows"), (8, "columns"), (4, "channels"))
+    found = model_of(step, kernel, x)
+    assert described(found) == {
+        ("left:batch", "left:columns", "left:rows", "right:features", "sum:channels"): (
+            2.0 * (2 * 8 * 8 * 6) * (3 * 3 * 4)
+        )
+    }
+
+
+def test_what_nothing_needs_is_not_counted() -> None:
+    def step(weight: Any, x: jax.Array) -> jax.Array:
+        jnp.tanh(x @ weight.value)
+        return x.sum()
+
+    assert model_of(step, param((8, 8), "a", "b"), named((4, "n"), (8, "a"))).products == ()
+
+
+def test_loops_of_unknown_length_and_conditions_are_noted() -> None:
+    def step(weight: Any, x: jax.Array) -> jax.Array:
+        x = jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ weight.value, x)
+        return jax.lax.cond(x.sum() > 0, lambda x: x @ weight.value, lambda x: x, x)
+
+    found = model_of(step, param((8, 8), "a", "b"), named((4, "n"), (8, "a")))
+    assert found.notes == (
+        "a loop of unknown length counts once",
+        "all branches of a condition count",
+    )
+    assert found.flops == 2 * 2.0 * 4 * 8 * 8
+
+
+def test_functions_inside_are_walked_where_they_are_called() -> None:
+    twice = jax.jit(lambda x, w: x @ w)
+
+    def step(first: Any, second: Any, x: jax.Array) -> jax.Array:
+        return jax.checkpoint(twice)(twice(x, first.value), second.value)
+
+    args = param((8, 6), "a", "b"), param((6, 4), "b", "c"), named((2, "n"), (8, "a"))
+    assert set(described(model_of(step, *args))) == {
+        ("left:n", "right:b", "sum:a"),
+        ("left:n", "right:c", "sum:b"),
+    }
+
+
+def test_grouped_attention_ties_key_heads_to_heads_as_parts() -> None:
+    step, args = decoder()
+    found = model_of(step, *args)
+    assert frozenset({"heads", "kv_heads"}) in found.together
+    assert found.looped == {"layers"}
+    scores = ("batch:batch", "batch:heads+kv_heads", "left:heads", "left:seq", "right:seq")
+    assert any(set(scores) <= set(key) for key in described(found))
+
+
+# --- replicated compute ---------------------------------------------------------------------------
+
+
+def test_a_dimension_without_a_name_counts_as_split_as_far_as_its_size_goes() -> None:
+    x = NamedShape((3, 8), "float32", (None, "embed"))
+    found = model_of(lambda w, x: x @ w.value, param((8, 16), "embed", "mlp"), x)
+    assert found.replicated_compute({}, {"data": 2}) == 1.0
+    assert found.replicated_compute({}, {"data": 12}) == 4.0
+    assert found.replicated_compute({"mlp": "data"}, {"data": 12}) == 1.0
+
+
+RULES = {
+    "data parallel": {"batch": "data"},
+    "all": {"batch": "data", **dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "model")},
+    "sequence": {"batch": "data", "seq": "model"},
+}  # fmt: skip
+MESH = {"data": 4, "model": 2}
+
+
+@pytest.fixture(scope="module")
+def traced() -> tuple[Inputs, Dimensions]:
+    step, args = decoder(num_layers=1)
+    inputs = Inputs(step, args)
+    return inputs, trace_dimensions(inputs)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_replicated_compute_is_a_lower_bound_of_what_the_compiler_counts(
+    name: str, traced: tuple[Inputs, Dimensions]
+) -> None:
+    inputs, found = traced
+    layout = Layout(name, tuple(RULES[name].items()), tuple(MESH.items()))
+    report = evaluate(inputs.step, (), layout, Target.parse("cpu:8"), inputs=inputs)
+    bound = found.replicated_compute(RULES[name], MESH)
+    assert found.flops == report.program_flops
+    assert bound <= report.replicated_compute * 1.001
+    assert bound == pytest.approx(report.replicated_compute, rel=0.05)
+
+
+@given(st.dictionaries(st.sampled_from(["batch", "embed", "mlp"]), st.sampled_from("abc")))
+def test_another_rule_never_means_more_replicated_compute(rules: dict[str, str]) -> None:
+    sizes = {"a": 2, "b": 3, "c": 4}
+    found = PERCEPTRON
+    less = found.replicated_compute(rules, sizes)
+    for name in rules:
+        fewer = {other: axis for other, axis in rules.items() if other != name}
+        assert 1.0 <= less <= found.replicated_compute(fewer, sizes) <= 24.0
+
+
+_STEP, _ARGS = perceptron(batch=48, embed=24, mlp=48)
+PERCEPTRON = model_of(_STEP, *_ARGS)
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4, 6]), max_size=5), st.data())
+def test_groups_of_a_reshape_have_equal_products_and_cover_all_dimensions(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    other = data.draw(factorisation(math.prod(sizes)))
+    groups = matching_groups(sizes, other)
+    for taken, made in groups:
+        assert math.prod(sizes[i] for i in taken) == math.prod(other[i] for i in made)
+    assert [i for taken, _ in groups for i in taken] == [i for i, n in enumerate(sizes) if n > 1]
+    assert [i for _, made in groups for i in made] == [i for i, n in enumerate(other) if n > 1]
+
+
+@st.composite
+def factorisation(draw: st.DrawFn, product: int) -> list[int]:
+    """Sizes of a given product, in any order, with ones."""
+    sizes: list[int] = []
+    while product > 1:
+        factor = draw(st.sampled_from([n for n in range(2, product + 1) if product % n == 0]))
+        sizes.append(factor)
+        product //= factor
+    return sizes
