@@ -66,6 +66,10 @@ class Buffers:
         on_the_way = each.opcode in _ON_THE_WAY and each.name not in self._filled
         return not on_the_way and each.opcode not in _NAMES
 
+    def done(self) -> list[Instruction]:
+        """Returns the instructions that are done for themselves, in the program's order."""
+        return [each for each in self._inside.instructions if self.is_done(each)]
+
     def needed(self, each: Instruction) -> Element:
         """Returns the buffers that an instruction reads."""
         names = () if each.opcode in ("parameter", "constant") else each.operands
@@ -137,12 +141,15 @@ class Buffers:
 
     def _of_loop(self, each: Instruction) -> tuple[Element, ...]:
         """Elements of a loop's result: in the place of what it starts with, where that may be."""
-        elements = []
+        elements: list[Element] = []
+        taken: set[Element] = set()
         starts = [element for name in each.operands for element in self.elements[name]]
         for number, (start, shape) in enumerate(zip(starts, each.shapes, strict=True)):
-            if number not in self._kept.get(each.name, ()) and len(start) != 1:
-                start = frozenset({f"{each.name}#{number}"})
-                self.sizes[f"{each.name}#{number}"] = shape.bytes
+            if number not in self._kept.get(each.name, ()):
+                if len(start) != 1 or start in taken:
+                    start = frozenset({f"{each.name}#{number}"})
+                    self.sizes[f"{each.name}#{number}"] = shape.bytes
+                taken.add(start)
             elements.append(start)
         return tuple(elements)
 

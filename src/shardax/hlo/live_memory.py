@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from shardax.hlo.aliases import aliases
 from shardax.hlo.live_buffers import Buffers, kept_elements
+from shardax.hlo.live_order import least_memory_order
 from shardax.hlo.program import Computation, Instruction, Program
 
 
@@ -65,13 +66,26 @@ def _most(
     sizes = dict(buffers.sizes)
     for number in placed:
         sizes.update(dict.fromkeys(results[number], 0))
-    begins, ends = _lifetimes(inside, buffers)
+    within = {each.name: _within(program, each, kept) for each in inside.instructions}
+    orders = (buffers.done(), least_memory_order(inside, buffers))
+    return min(_peak(order, inside, buffers, sizes, within) for order in orders)
+
+
+def _peak(
+    order: list[Instruction],
+    inside: Computation,
+    buffers: Buffers,
+    sizes: Mapping[str, int],
+    within: Mapping[str, int],
+) -> int:
+    """The most bytes at a time if instructions run in an order."""
+    begins, ends = _lifetimes(order, inside, buffers)
     begun_at, ended_at = (_bytes_at(places, sizes) for places in (begins, ends))
     given = live = most = begun_at[-1]
-    for place, each in enumerate(inside.instructions):
+    for place, each in enumerate(order):
         begun, ended = begun_at[place], ended_at[place]
         reused = min(begun, ended) if each.opcode == "all-reduce" else 0
-        most = max(most, live + begun - reused + _within(program, each, kept))
+        most = max(most, live + begun - reused + within[each.name])
         live += begun - ended
     return most - given
 
@@ -97,22 +111,18 @@ def _within(program: Program, each: Instruction, kept: dict[str, frozenset[int]]
             return 0
 
 
-def _lifetimes(inside: Computation, buffers: Buffers) -> tuple[dict[str, int], dict[str, int]]:
+def _lifetimes(
+    order: list[Instruction], inside: Computation, buffers: Buffers
+) -> tuple[dict[str, int], dict[str, int]]:
     """The places where buffers begin to be filled and are needed last; -1 is before the first."""
-    begins = {
-        buffer: -1 if inside.by_name[buffer.partition("#")[0]].opcode == "parameter" else 0
-        for buffer in buffers.sizes
-    }
+    begins = dict.fromkeys(buffers.sizes, -1)
     ends: dict[str, int] = {}
-    for place, each in enumerate(inside.instructions):
-        if buffers.is_done(each):
-            ends.update(dict.fromkeys(buffers.needed(each), place))
-            for element in buffers.elements[each.name]:
-                for buffer in element:
-                    if buffer.partition("#")[0] == each.name:
-                        begins[buffer] = place
-                    ends.setdefault(buffer, place)
-    end = len(inside.instructions)
+    for place, each in enumerate(order):
+        ends.update(dict.fromkeys(buffers.needed(each), place))
+        for buffer in frozenset().union(*buffers.elements[each.name]):
+            if buffer.partition("#")[0] == each.name:
+                begins[buffer] = place
+            ends.setdefault(buffer, place)
     for element in buffers.elements[inside.root.name]:
-        ends.update(dict.fromkeys(element, end))
+        ends.update(dict.fromkeys(element, len(order)))
     return begins, {buffer: place for buffer, place in ends.items() if buffer in begins}
