@@ -89,12 +89,8 @@ def asker(
         processes: How many processes; None for one per core, or none where none is needed.
         cache: Folder for compiled programs, ``"default"``, or None.
     """
-    asked = compiler_for(target, compiler=compiler)
-    if (
-        processes is None
-        and target.kind == "cpu"
-        and asked.devices_needed <= len(jax.devices("cpu"))
-    ):
+    needed = compiler_for(target, compiler=compiler).devices_needed
+    if processes is None and 0 < needed <= len(jax.devices("cpu")):
         return Here(inputs, target, compiler, cache)
     return Pool(
         inputs.step, (), target, compiler=compiler, processes=processes, cache=cache, inputs=inputs
