@@ -17,7 +17,6 @@ from shardax.core.errors import CompilerFailedError, PlanInputError, ShardaxErro
 from shardax.hlo import parse, read_program
 from shardax.partition.assignment import assign
 from shardax.plan.cache import CachedCompiler, ProgramCache
-from shardax.plan.candidates import names_of_batch
 from shardax.plan.compilers import CompiledProgram, compiler_for
 from shardax.plan.cost import time_band
 from shardax.plan.dimensions import Dimensions, trace_dimensions
@@ -83,7 +82,9 @@ def evaluate(
     except PlanInputError:
         raise
     except _CONSTRAINT_ERRORS as error:
-        lower_alone(inputs)  # raises if the step is at fault, whatever the layout
+        lower_alone(
+            inputs, tuple(layout.sizes)
+        )  # raises if the step is at fault, whatever the layout
         return LayoutReport(layout, "rejected", _first_lines(error), **common)
     try:
         compiled = asked.compile(lowered.lowered, effort)
@@ -128,7 +129,7 @@ def _read(
     least = max(peak or 0, sum(placed.argument_bytes.values()))
     fits = limit is None or least <= limit
     reason = "" if fits else f"needs {least:,} bytes of a device's memory, which has {limit:,}"
-    whole = program_flops(inputs)
+    whole = program_flops(inputs, tuple(layout.sizes))
     warnings = [
         *placed.warnings,
         *lost_batches(inputs, layout),
@@ -152,12 +153,16 @@ def _read(
 
 
 @functools.lru_cache(maxsize=16)
-def program_flops(inputs: Inputs) -> float:
+def program_flops(inputs: Inputs, mesh_axes: tuple[str, ...] = ()) -> float:
     """Returns the operations of the matrix products of a step, counted in its one-device program.
 
     The program is that of XLA's CPU compiler, without what it found to be unused.
+
+    Args:
+        inputs: The step and its arguments.
+        mesh_axes: Names of mesh axes, for code in the step that asks for them.
     """
-    compiled = lower_alone(inputs).lowered.compile(
+    compiled = lower_alone(inputs, mesh_axes).lowered.compile(
         compiler_options={"xla_backend_optimization_level": 0}
     )
     return read_program(compiled.as_text(), {}).matmul_flops
@@ -179,14 +184,15 @@ def lost_batches(inputs: Inputs, layout: Layout) -> list[str]:
         layout: The layout.
     """
     rules, said = layout.as_rules, []
-    for shape, names in _dimensions(inputs).constraints:
+    found = _dimensions(inputs)
+    for shape, names in (*found.constraints, *found.arguments):
         assignment = assign(names, rules.pairs)
         for lost in assignment.passed_over:
             name, winner = lost.rule[0], lost.winner[0]
             split = name in assignment.chosen and rules.pairs[assignment.chosen[name]][1]
-            if name in names_of_batch(inputs) and not split:
+            if name in inputs.batch_names and not split:
                 said.append(
-                    f"Activations of shape {shape} and names {names} are not split by {name!r}: "
+                    f"Arrays of shape {shape} and names {names} are not split by {name!r}: "
                     f"the mesh axis {lost.mesh_axis!r} goes to {winner!r}, whose rule comes first. "
                     f"Put the rule of {name!r} before it."
                 )

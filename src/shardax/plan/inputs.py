@@ -174,6 +174,13 @@ class Inputs:
                             found[each] = None
         return tuple(found)
 
+    @property
+    def batch_names(self) -> frozenset[str]:
+        """Names of the first dimensions of arguments of the kind ``"batch"``."""
+        slots = zip(self._survey.slots, self.kinds, strict=True)
+        axes = [slot.axes for slot, kind in slots if kind == "batch"]
+        return frozenset(names[0] for names in axes if names and isinstance(names[0], str))
+
     def shapes(self) -> tuple[Any, ...]:
         """Returns the arguments as shapes without a layout, for tracing."""
         from shardax.partition import abstract

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from shardax.core.errors import PlanInputError
 from shardax.core.node import Object
+from shardax.partition.rules import Rules
 from shardax.partition.scope import axis_rules
 from shardax.plan.inputs import Inputs, Placed, label
 from shardax.plan.records import Layout
@@ -63,9 +65,24 @@ def lower(inputs: Inputs, layout: Layout, placed: Placed, mesh: Mesh) -> Lowered
         return LoweredStep(traced.lower(), _paths(traced, inputs))
 
 
-def lower_alone(inputs: Inputs) -> LoweredStep:
-    """Lowers a step for one device, without a layout; raises as ``lower``."""
-    with needs_no_values():
+def lower_alone(inputs: Inputs, mesh_axes: Sequence[str] = ()) -> LoweredStep:
+    """Lowers a step for one device, without a layout.
+
+    Args:
+        inputs: The step and its arguments.
+        mesh_axes: Names of mesh axes, for code in the step that asks for them; all of size 1.
+
+    Raises:
+        PlanInputError: If the step needs values; names the line.
+    """
+    devices = np.array(jax.devices("cpu")[:1]).reshape((1,) * len(mesh_axes))
+    # Each name has a rule, so that constraints find that they may stay as they are.
+    rules = Rules([(name, None) for name in inputs.logical_names or ("batch",)])
+    with contextlib.ExitStack() as scope:
+        if mesh_axes:
+            scope.enter_context(jax.set_mesh(Mesh(devices, tuple(mesh_axes))))
+            scope.enter_context(axis_rules(rules))
+        scope.enter_context(needs_no_values())
         traced = _compiled(inputs, None).trace(*inputs.shapes())
         return LoweredStep(traced.lower(), _paths(traced, inputs))
 

@@ -2,8 +2,8 @@
 """A plan: what was found of several layouts of one step on one target, best first.
 
 A layout is better if it fits; then if the middle of its time band is lower (of one example, where
-batch sizes differ); then if it moves fewer bytes. Layouts whose times cannot be told apart are *ties* (``shardax.plan.cost``), and the plan
-says so rather than feign a difference.
+batch sizes differ); then if it moves fewer bytes. Layouts whose times cannot be told apart are
+*ties* (``shardax.plan.cost``), and the plan says so rather than feign a difference.
 """
 
 from __future__ import annotations
