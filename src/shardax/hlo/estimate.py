@@ -7,6 +7,7 @@ here, so that a program which was partitioned on CPU (``partitioned_text``) give
 they would send:
 
 * equal instructions are done once, what nothing uses is not done, also not in loops;
+* a part that all devices of a group keep is cut out before they sum it;
 * a sum over one set of groups and then over another is one sum over both;
 * two sums that are added are added first, and summed over the devices once;
 * a sum of which each device keeps only its part is a reduce-scatter.
@@ -22,7 +23,7 @@ from collections.abc import Callable
 
 from shardax.hlo.estimate_graph import COLLECTIVES, Graph, Groups, chains, reduction
 from shardax.hlo.estimate_loops import without_unused_results
-from shardax.hlo.estimate_slices import scattered_dimension
+from shardax.hlo.estimate_slices import is_cut_alike, scattered_dimension
 from shardax.hlo.groups import groups_of
 from shardax.hlo.program import ArrayShape, Instruction, Program
 
@@ -53,7 +54,7 @@ def rewritten(program: Program) -> Program:
         graph = Graph(program, computation)
         graph.remove_unused()
         graph.merge_equal()
-        for rewrite in (_sum_over_both, _add_first, _scatter):
+        for rewrite in (_cut_first, _sum_over_both, _add_first, _scatter):
             while rewrite(graph, groups):
                 graph.remove_unused()
         computations[name] = graph.computation()
@@ -75,6 +76,26 @@ def _finder(device_count: int) -> FindGroups:
         return known[each.attributes]
 
     return find
+
+
+def _cut_first(graph: Graph, groups: FindGroups) -> bool:
+    """Sums only the part that all devices of a group keep."""
+    for reduced in graph.instructions.values():
+        cut = graph.only_user(reduced.name) if _is_reduction(reduced) else None
+        if cut is None or cut.opcode != "dynamic-slice" or cut.operands[0] != reduced.name:
+            continue
+        found = groups(reduced)
+        if found is None or len(found[0]) < 2 or not is_cut_alike(graph, cut, found):
+            continue
+        part = dataclasses.replace(
+            cut, name=f"{cut.name}.first", operands=(reduced.operands[0], *cut.operands[1:])
+        )
+        total = dataclasses.replace(
+            reduced, name=cut.name, operands=(part.name,), shapes=cut.shapes
+        )
+        graph.replace({cut.name: (part, total)})
+        return True
+    return False
 
 
 def _sum_over_both(graph: Graph, groups: FindGroups) -> bool:

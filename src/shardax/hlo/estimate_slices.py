@@ -57,6 +57,25 @@ def scattered_dimension(graph: Graph, cut: Instruction, groups: Groups) -> int |
     return dimension if (parts == expected).all() else None
 
 
+def is_cut_alike(graph: Graph, cut: Instruction, groups: Groups) -> bool:
+    """Whether the devices of every group keep the same part of an array.
+
+    Args:
+        graph: The computation.
+        cut: A dynamic slice in it.
+        groups: Numbers of the devices of each group.
+    """
+    devices = np.arange(graph.program.device_count)
+    for start in graph.operands(cut)[1:]:
+        offsets = _values(graph, start, devices)
+        if offsets is None:
+            return False
+        everywhere = np.broadcast_to(offsets, devices.shape)
+        if any(len(set(everywhere[list(group)].tolist())) > 1 for group in groups):
+            return False
+    return True
+
+
 def _values(graph: Graph, scalar: Instruction, devices: Numbers) -> Numbers | None:
     """The value of an integer on each device, as far as it depends on the device's number alone."""
     if scalar.opcode == "partition-id":
