@@ -36,6 +36,11 @@ class Collective:
         source: The user's line that it comes from, ``"model.py:12"``, or "".
         parameters: Paths of the arguments that travel, as far as can be told.
         why: What the source line does that needs it, in a few words, or "".
+
+    Example:
+        >>> each = Collective("all-gather", "ag.1", "bf16", 64, 48.0, 4, ("model",), runs=1)
+        >>> each.wire_bytes / each.payload
+        0.75
     """
 
     kind: str
@@ -64,6 +69,11 @@ class ProgramFacts:
         matmul_flops: Operations of matrix products and convolutions, two for a product and a sum.
         hbm_bytes: Bytes read from and written to the device's memory; an estimate.
         warnings: What could not be told, such as a loop of unknown length.
+
+    Example:
+        >>> sums = Collective("all-reduce", "ar.1", "f32", 4, 7.0, 8, ("data",))
+        >>> ProgramFacts((sums, sums), matmul_flops=0.0, hbm_bytes=0.0).wire_bytes()
+        14.0
     """
 
     collectives: tuple[Collective, ...]

@@ -48,6 +48,11 @@ class Instruction:
         source: The line of model code that it comes from (``model.py:12``), or "".
         is_root: Whether its result is that of its computation.
         literal: Of a constant its value as text, else "".
+
+    Example:
+        >>> each = Instruction("a.1", "add", (ArrayShape("f32", ()),), ("x", "y"), "kind=loop")
+        >>> each.attribute("kind"), each.bytes
+        ('loop', 4)
     """
 
     name: str
@@ -91,6 +96,13 @@ class Computation:
     Attributes:
         name: Its name in the program.
         instructions: In the program's order.
+
+    Example:
+        >>> x = Instruction("x", "parameter", (), ("0",), "")
+        >>> y = Instruction("y", "negate", (), ("x",), "", is_root=True)
+        >>> inside = Computation("main", (x, y))
+        >>> inside.root.name, [each.name for each in inside.operands(y)]
+        ('y', ['x'])
     """
 
     name: str
@@ -118,12 +130,18 @@ class Computation:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program.
+    r"""A compiled program.
 
     Attributes:
         computations: By name.
         entry: Name of the computation that runs first.
         header: First line of the text, with what holds for the whole program.
+
+    Example:
+        >>> text = "HloModule f, num_partitions=8\n\nENTRY %f () -> s32[] {\n"
+        >>> program = parse(text + "  ROOT %one = s32[] constant(1)\n}\n")
+        >>> program.device_count, program.main.root.literal
+        (8, '1')
     """
 
     computations: Mapping[str, Computation]

@@ -27,6 +27,10 @@ class ArrayShape:
     Attributes:
         dtype: As HLO names it (``"bf16"``, ``"s32"``, ``"pred"``, ``"token"``).
         dims: Sizes of its dimensions; of one that is bounded, the bound.
+
+    Example:
+        >>> ArrayShape("bf16", (2, 3)).bytes
+        12
     """
 
     dtype: str
