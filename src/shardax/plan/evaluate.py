@@ -82,9 +82,7 @@ def evaluate(
     except PlanInputError:
         raise
     except _CONSTRAINT_ERRORS as error:
-        lower_alone(
-            inputs, tuple(layout.sizes)
-        )  # raises if the step is at fault, whatever the layout
+        lower_alone(inputs, tuple(layout.sizes))  # raises if the step is at fault anyway
         return LayoutReport(layout, "rejected", _first_lines(error), **common)
     try:
         compiled = asked.compile(lowered.lowered, effort)
@@ -169,8 +167,8 @@ def program_flops(inputs: Inputs, mesh_axes: tuple[str, ...] = ()) -> float:
 
 
 @functools.lru_cache(maxsize=16)
-def _dimensions(inputs: Inputs) -> Dimensions:
-    return trace_dimensions(inputs)
+def _dimensions(inputs: Inputs, mesh_axes: tuple[str, ...]) -> Dimensions:
+    return trace_dimensions(inputs, mesh_axes)
 
 
 def lost_batches(inputs: Inputs, layout: Layout) -> list[str]:
@@ -184,7 +182,7 @@ def lost_batches(inputs: Inputs, layout: Layout) -> list[str]:
         layout: The layout.
     """
     rules, said = layout.as_rules, []
-    found = _dimensions(inputs)
+    found = _dimensions(inputs, tuple(layout.sizes))
     for shape, names in (*found.constraints, *found.arguments):
         assignment = assign(names, rules.pairs)
         for lost in assignment.passed_over:
