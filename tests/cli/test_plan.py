@@ -147,7 +147,7 @@ def test_meshes_of_the_command_line_replace_those_of_the_file(
     printed, errors = capsys.readouterr()
     assert "0 of 2 layouts fit; 2 too large\n" in printed
     assert "tp 1x4 data=2,model=2" in printed and "tp 1x4 data=4,model=1" in printed
-    assert errors.startswith("shardax: None of 2 layouts fits into")
+    assert errors.splitlines()[-1].startswith("shardax: None of 2 layouts fits into")
 
 
 def test_the_demo_is_planned_as_shardax_train_trains_it() -> None:

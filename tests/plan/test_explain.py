@@ -52,9 +52,17 @@ def test_groups_hold_every_collective_along_the_axis_once(by: str, axis: str | N
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_collectives_alike_are_said_once() -> None:
-    same = report("a", (("data", 16),), collectives=(gather(1e9), gather(1e9, name="all-gather.8")))
-    assert "    2 times all-gather along data, 24 x 44.4 MB of bf16: 1.00 GB" in explain(same)
+def test_collectives_alike_are_said_once_with_the_layers_that_they_are_of() -> None:
+    layers = tuple(
+        gather(1e9, asynchronous=False, parameters=(f"up[{n}].w", f"gate[{n}].w", f"up[{n + 1}].w"))
+        for n in (0, 1, 7)
+    )
+    text = explain(report("a", (("data", 16),), collectives=layers))
+    assert text.splitlines()[4:] == [
+        "    3 times all-gather along data, 24 x 44.4 MB of bf16: 1.00 GB, 3.00 GB together",
+        "        dot_general needs the whole of a matrix that is split by embed",
+        "        carries up[0-8].w, gate[0-7].w",
+    ]
 
 
 def test_a_layout_without_a_program_is_explained_by_its_reason() -> None:

@@ -6,12 +6,11 @@ Collectives of the two programs are matched by what they do: kind, mesh axes and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 from shardax.core.layout_text import columns
 from shardax.plan.columns import BINARY, DECIMAL, OPERATIONS, TIMES, axes_text, quantity
-from shardax.plan.explanation import UNKNOWN, headline
+from shardax.plan.explanation import UNKNOWN, headline, of_any_layer, of_layers
 from shardax.plan.records import ArrayLayout, LayoutReport
 
 _SHOWN = 20
@@ -183,25 +182,8 @@ def _arrays(a: LayoutReport, b: LayoutReport) -> list[Row]:
     for path in dict.fromkeys([*first, *second]):
         splits = _split(first.get(path)), _split(second.get(path))
         if splits[0] != splits[1]:
-            alike.setdefault((re.sub(r"\[\d+\]", "[#]", path), *splits), []).append(path)
-    return [(_joint(paths), *splits) for (_, *splits), paths in alike.items()]
-
-
-def _joint(paths: Sequence[str]) -> str:
-    """One path for those of several layers, whose numbers become ``first-last``.
-
-    >>> _joint(["layers[0].up", "layers[1].up"]), _joint(["head.kernel"])
-    ('layers[0-1].up', 'head.kernel')
-    """
-    steps = zip(*(re.split(r"\[(\d+)\]", path) for path in paths), strict=True)
-    text = ""
-    for place, found in enumerate(steps):
-        if place % 2 == 0:
-            text += found[0]
-        else:
-            numbers = sorted(set(map(int, found)))
-            text += f"[{numbers[0]}]" if len(numbers) == 1 else f"[{numbers[0]}-{numbers[-1]}]"
-    return text
+            alike.setdefault((of_any_layer(path), *splits), []).append(path)
+    return [(of_layers(paths), *splits) for (_, *splits), paths in alike.items()]
 
 
 def _split(array: ArrayLayout | None) -> str:

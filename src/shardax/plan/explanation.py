@@ -2,11 +2,13 @@
 """Why a layout communicates: its collectives, by line of model code, by array, or by kind.
 
 A *group* is the collectives that share a source line, an array that travels, or a kind. Its bytes
-are those that one device sends in a step.
+are those that one device sends in a step. Collectives are *alike* if what is said of them differs
+in the numbers of layers alone; they are said once.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ UNKNOWN = {
 }
 
 _WIDTH = 100
+_NUMBERS = re.compile(r"\[(\d+(?:-\d+)?)\]")
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,13 @@ def groups(report: LayoutReport, axis: str | None = None, by: str = "source") ->
     found: dict[str, list[Collective]] = {}
     for each in report.collectives:
         if axis is None or axis in each.axes:
-            found.setdefault(key_of(each, by), []).append(each)
+            found.setdefault(of_any_layer(key_of(each, by)), []).append(each)
     made = [
-        Group(key, tuple(sorted(members, key=lambda each: -each.wire_bytes)))
-        for key, members in found.items()
+        Group(
+            of_layers([key_of(each, by) for each in members]),
+            tuple(sorted(members, key=lambda each: -each.wire_bytes)),
+        )
+        for members in found.values()
     ]
     return tuple(sorted(made, key=lambda group: -group.wire_bytes))
 
@@ -106,7 +112,7 @@ def key_of(each: Collective, by: str) -> str:
     """
     if by == "source":
         return each.source
-    return each.kind if by == "kind" else ", ".join(each.parameters)
+    return each.kind if by == "kind" else arrays_text(each.parameters)
 
 
 def explain(report: LayoutReport, axis: str | None = None, by: str = "source") -> str:
@@ -152,7 +158,10 @@ def explain(report: LayoutReport, axis: str | None = None, by: str = "source") -
         share = 100 * group.wire_bytes / total if total else 0.0
         amount = quantity(group.wire_bytes, DECIMAL).rjust(widest)
         lines += ["", f"{amount}  {share:3.0f}%  {group.key or UNKNOWN[by]}"]
-        lines += _collectives(group.collectives, by)
+        for same in alike(group.collectives, by):
+            lines += _wrapped(same.sentence, 4)
+            for detail in same.details:
+                lines += _wrapped(detail, 8)
     return "\n".join(lines)
 
 
@@ -196,26 +205,97 @@ def sentence(each: Collective) -> str:
     return ", ".join(parts)
 
 
-def _collectives(members: Sequence[Collective], by: str) -> list[str]:
-    """A line for each collective that differs from those before, with how many are alike."""
-    alike: dict[str, list[Collective]] = {}
+@dataclass(frozen=True)
+class Alike:
+    """What is said of collectives that are alike.
+
+    Attributes:
+        sentence: What each of them moves, and how many there are.
+        details: Why, what travels, and the operation.
+    """
+
+    sentence: str
+    details: tuple[str, ...]
+
+
+def alike(members: Sequence[Collective], by: str) -> tuple[Alike, ...]:
+    """Returns what is to be said of some collectives, those that are alike once.
+
+    Args:
+        members: The collectives.
+        by: By what they are grouped, which is not said again.
+
+    Example:
+        >>> same = ("all-gather", "ag", "bf16", 8, 7.0, 8, ("data",))
+        >>> layers = [Collective(*same, parameters=(f"up[{n}].kernel",)) for n in range(3)]
+        >>> alike(layers, "kind")[0].sentence
+        '3 times all-gather along data, 1 x 8.00 B of bf16: 7.00 B, 21.0 B together'
+        >>> alike(layers, "kind")[0].details
+        ('carries up[0-2].kernel',)
+    """
+    found: dict[str, list[Collective]] = {}
     for each in members:
-        alike.setdefault(sentence(each) + "\n".join(_details(each, by)), []).append(each)
-    lines: list[str] = []
-    for same in alike.values():
-        times = f"{len(same)} times " if len(same) > 1 else ""
-        lines += _wrapped(times + sentence(same[0]), 4)
-        for detail in _details(same[0], by):
-            lines += _wrapped(detail, 8)
-    return lines
+        whole = "\n".join([sentence(each), *_details(each, by)])
+        found.setdefault(of_any_layer(whole), []).append(each)
+    made: list[Alike] = []
+    for same in found.values():
+        said = sentence(same[0])
+        if len(same) > 1:
+            together = quantity(sum(each.wire_bytes for each in same), DECIMAL)
+            said = f"{len(same)} times {said}, {together} together"
+        details = zip(*(_details(each, by) for each in same), strict=True)
+        made.append(Alike(said, tuple(of_layers(texts) for texts in details)))
+    return tuple(made)
+
+
+def arrays_text(paths: Sequence[str]) -> str:
+    """Names arrays, those of several layers as one.
+
+    Example:
+        >>> arrays_text(["up[0].kernel", "up[1].kernel", "head"])
+        'up[0-1].kernel, head'
+    """
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        found.setdefault(of_any_layer(path), []).append(path)
+    return ", ".join(map(of_layers, found.values()))
+
+
+def of_any_layer(text: str) -> str:
+    """Returns a text without the numbers of layers.
+
+    Example:
+        >>> of_any_layer("layers[3].up")
+        'layers[#].up'
+    """
+    return _NUMBERS.sub("[#]", text)
+
+
+def of_layers(texts: Sequence[str]) -> str:
+    """Returns one text for those that differ in numbers of layers, which become ``first-last``.
+
+    Example:
+        >>> of_layers(["layers[0].up", "layers[2].up"]), of_layers(["head.kernel"])
+        ('layers[0-2].up', 'head.kernel')
+    """
+    text = ""
+    for place, found in enumerate(zip(*map(_NUMBERS.split, texts), strict=True)):
+        if place % 2 == 0:
+            text += found[0]
+        else:
+            numbers = [int(number) for each in found for number in each.split("-")]
+            first, last = min(numbers), max(numbers)
+            text += f"[{first}]" if first == last else f"[{first}-{last}]"
+    return text
 
 
 def _details(each: Collective, by: str) -> list[str]:
     found = [each.why] if each.why else []
     if by != "source" and each.source:
         found.append(f"at {each.source}")
-    if by != "parameter" and each.parameters:
-        found.append(f"carries {', '.join(each.parameters)}")
+    said = len(each.parameters) == 1 and each.parameters[0] in each.why
+    if by != "parameter" and each.parameters and not said:
+        found.append(f"carries {arrays_text(each.parameters)}")
     if each.op_name and not each.why:
         found.append(f"of {short(each.op_name)}")
     return found

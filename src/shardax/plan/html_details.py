@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from shardax.hlo.facts import Collective
 from shardax.plan.columns import (
     BINARY,
     DECIMAL,
@@ -21,7 +20,7 @@ from shardax.plan.columns import (
     mesh_text,
     quantity,
 )
-from shardax.plan.explanation import UNKNOWN, Group, groups, headline, sentence, short
+from shardax.plan.explanation import UNKNOWN, Alike, Group, alike, groups, headline
 from shardax.plan.records import ArrayLayout, LayoutReport
 from shardax.view.pictures import sharding_svg
 
@@ -176,13 +175,7 @@ def _sent(report: LayoutReport) -> str:
 def _group(group: Group, total: float) -> str:
     share = 100 * group.wire_bytes / total if total else 0.0
     key = f"<code>{escape(group.key)}</code>" if group.key else f"<em>{UNKNOWN['source']}</em>"
-    alike: dict[str, int] = {}
-    for each in group.collectives:
-        item = _collective(each)
-        alike[item] = alike.get(item, 0) + 1
-    items = "".join(
-        f"<li>{f'{count} times ' if count > 1 else ''}{item}</li>" for item, count in alike.items()
-    )
+    items = "".join(f"<li>{_said(same)}</li>" for same in alike(group.collectives, "source"))
     return (
         f'<li><div class="head"><span>{quantity(group.wire_bytes, DECIMAL)}</span>'
         f"<span>{share:.0f} %</span>{key}</div>"
@@ -190,14 +183,6 @@ def _group(group: Group, total: float) -> str:
     )
 
 
-def _collective(each: Collective) -> str:
-    lines = [f"<strong>{escape(sentence(each))}</strong>"]
-    if each.why:
-        lines.append(escape(each.why))
-    if each.parameters:
-        shown = ", ".join(each.parameters[:_LISTED])
-        lines.append(f'<span class="quiet">carries <code>{escape(shown)}</code></span>')
-    if each.op_name:
-        name = escape(short(each.op_name, 160))
-        lines.append(f'<span class="quiet">operation <code>{name}</code></span>')
-    return "<br>".join(lines)
+def _said(same: Alike) -> str:
+    details = "".join(f'<br><span class="quiet">{escape(text)}</span>' for text in same.details)
+    return f"<strong>{escape(same.sentence)}</strong>{details}"
