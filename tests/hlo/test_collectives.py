@@ -256,6 +256,24 @@ def between(target: str, kind: str = "ALL_REDUCE", **more: Any) -> Collective:
     return one("%t = token[] after-all()", send, mesh=sizes, slices=2, **more)
 
 
+def test_between_slices_the_end_is_that_of_what_is_received() -> None:
+    """What is sent is gone at once; the result of all is there when the receive is done."""
+    named = (
+        "is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="
+        '"sum",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}'
+    )
+    begun = [
+        "%t = token[] after-all()",
+        f"%s = (f32[64], u32[], token[]) send(%x, %t), {named}",
+        f"%r = (f32[64], u32[], token[]) recv(%t), {named}",
+        "%sd = token[] send-done(%s)",
+    ]
+    ended = "%rd = (f32[64], token[]) recv-done(%r)"
+    more: dict[str, Any] = {"mesh": {"slice": 2, "data": 4}, "slices": 2}
+    assert one(*begun, WORK, ended, **more).asynchronous
+    assert not one(*begun, ended, WORK, **more).asynchronous
+
+
 def test_devices_of_slices_are_found_by_their_ids() -> None:
     ids = [100003, 100001, 100002, 100000, 200000, 200001, 200002, 200003]
     assert between("{{100003,200000}}", device_ids=ids).axes == ("slice",)

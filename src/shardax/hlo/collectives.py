@@ -20,7 +20,7 @@ from shardax.hlo.facts import Collective
 from shardax.hlo.groups import Groups, groups_of
 from shardax.hlo.program import ArrayShape, Computation, Instruction, Program
 from shardax.hlo.runs import Runs
-from shardax.hlo.slices import is_between_slices, slice_groups, slice_kind
+from shardax.hlo.slices import is_between_slices, rendezvous, slice_groups, slice_kind
 
 KINDS = {
     "all-reduce": "all-reduce",
@@ -157,7 +157,9 @@ class _Finder:
         if is_between_slices(each):
             groups = slice_groups(each, self._devices, self._slices, self._ids)
             kind = slice_kind(each)
-            yield self._found(inside, each, each, kind, groups, overlaps(inside, each))
+            yield self._found(
+                inside, each, each, kind, groups, overlaps(inside, each, rendezvous(each))
+            )
         elif each.attribute("is_host_transfer") != "true":
             pairs = _PAIRS.search(each.attributes)
             if pairs is None:
@@ -222,26 +224,33 @@ def wire_bytes(kind: str, payload: int, size: int) -> float:
     return times * (size - 1) / size * payload
 
 
-def overlaps(inside: Computation, start: Instruction) -> bool:
+def overlaps(inside: Computation, start: Instruction, meeting: str = "") -> bool:
     """Whether other work stands between the start of a collective and its end.
 
     Args:
         inside: The computation that holds it.
         start: The instruction that begins it.
+        meeting: Of a send through the host, the name by which a ``recv`` belongs to it; then the
+            end is that of the ``recv``.
     """
     if '"is_sync":true' in start.attributes:
         return False
-    names = [each.name for each in inside.instructions]
-    place = names.index(start.name)
-    waiting = {start.name}
-    for each in inside.instructions[place + 1 :]:
-        ends = each.opcode.endswith(("-done", "recv-done"))
-        if ends and waiting & set(each.operands):
+    place = next(i for i, each in enumerate(inside.instructions) if each.name == start.name)
+    later = inside.instructions[place + 1 :]
+    begun = {start.name}
+    if meeting:
+        begun = {each.name for each in inside.instructions if _receives(each, meeting)}
+    for each in later:
+        if each.opcode.endswith("-done") and begun & set(each.operands):
             return False
         base = each.opcode.removesuffix("-start").removesuffix("-done")
         if base not in _IDLE and base not in KINDS and base not in ("send", "recv", "async"):
             return True
     return False
+
+
+def _receives(each: Instruction, meeting: str) -> bool:
+    return each.opcode == "recv" and rendezvous(each) == meeting
 
 
 def _sent(inside: Computation, each: Instruction) -> list[ArrayShape]:

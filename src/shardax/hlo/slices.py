@@ -21,6 +21,7 @@ from shardax.hlo.program import Instruction
 
 _TYPE = re.compile(r'_xla_megascale_transfer_type="?(\w+)"?')
 _TARGET = re.compile(r'_xla_megascale_target=(?:"([^"]*)"|(\{\{.*?\}\}))')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)"?')
 _PRODUCT = re.compile(r"\{([\d,:]+)\}x\{([\d,:]+)\}")
 _SLICE = 100_000
 _KINDS = {
@@ -36,6 +37,12 @@ _KINDS = {
 def is_between_slices(each: Instruction) -> bool:
     """Whether an instruction sends data to other slices."""
     return each.opcode == "send" and "_xla_megascale_" in each.attributes
+
+
+def rendezvous(each: Instruction) -> str:
+    """Returns the name that a send and a receive through the host have in common, or ""."""
+    found = _RENDEZVOUS.search(each.attributes)
+    return found[1] if found else ""
 
 
 def slice_kind(each: Instruction) -> str:
