@@ -8,9 +8,9 @@ Of all assignments of mesh axes to groups of names over all meshes, one is a can
   size 1, and two axes that always go together. Of equals that one is kept whose rules name the
   fewest mesh axes, and use them in the order of priority of names: the batch has the outermost;
 - no other only stores arguments by another dimension. Where a mesh axis splits a *free* name, one
-  that is on every product and never twice on one, then an argument that is split by this axis too
-  is gathered before use, and of which dimension it was hardly matters: the one of the earlier name
-  is kept;
+  that is on no parameter, but on every product, and never twice on one (the batch), an argument
+  that is split by this axis too is gathered before use, and of which dimension it was hardly
+  matters: the one of the earlier name is kept;
 - the devices repeat little work: at most 1.05 times what they do in the best candidate;
 - its arguments fit into the memory.
 
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardax.partition.assignment import Names, Target, assign, mesh_axes_of, strings
+from shardax.partition.survey import Survey
 from shardax.plan.dimensions import Dimensions
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
@@ -88,10 +89,10 @@ def find_candidates(
     """
     arrays = tuple(dict.fromkeys((*dimensions.constraints, *dimensions.arguments)))
     large = _large(dimensions)
-    free = _free_names(dimensions)
+    free = _free_names(dimensions, inputs)
     kept: dict[Any, _Assigned] = {}
     tried = 0
-    for assigned in _assignments(dimensions, space, arrays):
+    for assigned in _assignments(dimensions, space, arrays, free):
         tried += 1
         if progress is not None and tried % 256 == 0:
             progress(tried)
@@ -118,13 +119,13 @@ def _assignments(
     dimensions: Dimensions,
     space: SearchSpace,
     arrays: Sequence[tuple[tuple[int, ...], Names]],
+    free: frozenset[str],
 ) -> Iterator[_Assigned | None]:
     """Yields every assignment, or None for one that cannot be."""
     sizes_of = {name: dimensions.sizes_of(name) for name in dimensions.names}
     for mesh in space.meshes:
         sizes = dict(mesh)
-        free_names = _free_names(dimensions)
-        choices = [_targets(mesh, inner_only=not set(group) & free_names) for group in space.groups]
+        choices = [_targets(mesh, inner_only=not set(group) & free) for group in space.groups]
         for chosen in itertools.product(*choices):
             rules = dict(space.fixed)
             whole = False
@@ -225,11 +226,12 @@ def _always_together(entries: list[list[tuple[str, ...]]], one: str, other: str)
     return True
 
 
-def _free_names(dimensions: Dimensions) -> frozenset[str]:
-    """Names on (nearly) every product, and never twice on one."""
+def _free_names(dimensions: Dimensions, inputs: Inputs) -> frozenset[str]:
+    """Names on no parameter, on (nearly) every product, and never twice on one."""
     total = dimensions.flops
     found: set[str] = set()
-    for name in dimensions.names:
+    stored = set(_names_of(inputs, ("parameters", "optimizer")))
+    for name in (name for name in dimensions.names if name not in stored):
         on = [[d for d in p.dims if name in d.names] for p in dimensions.products]
         covered = sum(p.flops for p, d in zip(dimensions.products, on, strict=True) if d)
         if total and covered >= 0.99 * total and all(len(d) <= 1 for d in on):
@@ -316,9 +318,11 @@ def _by_memory(
 
 def names_of_batch(inputs: Inputs) -> Iterable[str]:
     """Names on arguments of the kind ``"batch"``."""
-    from shardax.partition.survey import Survey
+    return _names_of(inputs, ("batch",))
 
+
+def _names_of(inputs: Inputs, kinds: Sequence[str]) -> Iterable[str]:
     for slot, kind in zip(Survey(inputs.tree).slots, inputs.kinds, strict=True):
-        if kind == "batch":
+        if kind in kinds:
             for info in slot.arrays:
                 yield from strings(slot.names_of(info) or ())

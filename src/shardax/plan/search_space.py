@@ -78,8 +78,8 @@ def search_space(
     fixed = dict(Rules(fix).pairs)
     notes = []
     tied = [name for group in ties for name in group]
-    named = {name for _, names in dimensions.constraints for name in strings(names)}
-    named |= set(activations)
+    on_constraints = (name for _, names in dimensions.constraints for name in strings(names))
+    named = list(dict.fromkeys((*activations, *on_constraints)))
     for name, why in _kept_whole(dimensions, named):
         if name not in fixed and name not in tied:
             fixed[name] = None
@@ -90,7 +90,7 @@ def search_space(
     made = _tied(dimensions, inner) if tie is None else [(name,) for name in inner]
     notes += [f"tied: {', '.join(group)}" for group in made if len(group) > 1]
     groups = [*((name,) for name in alone), *ties, *made]
-    order = {name: position for position, name in enumerate(dimensions.names)}
+    order = {name: at for at, name in enumerate(dict.fromkeys((*named, *dimensions.names)))}
     groups.sort(key=lambda group: (group[0] not in alone, min(order[name] for name in group)))
     return SearchSpace(tuple(groups), tuple(fixed.items()), meshes, tuple(notes))
 
@@ -122,7 +122,7 @@ def _check_names(
                 )
 
 
-def _kept_whole(dimensions: Dimensions, activations: set[str]) -> Iterable[tuple[str, str]]:
+def _kept_whole(dimensions: Dimensions, activations: Sequence[str]) -> Iterable[tuple[str, str]]:
     """Names that the rules keep whole, with the reason."""
     beside = _batch_beside(dimensions)
     total = sum(math.prod(shape) for shape, _ in dimensions.arguments) or 1
