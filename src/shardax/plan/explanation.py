@@ -219,7 +219,7 @@ class Alike:
 
 
 def alike(members: Sequence[Collective], by: str) -> tuple[Alike, ...]:
-    """Returns what is to be said of some collectives, those that are alike once.
+    """Returns what is to be said of some collectives, those that are alike once; largest first.
 
     Args:
         members: The collectives.
@@ -238,7 +238,8 @@ def alike(members: Sequence[Collective], by: str) -> tuple[Alike, ...]:
         whole = "\n".join([sentence(each), *_details(each, by)])
         found.setdefault(of_any_layer(whole), []).append(each)
     made: list[Alike] = []
-    for same in found.values():
+    largest = sorted(found.values(), key=lambda same: -sum(each.wire_bytes for each in same))
+    for same in largest:
         said = sentence(same[0])
         if len(same) > 1:
             together = quantity(sum(each.wire_bytes for each in same), DECIMAL)

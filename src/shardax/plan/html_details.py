@@ -77,8 +77,9 @@ def _facts(report: LayoutReport) -> str:
             ("time of arithmetic", quantity(report.time.compute, TIMES), "estimate"),
             ("time of memory traffic", quantity(report.time.memory, TIMES), "estimate"),
             ("time of communication", quantity(report.time.communication, TIMES), "estimate"),
-            ("compiled in", quantity(report.compile_seconds, TIMES), ""),
         ]
+        if report.compile_seconds:  # 0 if the program was kept from before
+            found.append(("compiled in", quantity(report.compile_seconds, TIMES), ""))
         if report.cross_slice_bytes:
             found.append(("between slices", quantity(report.cross_slice_bytes, DECIMAL), "counted"))
     if not found:
