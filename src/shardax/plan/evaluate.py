@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from shardax.core.errors import CompilerFailedError, PlanInputError, ShardaxError
 from shardax.hlo import parse, read_program
@@ -98,7 +99,7 @@ def evaluate(
             warnings=placed.warnings,
             **common,
         )
-    return _read(inputs, layout, target, placed, lowered, compiled, common)
+    return _read(inputs, layout, target, placed, lowered, compiled, mesh, common)
 
 
 def rejected(layout: Layout, reason: str, **more: Any) -> LayoutReport:
@@ -113,6 +114,7 @@ def _read(
     placed: Placed,
     lowered: LoweredStep,
     compiled: CompiledProgram,
+    mesh: Mesh,
     common: dict[str, Any],
 ) -> LayoutReport:
     text = compiled.text or ""
@@ -121,6 +123,7 @@ def _read(
         layout.sizes,
         arguments=argument_paths(text, lowered.paths),
         slices=target.slices,
+        device_ids=[device.id for device in mesh.devices.flat],
         estimate=compiled.estimate,
     )
     peak, limit = compiled.peak_bytes, target.limit_bytes
