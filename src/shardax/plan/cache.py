@@ -10,6 +10,7 @@ and the folder may be deleted at any time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -114,7 +115,8 @@ class ProgramCache:
             beside.write_bytes(gzip.compress(json.dumps(data).encode(), 4, mtime=0))
             beside.replace(path)
         except OSError as error:
-            beside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                beside.unlink()
             warnings.warn(
                 f"The program was not kept: {path} cannot be written ({error}).",
                 RuntimeWarning,

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs kept on disk: known by everything that they depend on, never out of date."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tests.plan.steps import perceptron
+
+import shardax as sx
+from shardax.plan import Layout, Target
+from shardax.plan.cache import CachedCompiler, ProgramCache, cache_folder, program_key
+from shardax.plan.compilers import CompiledProgram, Compiler
+from shardax.plan.evaluate import evaluate
+from shardax.plan.inputs import Inputs
+
+KEY = "ab" * 32
+PROGRAM = CompiledProgram("HloModule m", 100, 60, None, 2.5)
+
+
+class Lowered:
+    """Stands for a lowered program of a given text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def as_text(self, debug_info: bool = False) -> str:
+        return f"{self.text} at line 3" if debug_info else self.text
+
+
+class Counting(Compiler):
+    """A compiler that counts its compiles."""
+
+    label = "counting 1"
+
+    def __init__(self, target: str = "cpu:8") -> None:
+        super().__init__(Target.parse(target))
+        self.compiles = 0
+
+    def _devices(self, sizes: Mapping[str, int]) -> Any:
+        raise NotImplementedError
+
+    def _compile(self, lowered: Any, effort: str) -> CompiledProgram:
+        self.compiles += 1
+        return PROGRAM
+
+
+def test_what_is_put_is_got_by_its_key_alone(tmp_path: Path) -> None:
+    cache = ProgramCache(tmp_path / "not" / "there")
+    assert cache.get(KEY) is None
+    cache.put(KEY, PROGRAM)
+    assert ProgramCache(cache.folder).get(KEY) == PROGRAM
+    assert cache.get("cd" * 32) is None
+    assert (cache.found, cache.missed) == (0, 2)
+
+
+@pytest.mark.parametrize("damage", [b"", b"no gzip", None])
+def test_a_damaged_file_is_said_and_written_anew(tmp_path: Path, damage: bytes | None) -> None:
+    cache = ProgramCache(tmp_path)
+    cache.put(KEY, PROGRAM)
+    (path,) = tmp_path.glob("*/*.gz")
+    path.write_bytes(path.read_bytes()[:-9] if damage is None else damage)
+    with pytest.warns(RuntimeWarning, match="cannot be read"):
+        assert cache.get(KEY) is None
+    cache.put(KEY, PROGRAM)
+    assert cache.get(KEY) == PROGRAM
+
+
+def test_a_file_for_another_program_is_not_taken(tmp_path: Path) -> None:
+    cache = ProgramCache(tmp_path)
+    cache.put(KEY, PROGRAM)
+    (path,) = tmp_path.glob("*/*.gz")
+    path.rename(path.with_name(f"{KEY[:2]}{'0' * 62}.json.gz"))
+    with pytest.warns(RuntimeWarning, match="and for"):
+        assert cache.get(f"{KEY[:2]}{'0' * 62}") is None
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_nothing_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(RuntimeWarning, match="was not kept"):
+        ProgramCache(tmp_path / "file").put(KEY, PROGRAM)
+
+
+def test_a_program_is_compiled_once_and_then_takes_no_time(tmp_path: Path) -> None:
+    counting, lowered = Counting(), cast("Any", Lowered("f"))
+    CachedCompiler(counting, ProgramCache(tmp_path)).compile(lowered, "screen")
+    asked = CachedCompiler(counting, ProgramCache(tmp_path))
+    made = asked.compile(lowered, "screen")
+    assert counting.compiles == 1
+    assert made == CompiledProgram("HloModule m", 100, 60, None, 0.0)
+    assert (asked.label, asked.tier) == (counting.label, counting.tier)
+
+
+def test_a_key_changes_with_everything_that_a_program_depends_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"data": 4, "model": 2}
+    keys = [
+        program_key(Counting(), sizes, Lowered("f"), "screen"),
+        program_key(Counting(), sizes, Lowered("g"), "screen"),
+        program_key(Counting(), sizes, Lowered("f"), "full"),
+        program_key(Counting("cpu:16"), sizes, Lowered("f"), "screen"),
+        program_key(Counting(), {"model": 2, "data": 4}, Lowered("f"), "screen"),
+    ]
+    monkeypatch.setattr(Counting, "label", "counting 2")
+    keys.append(program_key(Counting(), sizes, Lowered("f"), "screen"))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_test")
+    keys.append(program_key(Counting(), sizes, Lowered("f"), "screen"))
+    assert len(set(keys)) == len(keys)
+    assert keys[-1] == program_key(Counting(), sizes, Lowered("f"), "screen")
+
+
+def test_a_report_from_a_kept_program_is_the_same_but_for_the_seconds(tmp_path: Path) -> None:
+    inputs = Inputs(*perceptron())
+    layout = Layout("dp", (("batch", "data"),), (("data", 8),))
+    cache = ProgramCache(tmp_path)
+    reports = [
+        evaluate(inputs.step, (), layout, Target.parse("cpu:8"), inputs=inputs, cache=cache)
+        for _ in range(2)
+    ]
+    assert (cache.found, cache.missed) == (1, 1)
+    assert reports[0].compile_seconds > 0.0 == reports[1].compile_seconds
+    assert [(r.outcome, r.time, r.collectives, r.peak_bytes) for r in reports[:1]] == [
+        (r.outcome, r.time, r.collectives, r.peak_bytes) for r in reports[1:]
+    ]
+
+
+def test_the_folder_is_that_of_the_environment_or_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SHARDAX_CACHE_DIR", str(tmp_path))
+    assert cache_folder() == tmp_path / "plan"
+    monkeypatch.delenv("SHARDAX_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    assert cache_folder() == tmp_path / "shardax" / "plan"
+    with pytest.raises(sx.errors.PlanInputError, match="cache=True"):
+        cache_folder(True)

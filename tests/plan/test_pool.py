@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that ask compilers: what breaks one layout breaks no other, and none is left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from tests.plan.steps import Perceptron, perceptron, perceptron_loss
+
+import shardax as sx
+from shardax.partition.scope import current_rules
+from shardax.plan import Layout, Target
+from shardax.plan.inputs import Inputs
+from shardax.plan.pool import Pool
+
+TARGET = Target.parse("cpu:2")
+
+
+def layout(name: str, **rules: str) -> Layout:
+    return Layout(name, tuple(rules.items()), (("data", 2),))
+
+
+def fragile(model: Perceptron, x: jax.Array) -> jax.Array:
+    """A step that breaks the process by which it is compiled, as some layouts do."""
+    names = current_rules().names
+    if "crash" in names:
+        sys.stderr.write("the compiler's last words\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "hang" in names:
+        time.sleep(60)
+    if "raise" in names:
+        raise MemoryError("of the compiler")
+    return perceptron_loss(model, x)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_what_breaks_a_process_fails_one_layout_with_its_last_lines(tmp_path: Path) -> None:
+    _, args = perceptron()
+    layouts = [
+        layout("before", batch="data"),
+        layout("crashes", crash="data"),
+        layout("raises", **{"raise": "data"}),
+        layout("hangs", hang="data"),
+        layout("after", mlp="data"),
+    ]
+    with Pool(fragile, args, TARGET, processes=1, cache=tmp_path, seconds=20.0) as pool:
+        answers = list(pool.answers(layouts[:3]))
+        pool._seconds = 0.5  # no compile is that fast on a busy machine, and this one never ends
+        answers += pool.answers(layouts[3:4])
+        pool._seconds = 60.0
+        answers += pool.answers(layouts[4:])
+    reports = {each.report.layout.name: each.report for each in answers}
+    assert {name: report.outcome for name, report in reports.items()} == {
+        "before": "fits",
+        "crashes": "failed",
+        "raises": "failed",
+        "hangs": "failed",
+        "after": "fits",
+    }
+    assert "was killed by SIGKILL" in reports["crashes"].reason
+    assert reports["crashes"].reason.endswith("\n  the compiler's last words")
+    assert reports["raises"].reason == "MemoryError: of the compiler"
+    assert reports["hangs"].reason.startswith("it took longer than 0.5 seconds")
+
+
+def interrupted_search(pids: list[int]) -> None:
+    """Ctrl-C while one process compiles and the next is about to be started."""
+    _, args = perceptron()
+    with Pool(fragile, args, TARGET, processes=2, cache=None) as pool:
+
+        def begun(_: Layout) -> None:
+            pids.extend(each.info()["pid"] for each in pool._workers.values())
+            if pids:
+                raise KeyboardInterrupt
+
+        list(pool.answers([layout("one", hang="data"), layout("two", batch="data")], begun=begun))
+
+
+def test_processes_end_with_the_pool_also_in_the_middle_of_a_compile() -> None:
+    pids: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_search(pids)
+    assert pids
+    assert not any(map(is_running, pids))
+
+
+def test_a_step_that_cannot_be_sent_is_refused_before_any_process_starts() -> None:
+    lock = threading.Lock()
+    _, args = perceptron()
+    with pytest.raises(sx.errors.PlanInputError) as error:
+        Pool(lambda model, x: (lock, perceptron_loss(model, x))[1], args, TARGET)
+    assert "the step cannot be sent" in str(error.value)
+    assert "defined at the top of a module" in str(error.value)
+
+
+def test_only_shapes_are_sent() -> None:
+    step, (model, x) = perceptron(embed=512, mlp=2048)
+    with Pool(step, (model, x), TARGET, processes=1) as pool:
+        assert len(pool._task) < 20_000  # the weights are 8 MiB
+    assert model.up.is_lazy
+
+
+@pytest.mark.parametrize("processes", [0, -1, 1.5])
+def test_numbers_of_processes_are_positive(processes: Any) -> None:
+    with pytest.raises(sx.errors.PlanInputError, match="give a positive number"):
+        Pool(*perceptron(), TARGET, processes=processes)
+
+
+def test_another_step_can_be_taken() -> None:
+    with Pool(*perceptron(), TARGET, processes=1) as pool:
+        first = pool._task
+        pool.take(Inputs(*perceptron(mlp=128)))
+        assert pool._task != first
