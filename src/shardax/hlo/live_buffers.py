@@ -56,6 +56,7 @@ class Buffers:
         self._kept = kept
         self._own = own
         self._filled = self._find_filled()
+        self._replaced: set[str] = set()  # what a loop starts with and writes over
         self.sizes: dict[str, int] = {}
         self.elements: dict[str, tuple[Element, ...]] = {}
         for each in inside.instructions:
@@ -80,14 +81,11 @@ class Buffers:
 
     def _find_filled(self) -> set[str]:
         """Names of what would be computed on the way, but must fill a buffer for a user."""
-        filled: set[str] = set()
-        root = self._inside.root
+        filled = set(self._origins(self._inside.root.name))
         for each in self._inside.instructions:
-            if each.opcode in _ON_THE_WAY | _NAMES | _TAKES_ANY and each is not root:
+            if each.opcode in _ON_THE_WAY | _NAMES | _TAKES_ANY:
                 continue
-            names = each.operands if each.opcode not in ("parameter", "constant") else ()
-            names = names[:1] if each.opcode in _UPDATES else names
-            names = (root.name,) if each is root and each.opcode in _ON_THE_WAY else names
+            names = each.operands[:1] if each.opcode in _UPDATES else each.operands
             for name in names:
                 filled.update(self._origins(name))
         return filled
@@ -142,14 +140,15 @@ class Buffers:
     def _of_loop(self, each: Instruction) -> tuple[Element, ...]:
         """Elements of a loop's result: in the place of what it starts with, where that may be."""
         elements: list[Element] = []
-        taken: set[Element] = set()
+        given = [self._inside.by_name[name] for name in each.operands]
+        names = given[0].operands if given[0].opcode == "tuple" else [""] * len(each.shapes)
         starts = [element for name in each.operands for element in self.elements[name]]
-        for number, (start, shape) in enumerate(zip(starts, each.shapes, strict=True)):
+        for number, (name, start, shape) in enumerate(zip(names, starts, each.shapes, strict=True)):
             if number not in self._kept.get(each.name, ()):
-                if len(start) != 1 or start in taken:
+                if len(start) != 1 or name in self._replaced:
                     start = frozenset({f"{each.name}#{number}"})
                     self.sizes[f"{each.name}#{number}"] = shape.bytes
-                taken.add(start)
+                self._replaced.add(name)
             elements.append(start)
         return tuple(elements)
 

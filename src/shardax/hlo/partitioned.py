@@ -32,7 +32,13 @@ _CHEAP: tuple[dict[str, Any], ...] = (
     {},
 )
 _UNKNOWN_OPTION = re.compile(r"No such compile option|option.*(unknown|not recognized)", re.I)
-_WRITTEN = ("*.after_spmd-partitioning.*.txt", "*.after_*.before_*.txt", "*.before_opt*.txt")
+# A program of one device is not partitioned; then what its functions call is put in their place.
+_PASSES = "spmd-partitioning|call-inliner"
+_WRITTEN = (
+    "*.after_spmd-partitioning.*.txt",
+    "*.after_call-inliner.*.txt",
+    "*.before_optimizations.txt",
+)
 
 
 def partitioned_text(lowered: jax.stages.Lowered) -> str:
@@ -45,8 +51,8 @@ def partitioned_text(lowered: jax.stages.Lowered) -> str:
         lowered: A function, lowered for a mesh of CPU devices.
 
     Returns:
-        The program's text; for one device, where there is nothing to partition, that before
-        optimization.
+        The program's text; for one device, where there is nothing to partition, that before its
+        first optimization.
 
     Raises:
         CompilerFailedError: If XLA cannot compile it, or did not write the program.
@@ -59,7 +65,7 @@ def partitioned_text(lowered: jax.stages.Lowered) -> str:
     """
     for number, cheap in enumerate(_CHEAP):
         with tempfile.TemporaryDirectory(prefix="shardax-") as folder:
-            options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"} | cheap
+            options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": _PASSES} | cheap
             if "xla_dump_emitter_re" in cheap:
                 options["xla_dump_emitter_re"] = folder
             try:
