@@ -115,6 +115,24 @@ def test_a_tie_is_with_the_best_and_not_with_one_another() -> None:
     assert tied_with_best([]) == ()
 
 
+def test_steps_of_several_batch_sizes_have_a_time_per_example() -> None:
+    small, large = (
+        report(
+            f"batch:{n}",
+            (("data", 16),),
+            examples=float(n),
+            time=TimeBand(t, t, t, 0, 0, 0, "compute"),
+        )
+        for n, t in ((32, 0.032), (64, 0.048))
+    )
+    lines = render(Plan("tpu:v5e:4x4", (small, large)), 120).splitlines()
+    assert "time of a step  per example" in lines[2]
+    assert [line.split()[7:11] for line in lines[4:6]] == [
+        ["48.0", "-", "48.0", "0.75"],
+        ["32.0", "-", "32.0", "1.00"],
+    ]
+
+
 def test_only_the_best_are_shown_of_many(plan: Plan) -> None:
     text = render(plan, 110, top=1)
     assert "fsdp 16x1    16 x 1" not in text and "1=  fsdp 16x1" in text

@@ -38,6 +38,7 @@ _MEANINGS = {
     "memory": "Memory traffic at the memory's bandwidth.",
     "communication": "Wire bytes at the bandwidth of the links that their mesh axes use.",
     "band": "A step's time if everything overlaps, to a step's time if nothing does.",
+    "example": "The middle of the band, of one example; layouts are ranked by it.",
     "bound": "What takes longest.",
     "compile": "How long the compiler took.",
 }
@@ -265,8 +266,21 @@ def _times(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
 
     return (
         Column("band", "time of a step", unit[0], "estimate", _MEANINGS["band"], band, middle),
+        *_per_example(reports),
         Column("bound", "bound by", "", "estimate", _MEANINGS["bound"], bound, bound, right=False),
     )
+
+
+def _per_example(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
+    """What steps of several batch sizes are compared by."""
+
+    def time(report: LayoutReport) -> float | None:
+        band = report.time
+        return (band.lower + band.upper) / 2 / report.examples if band else None
+
+    if all(report.examples == 1 for report in reports):
+        return ()
+    return (_figures("example", "estimate", reports, time, TIMES, "per example"),)
 
 
 def _parts(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
