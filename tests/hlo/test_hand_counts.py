@@ -276,3 +276,15 @@ def test_programs_that_compilers_make_now_are_counted_as_by_hand(hardware: str, 
         gradients = [(kind, ("data",)) for kind in ("all-reduce", "reduce-scatter")]
         found = {key: value for key, value in wire_of(facts).items() if key not in gradients}
         assert found == {key: value for key, value in wire.items() if key not in gradients}
+
+
+def test_parameters_are_followed_through_sends_between_slices() -> None:
+    text, _ = golden("v5e-slices", "slices_train")
+    found = read_program(text, SLICES["slices_train"].mesh, slices=2, arguments=(".up", ".down"))
+    said = {(each.kind, each.axes, each.why) for each in found.collectives if each.parameters}
+    assert said >= {
+        ("all-gather", ("data",), "gathers .up before dot_general"),
+        ("reduce-scatter", ("data",), "sums the gradient of .up over data"),
+        ("all-reduce", ("slice",), "sums the gradient of .up over slice"),
+        ("all-reduce", ("slice",), "sums the gradient of .down over slice"),
+    }

@@ -78,11 +78,21 @@ class _Attribution:
         moved = self._moved(sources)
         updated = () if moved else self._updated(found, len(operands))
         collective = _with_origin(found.collective, sources)
+        if not collective.op_name:
+            collective = self._with_need(collective, Value(found.inside.name, each.name))
         return dataclasses.replace(
             collective,
             parameters=moved or updated,
             why=_why(collective, moved, updated, self._how(each, collective, sources)),
         )
+
+    def _with_need(self, collective: Collective, value: Value) -> Collective:
+        """Gives a collective the origin of what takes its result."""
+        user = self._flow.needed_by(value)
+        if user is None:
+            return collective
+        source = collective.source or user.source
+        return dataclasses.replace(collective, op_name=user.op_name, source=source)
 
     def _how(self, each: Instruction, collective: Collective, sources: Sequence[Sources]) -> _How:
         names = [collective.op_name, *(of.op_name for some in sources for of in some.computed)]

@@ -11,12 +11,14 @@ the program's results.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardax.hlo.live_buffers import kept_elements
 from shardax.hlo.program import Computation, Instruction, Program
 from shardax.hlo.runs import branches, called
+from shardax.hlo.slices import rendezvous
 
 _ALL = -1
 _COLLECTIVES = frozenset(
@@ -81,9 +83,13 @@ class Flow:
         self._callers: dict[str, list[tuple[str, Instruction]]] = {}
         self._users: dict[str, dict[str, list[Instruction]]] = {}
         self._kept: dict[str, frozenset[int]] = {}
+        # Of a send through the host, by its place and its meeting, what receives; and the reverse.
+        self._meets: dict[tuple[str, str, str], Instruction] = {}
         for name, inside in program.computations.items():
             users = self._users.setdefault(name, {})
             for each in inside.instructions:
+                if each.opcode in ("send", "recv"):
+                    self._meets[name, each.opcode, rendezvous(each)] = each
                 for callee in (*called(each), *branches(each)):
                     self._callers.setdefault(callee, []).append((name, each))
                 for operand in set(_operands(each)):
@@ -124,6 +130,23 @@ class Flow:
                     pending.append(new)
         return frozenset(found)
 
+    def needed_by(self, value: Value) -> Instruction | None:
+        """Returns the nearest instruction with a traced operation that takes a value, if any."""
+        seen = {value}
+        pending = deque([value])
+        while pending:
+            here = pending.popleft()
+            if here.inside == "":
+                continue
+            for user in self._users[here.inside].get(here.name, []):
+                if user.op_name and user.opcode not in ("while", "call", "conditional"):
+                    return user
+            for new in self._after(here):
+                if new not in seen:
+                    seen.add(new)
+                    pending.append(new)
+        return None
+
     def _at(self, value: Value) -> Instruction:
         return self._program.computations[value.inside].by_name[value.name]
 
@@ -156,8 +179,12 @@ class Flow:
         elif opcode in ("fusion", "call", "async-start", "conditional"):
             for name in (*called(each), *branches(each)):
                 yield self._root(name, element)
-        elif opcode.endswith(("-done", "-update")) and opcode != "recv-done":
+        elif opcode.endswith(("-done", "-update")):
             yield Value(inside, each.operands[0], element)
+        elif opcode == "recv":
+            sender = self._meets.get((inside, "send", rendezvous(each)))
+            if sender is not None:
+                yield Value(inside, sender.operands[0])
         elif base in _COLLECTIVES or base == "copy":
             several = len(each.operands) > 1 and not base.endswith(("permute", "ragged-all-to-all"))
             number = element if several and element != _ALL else 0
@@ -189,6 +216,10 @@ class Flow:
         each = inside.by_name[here.name]
         if each is inside.root:
             yield from self._after_root(here, inside)
+        if each.opcode == "send":
+            receiver = self._meets.get((here.inside, "recv", rendezvous(each)))
+            if receiver is not None:
+                yield Value(here.inside, receiver.name)
         for user in self._users[here.inside].get(here.name, []):
             places = [place for place, name in enumerate(user.operands) if name == here.name]
             yield from self._into(here, each, user, places)
@@ -218,6 +249,8 @@ class Flow:
             for name in called(user):
                 parameters = self._program.computations[name].parameters
                 yield from (Value(name, parameters[place].name, here.element) for place in places)
+        elif opcode == "send" and places[0] == 0:
+            yield Value(inside, user.name)
         elif opcode == "while":
             for name in user.computations("body"):
                 (state,) = self._program.computations[name].parameters.values()
