@@ -28,6 +28,11 @@ class Layout:
         rules: Pairs of a logical name and mesh axes (a name, several, or None), in order.
         mesh: Sizes of the mesh axes, in order.
         policies: The rules' ``on_conflict`` and ``on_unmapped``.
+
+    Example:
+        >>> layout = Layout("tp", (("mlp", "model"),), (("data", 2), ("model", 4)))
+        >>> layout.sizes, layout.as_rules
+        ({'data': 2, 'model': 4}, Rules([('mlp', 'model')]))
     """
 
     name: str
@@ -59,6 +64,11 @@ class TimeBand:
         communication: Wire bytes at the bandwidth of the links that their mesh axes use.
         cross_slice: The part of ``communication`` between slices or hosts.
         binding: ``"compute"``, ``"memory"`` or ``"communication"``: the longest.
+
+    Example:
+        >>> band = TimeBand(0.5, 0.9, 0.5, 0.3, 0.1, 0.0, "compute")
+        >>> band.upper / band.lower
+        1.8
     """
 
     lower: float
@@ -81,6 +91,11 @@ class Provenance:
         tier: ``"target compiler"``, or ``"cpu estimate"``: the program of XLA's partitioner on
             CPU, with rewrites that stand for what the target's compiler would do.
         jax: Version of JAX.
+
+    Example:
+        >>> where = Provenance("tpu:v5e:4x4", "libtpu", "full", "target compiler", "0.10.2")
+        >>> where.tier
+        'target compiler'
     """
 
     target: str
@@ -101,6 +116,13 @@ class ArrayLayout:
         dtype: Its name, such as ``"float32"``.
         names: Logical name of each dimension, or None.
         spec: Mesh axes of each dimension, the first varying slowest; empty: not split.
+
+    Example:
+        >>> kernel = ArrayLayout(
+        ...     "up.kernel", "parameters", (8, 64), "float32", ("embed", "mlp"), ((), ("model",))
+        ... )
+        >>> dict(zip(kernel.names, kernel.spec))
+        {'embed': (), 'mlp': ('model',)}
     """
 
     path: str
@@ -136,6 +158,13 @@ class LayoutReport:
             time of one is what counts.
         arrays: The parameters and the batch, as the layout splits them; an optimizer's state and
             other arguments may be left out.
+
+    Example:
+        >>> sums = Collective("all-reduce", "ar.1", "bf16", 800, 1400.0, 8, ("data",))
+        >>> layout = Layout("dp", (("batch", "data"),), (("data", 8),))
+        >>> report = LayoutReport(layout, "fits", peak_bytes=3, limit_bytes=10, collectives=(sums,))
+        >>> report.headroom_bytes, report.wire_bytes()
+        (7, {('data',): 1400.0})
     """
 
     layout: Layout
