@@ -164,6 +164,32 @@ def test_fabric_and_network_overlap_in_the_lower_end_only() -> None:
     assert band.cross_slice == pytest.approx(network)
 
 
+def test_the_known_limits_of_two_layouts_on_v5p() -> None:
+    """By jax-ml.github.io/scaling-book/training, an MLP of D and F features along one ring of v5p.
+
+    Data-parallel with gathered weights it is bound by arithmetic from C/W = 2550 tokens a device,
+    tensor-parallel over Y devices as long as Y < F/2550, where W is the bandwidth both ways. A ring
+    of n sends (n-1)/n of what is gathered, which the book leaves out.
+    """
+    target, mesh = plan.Target.parse("tpu:v5p:8x8x8"), {"other": 64, "data": 8}
+    ratio, d, f = 4.59e14 / (2 * 9e10), 4096, 16384
+    assert ratio == 2550
+
+    def gathered(elements: float) -> hlo.Collective:
+        size = int(2 * elements)
+        return hlo.Collective("all-gather", "g", "bf16", size, 7 / 8 * size, 8, ("data",))
+
+    tokens = ratio * 7 / 8
+    band = plan.time_band(facts(gathered(2 * d * f), flops=4 * tokens * d * f), target, mesh)
+    assert band.compute == pytest.approx(band.communication)
+
+    features, tokens = ratio * 7 / 8 * 8, 10_000
+    moved = gathered(2 * tokens * d)  # in before the first product, out after the second
+    work = 4 * tokens * d * features / 8
+    band = plan.time_band(facts(moved, flops=work), target, mesh)
+    assert band.compute == pytest.approx(band.communication, rel=1e-6)
+
+
 def test_the_dtype_of_the_products_sets_the_peak() -> None:
     program, mesh = facts(flops=1e12), {"data": 64}
     times = {dtype: plan.time_band(program, H100, mesh, dtype).compute for dtype in ("bf16", "f8")}

@@ -122,8 +122,12 @@ class Hardware:
                 f"usable_bytes ({self.usable_bytes}) is more than memory_bytes "
                 f"({self.memory_bytes})."
             )
-        if self.torus_dimensions not in (0, 2, 3):
-            found.append(f"torus_dimensions is {self.torus_dimensions}; it is 2, 3, or 0: none.")
+        dimensions = (2, 3) if self.kind == "tpu" else (0,)
+        if self.torus_dimensions not in dimensions:
+            found.append(
+                f"torus_dimensions is {self.torus_dimensions!r}; it is 2 or 3 for a TPU, and 0 for "
+                "what has a switch."
+            )
         if self.kind == "gpu" and self.node_size < 1:
             found.append("node_size is missing: how many GPUs one NVLink switch joins, such as 8.")
         return found
