@@ -13,9 +13,11 @@ from tests.plan.steps import perceptron
 import shardax as sx
 from shardax.plan import Layout, Target
 from shardax.plan.cache import CachedCompiler, ProgramCache, cache_folder, program_key
-from shardax.plan.compilers import CompiledProgram, Compiler
+from shardax.plan.cache_text import program_text
+from shardax.plan.compilers import CompiledProgram, Compiler, compiler_for
 from shardax.plan.evaluate import evaluate
 from shardax.plan.inputs import Inputs
+from shardax.plan.lowering import lower
 
 KEY = "ab" * 32
 PROGRAM = CompiledProgram("HloModule m", 100, 60, None, 2.5)
@@ -139,3 +141,26 @@ def test_the_folder_is_that_of_the_environment_or_of_the_user(
     assert cache_folder() == tmp_path / "shardax" / "plan"
     with pytest.raises(sx.errors.PlanInputError, match="cache=True"):
         cache_folder(True)
+
+
+def test_the_text_of_a_program_has_its_lines_and_not_those_of_who_asks() -> None:
+    inputs = Inputs(*perceptron())
+    layout = Layout("dp", (("batch", "data"),), (("data", 8),))
+    mesh = compiler_for(Target.parse("cpu:8")).mesh(layout.sizes)
+
+    def lowered() -> str:
+        step = lower(inputs, layout, inputs.place(layout, mesh), mesh)
+        return step.lowered.as_text(debug_info=True)
+
+    one = lowered()
+    other = lowered()  # of another line
+    assert one != other
+    assert program_text(one) == program_text(other)
+    assert "steps.py" in program_text(one)
+    assert "test_cache.py" not in program_text(one)
+
+
+def test_a_line_of_the_step_that_moves_makes_another_text() -> None:
+    text = 'add loc(#loc2)\n#loc1 = loc("step.py":3:4 to :9)\n#loc2 = loc("add"(#loc1))'
+    assert program_text(text) != program_text(text.replace(":3:4", ":4:4"))
+    assert program_text(text) == program_text(text.replace("#loc1", "#loc7"))

@@ -3,9 +3,9 @@
 
 What is kept is what a compiler made of a program, not what was read from it: a better reader, other
 figures of hardware and other rankings need no compiling. A program is known by its text before
-compiling, with the lines of code that it comes from; by compiler, target and effort; by versions
-and by the settings of compilers in the environment. So nothing that is found is ever out of date,
-and the folder may be deleted at any time.
+compiling, with the lines of code that it comes from (``shardax.plan.cache_text``); by compiler,
+target and effort; by versions and by the settings of compilers in the environment. So nothing that
+is found is ever out of date, and the folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardax.core.errors import PlanInputError
+from shardax.plan.cache_text import program_text
 from shardax.plan.compilers import AxisTypes, CompiledProgram, Compiler
 
 FORMAT = 1
@@ -179,7 +180,7 @@ class CachedCompiler(Compiler):
 
 def program_key(compiler: Compiler, sizes: Mapping[str, int], lowered: Any, effort: str) -> str:
     """Returns what a program to be compiled is known by: 64 hexadecimal digits."""
-    text = lowered.as_text(debug_info=True)
+    text = program_text(lowered.as_text(debug_info=True))
     parts = (
         FORMAT,
         metadata.version("shardax"),

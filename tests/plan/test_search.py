@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Searches: what is found, and what the plan says of how; interrupted ones go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from tests.plan.steps import Perceptron, perceptron, perceptron_loss
+
+import shardax as sx
+from shardax import plan
+from shardax.partition.scope import current_rules
+from shardax.plan import NamedShape
+from shardax.plan.inputs import Inputs
+from shardax.plan.progress import Lines, Progress, progress_for
+from shardax.plan.search_here import asker
+
+EIGHT = [{"data": 8}]
+FAST: dict[str, Any] = {"cache": None, "progress": False, "effort": "screen"}
+
+
+def sequences(model: Perceptron, x: jax.Array) -> jax.Array:
+    def loss(model: Perceptron, x: jax.Array) -> jax.Array:
+        hidden = jax.nn.relu(x @ model.up.value) @ model.down.value
+        return (sx.constrain(hidden, ("batch", "seq", "embed")) ** 2).sum()
+
+    grads = sx.grad(loss)(model, x)
+    model.up.value -= 0.1 * grads["up"]
+    model.down.value -= 0.1 * grads["down"]
+    return grads["up"].sum()
+
+
+def long_sequence() -> tuple[Any, tuple[Any, ...]]:
+    x = NamedShape((1, 8192, 64), "float32", ("batch", "seq", "embed"))
+    return sequences, (Perceptron(64, 256), x)
+
+
+@pytest.mark.parametrize(
+    ("case", "best", "worst"),
+    [
+        (perceptron(8192, 64, 256), "batch=data embed=data (8)", "embed=data (8)"),
+        (perceptron(2, 256, 1024), "mlp=data (8)", "embed=data (8)"),
+        (long_sequence(), "seq=data embed=data (8)", "embed=data (8)"),
+    ],
+    ids=["a large batch: FSDP", "a small batch: tensors", "one long sequence: sequences"],
+)
+def test_a_search_finds_by_itself_what_to_split_for(case: Any, best: str, worst: str) -> None:
+    step, args = case
+    found = plan.search(step, args, "cpu:8", meshes=EIGHT, top=None, **FAST)
+    compiled = [report.layout.name for report in found if report.outcome == "fits"]
+    assert (compiled[0], compiled[-1]) == (best, worst)
+    assert found.reports[-1].outcome == "rejected"
+
+
+def test_a_plan_says_how_many_there_were_and_what_became_of_them() -> None:
+    found = plan.search(*perceptron(), "cpu:8", meshes=EIGHT, top=2, **FAST)
+    assert len(found) == 2
+    tried, compiled = found.notes
+    assert tried == (
+        "8 assignments of batch, embed, mlp over 1 meshes; 5 of them possible and different; "
+        "rejected without compiling: 1 that repeat work, 0 whose arguments do not fit; "
+        "4 candidates"
+    )
+    assert compiled == "compiled: 4 fits"
+
+
+def test_only_finalists_are_compiled_with_full_effort() -> None:
+    options = {**FAST, "effort": "full"}
+    found = plan.search(*perceptron(), "cpu:8", meshes=EIGHT, finalists=1, **options)
+    efforts = [report.provenance.effort for report in found if report.provenance]
+    assert efforts == ["full", "screen", "screen", "screen"]
+
+
+def test_batch_sizes_are_compared_by_the_time_of_an_example() -> None:
+    def make(batch: int) -> Any:
+        return perceptron(batch, 64, 256)
+
+    found = plan.search(make, (), "cpu:8", meshes=EIGHT, batch=[64, 8192], **FAST)
+    assert found.reports[0].layout.name == "batch=data embed=data (8) batch:8192"
+    assert {report.examples for report in found} == {64.0, 8192.0}
+
+
+def test_an_interrupted_search_has_the_plan_so_far_and_goes_on_from_there(tmp_path: Path) -> None:
+    seen: list[sx.Rules] = []
+
+    def step(model: Perceptron, x: jax.Array) -> jax.Array:
+        rules = current_rules()
+        if rules.mesh_axes and rules not in seen:
+            seen.append(rules)
+            if len(seen) == 2:
+                raise KeyboardInterrupt
+        return perceptron_loss(model, x)
+
+    _, args = perceptron()
+    options: dict[str, Any] = {**FAST, "meshes": EIGHT, "cache": tmp_path}
+    with pytest.raises(KeyboardInterrupt) as error:
+        plan.search(step, args, "cpu:8", **options)
+    interrupted = error.value
+    assert isinstance(interrupted, sx.errors.PlanInterrupted)
+    assert "interrupted after 1 of 4 layouts" in str(interrupted)
+    assert f"kept in {tmp_path}: the same call goes on from there" in str(interrupted)
+    assert isinstance(interrupted.plan, plan.Plan)
+    done = interrupted.plan.reports[0]
+    again = plan.search(step, args, "cpu:8", **options)
+    assert len(again) == 4
+    assert again[done.layout.name].compile_seconds == 0.0 < done.compile_seconds
+
+
+def test_a_search_in_other_processes_finds_the_same() -> None:
+    here = plan.search(*perceptron(), "cpu:8", meshes=EIGHT, **FAST)
+    there = plan.search(*perceptron(), "cpu:8", meshes=EIGHT, processes=2, **FAST)
+    assert [(r.layout, r.outcome, r.time, r.collectives) for r in here] == [
+        (r.layout, r.outcome, r.time, r.collectives) for r in there
+    ]
+
+
+def test_nothing_is_compiled_to_see_what_would_be() -> None:
+    dimensions, candidates = plan.explore(*perceptron(), "tpu:v5p:8x8x8")
+    assert dimensions.flops == 5 * 2.0 * 32 * 16 * 64
+    assert {layout.sizes["data"] * layout.sizes["model"] for layout in candidates.layouts} == {512}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"effort": "high"}, "effort is 'screen' or 'full'"),
+        ({"top": 0}, "top=0"),
+        ({"finalists": -1}, "finalists=-1"),
+        ({"meshes": []}, "meshes is empty"),
+        ({"mesh_axes": "data"}, "mesh_axes='data'"),
+        ({"fix": {"mpl": None}}, "Did you mean 'mlp'"),
+        ({"batch": [8]}, r"plan.search\(make_step, \(\), target, batch=\[32, 64\]\)"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(options: Any, said: str) -> None:
+    with pytest.raises(sx.errors.PlanInputError, match=said):
+        plan.search(*perceptron(), "cpu:8", **{**FAST, **options})
+
+
+def test_a_mesh_without_the_targets_devices_is_refused() -> None:
+    with pytest.raises(sx.errors.TargetError):
+        plan.search(*perceptron(), "cpu:8", meshes=[{"data": 4}], **FAST)
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert type(progress_for(False)) is Progress
+    shown = progress_for(True)
+    assert type(shown) is Lines
+    inputs = Inputs(*perceptron())
+    layout = plan.Layout("dp", (("batch", "data"),), (("data", 8),))
+    target = plan.Target.parse("cpu:8")
+    with shown, asker(inputs, target, "auto", None, None) as who:
+        shown.expect(1, "screening")
+        for answer in who.answers([layout], begun=shown.begin):
+            shown.end(answer.report, answer.kept)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("screening: 1\n[1/1] dp: fits, ")
