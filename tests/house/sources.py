@@ -4,15 +4,15 @@
 *Import*: one imported name at one line, as an absolute dotted path; ``from a.b import c`` imports
 ``a.b.c``. Imports inside functions and under ``TYPE_CHECKING`` count like any other.
 *Module level*: where importing the module runs the code; not inside a function and not under
-``TYPE_CHECKING``.
+``TYPE_CHECKING``. *Outline*: what the tests look at of one file, taken in one walk over its tree,
+which takes long and much memory for all files, so it is done once and the tree is let go.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +30,34 @@ class Import:
     name: str
     line: int
     at_module_level: bool
+
+
+@dataclass(frozen=True)
+class FunctionLength:
+    """How long one function is; ``lines`` are those of code, see ``lines_of_code``."""
+
+    name: str
+    line: int
+    lines: int
+
+
+@dataclass
+class Outline:
+    """What the tests look at of one file.
+
+    Attributes:
+        docstring: That of the file, empty where there is none.
+        undocumented: Public classes and functions of the module without docstring: (line, name).
+        functions: Every function, inner ones too.
+        statements: Every import statement, and whether it stands at module level.
+        jax_paths: Expressions with a dot that begin with ``jax`` or ``jaxlib``, as text.
+    """
+
+    docstring: str
+    undocumented: list[tuple[int, str]]
+    functions: list[FunctionLength] = field(default_factory=list)
+    statements: list[tuple[ast.Import | ast.ImportFrom, bool]] = field(default_factory=list)
+    jax_paths: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -53,28 +81,70 @@ class Source:
     def text(self) -> str:
         return self.path.read_text(encoding="utf-8")
 
-    @functools.cached_property
+    @property
     def tree(self) -> ast.Module:
         return ast.parse(self.text, filename=self.place)
 
-    def imports(self) -> Iterator[Import]:
-        """Every import in the file."""
-        yield from _imports_under(self, self.tree, at_module_level=True)
-
-
-def _imports_under(source: Source, node: ast.AST, *, at_module_level: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        inside = at_module_level and not (
-            isinstance(child, Function | ast.Lambda)
-            or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+    @functools.cached_property
+    def outline(self) -> Outline:
+        tree = self.tree
+        outline = Outline(
+            docstring=ast.get_docstring(tree) or "",
+            undocumented=[
+                (node.lineno, node.name)
+                for node in tree.body
+                if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_")
+                if not ast.get_docstring(node)
+            ],
         )
-        if isinstance(child, ast.Import):
-            for alias in child.names:
-                yield Import(alias.name, child.lineno, inside)
-        elif isinstance(child, ast.ImportFrom):
-            for alias in child.names:
-                yield Import(f"{_origin(source, child)}.{alias.name}", child.lineno, inside)
-        yield from _imports_under(source, child, at_module_level=inside)
+        _walk(tree, outline)
+        return outline
+
+    @functools.cached_property
+    def imports(self) -> tuple[Import, ...]:
+        """Every import in the file."""
+        return tuple(
+            Import(f"{prefix}{alias.name}", statement.lineno, at_module_level)
+            for statement, at_module_level in self.outline.statements
+            for prefix in [
+                f"{_origin(self, statement)}." if isinstance(statement, ast.ImportFrom) else ""
+            ]
+            for alias in statement.names
+        )
+
+
+def _walk(tree: ast.Module, outline: Outline) -> None:
+    """Puts into the outline what is anywhere in the tree, from top to bottom."""
+    waiting: list[tuple[ast.AST, bool]] = [(tree, True)]
+    while waiting:
+        node, at_module_level = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            outline.statements.append((node, at_module_level))
+        elif isinstance(node, Function):
+            outline.functions.append(FunctionLength(node.name, node.lineno, lines_of_code(node)))
+        elif isinstance(node, ast.Attribute) and _first_name(node) in ("jax", "jaxlib"):
+            outline.jax_paths.add(ast.unparse(node))
+        inside = at_module_level and not (
+            isinstance(node, Function | ast.Lambda)
+            or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        )
+        waiting.extend((child, inside) for child in reversed([*ast.iter_child_nodes(node)]))
+
+
+def _first_name(node: ast.AST) -> str:
+    """The name that the text of an expression begins with, or nothing."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def lines_of_code(function: Function) -> int:
+    """Lines from ``def`` to the end without the docstring, which may be as long as is useful."""
+    first = function.body[0]
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    if ast.get_docstring(function) is None:
+        return lines
+    return lines - ((first.end_lineno or first.lineno) - first.lineno + 1)
 
 
 def _origin(source: Source, statement: ast.ImportFrom) -> str:
@@ -87,6 +157,7 @@ def _origin(source: Source, statement: ast.ImportFrom) -> str:
     return ".".join([*package, statement.module] if statement.module else package)
 
 
+@functools.cache
 def python_files() -> list[Source]:
     """Every Python file of the project: package, tests, benchmarks, pages, the root."""
     paths = [*ROOT.glob("*.py")]
@@ -95,9 +166,10 @@ def python_files() -> list[Source]:
     return [Source(path) for path in sorted(paths) if "_build" not in path.parts]
 
 
+@functools.cache
 def package_files() -> list[Source]:
     """Every Python file of the package."""
-    return [Source(path) for path in sorted(PACKAGE.rglob("*.py"))]
+    return [source for source in python_files() if PACKAGE in source.path.parents]
 
 
 def faces() -> list[Source]:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
-from tests.house.sources import Function, package_files, python_files
+from tests.house.sources import package_files, python_files
 
 LICENCE = "# SPDX-License-Identifier: Apache-2.0"
 
@@ -22,17 +21,15 @@ def test_every_file_opens_with_its_licence() -> None:
 
 
 def test_every_file_says_what_it_is() -> None:
-    without = [s.place for s in python_files() if not (ast.get_docstring(s.tree) or "").strip()]
+    without = [s.place for s in python_files() if not s.outline.docstring.strip()]
     assert without == []
 
 
 def test_public_classes_and_functions_have_a_docstring() -> None:
     without = [
-        f"{source.place}:{node.lineno} {node.name}"
+        f"{source.place}:{line} {name}"
         for source in package_files()
-        for node in source.tree.body
-        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_")
-        if not ast.get_docstring(node)
+        for line, name in source.outline.undocumented
     ]
     assert without == []
 

@@ -5,26 +5,17 @@ from __future__ import annotations
 
 import ast
 
-from tests.house.sources import Function, Source, python_files
+from tests.house.sources import Source, lines_of_code, python_files
 
 MOST_LINES_OF_A_FILE = 500
 MOST_LINES_OF_A_FUNCTION = 59
 
 
-def lines_of_code(function: Function) -> int:
-    """Lines from ``def`` to the end without the docstring, which may be as long as is useful."""
-    first = function.body[0]
-    lines = (function.end_lineno or function.lineno) - function.lineno + 1
-    if ast.get_docstring(function) is None:
-        return lines
-    return lines - ((first.end_lineno or first.lineno) - first.lineno + 1)
-
-
 def long_functions(source: Source) -> list[str]:
     return [
-        f"{source.place}:{node.lineno} {node.name} has {lines_of_code(node)} lines of code"
-        for node in ast.walk(source.tree)
-        if isinstance(node, Function) and lines_of_code(node) > MOST_LINES_OF_A_FUNCTION
+        f"{source.place}:{found.line} {found.name} has {found.lines} lines of code"
+        for found in source.outline.functions
+        if found.lines > MOST_LINES_OF_A_FUNCTION
     ]
 
 
