@@ -8,6 +8,7 @@ of a plan that was written with ``--json``.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from shardax.plan.result import Plan
 
 _HERE = 64  # devices of a CPU target that this process pretends to have, rather than start others
+_DEVICES = "jax_num_cpu_devices"
+_DEVICES_FLAG = "xla_force_host_platform_device_count"  # the user's own choice of their number
 
 
 @dataclass(frozen=True)
@@ -223,10 +226,12 @@ def _layouts(rules: str, meshes: list[dict[str, int]]) -> list[Layout]:
 
 def _pretend_devices(kind: str, count: int) -> None:
     """Gives this process the devices of a CPU target, and nothing else, if it can still be done."""
+    chosen = _DEVICES_FLAG in os.environ.get("XLA_FLAGS", "")
+    fewer = getattr(jax.config, _DEVICES) < count
     with contextlib.suppress(RuntimeError):  # the backend is up; then others compile
         jax.config.update("jax_platforms", "cpu")
-        if kind == "cpu" and count <= _HERE:
-            jax.config.update("jax_num_cpu_devices", count)
+        if kind == "cpu" and count <= _HERE and fewer and not chosen:
+            jax.config.update(_DEVICES, count)
 
 
 def _notes(report: LayoutReport) -> list[str]:
