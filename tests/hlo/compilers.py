@@ -98,12 +98,15 @@ def _tpu(topology: str, cases: dict[str, Case], **more: Any) -> InstalledCompile
 
 
 _H100S = {"topology_name": "", "platform": "cuda", "target_config": H100, "topology": "1x1x8"}
-_MATMULS = {name: CASES[name] for name in ("fully_sharded", "decoder")}
+_TRAINED = {name: CASES[name] for name in ("fully_sharded", "decoder")}
+_OFFLOADED = {name: CASES[name] for name in ("decoder", "psum", "psum_scatter")}
 
 COMPILERS = {
     "cpu": InstalledCompiler("cpu", "jaxlib", "", jnp.float32, {}, CASES),
     "v5e": _tpu("v5e:2x4", CASES),
-    "v4": _tpu("v4:2x2x2", _MATMULS, chip_config_name="megacore"),
+    "v4": _tpu("v4:2x2x2", _TRAINED, chip_config_name="megacore"),
+    # Its compiler runs collectives on cores of their own, in computations that are called.
+    "tpu7x": _tpu("tpu7x:2x2x1", _OFFLOADED),
     "v5e-slices": _tpu("v5e:2x2", SLICES, num_slices=2),
     "h100": InstalledCompiler("gpu", "jax-cuda12-plugin", "plan-gpu", jnp.bfloat16, _H100S, CASES),
 }

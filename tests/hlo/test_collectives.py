@@ -147,6 +147,33 @@ def test_a_collective_in_a_computation_that_runs_meanwhile() -> None:
     assert not one(begun, ended, before=wrapped).asynchronous
 
 
+def test_a_call_that_runs_meanwhile() -> None:
+    """As compilers print it where a core of its own runs the collective."""
+    called = f"""
+%called (p: f32[64], q: token[]) -> f32[64] {{
+  %p = f32[64] parameter(0)
+  %q = token[] parameter(1)
+  ROOT %sum = f32[64] all-reduce(%p), {ROWS}, to_apply=%add
+}}, execution_thread="sparsecore"
+"""
+    ready = '%t = token[] custom-call(), custom_call_target="PrepareAsyncCallDone"'
+    begun = "%s = ((f32[64], token[]), f32[64]) call-start(%x, %t), to_apply=%called"
+    each = one(ready, begun, WORK, "%d = f32[64] call-done(%s)", before=called)
+    assert sent(each) == ("all-reduce", 256, 2 * 3 / 4 * 256, 4, ("model",))
+    assert each.asynchronous
+
+
+def test_a_collective_that_nothing_known_runs_is_an_error() -> None:
+    hidden = f"""
+%hidden (p: f32[64]) -> f32[64] {{
+  %p = f32[64] parameter(0)
+  ROOT %sum = f32[64] all-reduce(%p), {ROWS}, to_apply=%add
+}}
+"""
+    with pytest.raises(HloReadError, match="'sum' is in computation 'hidden', which nothing known"):
+        facts("%s = f32[64] launch(%x), computation=%hidden", before=hidden)
+
+
 PART = f"""
 %all-reduce-scatter (p: f32[64]) -> f32[16] {{
   %p = f32[64] parameter(0)

@@ -165,6 +165,7 @@ SCATTERED = {
     ("v5e", "fully_sharded"): 1.0,
     ("v5e", "decoder"): 1 / 4,
     ("v4", "decoder"): 1 / 4,
+    ("tpu7x", "decoder"): 1.0,
     ("h100", "fully_sharded"): 1.0,
     ("h100", "sharded_scan"): 1.0,
     ("h100", "decoder"): 1.0,

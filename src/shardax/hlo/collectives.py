@@ -19,7 +19,7 @@ from shardax.core.errors import HloReadError
 from shardax.hlo.facts import Collective
 from shardax.hlo.groups import Groups, groups_of
 from shardax.hlo.program import ArrayShape, Computation, Instruction, Program
-from shardax.hlo.runs import Runs
+from shardax.hlo.runs import Runs, branches, called
 from shardax.hlo.slices import is_between_slices, rendezvous, slice_groups, slice_kind
 
 KINDS = {
@@ -84,6 +84,7 @@ def find_collectives(
     Raises:
         HloReadError: If something that looks like a collective is not known.
     """
+    _check_runs(program)
     finder = _Finder(program, runs, mesh, slices, device_ids)
     return tuple(
         found
@@ -132,7 +133,7 @@ class _Finder:
         """A collective with groups, in a fusion or not."""
         caller = self._callers.get(inside.name)
         kind, overlapped = KINDS[base], each.opcode.endswith("-start") and overlaps(inside, each)
-        if caller is not None and caller[1].opcode == "async-start":
+        if caller is not None and caller[1].opcode.endswith("-start"):
             overlapped = overlaps(*caller)
         elif caller is not None and caller[1].opcode == "fusion":
             begins = _begins(inside, each)
@@ -260,14 +261,33 @@ def _sent(inside: Computation, each: Instruction) -> list[ArrayShape]:
     return [shape for name in each.operands[:count] for shape in inside.by_name[name].shapes]
 
 
+def _check_runs(program: Program) -> None:
+    """Raises if nothing that is known runs a computation that holds a collective."""
+    reached = {program.entry}
+    pending = [program.entry]
+    while pending:
+        for each in program.computations[pending.pop()].instructions:
+            new = {*called(each), *branches(each)} - reached
+            reached |= new
+            pending.extend(new)
+    for name, inside in program.computations.items():
+        for each in inside.instructions:
+            if name not in reached and each.opcode.removesuffix("-start") in {*KINDS, "send"}:
+                raise HloReadError(
+                    f"{each.opcode} {each.name!r} is in computation {name!r}, which nothing known "
+                    "runs, so it would not be counted. Please report it with the versions of jax "
+                    "and of the compiler."
+                )
+
+
 def _callers(program: Program) -> dict[str, tuple[Computation, Instruction]]:
-    """By a computation's name, the fusion or ``async-start`` that runs it, and where it stands."""
+    """By a computation's name, what runs it as a fusion or meanwhile, and where that stands."""
     return {
         name: (inside, each)
         for inside in program.computations.values()
         for each in inside.instructions
-        if each.opcode in ("fusion", "async-start")
-        for name in each.computations("calls")
+        if each.opcode == "fusion" or each.opcode.endswith("-start")
+        for name in called(each)
     }
 
 

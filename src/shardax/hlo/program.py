@@ -30,6 +30,8 @@ _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _FILE = re.compile(r'\bsource_file="((?:[^"\\]|\\.)*)"')
 _LINE = re.compile(r"\bsource_line=(\d+)")
+# Where all that runs meanwhile is a call, it is printed in short.
+_IN_FULL = {f"call-{stage}": f"async-{stage}" for stage in ("start", "update", "done")}
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _REPLICAS = re.compile(r"\breplica_count=(\d+)")
 
@@ -266,9 +268,11 @@ class _Reader:
         attributes = line[close:].removeprefix(",").strip()
         op_name, source = self._origin(attributes)
         is_constant = opcode[1] == "constant"
+        if opcode[1] == "call-start":
+            attributes = attributes.replace("to_apply=", "calls=", 1)
         return Instruction(
             found[2],
-            opcode[1],
+            _IN_FULL.get(opcode[1], opcode[1]),
             shapes(line[place:end]),
             () if is_constant else _operands(inside),
             attributes,

@@ -53,8 +53,8 @@ def runs_of(program: Program, weight: Weight) -> Runs:
 
 def called(each: Instruction) -> tuple[str, ...]:
     """Returns the computations that an instruction runs, but for a conditional's branches."""
-    match each.opcode:
-        case "fusion" | "async-start":
+    match each.opcode.removesuffix("-start"):
+        case "fusion" | "async":
             return each.computations("calls")
         case "call":
             return each.computations("to_apply", "calls")
