@@ -25,7 +25,7 @@ from shardax.core.errors import (
 )
 from shardax.plan.compiler_cpu import EstimateCompiler
 from shardax.plan.compiler_tpu import TpuCompiler, requested_bytes
-from shardax.plan.compilers import CompilerInfo
+from shardax.plan.compilers import CompilerInfo, with_options
 from shardax.plan.hardware_table import HARDWARE
 
 INSTALLED = {each.kind: each for each in plan.known_compilers()}
@@ -182,6 +182,15 @@ def test_a_compiler_that_fails_is_an_error_with_its_words() -> None:
     compiler = plan.compiler_for(plan.Target.parse("cpu:8"))
     with pytest.raises(CompilerFailedError, match=r"(?s)XLA:CPU .*a bug.*and 11 lines more"):
         compiler.compile(Broken())  # pyright: ignore[reportArgumentType]
+
+
+def test_options_that_a_version_does_not_know_are_left_out() -> None:
+    compiler = plan.compiler_for(plan.Target.parse("cpu:8"))
+    lowered = lowered_mlp(compiler.mesh(SIZES))
+    compiled = with_options(lowered, {"xla_of_another_version": 1})
+    assert compiled.as_text() == compiler.compile(lowered, "full").text
+    with pytest.raises(Exception, match="not a valid"):
+        with_options(lowered, {"xla_backend_optimization_level": "not a number"})
 
 
 def test_the_estimate_is_the_partitioned_program_still_to_be_rewritten() -> None:

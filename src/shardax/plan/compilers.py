@@ -251,8 +251,13 @@ def failed(label: str, error: BaseException) -> CompilerFailedError:
 
 
 def with_options(lowered: Any, options: Mapping[str, Any]) -> Any:
-    """Compiles with options of XLA."""
-    return lowered.compile(compiler_options=dict(options) or None)
+    """Compiles with options of XLA; without them where it is of a version that has none such."""
+    try:
+        return lowered.compile(compiler_options=dict(options) or None)
+    except Exception as error:  # of jaxlib's own class
+        if options and "No such compile option" in str(error):
+            return lowered.compile()
+        raise
 
 
 def _version(distribution: str) -> str:
