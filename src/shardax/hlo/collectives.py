@@ -257,7 +257,8 @@ def _receives(each: Instruction, meeting: str) -> bool:
 def _sent(inside: Computation, each: Instruction) -> list[ArrayShape]:
     """Types of the arrays that a collective takes."""
     # Others of these hold offsets and sizes, a place for the result, or the order of sends.
-    count = 1 if each.opcode == "send" or each.opcode.startswith("ragged-") else None
+    first_only = each.opcode == "send" or each.opcode.startswith("ragged-")
+    count = 1 if first_only or each.attribute("slice_sizes") else None
     return [shape for name in each.operands[:count] for shape in inside.by_name[name].shapes]
 
 
