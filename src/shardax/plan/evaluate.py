@@ -130,13 +130,12 @@ def _read(
     least = max(peak or 0, sum(placed.argument_bytes.values()))
     fits = limit is None or least <= limit
     reason = "" if fits else f"needs {least:,} bytes of a device's memory, which has {limit:,}"
-    whole = program_flops(inputs, tuple(layout.sizes))
-    warnings = [
-        *placed.warnings,
-        *lost_batches(inputs, layout),
-        *facts.warnings,
-        *_self_check(facts.matmul_flops, whole, layout),
-    ]
+    try:
+        whole = program_flops(inputs, tuple(layout.sizes))
+        alone = [*lost_batches(inputs, layout), *_self_check(facts.matmul_flops, whole, layout)]
+    except _CONSTRAINT_ERRORS as error:
+        whole, alone = 0.0, [_not_alone(error)]
+    warnings = [*placed.warnings, *alone, *facts.warnings]
     return LayoutReport(
         layout,
         "fits" if fits else "does not fit",
@@ -216,6 +215,16 @@ def argument_paths(text: str, paths: dict[str, str]) -> tuple[str, ...]:
         if each.opcode == "parameter":
             found[int(each.operands[0])] = paths.get(each.op_name, each.op_name)
     return tuple(found.get(i, "") for i in range(max(found, default=-1) + 1))
+
+
+def _not_alone(error: BaseException) -> str:
+    """The warning for a step that runs in this layout, and not on one device."""
+    return (
+        "The step cannot be traced over mesh axes of size 1, so the operations of the whole "
+        "program are unknown, and with them how much is computed several times. Code that asks "
+        "for the size of a mesh axis (jax.lax.axis_size) can be. The error was: "
+        f"{_first_lines(error, 1)}"
+    )
 
 
 def _self_check(flops: float, whole: float, layout: Layout) -> list[str]:
