@@ -13,13 +13,15 @@ import jax
 import numpy as np
 
 from shardax.core.dtypes import at_least_float32, canonical_dtype, result_dtype
-from shardax.core.errors import LayerConfigError
 from shardax.core.lazy import Initializer
 from shardax.core.modules import Module
+from shardax.core.normalization import check_epsilon
 from shardax.core.rng import Rngs
+from shardax.core.variables import Param
 from shardax.named.array import NamedArray
 from shardax.named.layer_parts import (
     Axes,
+    AxisSizes,
     beside,
     check_axes,
     check_input,
@@ -68,7 +70,7 @@ class RMSNorm(Module):
         rngs: Rngs | None = None,
     ) -> None:
         self.axes = check_axes("RMSNorm", "axes", axes)
-        self.epsilon = _check_epsilon("RMSNorm", epsilon)
+        self.epsilon = check_epsilon("RMSNorm", epsilon)
         self.scale = parameter(scale_init, self.axes, param_dtype, rngs) if use_scale else None
         self.dtype = canonical_dtype(dtype)
 
@@ -86,10 +88,7 @@ class RMSNorm(Module):
         """
         x = check_input(f"RMSNorm({self.axes})", x, self.axes)
         wide = x.astype(at_least_float32(x.dtype))
-        mean_square = (wide * wide).mean(list(self.axes.names))
-        normed = _scaled(wide, mean_square, self.epsilon)
-        if self.scale is not None:
-            normed = normed * beside(self.scale, normed, normed.dtype)
+        normed = _over_root_mean_square(wide, self.axes, self.epsilon, self.scale)
         return normed.astype(result_dtype(self.dtype, x.data, _value(self.scale)))
 
 
@@ -138,7 +137,7 @@ class LayerNorm(Module):
         rngs: Rngs | None = None,
     ) -> None:
         self.axes = check_axes("LayerNorm", "axes", axes)
-        self.epsilon = _check_epsilon("LayerNorm", epsilon)
+        self.epsilon = check_epsilon("LayerNorm", epsilon)
         self.scale = parameter(scale_init, self.axes, param_dtype, rngs) if use_scale else None
         self.bias = parameter(bias_init, self.axes, param_dtype, rngs) if use_bias else None
         self.dtype = canonical_dtype(dtype)
@@ -156,29 +155,23 @@ class LayerNorm(Module):
             LayerInputError: If an axis is missing or has another size.
         """
         x = check_input(f"LayerNorm({self.axes})", x, self.axes)
-        names = list(self.axes.names)
         wide = x.astype(at_least_float32(x.dtype))
-        centred = wide - wide.mean(names)
+        centred = wide - wide.mean(list(self.axes.names))
         # Of centred values, so that a large common offset costs no precision.
-        normed = _scaled(centred, (centred * centred).mean(names), self.epsilon)
-        if self.scale is not None:
-            normed = normed * beside(self.scale, normed, normed.dtype)
+        normed = _over_root_mean_square(centred, self.axes, self.epsilon, self.scale)
         if self.bias is not None:
             normed = normed + beside(self.bias, normed, normed.dtype)
         parameters = _value(self.scale), _value(self.bias)
         return normed.astype(result_dtype(self.dtype, x.data, *parameters))
 
 
-def _scaled(x: NamedArray, square: NamedArray, epsilon: float) -> NamedArray:
-    data, dims = (square + epsilon)._parts()
-    return x * NamedArray._make(jax.lax.rsqrt(data), dims)
+def _over_root_mean_square(
+    wide: NamedArray, axes: AxisSizes, epsilon: float, scale: Param[Any] | None
+) -> NamedArray:
+    data, dims = ((wide * wide).mean(list(axes.names)) + epsilon)._parts()
+    normed = wide * NamedArray._make(jax.lax.rsqrt(data), dims)
+    return normed if scale is None else normed * beside(scale, normed, normed.dtype)
 
 
 def _value(variable: Any) -> Any:
     return None if variable is None else variable.value
-
-
-def _check_epsilon(layer: str, epsilon: float) -> float:
-    if not epsilon >= 0:
-        raise LayerConfigError(f"{layer} needs epsilon to be at least 0, but epsilon={epsilon!r}.")
-    return float(epsilon)

@@ -24,9 +24,9 @@ from shardax.core.dtypes import as_array, at_least_float32, canonical_dtype, res
 from shardax.core.errors import LayerConfigError, LayerInputError
 from shardax.core.lazy import Init, Initializer
 from shardax.core.modules import Module
+from shardax.core.normalization import check_epsilon
 from shardax.core.rng import Rngs
 from shardax.core.variables import BatchStat
-from shardax.nn.normalization import check_epsilon
 from shardax.nn.parameters import as_axes, as_size, make_parameter, ones, refuse_input, zeros
 from shardax.partition.explicit import align
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax.core.dtypes import as_array, at_least_float32, canonical_dtype, result_dtype
-from shardax.core.errors import LayerConfigError
 from shardax.core.lazy import Initializer
 from shardax.core.modules import Module
+from shardax.core.normalization import check_epsilon
 from shardax.core.rng import Rngs
 from shardax.nn.parameters import (
     as_axes,
@@ -96,10 +96,7 @@ class RMSNorm(Module):
         x = _check_input("RMSNorm", self.features, x)
         scale = None if self.scale is None else self.scale.value
         wide = x.astype(at_least_float32(x.dtype))
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + self.epsilon)
-        if scale is not None:
-            normed = normed * _spread(scale, normed)
+        normed = _over_root_mean_square(wide, self.epsilon, scale)
         return normed.astype(result_dtype(self.dtype, x, scale))
 
 
@@ -176,24 +173,10 @@ class LayerNorm(Module):
         wide = x.astype(at_least_float32(x.dtype))
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         # Of centred values, so that a large common offset costs no precision.
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        normed = centred * jax.lax.rsqrt(variance + self.epsilon)
-        if scale is not None:
-            normed = normed * _spread(scale, normed)
+        normed = _over_root_mean_square(centred, self.epsilon, scale)
         if bias is not None:
             normed = normed + _spread(bias, normed)
         return normed.astype(result_dtype(self.dtype, x, scale, bias))
-
-
-def check_epsilon(layer: str, epsilon: float) -> float:
-    """Returns what is added to a variance.
-
-    Raises:
-        LayerConfigError: If it is negative.
-    """
-    if not epsilon >= 0:
-        raise LayerConfigError(f"{layer} needs epsilon to be at least 0, but epsilon={epsilon!r}.")
-    return float(epsilon)
 
 
 def _check_input(layer: str, features: int, x: Any) -> jax.Array:
@@ -207,6 +190,12 @@ def _check_input(layer: str, features: int, x: Any) -> jax.Array:
             f"to the end.",
         )
     return x
+
+
+def _over_root_mean_square(wide: jax.Array, epsilon: float, scale: jax.Array | None) -> jax.Array:
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean_square + epsilon)
+    return normed if scale is None else normed * _spread(scale, normed)
 
 
 def _spread(parameter: jax.Array, x: jax.Array) -> jax.Array:
