@@ -25,7 +25,7 @@ _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 
 
 def slim(text: str) -> str:
-    """Leaves out parts of ``backend_config`` that say nothing that is counted, and where files are."""
+    """Leaves out parts of ``backend_config`` that nothing counts, and where the repository is."""
     pieces, place = [], 0
     while found := _UNREAD.search(text, place):
         pieces.append(text[place : found.start()])
@@ -53,7 +53,7 @@ def write(hardware: str, compiler: InstalledCompiler, name: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     data = gzip.compress(slim(compiler.text(name)).encode(), 9, mtime=0)
     file.write_bytes(data)
-    print(f"{file.relative_to(GOLDEN)}: {len(data)} bytes")  # noqa: T201: a script
+    print(f"{file.relative_to(GOLDEN)}: {len(data)} bytes")  # noqa: T201 (a script)
 
 
 if __name__ == "__main__":
