@@ -53,7 +53,7 @@ def write(hardware: str, compiler: InstalledCompiler, name: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     data = gzip.compress(slim(compiler.text(name)).encode(), 9, mtime=0)
     file.write_bytes(data)
-    print(f"{file.relative_to(GOLDEN)}: {len(data)} bytes")  # noqa: T201 (a script)
+    print(f"{file.relative_to(GOLDEN)}: {len(data)} bytes")
 
 
 if __name__ == "__main__":
