@@ -12,16 +12,20 @@ Of all assignments of mesh axes to groups of names over all meshes, one is a can
   that is split by this axis too is gathered before use, and of which dimension it was hardly
   matters: the one of the earlier name is kept;
 - the devices repeat little work: at most 1.05 times what they do in the best candidate;
-- its arguments fit into the memory.
+- its arguments fit into the memory;
+- if there are too many: no mesh axis splits a name of activations that is twice on a product (the
+  sequence, in attention), where a free name could be split by it instead, unless it also splits an
+  inner name. What is split by the free name is as small, and needs no exchange. The two are often a
+  tie, so this is done only then.
 
-The last two are *rejections*, which are kept with their reasons.
+The last three are *rejections*, which are kept with their reasons.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +39,14 @@ from shardax.plan.search_space import SLICE_AXIS, SMALL_SHARE, SearchSpace
 MOST_REPEATED = 1.05
 """How much more work than in the best candidate devices may do."""
 
+MANY = 80
+"""More candidates than this are made fewer; as many take a few minutes of two cores."""
+
+_WORSE = (
+    "a name without exchanges could be split by the mesh axis that splits one with them, and there "
+    f"are more than {MANY} candidates"
+)
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -42,7 +54,7 @@ class Candidates:
 
     Attributes:
         layouts: The candidates, in order of meshes and names.
-        rejected: Reports of those that repeat work or do not fit by their arguments.
+        rejected: Reports of those that repeat work, do not fit by their arguments, or are too many.
         tried: How many assignments there were.
         distinct: How many of them were possible and different from each other.
     """
@@ -72,7 +84,7 @@ def find_candidates(
     limit_bytes: int | None,
     *,
     most_repeated: float = MOST_REPEATED,
-    progress: Callable[[int], None] | None = None,
+    many: int = MANY,
 ) -> Candidates:
     """Enumerates a search space and takes out what need not be compiled.
 
@@ -82,7 +94,7 @@ def find_candidates(
         inputs: The step's arguments.
         limit_bytes: Memory of a device; None for no limit.
         most_repeated: How much more work than in the best candidate devices may do.
-        progress: Told how many assignments were looked at, now and then.
+        many: How many candidates are too many to keep those that are hardly the best.
 
     Returns:
         The candidates.
@@ -94,8 +106,6 @@ def find_candidates(
     tried = 0
     for assigned in _assignments(dimensions, space, arrays, free):
         tried += 1
-        if progress is not None and tried % 256 == 0:
-            progress(tried)
         if assigned is None:
             continue
         key = _identity(assigned)
@@ -108,8 +118,14 @@ def find_candidates(
             by_storage[key] = assigned
     found = sorted(by_storage.values(), key=lambda a: (space.meshes.index(a.layout.mesh), a.order))
     layouts, rejected = _filtered([a.layout for a in found], dimensions, most_repeated)
-    fitting, too_large = _by_memory(layouts, inputs, limit_bytes)
-    return Candidates(tuple(fitting), (*rejected, *too_large), tried, len(found))
+    layouts, too_large = _by_memory(layouts, inputs, limit_bytes)
+    rejected += too_large
+    if len(layouts) > many:
+        doubled = _doubled_names(dimensions, space)
+        worse = {each for each in layouts if _better_by_free(each, dimensions, doubled, free)}
+        rejected += [LayoutReport(each, "rejected", _WORSE) for each in layouts if each in worse]
+        layouts = [each for each in layouts if each not in worse]
+    return Candidates(tuple(layouts), tuple(rejected), tried, len(found))
 
 
 # --- what can be ----------------------------------------------------------------------------------
@@ -237,6 +253,40 @@ def _free_names(dimensions: Dimensions, inputs: Inputs) -> frozenset[str]:
         if total and covered >= 0.99 * total and all(len(d) <= 1 for d in on):
             found.add(name)
     return frozenset(found)
+
+
+def _doubled_names(dimensions: Dimensions, space: SearchSpace) -> frozenset[str]:
+    """Names of activations that are twice on a product."""
+    found = {
+        name
+        for product in dimensions.products
+        for name in space.activations
+        if sum(name in dim.names for dim in product.dims) > 1
+    }
+    return frozenset(found)
+
+
+def _better_by_free(
+    layout: Layout, dimensions: Dimensions, doubled: frozenset[str], free: frozenset[str]
+) -> bool:
+    """Whether a free name could take a mesh axis that a doubled name alone is split by."""
+    axes_of = {name: mesh_axes_of(target) for name, target in layout.rules}
+    sizes = layout.sizes
+    inner = {
+        axis
+        for name, axes in axes_of.items()
+        if not any(name in names for _, names in dimensions.constraints)
+        for axis in axes
+        if name not in free | doubled
+    }
+    for name in doubled:
+        for axis in set(axes_of.get(name, ())) - inner:
+            for other in free:
+                taken = axes_of.get(other, ())
+                ways = math.prod(sizes[each] for each in (*taken, axis))
+                if axis not in taken and all(n % ways == 0 for n in dimensions.sizes_of(other)):
+                    return True
+    return False
 
 
 def _large(dimensions: Dimensions) -> list[bool]:

@@ -44,12 +44,14 @@ class SearchSpace:
         groups: Names that get the same mesh axes, in order of priority.
         fixed: Names whose axes are not searched, with these.
         meshes: Sizes of mesh axes.
+        activations: Names on constraints and on the batch.
         notes: Why names are fixed or tied that nobody fixed or tied.
     """
 
     groups: tuple[tuple[str, ...], ...]
     fixed: tuple[tuple[str, Any], ...]
     meshes: Meshes
+    activations: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -92,7 +94,7 @@ def search_space(
     groups = [*((name,) for name in alone), *ties, *made]
     order = {name: at for at, name in enumerate(dict.fromkeys((*named, *dimensions.names)))}
     groups.sort(key=lambda group: (group[0] not in alone, min(order[name] for name in group)))
-    return SearchSpace(tuple(groups), tuple(fixed.items()), meshes, tuple(notes))
+    return SearchSpace(tuple(groups), tuple(fixed.items()), meshes, tuple(named), tuple(notes))
 
 
 def _check_names(

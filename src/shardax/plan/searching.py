@@ -3,9 +3,11 @@
 
 First comes what needs no compiler: the names of all dimensions (``shardax.plan.dimensions``), the
 assignments of mesh axes that are worth trying (``shardax.plan.candidates``). What is left is
-*screened*: compiled fast, several at a time. The best are compiled again with full effort; these
-are the *finalists*, whose memory is what the program will need. Compiled programs are kept on disk,
-so a search that was interrupted goes on where it was.
+*screened*: compiled fast, several at a time, in the order of a *rough estimate* of their time
+(``shardax.plan.search_order``). Of many candidates those come first whose estimate is at most a few
+times the least, and the others only if too few of these fit. The best are compiled again with full
+effort; these are the *finalists*, whose memory is what the program will need. Compiled programs are
+kept on disk, so a search that was interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,15 +22,19 @@ from shardax.core.errors import PlanInputError, PlanInterrupted, TargetError
 from shardax.plan.cache import cache_folder
 from shardax.plan.candidates import Candidates, find_candidates, names_of_batch
 from shardax.plan.dimensions import Dimensions, trace_dimensions
+from shardax.plan.evaluate import rejected
 from shardax.plan.inputs import Inputs
 from shardax.plan.pool import Pool
 from shardax.plan.progress import Progress, progress_for
 from shardax.plan.records import Layout, LayoutReport
 from shardax.plan.result import Plan, rank
 from shardax.plan.search_here import Here, asker
-from shardax.plan.search_order import promising_first
+from shardax.plan.search_order import promising_first, rough_cost
 from shardax.plan.search_space import Meshes, SearchSpace, mesh_shapes, search_space
 from shardax.plan.targets import Target
+
+FEW = 32
+"""Of so many candidates all are compiled, however rough estimates differ."""
 
 _MORE_FINALISTS = 3
 """How many times as many finalists are compiled, if some do not fit with full effort."""
@@ -45,6 +51,8 @@ class _Variant:
     space: SearchSpace
     candidates: Candidates
     layouts: tuple[Layout, ...]
+    rough: tuple[float, ...]
+    """How many times the least rough estimate that of each layout is, in their order."""
 
 
 def search(
@@ -61,6 +69,7 @@ def search(
     top: int | None = 5,
     finalists: int = 3,
     effort: str = "full",
+    within: float | None = 4.0,
     compiler: str = "auto",
     processes: int | None = None,
     cache: Any = "default",
@@ -85,6 +94,9 @@ def search(
         finalists: How many of the best are compiled with full effort.
         effort: ``"full"``; ``"screen"`` leaves out the finalists, so that peaks of memory may be up
             to a fifth too low.
+        within: Of more than 32 candidates those are compiled first whose rough estimate is at most
+            so many times the least; twice as many times, if fewer than ``top`` of these fit, and so
+            on. None compiles all.
         compiler: ``"auto"``, ``"target"`` or ``"estimate"``, as for ``compare``.
         processes: How many processes compile; None for one per core.
         cache: Folder for compiled programs, ``"default"`` for that of this user, None for none.
@@ -113,7 +125,7 @@ def search(
         'batch=data (4x1)'
     """
     target = Target.parse(target)
-    _check(top, finalists, effort)
+    _check(top, finalists, effort, within)
     shapes = _meshes(target, mesh_axes, meshes)
     variants = [
         _variant(label, examples, inputs, shapes, target, tie, fix)
@@ -126,7 +138,7 @@ def search(
         asker(inputs, target, compiler, processes, cache) as who,
     ):
         try:
-            _screen(variants, who, found, shown)
+            _screen(variants, who, found, shown, within, max(top or 1, finalists))
             if effort == "full":
                 _confirm(variants, who, found, finalists, shown)
         except KeyboardInterrupt as error:
@@ -134,12 +146,14 @@ def search(
     return found.plan()
 
 
-def _check(top: Any, finalists: Any, effort: str) -> None:
+def _check(top: Any, finalists: Any, effort: str, within: Any) -> None:
     if effort not in ("screen", "full"):
         raise PlanInputError(f"effort is 'screen' or 'full', not {effort!r}.")
     for name, value, least in (("top", 1 if top is None else top, 1), ("finalists", finalists, 0)):
         if not isinstance(value, int) or value < least:
             raise PlanInputError(f"{name}={value!r}: give a number of at least {least}.")
+    if within is not None and not within >= 1:
+        raise PlanInputError(f"within={within!r}: give a number of at least 1, or None for all.")
 
 
 def _meshes(
@@ -209,10 +223,14 @@ def _variant(
     model = trace_dimensions(inputs, axes)
     space = search_space(model, meshes, activations=names_of_batch(inputs), tie=tie, fix=fix)
     found = find_candidates(model, space, inputs, target.limit_bytes)
-    layouts = promising_first(found.layouts, model, _flops_per_byte(target))
+    speed = _flops_per_byte(target)
+    layouts = promising_first(found.layouts, model, speed)
+    costs = [rough_cost(each, model, speed) for each in layouts]
+    least = min(costs, default=0.0) or 1.0
+    rough = tuple(cost / least for cost in costs)
     if label:
         layouts = [dataclasses.replace(each, name=f"{each.name} {label}") for each in layouts]
-    return _Variant(label, examples, inputs, model, space, found, tuple(layouts))
+    return _Variant(label, examples, inputs, model, space, found, tuple(layouts), rough)
 
 
 def _flops_per_byte(target: Target) -> float:
@@ -235,6 +253,7 @@ class _Found:
         self.variants = variants
         self.folder = folder
         self.reports: dict[str, LayoutReport] = {}
+        self.left_out: list[LayoutReport] = []
         self.kept = 0
 
     def add(self, variant: _Variant, report: LayoutReport, kept: bool) -> None:
@@ -248,8 +267,9 @@ class _Found:
         """The plan of what was found."""
         ranked = self.ranked()
         if self.top is None:
-            rejected = [each for v in self.variants for each in v.candidates.rejected]
-            return Plan(self.target.text, (*ranked, *rejected), (*more, *self._notes()))
+            refused = [each for v in self.variants for each in v.candidates.rejected]
+            every = (*ranked, *self.left_out, *refused)
+            return Plan(self.target.text, every, (*more, *self._notes()))
         return Plan(self.target.text, tuple(ranked[: self.top]), (*more, *self._notes()))
 
     def _notes(self) -> list[str]:
@@ -257,17 +277,21 @@ class _Found:
         for variant in self.variants:
             found = variant.candidates
             large = sum(bool(each.argument_bytes) for each in found.rejected)
+            repeat = sum("do each operation" in each.reason for each in found.rejected)
+            rest = len(found.rejected) - large - repeat
+            others = f", {rest} that split what needs exchanges for no reason" if rest else ""
             start = f"{variant.label}: " if variant.label else ""
             notes.append(
                 f"{start}{found.tried:,} assignments of {_words(variant.space)} over "
                 f"{len(variant.space.meshes)} meshes; {found.distinct} of them possible and "
-                f"different; rejected without compiling: {len(found.rejected) - large} that repeat "
-                f"work, {large} whose arguments do not fit; {len(found.layouts)} candidates"
+                f"different; rejected without compiling: {repeat} that repeat work, {large} whose "
+                f"arguments do not fit{others}; {len(found.layouts)} candidates"
             )
         outcomes = [each.outcome for each in self.reports.values()]
         counts = [f"{outcomes.count(o)} {o}" for o in dict.fromkeys(sorted(outcomes))]
         if counts:
-            notes.append(f"compiled: {', '.join(counts)}")
+            left = f"; left out by a rough estimate: {len(self.left_out)}" * bool(self.left_out)
+            notes.append(f"compiled: {', '.join(counts)}{left}")
         return [*notes, *dict.fromkeys(n for v in self.variants for n in v.space.notes)]
 
     def interrupted(self, shown: Progress) -> PlanInterrupted:
@@ -287,13 +311,40 @@ def _words(space: SearchSpace) -> str:
     return ", ".join("+".join(group) for group in space.groups)
 
 
-def _screen(variants: Sequence[_Variant], who: Here | Pool, found: _Found, shown: Progress) -> None:
-    shown.expect(sum(len(variant.layouts) for variant in variants), "screening")
-    for variant in variants:
-        who.take(variant.inputs)
-        for answer in who.answers(variant.layouts, "screen", begun=shown.begin):
-            found.add(variant, answer.report, answer.kept)
-            shown.end(answer.report, answer.kept)
+def _screen(
+    variants: Sequence[_Variant],
+    who: Here | Pool,
+    found: _Found,
+    shown: Progress,
+    within: float | None,
+    enough: int,
+) -> None:
+    """Compiles in stages by rough estimate, each stage whole, until enough fit."""
+    many = sum(len(variant.layouts) for variant in variants) > FEW
+    limit = within if within is not None and many else float("inf")
+    waiting = [list(zip(each.rough, each.layouts, strict=True)) for each in variants]
+    while any(waiting):
+        stages = [[layout for rough, layout in each if rough <= limit] for each in waiting]
+        waiting = [[pair for pair in each if pair[0] > limit] for each in waiting]
+        shown.expect(sum(map(len, stages)), "screening")
+        for variant, stage in zip(variants, stages, strict=True):
+            if stage:
+                who.take(variant.inputs)
+            for answer in who.answers(stage, "screen", begun=shown.begin):
+                found.add(variant, answer.report, answer.kept)
+                shown.end(answer.report, answer.kept)
+        if sum(each.outcome == "fits" for each in found.reports.values()) >= enough:
+            break
+        limit *= 2
+    found.left_out = [
+        rejected(
+            layout,
+            f"not compiled: by a rough estimate it takes {rough:.1f} times as long as the most "
+            "promising candidate; within=None compiles all",
+        )
+        for each in waiting
+        for rough, layout in each
+    ]
 
 
 def _confirm(
