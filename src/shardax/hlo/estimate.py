@@ -19,7 +19,7 @@ matrix product while others are computed, is not in it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from shardax.hlo.estimate_graph import COLLECTIVES, Graph, Groups, chains, reduction
 from shardax.hlo.estimate_loops import without_unused_results
@@ -30,6 +30,9 @@ from shardax.hlo.program import ArrayShape, Instruction, Program
 _LAYOUT = frozenset({"copy", "reshape", "transpose", "bitcast", "convert"})
 
 FindGroups = Callable[[Instruction], Groups | None]
+Changes = dict[str, Instruction | tuple[Instruction, ...]]
+Rewrite = Callable[[Graph, FindGroups], Iterator[tuple[set[str], Changes]]]
+"""Yields names of instructions that belong together, and what takes the place of some of them."""
 
 
 def rewritten(program: Program) -> Program:
@@ -55,10 +58,22 @@ def rewritten(program: Program) -> Program:
         graph.remove_unused()
         graph.merge_equal()
         for rewrite in (_cut_first, _sum_over_both, _add_first, _scatter):
-            while rewrite(graph, groups):
+            while _rewrite_all(rewrite, graph, groups):
                 graph.remove_unused()
         computations[name] = graph.computation()
     return dataclasses.replace(program, computations=computations)
+
+
+def _rewrite_all(rewrite: Rewrite, graph: Graph, groups: FindGroups) -> bool:
+    """Makes all changes that do not meet each other; whether there was one."""
+    changes: Changes = {}
+    touched: set[str] = set()
+    for names, changed in rewrite(graph, groups):
+        if touched.isdisjoint(names):
+            touched |= names
+            changes.update(changed)
+    graph.replace(changes)
+    return bool(changes)
 
 
 def _finder(device_count: int) -> FindGroups:
@@ -78,7 +93,7 @@ def _finder(device_count: int) -> FindGroups:
     return find
 
 
-def _cut_first(graph: Graph, groups: FindGroups) -> bool:
+def _cut_first(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
     """Sums only the part that all devices of a group keep."""
     for reduced in graph.instructions.values():
         cut = graph.only_user(reduced.name) if _is_reduction(reduced) else None
@@ -93,12 +108,10 @@ def _cut_first(graph: Graph, groups: FindGroups) -> bool:
         total = dataclasses.replace(
             reduced, name=cut.name, operands=(part.name,), shapes=cut.shapes
         )
-        graph.replace({cut.name: (part, total)})
-        return True
-    return False
+        yield {reduced.name, cut.name}, {cut.name: (part, total)}
 
 
-def _sum_over_both(graph: Graph, groups: FindGroups) -> bool:
+def _sum_over_both(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
     """Joins a reduction of a reduction, over other devices, to one."""
     for outer in graph.instructions.values():
         if not _is_reduction(outer):
@@ -112,9 +125,8 @@ def _sum_over_both(graph: Graph, groups: FindGroups) -> bool:
         if both is None:
             continue
         joined = _with_groups(outer, both)
-        graph.replace({outer.name: dataclasses.replace(joined, operands=inner.operands)})
-        return True
-    return False
+        joined = dataclasses.replace(joined, operands=inner.operands)
+        yield {inner.name, outer.name}, {outer.name: joined}
 
 
 def _product(first: Groups | None, second: Groups | None) -> Groups | None:
@@ -125,8 +137,7 @@ def _product(first: Groups | None, second: Groups | None) -> Groups | None:
     of_second = {device: group for group in second for device in group}
     joined: dict[int, tuple[int, ...]] = {}
     for device, group in of_first.items():
-        all_ = sorted({d for each in group for d in of_second[each]})
-        joined[device] = tuple(all_)
+        joined[device] = tuple(sorted({d for each in group for d in of_second.get(each, ())}))
     size = len(first[0]) * len(second[0])
     found = set(joined.values())
     if any(len(group) != size for group in found) or sum(map(len, found)) != len(joined):
@@ -141,7 +152,7 @@ def _with_groups(each: Instruction, groups: Groups) -> Instruction:
     return dataclasses.replace(each, attributes=attributes)
 
 
-def _add_first(graph: Graph, groups: FindGroups) -> bool:
+def _add_first(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
     """Adds before two sums over the devices, which makes them one."""
     for added in graph.instructions.values():
         if added.opcode != "add" or len(set(added.operands)) != 2:
@@ -154,24 +165,25 @@ def _add_first(graph: Graph, groups: FindGroups) -> bool:
             continue
         if added.shapes[0].bytes > max(first.bytes, second.bytes):
             continue  # sent before it was widened
+        taken = {each.name: each.operands[0] for each in (first, second)}
         # The sum takes what is summed, through the same changes of layout; then all is reduced.
-        changed = {
+        changed: Changes = {
             name: dataclasses.replace(
                 graph.instructions[name],
-                operands=tuple(
-                    {first.name: first.operands[0], second.name: second.operands[0]}.get(o, o)
-                    for o in graph.instructions[name].operands
-                ),
+                operands=tuple(taken.get(o, o) for o in graph.instructions[name].operands),
             )
-            for name in {*on_first, *on_second, added.name}
+            for name in {*on_first, *on_second}
         }
-        inner = dataclasses.replace(changed.pop(added.name), name=f"{added.name}.before")
+        names = {first.name, second.name, *changed}
+        inner = dataclasses.replace(
+            added,
+            name=f"{added.name}.before",
+            operands=tuple(taken.get(name, name) for name in added.operands),
+        )
         total = dataclasses.replace(
             first, name=added.name, shapes=added.shapes, operands=(inner.name,)
         )
-        graph.replace({**changed, added.name: (inner, total)})
-        return True
-    return False
+        yield {*names, added.name}, {**changed, added.name: (inner, total)}
 
 
 def _summed(graph: Graph, name: str) -> tuple[Instruction, set[str]] | None:
@@ -192,7 +204,7 @@ def _is_reduction(each: Instruction) -> bool:
     return each.opcode == "all-reduce" and len(each.operands) == 1
 
 
-def _scatter(graph: Graph, groups: FindGroups) -> bool:
+def _scatter(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
     """Makes a sum of which each device keeps its part a reduce-scatter."""
     for reduced in graph.instructions.values():
         if not _is_reduction(reduced):
@@ -223,6 +235,5 @@ def _scatter(graph: Graph, groups: FindGroups) -> bool:
         )
         part = dataclasses.replace(cut, opcode="convert", operands=(scatter.name,), attributes="")
         local = dataclasses.replace(reduced, opcode="copy", attributes="")
-        graph.replace({reduced.name: local, cut.name: (narrow, scatter, part)})
-        return True
-    return False
+        names = {cut.name, *(each.name for each in changes)}
+        yield names, {reduced.name: local, cut.name: (narrow, scatter, part)}

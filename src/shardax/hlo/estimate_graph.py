@@ -35,6 +35,7 @@ class Graph:
 
     Attributes:
         program: The program.
+        device_count: How many devices run it together.
         instructions: By name, in an order in which each comes after its operands.
         users: Names of the instructions that use one, by its name.
         root: Name of the instruction whose result is that of the computation.
@@ -43,6 +44,7 @@ class Graph:
     def __init__(self, program: Program, computation: Computation) -> None:
         """See the class."""
         self.program = program
+        self.device_count = program.device_count
         self.instructions = {each.name: each for each in computation.instructions}
         self.root = computation.root.name
         self._name = computation.name

@@ -48,7 +48,7 @@ def scattered_dimension(graph: Graph, cut: Instruction, groups: Groups) -> int |
     (dimension,) = dimensions
     if part[dimension] * size != whole[dimension]:
         return None
-    devices = np.arange(graph.program.device_count)
+    devices = np.arange(graph.device_count)
     offsets = _values(graph, starts[dimension], devices)
     if offsets is None:
         return None
@@ -65,7 +65,7 @@ def is_cut_alike(graph: Graph, cut: Instruction, groups: Groups) -> bool:
         cut: A dynamic slice in it.
         groups: Numbers of the devices of each group.
     """
-    devices = np.arange(graph.program.device_count)
+    devices = np.arange(graph.device_count)
     for start in graph.operands(cut)[1:]:
         offsets = _values(graph, start, devices)
         if offsets is None:
