@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import pytest
 from hypothesis import given, settings
+from tests.core.copies import COPIES
 from tests.strategies import (
     Edit,
     apply_edit,
@@ -83,28 +82,6 @@ def test_taking_out_and_putting_in_leave_the_model_and_its_cache_as_they_were(
         apply_edit(other, change)
     assert sx.graphdef(model) == structure
     assert_equal_values(sx.state(model), values)
-
-
-def through_jax(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def through_split(tree: Any) -> Any:
-    return sx.merge(*sx.split(tree))
-
-
-def through_pickle(tree: Any) -> Any:
-    return pickle.loads(pickle.dumps(tree))
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "split and merge": through_split,
-    "clone": sx.clone,
-    "jax.tree": through_jax,
-    "pickle": through_pickle,
-    "deepcopy": copy.deepcopy,
-}
 
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())

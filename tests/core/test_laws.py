@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core import copies
 from tests.strategies import (
     Edit,
     apply_edit,
@@ -26,10 +24,6 @@ import shardax as sx
 from shardax.core import epoch
 
 
-def through_split(model: Any) -> Any:
-    return sx.merge(*sx.split(model))
-
-
 def through_many_states(model: Any) -> Any:
     graphdef, *states = sx.split(model, sx.PathContains("kernel0"), sx.Param, "slow", ...)
     return sx.merge(graphdef, *states)
@@ -40,23 +34,10 @@ def through_pure_dict(model: Any) -> Any:
     return sx.merge(graphdef, state.to_pure_dict())
 
 
-def through_jax(model: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(model)
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def through_pickle(model: Any) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "split and merge": through_split,
+    **copies.COPIES,
     "split by filters and merge": through_many_states,
     "pure dict": through_pure_dict,
-    "clone": sx.clone,
-    "jax.tree": through_jax,
-    "pickle": through_pickle,
-    "deepcopy": copy.deepcopy,
 }
 
 
