@@ -51,6 +51,21 @@ def numbers() -> tuple[jax.Array, jax.Array, jax.Array]:
     return x, jnp.asarray(x.T), jnp.arange(16.0)
 
 
+def with_names(wrap: Callable[..., Any]) -> tuple[Any, Any, Any]:
+    """The arrays with the names that an opponent's function gives them."""
+    x, other, bias = numbers()
+    return wrap(x, "batch", "embed"), wrap(other, "embed", "batch"), wrap(bias, "embed")
+
+
+def sums(x: Any, other: Any, bias: Any) -> dict[str, Callable[[], Any]]:
+    """The additions, where nothing is needed to get at the result."""
+    return {
+        "add": lambda: x + x,
+        "add, stored otherwise": lambda: x + other,
+        "add a bias": lambda: x + bias,
+    }
+
+
 def affine(x: Any, bias: Any) -> Any:
     """The function that is compiled."""
     return x * x + bias
@@ -79,18 +94,14 @@ def plain() -> Arrays:
 def shardax() -> Arrays:
     """`shardax.named`."""
     named = sx.named
-    given = numbers()
-    x, other = named.wrap(given[0], "batch", "embed"), named.wrap(given[1], "embed", "batch")
-    bias = named.wrap(given[2], "embed")
+    x, other, bias = with_names(named.wrap)
     compiled = jax.jit(affine)
     return Arrays(
         x,
         other,
         bias,
         {
-            "add": lambda: x + x,
-            "add, stored otherwise": lambda: x + other,
-            "add a bias": lambda: x + bias,
+            **sums(x, other, bias),
             "sum": lambda: x.sum("embed"),
             "one position": lambda: x[{"batch": 3}],
             "a function of vectors": lambda: named.nmap(jnp.cumsum)(x.untag("embed")).tag("embed"),
@@ -103,9 +114,7 @@ def penzai() -> Arrays:
     """`penzai.pz.nx`."""
     from penzai import pz
 
-    given = numbers()
-    x, other = pz.nx.wrap(given[0], "batch", "embed"), pz.nx.wrap(given[1], "embed", "batch")
-    bias = pz.nx.wrap(given[2], "embed")
+    x, other, bias = with_names(pz.nx.wrap)
     compiled = jax.jit(affine)
     return Arrays(
         x,
@@ -127,18 +136,14 @@ def coordax() -> Arrays:
     """`coordax`, which names dimensions of fields."""
     import coordax as cx
 
-    given = numbers()
-    x, other = cx.field(given[0], "batch", "embed"), cx.field(given[1], "embed", "batch")
-    bias = cx.field(given[2], "embed")
+    x, other, bias = with_names(cx.field)
     compiled = jax.jit(affine)
     return Arrays(
         x,
         other,
         bias,
         {
-            "add": lambda: x + x,
-            "add, stored otherwise": lambda: x + other,
-            "add a bias": lambda: x + bias,
+            **sums(x, other, bias),
             "sum": lambda: cx.cmap(jnp.sum)(x.untag("embed")),
             "a function of vectors": lambda: cx.cmap(jnp.cumsum)(x.untag("embed")).tag("embed"),
             "compiled call": lambda: compiled(x, bias),
