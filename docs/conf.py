@@ -4,8 +4,8 @@
 import gc
 import os
 
-# The pages are trees of many small objects. At Python's own threshold, collecting garbage among them
-# takes a quarter of the time of a build.
+# The pages are trees of many small objects: at Python's own threshold, collecting garbage among
+# them takes a quarter of the time of a build.
 gc.set_threshold(50_000, 10, 10)
 
 # The pages import shardax to read its docstrings; no accelerator should be taken for that.
