@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.strategies import Pair
 
 import shardax as sx
 from shardax.core.errors import (
@@ -46,13 +47,6 @@ class Model(sx.Module):
     def nth(self, n: int) -> Any:
         """One block."""
         return self.blocks[n]
-
-
-class Pair(NamedTuple):
-    """A NamedTuple."""
-
-    first: Any
-    second: Any
 
 
 def takes(*args: Any, **kwargs: Any) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import collections
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.strategies import assert_same_model
+from tests.core.test_select import takes
+from tests.strategies import Pair, assert_same_model
 
 import shardax as sx
 from shardax.core import epoch
@@ -51,17 +52,6 @@ class Model(sx.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-class Pair(NamedTuple):
-    """A NamedTuple."""
-
-    first: Any
-    second: Any
-
-
-def takes(*args: Any, **kwargs: Any) -> None:
-    """Takes anything."""
 
 
 @pytest.fixture
