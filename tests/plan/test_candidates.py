@@ -16,7 +16,8 @@ from tests.plan.steps import decoder, param, perceptron
 import shardax as sx
 from shardax.partition.assignment import mesh_axes_of
 from shardax.plan import Layout, NamedShape
-from shardax.plan.candidates import find_candidates, names_of_batch
+from shardax.plan.candidates import find_candidates
+from shardax.plan.candidates_same import names_of_batch
 from shardax.plan.dimensions import trace_dimensions
 from shardax.plan.inputs import Inputs
 from shardax.plan.search_order import promising_first

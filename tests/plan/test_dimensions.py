@@ -163,6 +163,25 @@ def test_grouped_attention_ties_key_heads_to_heads_as_parts() -> None:
     assert any(set(scores) <= set(key) for key in described(found))
 
 
+@pytest.mark.parametrize("compile_by", [sx.jit, jax.jit, None])
+def test_steps_are_traced_however_they_are_compiled(compile_by: Any) -> None:
+    def step(weight: jax.Array, x: jax.Array) -> jax.Array:
+        return sx.constrain(x @ weight, ("batch", "mlp"))
+
+    made = compile_by(step) if compile_by else step
+    found = model_of(made, named((8, "embed"), (16, "mlp")), named((4, "batch"), (8, "embed")))
+    assert list(described(found)) == [("left:batch", "right:mlp", "sum:embed")]
+    assert found.constraints == (((4, 16), ("batch", "mlp")),)
+
+
+def test_a_step_that_needs_values_is_refused_with_its_line() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(sx.errors.PlanInputError, match=r"concrete values at .*test_dimensions.py"):
+        model_of(step, named((4, "batch")))
+
+
 # --- replicated compute ---------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import pytest
@@ -127,3 +127,16 @@ def test_another_step_can_be_taken() -> None:
         first = pool._task
         pool.take(Inputs(*perceptron(mlp=128)))
         assert pool._task != first
+
+
+def test_a_source_that_changes_meanwhile_ends_the_search_with_what_to_do() -> None:
+    _, args = perceptron()
+
+    class Stale:
+        def result(self) -> Any:
+            raise sx.errors.StaleModuleError("The module model that the worker has is old. More.")
+
+    with Pool(fragile, args, TARGET) as pool, pytest.raises(sx.errors.PlanInputError) as error:
+        pool._answer(cast("Any", Stale()), 0, 0, layout("one"))
+    assert "Start again" in str(error.value)
+    assert str(error.value).endswith("The module model that the worker has is old.")

@@ -15,7 +15,7 @@ from shardax import plan
 from shardax.partition.scope import current_rules
 from shardax.plan import NamedShape
 from shardax.plan.inputs import Inputs
-from shardax.plan.progress import Lines, Progress, progress_for
+from shardax.plan.progress import Bar, Lines, Progress, progress_for
 from shardax.plan.search_here import asker
 
 EIGHT = [{"data": 8}]
@@ -159,3 +159,20 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("screening: 1\n[1/1] dp: fits, ")
+
+
+def test_progress_on_a_terminal_is_a_bar_with_what_is_tried_and_the_best_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    layouts = [plan.Layout(name, (), (("data", 8),)) for name in ("first", "second")]
+    band = plan.TimeBand(0.25, 0.75, 0.25, 0.25, 0.25, 0.0, "compute")
+    with Bar() as shown:
+        shown.expect(2, "screening")
+        for layout in layouts:
+            shown.begin(layout)
+        shown.end(plan.LayoutReport(layouts[0], "fits", time=band), False)
+    said = capsys.readouterr().err
+    assert "screening" in said
+    assert "best 0.5 s; second" in said

@@ -25,16 +25,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardax.partition.assignment import Names, Target, assign, mesh_axes_of, strings
-from shardax.partition.survey import Survey
+from shardax.partition.assignment import Names, Target, assign, mesh_axes_of
+from shardax.plan.candidates_same import (
+    Assigned,
+    better_by_free,
+    doubled_names,
+    free_names,
+    identity,
+    large_arguments,
+    stored_alike,
+)
 from shardax.plan.dimensions import Dimensions
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
-from shardax.plan.search_space import SLICE_AXIS, SMALL_SHARE, SearchSpace
+from shardax.plan.search_space import SLICE_AXIS, SearchSpace
 
 MOST_REPEATED = 1.05
 """How much more work than in the best candidate devices may do."""
@@ -65,18 +73,6 @@ class Candidates:
     distinct: int
 
 
-@dataclass(frozen=True)
-class _Assigned:
-    """An assignment: its layout, the mesh axes of all arrays, and which of equals is kept.
-
-    The one with fewer axes, whose axes are used in the order of priority of names.
-    """
-
-    layout: Layout
-    entries: tuple[tuple[Target, ...], ...]
-    order: tuple[int, ...]
-
-
 def find_candidates(
     dimensions: Dimensions,
     space: SearchSpace,
@@ -100,20 +96,20 @@ def find_candidates(
         The candidates.
     """
     arrays = tuple(dict.fromkeys((*dimensions.constraints, *dimensions.arguments)))
-    large = _large(dimensions)
-    free = _free_names(dimensions, inputs)
-    kept: dict[Any, _Assigned] = {}
+    large = large_arguments(dimensions)
+    free = free_names(dimensions, inputs)
+    kept: dict[Any, Assigned] = {}
     tried = 0
     for assigned in _assignments(dimensions, space, arrays, free):
         tried += 1
         if assigned is None:
             continue
-        key = _identity(assigned)
+        key = identity(assigned)
         if key not in kept or assigned.order < kept[key].order:
             kept[key] = assigned
-    by_storage: dict[Any, _Assigned] = {}
+    by_storage: dict[Any, Assigned] = {}
     for assigned in kept.values():
-        key = _stored(assigned, arrays, large, free)
+        key = stored_alike(assigned, arrays, large, free)
         if key not in by_storage or assigned.order < by_storage[key].order:
             by_storage[key] = assigned
     found = sorted(by_storage.values(), key=lambda a: (space.meshes.index(a.layout.mesh), a.order))
@@ -121,8 +117,8 @@ def find_candidates(
     layouts, too_large = _by_memory(layouts, inputs, limit_bytes)
     rejected += too_large
     if len(layouts) > many:
-        doubled = _doubled_names(dimensions, space)
-        worse = {each for each in layouts if _better_by_free(each, dimensions, doubled, free)}
+        doubled = doubled_names(dimensions, space)
+        worse = {each for each in layouts if better_by_free(each, dimensions, doubled, free)}
         rejected += [LayoutReport(each, "rejected", _WORSE) for each in layouts if each in worse]
         layouts = [each for each in layouts if each not in worse]
     return Candidates(tuple(layouts), tuple(rejected), tried, len(found))
@@ -136,7 +132,7 @@ def _assignments(
     space: SearchSpace,
     arrays: Sequence[tuple[tuple[int, ...], Names]],
     free: frozenset[str],
-) -> Iterator[_Assigned | None]:
+) -> Iterator[Assigned | None]:
     """Yields every assignment, or None for one that cannot be."""
     sizes_of = {name: dimensions.sizes_of(name) for name in dimensions.names}
     for mesh in space.meshes:
@@ -170,7 +166,7 @@ def _assigned(
     rules: dict[str, Target],
     chosen: Sequence[Target],
     arrays: Sequence[tuple[tuple[int, ...], Names]],
-) -> _Assigned | None:
+) -> Assigned | None:
     sizes = dict(mesh)
     searched = [name for group in space.groups for name in group]
     last = [name for name in dimensions.names if name not in searched]
@@ -186,7 +182,7 @@ def _assigned(
     axes = [[places[axis] for axis in mesh_axes_of(target)] for target in chosen]
     first = [each[0] if each else len(places) for each in axes]
     name = _name(dimensions, space, mesh, chosen)
-    return _Assigned(Layout(name, pairs, mesh), tuple(entries), (sum(map(len, axes)), *first))
+    return Assigned(Layout(name, pairs, mesh), tuple(entries), (sum(map(len, axes)), *first))
 
 
 def _name(
@@ -207,112 +203,6 @@ def _name(
             parts.append(f"{lead}={'+'.join(mesh_axes_of(target))}")
     sizes = "x".join(str(size) for _, size in mesh)
     return f"{' '.join(parts) or 'replicated'} ({sizes})"
-
-
-# --- what is the same -----------------------------------------------------------------------------
-
-
-def _identity(assigned: _Assigned) -> Any:
-    """Equal for assignments with the same specs up to names, order and merging of mesh axes."""
-    sizes = {axis: size for axis, size in assigned.layout.mesh if size > 1}
-    entries = [[mesh_axes_of(target) for target in each] for each in assigned.entries]
-    used = {axis for each in entries for axes in each for axis in axes}
-    tokens: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in sizes if axis in used}
-    idle = tuple(sorted(size for axis, size in sizes.items() if axis not in used))
-    for one, other in itertools.pairwise([axis for axis in sizes if axis in used]):
-        if SLICE_AXIS not in (one, other) and _always_together(entries, one, other):
-            tokens[other] = (*tokens.pop(one), other)
-    merged = {axes[-1]: math.prod(sizes[a] for a in axes) for axes in tokens.values()}
-    kept = [[tuple(a for a in axes if a in merged) for axes in each] for each in entries]
-    forms = []
-    for order in itertools.permutations(merged):
-        number = {axis: position for position, axis in enumerate(order)}
-        numbered = tuple(
-            tuple(tuple(sorted(number[a] for a in axes)) for axes in each) for each in kept
-        )
-        forms.append((tuple((merged[a], a == SLICE_AXIS) for a in order), numbered))
-    return idle, min(forms)
-
-
-def _always_together(entries: list[list[tuple[str, ...]]], one: str, other: str) -> bool:
-    for each in entries:
-        for axes in each:
-            if (one in axes) != (other in axes):
-                return False
-    return True
-
-
-def _free_names(dimensions: Dimensions, inputs: Inputs) -> frozenset[str]:
-    """Names on no parameter, on (nearly) every product, and never twice on one."""
-    total = dimensions.flops
-    found: set[str] = set()
-    stored = set(_names_of(inputs, ("parameters", "optimizer")))
-    for name in (name for name in dimensions.names if name not in stored):
-        on = [[d for d in p.dims if name in d.names] for p in dimensions.products]
-        covered = sum(p.flops for p, d in zip(dimensions.products, on, strict=True) if d)
-        if total and covered >= 0.99 * total and all(len(d) <= 1 for d in on):
-            found.add(name)
-    return frozenset(found)
-
-
-def _doubled_names(dimensions: Dimensions, space: SearchSpace) -> frozenset[str]:
-    """Names of activations that are twice on a product."""
-    found = {
-        name
-        for product in dimensions.products
-        for name in space.activations
-        if sum(name in dim.names for dim in product.dims) > 1
-    }
-    return frozenset(found)
-
-
-def _better_by_free(
-    layout: Layout, dimensions: Dimensions, doubled: frozenset[str], free: frozenset[str]
-) -> bool:
-    """Whether a free name could take a mesh axis that a doubled name alone is split by."""
-    axes_of = {name: mesh_axes_of(target) for name, target in layout.rules}
-    sizes = layout.sizes
-    inner = {
-        axis
-        for name, axes in axes_of.items()
-        if not any(name in names for _, names in dimensions.constraints)
-        for axis in axes
-        if name not in free | doubled
-    }
-    for name in doubled:
-        for axis in set(axes_of.get(name, ())) - inner:
-            for other in free:
-                taken = axes_of.get(other, ())
-                ways = math.prod(sizes[each] for each in (*taken, axis))
-                if axis not in taken and all(n % ways == 0 for n in dimensions.sizes_of(other)):
-                    return True
-    return False
-
-
-def _large(dimensions: Dimensions) -> list[bool]:
-    """Which arguments have more than a hundredth of all elements."""
-    elements = [math.prod(shape) for shape, _ in dimensions.arguments]
-    return [count > SMALL_SHARE * sum(elements) for count in elements]
-
-
-def _stored(
-    assigned: _Assigned,
-    arrays: Sequence[tuple[tuple[int, ...], Names]],
-    large: Sequence[bool],
-    free: frozenset[str],
-) -> Any:
-    """Equal for assignments that differ at most in the dimensions that arguments are stored by."""
-    axes_of = {name: mesh_axes_of(target) for name, target in assigned.layout.rules}
-    of_free = {axis for name in free for axis in axes_of.get(name, ())}
-    names = tuple((n, tuple(a for a in axes if a not in of_free)) for n, axes in axes_of.items())
-    held = tuple((name, axes_of[name]) for name in sorted(free) if name in axes_of)
-    arguments = assigned.entries[len(arrays) - len(large) :]
-    stored = tuple(
-        frozenset(axis for target in each for axis in mesh_axes_of(target) if axis in of_free)
-        for each, counts in zip(arguments, large, strict=True)
-        if counts
-    )
-    return assigned.layout.mesh, names, held, stored
 
 
 # --- what is not worth it -------------------------------------------------------------------------
@@ -364,15 +254,3 @@ def _by_memory(
         else:
             kept.append(layout)
     return kept, rejected
-
-
-def names_of_batch(inputs: Inputs) -> Iterable[str]:
-    """Names on arguments of the kind ``"batch"``."""
-    return _names_of(inputs, ("batch",))
-
-
-def _names_of(inputs: Inputs, kinds: Sequence[str]) -> Iterable[str]:
-    for slot, kind in zip(Survey(inputs.tree).slots, inputs.kinds, strict=True):
-        if kind in kinds:
-            for info in slot.arrays:
-                yield from strings(slot.names_of(info) or ())

@@ -25,6 +25,7 @@ import jax
 from shardax.core.errors import (
     PickleWriteError,
     PlanInputError,
+    StaleModuleError,
     WorkerCrashedError,
     WorkerTimeoutError,
 )
@@ -185,7 +186,8 @@ class Pool:
             begun: Told when a layout is begun.
 
         Raises:
-            PlanInputError: If the step or its arguments are at fault, whatever the layout.
+            PlanInputError: If the step or its arguments are at fault, whatever the layout, or
+                source files change meanwhile.
         """
         waiting = list(enumerate(layouts))[::-1]
         running: dict[concurrent.futures.Future[Any], tuple[int, int, Layout]] = {}
@@ -238,6 +240,12 @@ class Pool:
                 reason = f"it took longer than {self._seconds:g} seconds"
             reason += _last_lines(self._log(place))
             return Answer(index, LayoutReport(layout, "failed", reason), False)
+        except StaleModuleError as error:
+            raise PlanInputError(
+                "A source file has changed since the first layout was compiled, so the others would "
+                "be of another program. Start again: programs that are still the same are taken "
+                f"from the cache. {str(error).partition('. ')[0]}."
+            ) from error
         return Answer(index, from_data(data), kept)
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from shardax.core.errors import PlanInputError, PlanInterrupted, TargetError
 from shardax.plan.cache import cache_folder
-from shardax.plan.candidates import Candidates, find_candidates, names_of_batch
+from shardax.plan.candidates import Candidates, find_candidates
+from shardax.plan.candidates_same import names_of_batch
 from shardax.plan.dimensions import Dimensions, trace_dimensions
 from shardax.plan.evaluate import rejected
 from shardax.plan.inputs import Inputs
@@ -398,6 +399,16 @@ def explore(
 
     Returns:
         The dimension model, and the candidates in the order of trying, with those rejected.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> from shardax import plan
+        >>> weight = sx.Param(sx.Init(jax.nn.initializers.ones, (64, 256)), axes=("embed", "mlp"))
+        >>> x = plan.NamedShape((4096, 64), "float32", ("batch", "embed"))
+        >>> apply = lambda weight, x: x @ weight.value
+        >>> dimensions, candidates = explore(apply, (weight, x), "cpu:4", meshes=[{"data": 4}])
+        >>> dimensions.flops == 2 * 4096 * 64 * 256, candidates.layouts[0].rules
+        (True, (('batch', 'data'), ('embed', None), ('mlp', None)))
     """
     target = Target.parse(target)
     shapes = _meshes(target, mesh_axes, meshes)
