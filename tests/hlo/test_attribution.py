@@ -120,6 +120,27 @@ def test_a_gradient_belongs_to_the_parameter_and_not_to_its_moments(mesh: Mesh) 
     assert found == [("all-reduce", "sums the gradient of state['w'] over data", ("state['w']",))]
 
 
+def test_a_gradient_that_is_a_result_belongs_to_the_argument_of_its_type(mesh: Mesh) -> None:
+    w, x = place(mesh, (16, 8)), place(mesh, (32, 16), "data")
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w).sum()
+
+    found = facts(jax.grad(loss), (w, x), ["w", "x"], out_shardings=w.sharding)
+    assert found == [("all-reduce", "sums the gradient of w over data", ("w",))]
+
+
+def test_of_two_arguments_of_one_type_none_is_guessed(mesh: Mesh) -> None:
+    w, x = place(mesh, (16, 16)), place(mesh, (32, 16), "data")
+
+    def loss(frozen: Any, w: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.sin(x @ frozen) @ w).sum()
+
+    paths = ["frozen", "w", "x"]
+    found = facts(jax.grad(loss, 1), (w, w, x), paths, out_shardings=w.sharding)
+    assert found == [("all-reduce", "sums partial products of dot_general over data", ())]
+
+
 def test_a_new_parameter_is_gathered_where_only_its_update_is_sharded(mesh: Mesh) -> None:
     w, m = place(mesh, (16, 8)), place(mesh, (16, 8), "data")
 

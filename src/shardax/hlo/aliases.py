@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which results of a program are written where its arguments were: the donated ones."""
+"""Which results of a program are the next values of its arguments."""
 
 from __future__ import annotations
 
 import re
 
 from shardax.hlo.program import Program
-from shardax.hlo.text import balanced
+from shardax.hlo.text import ArrayShape, balanced
+
+Type = tuple[ArrayShape, ...]
 
 _ALIAS = re.compile(r"\{(\d*)[^{}]*\}: *\((\d+), *\{[^}]*\}")
 _DONOR = re.compile(r"\((\d+), *\{[^}]*\}\)")
@@ -39,6 +41,32 @@ def aliases(program: Program) -> dict[int, int]:
             if result not in found and shapes == (shape,):
                 found[result] = argument
                 break
+    return found
+
+
+def likely_updates(program: Program) -> dict[int, int]:
+    """Returns which argument's next value a result likely is, by the result's number.
+
+    A result that takes the place of an argument is its next value. Of the others, those of one type
+    are taken to be the next values, or the gradients, of the arguments of this type, in order, if
+    there are as many; else nothing is guessed.
+
+    Args:
+        program: A compiled or partitioned program.
+    """
+    found = aliases(program)
+    taken = set(found.values())
+    results: dict[Type, list[int]] = {}
+    arguments: dict[Type, list[int]] = {}
+    for number, shape in enumerate(program.main.root.shapes):
+        if number not in found:
+            results.setdefault((shape,), []).append(number)
+    for number, each in sorted(program.main.parameters.items()):
+        if number not in taken:
+            arguments.setdefault(each.shapes, []).append(number)
+    for shapes, numbers in results.items():
+        if len(numbers) == len(arguments.get(shapes, ())):
+            found.update(zip(numbers, arguments[shapes], strict=True))
     return found
 
 

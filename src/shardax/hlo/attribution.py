@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardax.hlo.aliases import aliases
+from shardax.hlo.aliases import aliases, likely_updates
 from shardax.hlo.attribution_flow import Flow, Sources, Value
 from shardax.hlo.collectives import Found
 from shardax.hlo.estimate_graph import reduction
@@ -67,6 +67,7 @@ class _Attribution:
         self._arguments = arguments
         self._flow = Flow(program)
         self._updates = aliases(program)
+        self._likely = likely_updates(program)
 
     def of(self, found: Found) -> Collective:
         """Returns a collective with what was found out of it."""
@@ -76,14 +77,17 @@ class _Attribution:
         operands = each.operands[:1] if single else each.operands
         sources = [self._flow.sources(Value(found.inside.name, name)) for name in operands]
         moved = self._moved(sources)
-        updated = () if moved else self._updated(found, len(operands))
         collective = _with_origin(found.collective, sources)
         if not collective.op_name:
             collective = self._with_need(collective, Value(found.inside.name, each.name))
+        how = self._how(each, collective, sources)
+        # A gradient is one also if it is a result itself, or the step keeps its arguments.
+        updates = self._likely if how.is_backward else self._updates
+        updated = () if moved else self._updated(found, len(operands), updates)
         return dataclasses.replace(
             collective,
             parameters=moved or updated,
-            why=_why(collective, moved, updated, self._how(each, collective, sources)),
+            why=_why(collective, moved, updated, how),
         )
 
     def _with_need(self, collective: Collective, value: Value) -> Collective:
@@ -106,13 +110,13 @@ class _Attribution:
         numbers = sorted({number for each in sources for number in each.arguments})
         return tuple(path for number in numbers if (path := self._path(number)))
 
-    def _updated(self, found: Found, count: int) -> tuple[str, ...]:
+    def _updated(self, found: Found, count: int, updates: Mapping[int, int]) -> tuple[str, ...]:
         """Paths of the arguments that what travels is used to update."""
         paths: dict[str, None] = {}
         for element in range(count) if count > 1 else (-1,):
             value = Value(found.inside.name, found.instruction.name, element)
             results = self._flow.results(value)
-            numbers = {self._updates[result] for result in results if result in self._updates}
+            numbers = {updates[result] for result in results if result in updates}
             paths |= dict.fromkeys(_without_states([self._path(n) for n in sorted(numbers)]))
         return tuple(paths)
 
