@@ -220,3 +220,19 @@ def test_a_failed_assertion_is_also_an_assertion_error() -> None:
         plan.assert_layout(
             lambda weight: weight.value * 2, (weight,), {}, {"x": 2}, replicated_params=0
         )
+
+
+def test_times_are_those_of_the_dtype_that_most_products_have() -> None:
+    def step(up: Any, down: Any, x: Any) -> Any:
+        return (x @ up.value).astype(jnp.float32) @ down.value
+
+    ones, half = jax.nn.initializers.ones, jnp.bfloat16
+    up = sx.Param(sx.Init(ones, (EMBED, MLP), half), axes=("embed", "mlp"))
+    down = sx.Param(sx.Init(ones, (MLP, 8)), axes=("mlp", None))
+    x = plan.NamedShape((BATCH, EMBED), half, ("batch", "embed"))
+    cpu = plan.find_hardware("cpu")
+    hardware = cpu.like(peak_flops={"bf16": 1e9, "f32": 1e6})
+    args = (step, (up, down, x), {"dp": {"batch": "data"}}, {"data": 8})
+    report = plan.compare(*args, plan.Target(hardware, (8,)), cache=None)["dp"]
+    assert report.time is not None
+    assert report.time.compute == report.flops / 1e9

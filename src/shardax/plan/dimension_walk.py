@@ -26,12 +26,21 @@ class Value(NamedTuple):
 
 
 class RawProduct(NamedTuple):
-    """A matrix product: operations of one run, runs, dimensions by role, both operands computed."""
+    """A matrix product.
+
+    Attributes:
+        flops: Operations of one run.
+        runs: How often it runs.
+        dims: Dimensions by role.
+        computed: Whether both operands are computed.
+        dtype: Of its first operand.
+    """
 
     flops: float
     runs: int
     dims: tuple[tuple[str, int], ...]
     computed: bool
+    dtype: str
 
 
 class Walk:
@@ -90,7 +99,7 @@ class Walk:
         if name == "conv_general_dilated":
             out, dims, flops = convolution_dims(self.classes, equation, [v.dims for v in operands])
             computed = not (operands[0].given or operands[1].given)
-            self.products.append(RawProduct(flops, runs, tuple(dims), computed))
+            self.products.append(RawProduct(flops, runs, tuple(dims), computed, _dtype(equation)))
             return [Value(out, False)]
         if name == "name":
             self._mark(equation.params["name"], operands[0].dims)
@@ -137,7 +146,7 @@ class Walk:
         ]
         flops = 2.0 * math.prod(self.classes.size(d) for _, d in dims)
         computed = not (operands[0].given or operands[1].given)
-        self.products.append(RawProduct(flops, runs, tuple(dims), computed))
+        self.products.append(RawProduct(flops, runs, tuple(dims), computed, _dtype(equation)))
         return (*batch, *rows, *columns)
 
     # --- programs inside --------------------------------------------------------------------------
@@ -226,3 +235,7 @@ def _needed(jaxpr: Any, wanted: Sequence[bool]) -> list[list[bool] | None]:
         found.append(results)
         live |= {id(item) for item in equation.invars}
     return found[::-1]
+
+
+def _dtype(equation: Any) -> str:
+    return str(equation.invars[0].aval.dtype)

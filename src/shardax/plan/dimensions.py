@@ -13,6 +13,7 @@ The *role* of a product's dimension is ``"batch"`` (of both operands and of the 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,7 @@ class Dimensions:
         looped: Names of dimensions that a loop takes one element at a time.
         together: Pairs of names that are one dimension, or one the whole and the other a part.
         notes: What could not be told.
+        dtype: Of the operands of most of the products' operations.
     """
 
     products: tuple[Product, ...]
@@ -82,6 +84,7 @@ class Dimensions:
     looped: frozenset[str]
     together: frozenset[frozenset[str]]
     notes: tuple[str, ...]
+    dtype: str = "bfloat16"
 
     @property
     def flops(self) -> float:
@@ -174,7 +177,16 @@ def trace_dimensions(inputs: Inputs, mesh_axes: Iterable[str] = ("data", "model"
         looped=walk.classes.looped_names(),
         together=_together(reached),
         notes=tuple(walk.notes),
+        dtype=_main_dtype(walk.products),
     )
+
+
+def _main_dtype(products: Iterable[RawProduct]) -> str:
+    """The dtype in which most operations are done."""
+    totals: Counter[str] = Counter()
+    for product in products:
+        totals[product.dtype] += int(product.flops * product.runs)
+    return max(totals, key=lambda name: totals[name], default="bfloat16")
 
 
 def _named_arguments(inputs: Inputs) -> Iterable[tuple[tuple[int, ...], tuple[Any, ...]]]:

@@ -145,7 +145,7 @@ def _read(
         program_flops=whole,
         hbm_bytes=facts.hbm_bytes,
         collectives=facts.collectives,
-        time=time_band(facts, target, layout.sizes),
+        time=time_band(facts, target, layout.sizes, _dimensions(inputs, tuple(layout.sizes)).dtype),
         compile_seconds=compiled.seconds,
         warnings=tuple(warnings),
         **common,
