@@ -188,7 +188,7 @@ def test_activations_are_gathered_before_what_needs_them_whole(mesh: Mesh) -> No
 @pytest.mark.parametrize(
     ("collective", "why"),
     [
-        (lambda x: lax.psum(jnp.tanh(x), "model"), "asked for by psum"),
+        (lambda x: lax.psum(x, "model"), "asked for by psum"),
         (lambda x: lax.pmax(jnp.tanh(x), "model"), "asked for by pmax"),
         (lambda x: lax.ppermute(jnp.tanh(x), "model", [(0, 1)]), "asked for by ppermute"),
     ],
@@ -200,8 +200,8 @@ def test_what_a_program_asks_for_itself_says_so(
     f = jax.shard_map(
         collective, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data"), check_vma=False
     )
-    [(_, found, parameters)] = facts(f, (place(mesh, (32, 16), "data", "model"),), ["x"])
-    assert (found.removesuffix(" over model"), parameters) == (why, ())
+    [(_, found, _)] = facts(f, (place(mesh, (32, 16), "data", "model"),), ["x"])
+    assert found == f"{why} over model"
 
 
 def test_a_program_without_paths_says_why_all_the_same() -> None:

@@ -3,8 +3,8 @@
 
 Against compilers, for 11 train steps of a decoder of 3 layers on eight devices, with and without
 rematerialization, unrolled and scanned, on meshes of two and three axes: 4 to 39% below what the
-compiler of H100 took, and 0 to 34% above that of v5e; of the five layouts of ``test_estimate``, 16%
-below to 0% above and 5% below to 13% above that of v5p.
+compiler of H100 took, and, of six, 1 to 34% above that of v5e. Of the five layouts of
+``test_estimate`` 16% below to 0% above that of H100, and 5% below to 13% above that of v5p.
 """
 
 from __future__ import annotations
@@ -95,3 +95,24 @@ def test_instructions_run_in_an_order_that_frees_memory() -> None:
 
     found = peak(sums, [squares() for _ in range(8)])
     assert 8 + 2 <= found <= 8 + 4
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w: lax.fori_loop(
+            0, 3, lambda i, y: lax.fori_loop(0, 4, lambda j, z: z @ w, y), x
+        ),
+        lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: jnp.sin(x)),
+        lambda x, w: lax.while_loop(lambda s: s.sum() < 9, lambda s: jnp.tanh(s @ w) @ w, x),
+        jax.grad(lambda x, w: jax.nn.softmax(jax.nn.softmax(x @ w) @ w).max()),
+        lambda x, w: jnp.sort(x @ w, axis=0) + jnp.fft.fft(x).real,
+    ],
+    ids=["nested loops", "branches", "unknown end", "softmax", "sort"],
+)
+def test_it_is_about_what_the_compiler_of_cpu_assigns(f: Callable[..., Any]) -> None:
+    compiled = jax.jit(f).lower(squares(), squares()).compile()
+    memory = compiled.memory_analysis()
+    assigned = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    assigned += memory.temp_size_in_bytes
+    assert peak(f, squares(), squares()) * ONE == pytest.approx(assigned, rel=0.35)

@@ -154,6 +154,7 @@ def _why(
     operation = _listed(how.operations) or "what comes next"
     over = f" over {' and '.join(collective.axes)}" if collective.axes else ""
     asked = next((name for name in how.operations if _ASKED.match(name)), "")
+    carries = collective.kind not in ("all-reduce", "reduce-scatter")
     what = _listed(moved) or "an activation"
     match collective.kind:
         case "all-reduce" | "reduce-scatter" if updated and how.is_backward:
@@ -162,7 +163,7 @@ def _why(
             return f"gathers the new {_listed(updated)}{over}"
         case "collective-permute" if updated and how.is_backward:
             return f"passes on the gradient of {_listed(updated)}"
-        case _ if asked and not moved:
+        case _ if asked and not (moved and carries):
             return f"asked for by {asked}{over}"
         case "all-reduce" | "reduce-scatter":
             if how.reduces in _EXTREMES:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from shardax.hlo.program import Computation, Instruction, Program
+from shardax.hlo.runs import branches, called
 
 _EFFECTS = frozenset({"send", "recv", "send-done", "recv-done", "outfeed", "infeed", "custom-call"})
 
@@ -30,8 +31,7 @@ def without_unused_results(program: Program) -> Program:
     while pending:  # outer loops first, as they say what inner ones are needed for
         computation = computations[pending.pop()]
         for loop in computation.instructions:
-            pending.extend(loop.computations("to_apply") if loop.opcode == "call" else ())
-            pending.extend(loop.computations("branch_computations"))
+            pending.extend(called(loop) if loop.opcode == "call" else branches(loop))
             if loop.opcode != "while":
                 continue
             (name,) = loop.computations("body")

@@ -16,6 +16,7 @@ from shardax.hlo.aliases import aliases
 from shardax.hlo.live_buffers import Buffers, kept_elements
 from shardax.hlo.live_order import least_memory_order
 from shardax.hlo.program import Computation, Instruction, Program
+from shardax.hlo.runs import branches, called
 
 
 def peak_bytes(program: Program) -> int:
@@ -105,7 +106,7 @@ def _within(program: Program, each: Instruction, kept: dict[str, frozenset[int]]
             (body,) = each.computations("body")
             return _most(program, program.computations[body], kept[each.name])
         case "call" | "conditional":
-            names = each.computations("to_apply", "branch_computations")
+            names = (*called(each), *branches(each))
             return max(_most(program, program.computations[name]) for name in names)
         case _:
             return 0
