@@ -12,8 +12,9 @@ they would send:
 * two sums that are added are added first, and summed over the devices once;
 * a sum of which each device keeps only its part is a reduce-scatter.
 
-It is an *estimate*: what compilers do to suit one kind of device, such as sending the parts of a
-matrix product while others are computed, is not in it.
+It is an *estimate*: what only some compilers do is not in it. The TPU's sends the parts of a matrix
+product while others are computed, one part more than an all-gather, and sums some gradients whole
+of which each device keeps a part. The GPU's sums gradients that a loop accumulates once, after it.
 """
 
 from __future__ import annotations
