@@ -6,7 +6,7 @@ TPUs and GPUs then simplify. Those of their simplifications that change how much
 here, so that a program which was partitioned on CPU (``partitioned_text``) gives the bytes that
 they would send:
 
-* equal instructions are done once, what nothing uses is not done, also not in loops;
+* equal instructions but collectives are done once, what nothing uses is not done, nor in loops;
 * a part that all devices of a group keep is cut out before they sum it;
 * a sum over one set of groups and then over another is one sum over both;
 * two sums that are added are added first, and summed over the devices once;
