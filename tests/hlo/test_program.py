@@ -242,3 +242,10 @@ def test_a_program_without_one_of_its_lines_is_refused_or_counts_the_same(choice
         return  # nothing takes it: without it this is another program
     with pytest.raises(HloReadError, match=r"is cut or changed|would not be counted"):
         read_program(text, {"data": 8})
+
+
+def test_names_of_operations_are_as_jax_has_them_without_escapes() -> None:
+    compiled = jax.jit(lambda tree: tree["w"] * 2).lower({"w": jnp.ones(3)}).compile()
+    program = parse(compiled.as_text())
+    entry = program.computations[program.entry].instructions
+    assert [each.op_name for each in entry if each.opcode == "parameter"] == ["tree['w']"]

@@ -121,7 +121,11 @@ def test_a_choice_that_is_none_is_an_error() -> None:
 
 def test_processes_are_told_to_stay_on_cpu_and_how_many_devices_to_make() -> None:
     found = plan.compiler_for(plan.Target.parse("gpu:h100:2x8"), compiler="estimate")
-    assert found.environment() == {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "16"}
+    assert found.environment() == {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "JAX_NUM_CPU_DEVICES": "16",
+    }
     assert plan.compiler_for(plan.Target.parse("cpu:4")).environment()["JAX_NUM_CPU_DEVICES"] == "4"
 
 

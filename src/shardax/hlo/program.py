@@ -26,6 +26,7 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" *([a-z][\w\-]*)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _METADATA = re.compile(r'\bmetadata=\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}')
+_ESCAPED = re.compile(r"\\(.)")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _FILE = re.compile(r'\bsource_file="((?:[^"\\]|\\.)*)"')
@@ -292,7 +293,7 @@ class _Reader:
         file, line = _FILE.search(found[1]), _LINE.search(found[1])
         if not source and file and line:
             source = line_name(file[1], int(line[1]))
-        return (op_name[1] if op_name else ""), source
+        return (_ESCAPED.sub(r"\1", op_name[1]) if op_name else ""), source
 
 
 def _check_whole(inside: Computation) -> None:

@@ -108,10 +108,11 @@ class Compiler(abc.ABC):
     def environment(self) -> dict[str, str]:
         """Returns variables that a process should have before it imports jax.
 
-        They keep it on CPU, let several processes compile at once, and keep compilers from writing
-        about hardware that they do not find.
+        They keep it on CPU, let several processes compile at once, keep compilers from writing
+        about hardware that they do not find, and the programs out of JAX's own cache, which nobody
+        would ever run.
         """
-        return {"JAX_PLATFORMS": "cpu"}
+        return {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
 
     @property
     def devices_needed(self) -> int:
