@@ -194,7 +194,6 @@ def test_a_dimension_without_a_name_counts_as_split_as_far_as_its_size_goes() ->
 
 
 RULES = {
-    "data parallel": {"batch": "data"},
     "all": {"batch": "data", **dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "model")},
     "sequence": {"batch": "data", "seq": "model"},
 }  # fmt: skip
