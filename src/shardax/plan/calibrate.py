@@ -3,7 +3,10 @@
 
 Virtual devices share the machine's cores, memory and caches. So every figure is measured with all
 of them at work, and is that of one device then: a product of matrices, an array that is read and
-written, an all-reduce among all devices, and one of a single number for the latency.
+written, each kind of collective among all devices, and sums of a single number for the latency.
+What a call costs that does nothing is taken off. The collectives copy from the memory of others, so
+they are measured by their payload and one by one: a ring of links, of which wire bytes speak, does
+not say what they take.
 
 They say nothing of a TPU or GPU. They let the planner's ranking be checked against measured steps.
 """
@@ -24,6 +27,7 @@ from shardax.plan.hardware import Hardware
 from shardax.plan.hardware_table import find_hardware
 
 _AXIS = "devices"
+_SUMS = 16  # of a single number, for the latency
 
 
 def calibrate_cpu(
@@ -32,6 +36,7 @@ def calibrate_cpu(
     matrix: int = 512,
     megabytes: float = 8.0,
     repeats: int = 7,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Hardware:
     """Measures this machine's CPU devices, in a few seconds.
 
@@ -39,7 +44,10 @@ def calibrate_cpu(
         devices: How many virtual devices work together; None for all that the process has.
         matrix: Rows and columns of the matrices of a product, on each device.
         megabytes: Size of the arrays on each device, in 10^6 bytes of float32.
-        repeats: How often each measurement is made; the median counts.
+        repeats: How often each measurement is made; the least counts, in which other work of the
+            machine has the least part.
+        clock: Seconds since some moment. Where much else runs, the processor time of this process
+            over the number of cores says more than the time of day.
 
     Returns:
         Hardware called ``"cpu"`` of which ``sources`` says that it was measured, for
@@ -62,66 +70,107 @@ def calibrate_cpu(
             f"sx.configure(devices={count})."
         )
     mesh = Mesh(np.array(present[:count]), (_AXIS,))
-    timer = _Timer(mesh, repeats)
-    numbers = max(1, int(megabytes * 1e6 / 4))
-    product = timer.seconds(_product, (matrix, matrix))
-    stream = timer.seconds(_stream, (numbers,))
-    reduced = timer.seconds(_all_reduce(mesh), (numbers,))
-    alone = timer.seconds(_all_reduce(mesh), (1,))
-    wire = 2 * (count - 1) / count * numbers * 4
+    timer = _Timer(mesh, repeats, clock)
+    # Every device's array can be cut into as many parts as there are devices.
+    numbers = max(1, int(megabytes * 1e6 / 4) // count) * count
+    call = timer.seconds(_scaled, (1,))
+    product = timer.seconds(_product, (matrix, matrix), call)
+    stream = timer.seconds(_scaled, (numbers,), call)
+    copying: dict[str, float] = {}
+    latency = 0.0
+    if count > 1:
+        latency = timer.seconds(_sums(mesh), (1,), call) / _SUMS
+        for kind, collective in _collectives(count).items():
+            copied = timer.seconds(_on_each(mesh, collective), (numbers,), call + latency)
+            copying[kind] = numbers * 4 / copied
     source = (
         f"measured on this machine by plan.calibrate_cpu, {count} devices at work, "
         f"jax {jax.__version__}"
     )
     known = find_hardware("cpu")
-    link = wire / max(reduced - alone, 0.05 * reduced) if count > 1 else known.link_bandwidth
-    figures = {
+    wire = 2 * (count - 1) / count
+    link = copying["all-reduce"] * wire if copying else known.link_bandwidth
+    figures: dict[str, Any] = {
         "peak_flops": {"f32": 2 * matrix**3 / product},
         "memory_bandwidth": 2 * numbers * 4 / stream,
         "link_bandwidth": link,
         "network_bandwidth": link,
-        "link_latency": alone if count > 1 else 0.0,
+        "link_latency": latency,
+        "copy_bandwidth": copying,
     }
     return known.like(**figures, sources={**known.sources, **dict.fromkeys(figures, source)})
 
 
 class _Timer:
-    """Runs a function on all devices at once and takes the median time."""
+    """Runs a function on all devices at once and takes the least time."""
 
-    def __init__(self, mesh: Mesh, repeats: int) -> None:
+    def __init__(self, mesh: Mesh, repeats: int, clock: Callable[[], float]) -> None:
         self._mesh = mesh
         self._repeats = max(1, repeats)
+        self._clock = clock
 
-    def seconds(self, function: Callable[[Any], Any], shape: tuple[int, ...]) -> float:
-        """Time of one run; each device has an array of ``shape``."""
+    def seconds(
+        self, function: Callable[[Any], Any], shape: tuple[int, ...], call: float = 0.0
+    ) -> float:
+        """Time of one run less ``call``; each device has an array of ``shape``."""
         count = self._mesh.devices.size
         sharding = NamedSharding(self._mesh, PartitionSpec(_AXIS))
         # Ones: results are neither denormal nor infinite, which would take another time.
         start = jax.device_put(np.full((count, *shape), 1.0, np.float32), sharding)
-        compiled = jax.jit(function, out_shardings=sharding).lower(start).compile()
+        compiled = jax.jit(function).lower(start).compile()
         jax.block_until_ready(compiled(start))
         times = []
         for _ in range(self._repeats):
-            begun = time.perf_counter()
+            begun = self._clock()
             jax.block_until_ready(compiled(start))
-            times.append(time.perf_counter() - begun)
-        return float(np.median(times))
+            times.append(self._clock() - begun)
+        least = max(min(times), 1e-9)  # of a clock that is too coarse
+        return max(least - call, 0.05 * least)
 
 
 def _product(x: jax.Array) -> jax.Array:
     return jnp.einsum("dij,djk->dik", x, x)
 
 
-def _stream(x: jax.Array) -> jax.Array:
+def _scaled(x: jax.Array) -> jax.Array:
     return x * 1.5 + 0.5
 
 
-def _all_reduce(mesh: Mesh) -> Callable[[Any], Any]:
-    """A sum over all devices, of which each gets the whole."""
-
-    def summed(x: jax.Array) -> jax.Array:
-        return jax.lax.psum(x, _AXIS)
-
+def _on_each(mesh: Mesh, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of what each device has."""
     spec = PartitionSpec(_AXIS)
-    # Every device returns its copy, so that nothing else than the sum is timed.
-    return jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    # Every device returns its own copy, so that nothing else than the function is timed.
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def _sums(mesh: Mesh) -> Callable[[Any], Any]:
+    """Sums over all devices, one after the other."""
+    count = mesh.devices.size
+
+    def repeatedly(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, _SUMS, lambda _, y: jax.lax.psum(y, _AXIS) / count, x)
+
+    return _on_each(mesh, repeatedly)
+
+
+def _collectives(count: int) -> dict[str, Callable[[Any], Any]]:
+    """Each kind, with a payload of as many numbers as it is given."""
+    ring = [(i, (i + 1) % count) for i in range(count)]
+
+    def gathered(x: jax.Array) -> jax.Array:
+        part = x[:, : x.shape[1] // count]
+        return jax.lax.all_gather(part, _AXIS, axis=1, tiled=True)
+
+    def scattered(x: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(x, _AXIS, scatter_dimension=1, tiled=True)
+
+    def exchanged(x: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(x, _AXIS, split_axis=1, concat_axis=1, tiled=True)
+
+    return {
+        "all-reduce": lambda x: jax.lax.psum(x, _AXIS),
+        "all-gather": gathered,
+        "reduce-scatter": scattered,
+        "all-to-all": exchanged,
+        "collective-permute": lambda x: jax.lax.ppermute(x, _AXIS, ring),
+    }

@@ -10,6 +10,10 @@ A collective over several slices or nodes is counted as these networks do it: wi
 each device with its own part over the network, and within the fabric again. Both go on at the same
 time in the lower end, and one after the other in the upper.
 
+Devices that are parts of one processor (``Hardware.copy_bandwidth``) have no links: a collective
+copies its payload, at a rate that depends on its kind and not on the size of the group. What copies
+is what computes, so nothing overlaps: both ends of the band are the sum.
+
 What an all-to-all sends along a ring or line passes the devices between, on average a quarter of
 them, so it takes longer than its wire bytes say (jax-ml.github.io/scaling-book/sharding).
 
@@ -24,6 +28,7 @@ from dataclasses import dataclass
 
 from shardax.core.errors import PlanInputError
 from shardax.hlo.facts import Collective, ProgramFacts
+from shardax.plan.hardware import Hardware
 from shardax.plan.links import Route
 from shardax.plan.records import LayoutReport, TimeBand
 from shardax.plan.targets import Target
@@ -41,6 +46,10 @@ class Efficiency:
         memory: Of the memory's bandwidth.
         links: Of links within the fabric.
         network: Of the network between slices or nodes.
+
+    Example:
+        >>> Efficiency(compute=0.5).network
+        1.0
     """
 
     compute: float = 1.0
@@ -120,7 +129,7 @@ def time_band(
     communication = sum(each.overlapped for each in times)
     parts = {"compute": compute, "memory": memory, "communication": communication}
     return TimeBand(
-        lower=max(parts.values()),
+        lower=sum(parts.values()) if chip.copy_bandwidth else max(parts.values()),
         upper=compute + memory + sum(each.fabric + each.network for each in times),
         **parts,
         cross_slice=sum(each.network for each in times),
@@ -144,6 +153,8 @@ def collective_time(
     """
     if each.group_size < 2 or not each.wire_bytes:
         return CollectiveTime(0.0, 0.0)
+    if target.hardware.copy_bandwidth:
+        return CollectiveTime(_copying(each, target.hardware), 0.0)
     route, (inner, outer) = _reach(each, target, mesh)
     within, between = _shares(each, inner, outer)
     fabric = network = 0.0
@@ -155,6 +166,12 @@ def collective_time(
         seconds = between / (route.network_bandwidth * efficiency.network)
         network = max(seconds, route.network_latency * each.runs)
     return CollectiveTime(fabric, network)
+
+
+def _copying(each: Collective, chip: Hardware) -> float:
+    """Time of a collective between parts of one processor; of an unknown kind at the least rate."""
+    rate = chip.copy_bandwidth.get(each.kind, min(chip.copy_bandwidth.values()))
+    return (each.payload / rate + chip.link_latency) * each.runs
 
 
 def _reach(
@@ -229,6 +246,15 @@ def ties(reports: Sequence[LayoutReport]) -> tuple[tuple[LayoutReport, ...], ...
     Returns:
         Groups of at least two, fastest first: those whose middle is less than 10 % above that of
         the fastest of the group. No layout is in two groups.
+
+    Example:
+        >>> from shardax.plan import Layout, LayoutReport, TimeBand
+        >>> def report(name, seconds):
+        ...     band = TimeBand(seconds, seconds, seconds, 0.0, 0.0, 0.0, "compute")
+        ...     return LayoutReport(Layout(name, (), (("data", 8),)), "fits", time=band)
+        >>> found = ties([report("a", 1.0), report("b", 2.0), report("c", 1.05)])
+        >>> [[each.layout.name for each in group] for group in found]
+        [['a', 'c']]
     """
     timed = [(middle(each.time), each) for each in reports if each.time is not None]
     groups: list[list[tuple[float, LayoutReport]]] = []

@@ -59,6 +59,9 @@ class Hardware:
         chip_bandwidth: Bytes a second between two devices of a chip, in one direction.
         link_latency: Seconds that a message takes over a link at the least.
         network_latency: The same over the network.
+        copy_bandwidth: Of devices that are parts of one processor: bytes a second of a collective's
+            payload, by its kind. They have no links; whatever the size of the group, each copies
+            from the memory of the others. Empty where devices are devices.
         shapes: Sizes of a slice that exist, such as ``"4x4"``; of a torus of three dimensions also
             every multiple of ``wraparound`` up to ``pod``. Empty: every size.
         pod: The largest slice.
@@ -94,6 +97,7 @@ class Hardware:
     chip_bandwidth: float = 0.0
     link_latency: float = 0.0
     network_latency: float = 0.0
+    copy_bandwidth: Mapping[str, float] = field(default_factory=dict, hash=False)
     shapes: tuple[str, ...] = ()
     pod: tuple[int, ...] = ()
     compiler: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -116,6 +120,11 @@ class Hardware:
             found.append(
                 f"peak_flops is {dict(self.peak_flops)!r}; it says operations a second by dtype, "
                 'such as {"bf16": 197e12}.'
+            )
+        if not all(map(_positive, self.copy_bandwidth.values())):
+            found.append(
+                f"copy_bandwidth is {dict(self.copy_bandwidth)!r}; it says bytes a second by kind "
+                'of collective, such as {"all-reduce": 1e9}.'
             )
         if not found and self.usable_bytes > self.memory_bytes:
             found.append(

@@ -111,6 +111,11 @@ def _wanted(key: str, value: Any) -> tuple[str, bool]:
             isinstance(each, int | float) for each in value.values()
         )
         return "a table such as {bf16 = 197e12}, with operations a second by dtype", right
+    if key == "copy_bandwidth":
+        right = isinstance(value, Mapping) and all(
+            isinstance(each, int | float) for each in value.values()
+        )
+        return 'a table such as {"all-reduce" = 1e9}, bytes a second by kind', right
     if key in _TABLES:
         return "a table", isinstance(value, Mapping)
     if key == "shapes":
