@@ -30,6 +30,7 @@ from shardax.core.state import Origin
 from shardax.core.variables import OptState, Param, Variable
 from shardax.partition.assignment import mesh_axes_of
 from shardax.partition.boxes import AxisMetadata
+from shardax.partition.findings import Finding
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.partitioned import LogicallyPartitioned
 from shardax.partition.rules import Rules
@@ -226,7 +227,18 @@ class Inputs:
             tuple(sorted(whole, key=lambda path: (-whole[path], path))),
             tuple(arrays),
             (),
-            tuple(str(f) for f in found.findings if f.severity == "warning"),
+            self._warnings(found.findings),
+        )
+
+    def _warnings(self, findings: Sequence[Finding]) -> tuple[str, ...]:
+        slots = zip(self._survey.slots, self.kinds, strict=True)
+        batch = {info.path for slot, kind in slots if kind == "batch" for info in slot.arrays}
+        return tuple(
+            str(finding)
+            for finding in findings
+            if finding.severity == "warning"
+            # That a batch's later dimensions give way to its first is how it is meant.
+            and not (finding.code == "mesh-axis-conflict" and finding.path in batch)
         )
 
     def _as_args(self, tree: dict[str, Any]) -> tuple[Any, ...]:

@@ -242,8 +242,8 @@ class Pool:
             return Answer(index, LayoutReport(layout, "failed", reason), False)
         except StaleModuleError as error:
             raise PlanInputError(
-                "A source file has changed since the first layout was compiled, so the others would "
-                "be of another program. Start again: programs that are still the same are taken "
+                "A source file has changed since the first layout was compiled, so the others "
+                "would be of another program. Start again: programs that are still the same are taken "
                 f"from the cache. {str(error).partition('. ')[0]}."
             ) from error
         return Answer(index, from_data(data), kept)

@@ -7,6 +7,7 @@ import sys
 from types import TracebackType
 from typing import Any, Self
 
+from shardax.plan.columns import TIMES, quantity
 from shardax.plan.records import Layout, LayoutReport
 
 
@@ -150,11 +151,12 @@ def told(report: LayoutReport, kept: bool = False) -> str:
         >>> band = TimeBand(0.5, 0.75, 0.5, 0.2, 0.05, 0.0, "compute")
         >>> layout = Layout("fsdp", (), (("data", 8),))
         >>> print(told(LayoutReport(layout, "fits", time=band, compile_seconds=6.24)))
-        fsdp: fits, 0.500 to 0.750 s a step (6.2 s)
+        fsdp: fits, 500 ms to 750 ms a step (6.2 s)
     """
     text = f"{report.layout.name}: {report.outcome}"
     if report.time is not None:
-        text += f", {report.time.lower:.3f} to {report.time.upper:.3f} s a step"
+        low, high = (quantity(each, TIMES) for each in (report.time.lower, report.time.upper))
+        text += f", {low} to {high} a step"
     elif report.reason:
         text += f", {report.reason.splitlines()[0][:100]}"
     return text + (" (kept)" if kept else f" ({report.compile_seconds:.1f} s)")
