@@ -243,8 +243,8 @@ class Pool:
         except StaleModuleError as error:
             raise PlanInputError(
                 "A source file has changed since the first layout was compiled, so the others "
-                "would be of another program. Start again: programs that are still the same are taken "
-                f"from the cache. {str(error).partition('. ')[0]}."
+                "would be of another program. Start again: programs that are still the same are "
+                f"taken from the cache. {str(error).partition('. ')[0]}."
             ) from error
         return Answer(index, from_data(data), kept)
 
