@@ -8,7 +8,10 @@ examples share a namespace and run from top to bottom, as a reader would run the
 from __future__ import annotations
 
 import gc
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +36,11 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
     ]
 )
+
+# What the planner compiled is kept for one run of the tests and not in the user's own cache.
+if "SHARDAX_CACHE_DIR" not in os.environ:
+    os.environ["SHARDAX_CACHE_DIR"] = tempfile.mkdtemp(prefix="shardax-tests-")
+    atexit.register(shutil.rmtree, os.environ["SHARDAX_CACHE_DIR"], ignore_errors=True)
 
 import jax
 import pytest
