@@ -246,9 +246,13 @@ def in_order(measured: Sequence[float], guess: Sequence[float]) -> tuple[int, in
 
 
 def regret(measured: Sequence[float], guess: Sequence[float]) -> float:
-    """Share by which the layout of the least prediction is slower than the fastest."""
-    chosen = min(range(len(guess)), key=lambda index: guess[index])
-    return measured[chosen] / min(measured) - 1
+    """Share by which the layout of the least prediction is slower than the fastest.
+
+    Of several with the least prediction it is the slowest.
+    """
+    least = min(guess)
+    chosen = [mine for mine, its in zip(measured, guess, strict=True) if its == least]
+    return max(chosen) / min(measured) - 1
 
 
 GUESSES: dict[str, Callable[[Mapping[str, Any]], float]] = {
