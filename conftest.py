@@ -7,8 +7,8 @@ examples share a namespace and run from top to bottom, as a reader would run the
 
 from __future__ import annotations
 
-import gc
 import atexit
+import gc
 import os
 import shutil
 import tempfile
