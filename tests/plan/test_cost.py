@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax import hlo, plan
-from shardax.core.errors import PlanInputError, TargetError
+from shardax.core.errors import HardwareError, PlanInputError, TargetError
 from shardax.plan.cost import collective_time, middle
 from shardax.plan.records import Layout, LayoutReport, TimeBand
 
@@ -286,6 +286,43 @@ def test_figures_of_cpu_devices_are_measured_and_say_so() -> None:
     assert 1e6 < cpu.memory_bandwidth < 1e13
     assert 1e5 < cpu.link_bandwidth < 1e13
     assert 0 < cpu.link_latency < 1
+    assert sorted(cpu.copy_bandwidth) == [
+        "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"
+    ]  # fmt: skip
+    assert all(1e5 < rate < 1e13 for rate in cpu.copy_bandwidth.values())
+
+
+def test_measuring_takes_the_clock_that_it_is_given() -> None:
+    ticks = iter(range(1_000_000))
+    cpu = plan.calibrate_cpu(
+        2, matrix=8, megabytes=0.001, repeats=1, clock=lambda: 3.0 * next(ticks)
+    )
+    # Every run takes 3 seconds by this clock, an empty call as well: a twentieth of them is left.
+    assert cpu.peak("f32") == pytest.approx(2 * 8**3 / 0.15)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_parts_of_one_processor_copy_payloads_one_after_another_and_overlap_nothing(
+    size: int,
+) -> None:
+    cpu = plan.find_hardware("cpu").like(
+        peak_flops={"f32": 1e9},
+        memory_bandwidth=1e9,
+        link_latency=0.5,
+        copy_bandwidth={"all-gather": 6e8, "all-reduce": 1.2e9},
+    )
+    mesh = {"data": 8 // size, "model": size}
+    gather, reduce = (collective(kind, ("model",), size) for kind in ("all-gather", "all-reduce"))
+    band = plan.time_band(
+        facts(gather, reduce, flops=3e9, hbm=4e9), plan.Target(cpu, (8,)), mesh, "f32"
+    )
+    assert (band.compute, band.memory, band.communication) == (3.0, 4.0, 2.5 + 1.5)
+    assert (band.lower, band.upper, band.binding) == (11.0, 11.0, "memory")
+
+
+def test_a_rate_of_copying_is_above_zero() -> None:
+    with pytest.raises(HardwareError, match=r"copy_bandwidth is .*by kind of collective"):
+        plan.find_hardware("cpu").like(copy_bandwidth={"all-reduce": 0.0})
 
 
 @pytest.mark.parametrize("count", [0, 9])
