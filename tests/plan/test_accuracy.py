@@ -330,6 +330,8 @@ def test_a_plans_operations_and_wire_bytes_are_those_counted_by_hand(
         return
     found, gradients = wire_of(report), {("all-reduce", ("data",)), ("reduce-scatter", ("data",))}
     expected = {key: sent for key, sent in count.wire.items() if key not in gradients}
+    if (name, compiler) == ("both", "tpu"):  # it sees that the second weight is gathered twice
+        expected["all-gather", ("data",)] *= 2 / 3
     assert {key: sent for key, sent in found.items() if key not in gradients} == expected
     over_data = sum(found.get(key, 0.0) for key in gradients)
     small_sums = count.wire.get(("all-reduce", ("data",)), 0.0)
