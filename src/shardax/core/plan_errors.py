@@ -49,7 +49,7 @@ class LayoutAssertionError(ShardaxError, AssertionError):
     """A layout is not what ``plan.assert_layout`` says that it is; lists every difference."""
 
 
-class PlanInterrupted(ShardaxError, KeyboardInterrupt):
+class PlanInterrupted(KeyboardInterrupt, ShardaxError):
     """A search was interrupted (Ctrl-C); if it keeps programs, the same call goes on from there.
 
     Attributes:
