@@ -103,7 +103,7 @@ def test_small_batches_are_tensor_parallel_since_activations_are_less_than_weigh
     assert best == ("inner",)
     tensor = reports[best]
     for other in others:
-        assert reports[other].total_wire_bytes > 5 * tensor.total_wire_bytes
+        assert reports[other].total_wire_bytes > 2 * tensor.total_wire_bytes
         assert band(reports[other]).lower > band(tensor).upper  # no tie
     # Sums of gradients of weights that every device has are what data parallelism sends.
     whole = reports["batch",]
