@@ -46,7 +46,10 @@ def test_a_constraint_keeps_the_numbers_or_raises_our_error(
         event(type(error).__name__)
         return
     event("laid out")
-    assert np.asarray(found).tobytes() == x.tobytes()
+    assert found.shape == x.shape
+    # JAX 0.10 itself cannot fetch an empty array that a program has split: its parts are whole.
+    if x.size or not compiled:
+        assert np.asarray(found).tobytes() == x.tobytes()
     if isinstance(mesh, Mesh) and not compiled:
         spec = sx.partition.logical_to_mesh_axes(names, rules)
         assert spec is not None
