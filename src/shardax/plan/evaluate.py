@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from shardax.core.errors import CompilerFailedError, PlanInputError, ShardaxError
 from shardax.hlo import parse, read_program
+from shardax.hlo.partitioned import partitioned_text
 from shardax.partition.assignment import assign
 from shardax.plan.cache import CachedCompiler, ProgramCache
 from shardax.plan.compilers import CompiledProgram, compiler_for
@@ -156,16 +157,14 @@ def _read(
 def program_flops(inputs: Inputs, mesh_axes: tuple[str, ...] = ()) -> float:
     """Returns the operations of the matrix products of a step, counted in its one-device program.
 
-    The program is that of XLA's CPU compiler, without what it found to be unused.
+    The program is that of XLA before its optimizations, without what is unused or there twice.
 
     Args:
         inputs: The step and its arguments.
         mesh_axes: Names of mesh axes, for code in the step that asks for them.
     """
-    compiled = lower_alone(inputs, mesh_axes).lowered.compile(
-        compiler_options={"xla_backend_optimization_level": 0}
-    )
-    return read_program(compiled.as_text(), {}).matmul_flops
+    text = partitioned_text(lower_alone(inputs, mesh_axes).lowered)
+    return read_program(text, {}, estimate=True).matmul_flops
 
 
 @functools.lru_cache(maxsize=16)
