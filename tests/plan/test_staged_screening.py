@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which candidates a search compiles first, and what it says of those that it leaves out.
+
+That a search finds by itself which family of layouts suits a step is tested on small steps in
+``test_search.py``, and on a decoder by ``docs/plan-cases.md``, which every run of the tests executes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.plan.test_accuracy import MESH, Perceptron, rows, train
+
+from shardax import plan
+from shardax.plan import searching
+
+
+def perceptron_search(monkeypatch: pytest.MonkeyPatch, **options: Any) -> plan.Plan:
+    monkeypatch.setattr(searching, "FEW", 1)
+    return plan.search(
+        train,
+        (Perceptron("float32"), rows("float32")),
+        "cpu:8",
+        meshes=[MESH],
+        top=options.pop("top", None),
+        effort="screen",
+        cache=None,
+        progress=False,
+        **options,
+    )
+
+
+def test_of_many_candidates_those_that_promise_least_are_left_out_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    every = perceptron_search(monkeypatch, within=None)
+    compiled = [each.layout.name for each in every if each.outcome == "fits"]
+    few = perceptron_search(monkeypatch, within=1.0, finalists=0)
+    left = [each for each in few if "rough estimate" in each.reason]
+    assert {each.outcome for each in left} == {"rejected"}
+    kept = [each.layout.name for each in few if each.outcome == "fits"]
+    assert kept and left
+    assert {*kept, *(each.layout.name for each in left)} == set(compiled)
+    assert any(f"left out by a rough estimate: {len(left)}" in note for note in few.notes)
+
+
+def test_more_are_compiled_until_as_many_fit_as_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert len(perceptron_search(monkeypatch, within=1.0, top=3, finalists=0)) == 3
