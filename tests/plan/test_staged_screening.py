@@ -2,7 +2,7 @@
 """Which candidates a search compiles first, and what it says of those that it leaves out.
 
 That a search finds by itself which family of layouts suits a step is tested on small steps in
-``test_search.py``, and on a decoder by ``docs/plan-cases.md``, which every run of the tests executes.
+``test_search.py``, and on a decoder by ``docs/plan-cases.md``, which is executed with them.
 """
 
 from __future__ import annotations
