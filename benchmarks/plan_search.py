@@ -41,6 +41,7 @@ HEADERS = (
     "batch",
     "compiler",
     "candidates",
+    "compiled",
     "fit",
     "wall",
     "processor",
@@ -90,10 +91,12 @@ def processor_seconds() -> float:
 def measured(target: str, batch: int, processes: int, *, quick: bool) -> dict[str, Any]:
     """Searches, and says what it took and what it found."""
     options: dict[str, Any] = {"meshes": [{"data": 16, "model": 1}]} if quick else {}
+    args = inputs(batch, quick=quick)
+    _, candidates = plan.explore(step, args, target, **options)
     started, used, before = time.perf_counter(), processor_seconds(), load_average()
     found = plan.search(
         step,
-        inputs(batch, quick=quick),
+        args,
         target,
         effort="screen",
         top=None,
@@ -111,7 +114,8 @@ def measured(target: str, batch: int, processes: int, *, quick: bool) -> dict[st
         "batch": batch,
         "compiler": best.provenance.compiler,
         "tier": best.provenance.tier,
-        "candidates": len(compiled),
+        "candidates": len(candidates.layouts),
+        "compiled": len(compiled),
         "outcomes": {o: [each.outcome for each in compiled].count(o) for o in ("fits", "failed")},
         "wall_seconds": wall,
         "processor_seconds": used,
@@ -136,6 +140,7 @@ def row(record: dict[str, Any]) -> list[str]:
         str(record["batch"]),
         record["compiler"],
         str(record["candidates"]),
+        str(record["compiled"]),
         str(record["outcomes"]["fits"]),
         f"{record['wall_seconds']:.0f} s",
         f"{record['processor_seconds']:.0f} s",

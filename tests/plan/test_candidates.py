@@ -171,20 +171,6 @@ def test_an_axis_of_a_free_name_stores_arguments_by_one_dimension_only() -> None
     ]
 
 
-def test_too_many_candidates_lose_those_that_split_sequences_where_the_batch_could_be() -> None:
-    space = space_of_decoder(8)
-    every = find_candidates(OF_DECODER, space, DECODER, None)
-    fewer = find_candidates(OF_DECODER, space, DECODER, None, many=10)
-    gone = [each for each in every.layouts if each not in fewer.layouts]
-    assert fewer.layouts == tuple(each for each in every.layouts if each not in gone)
-    assert {each.layout for each in fewer.rejected} - {e.layout for e in every.rejected} == {*gone}
-    for layout in gone:
-        rules = named(layout)
-        alone = {*mesh_axes_of(rules["seq"])} - {*mesh_axes_of(rules.get("mlp"))}
-        assert alone - {*mesh_axes_of(rules.get("batch"))}  # eight examples, on eight devices
-    assert {"batch": "data", "embed": "data"} in map(named, fewer.layouts)
-
-
 def test_the_order_does_not_change_what_is_tried() -> None:
     found = find_candidates(OF_DECODER, space_of_decoder(8), DECODER, None)
     ordered = promising_first(found.layouts, OF_DECODER, 2000.0)

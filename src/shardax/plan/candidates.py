@@ -12,13 +12,9 @@ Of all assignments of mesh axes to groups of names over all meshes, one is a can
   that is split by this axis too is gathered before use, and of which dimension it was hardly
   matters: the one of the earlier name is kept;
 - the devices repeat little work: at most 1.05 times what they do in the best candidate;
-- its arguments fit into the memory;
-- if there are too many: no mesh axis splits a name of activations that is twice on a product (the
-  sequence, in attention), where a free name could be split by it instead, unless it also splits an
-  inner name. What is split by the free name is as small, and needs no exchange. The two are often a
-  tie, so this is done only then.
+- its arguments fit into the memory.
 
-The last three are *rejections*, which are kept with their reasons.
+The last two are *rejections*, which are kept with their reasons.
 """
 
 from __future__ import annotations
@@ -32,8 +28,6 @@ from typing import Any
 from shardax.partition.assignment import Names, Target, assign, mesh_axes_of
 from shardax.plan.candidates_same import (
     Assigned,
-    better_by_free,
-    doubled_names,
     free_names,
     identity,
     large_arguments,
@@ -47,14 +41,6 @@ from shardax.plan.search_space import SLICE_AXIS, SearchSpace
 MOST_REPEATED = 1.05
 """How much more work than in the best candidate devices may do."""
 
-MANY = 80
-"""More candidates than this are made fewer; as many take a few minutes of two cores."""
-
-_WORSE = (
-    "a name without exchanges could be split by the mesh axis that splits one with them, and there "
-    f"are more than {MANY} candidates"
-)
-
 
 @dataclass(frozen=True)
 class Candidates:
@@ -62,15 +48,22 @@ class Candidates:
 
     Attributes:
         layouts: The candidates, in order of meshes and names.
-        rejected: Reports of those that repeat work, do not fit by their arguments, or are too many.
+        repeating: Reports of those rejected because they repeat work.
+        too_large: Reports of those rejected because their arguments do not fit.
         tried: How many assignments there were.
         distinct: How many of them were possible and different from each other.
     """
 
     layouts: tuple[Layout, ...]
-    rejected: tuple[LayoutReport, ...]
+    repeating: tuple[LayoutReport, ...]
+    too_large: tuple[LayoutReport, ...]
     tried: int
     distinct: int
+
+    @property
+    def rejected(self) -> tuple[LayoutReport, ...]:
+        """Reports of all that were rejected."""
+        return (*self.repeating, *self.too_large)
 
 
 def find_candidates(
@@ -80,7 +73,6 @@ def find_candidates(
     limit_bytes: int | None,
     *,
     most_repeated: float = MOST_REPEATED,
-    many: int = MANY,
 ) -> Candidates:
     """Enumerates a search space and takes out what need not be compiled.
 
@@ -90,7 +82,6 @@ def find_candidates(
         inputs: The step's arguments.
         limit_bytes: Memory of a device; None for no limit.
         most_repeated: How much more work than in the best candidate devices may do.
-        many: How many candidates are too many to keep those that are hardly the best.
 
     Returns:
         The candidates.
@@ -113,15 +104,9 @@ def find_candidates(
         if key not in by_storage or assigned.order < by_storage[key].order:
             by_storage[key] = assigned
     found = sorted(by_storage.values(), key=lambda a: (space.meshes.index(a.layout.mesh), a.order))
-    layouts, rejected = _filtered([a.layout for a in found], dimensions, most_repeated)
+    layouts, repeating = _filtered([a.layout for a in found], dimensions, most_repeated)
     layouts, too_large = _by_memory(layouts, inputs, limit_bytes)
-    rejected += too_large
-    if len(layouts) > many:
-        doubled = doubled_names(dimensions, space)
-        worse = {each for each in layouts if better_by_free(each, dimensions, doubled, free)}
-        rejected += [LayoutReport(each, "rejected", _WORSE) for each in layouts if each in worse]
-        layouts = [each for each in layouts if each not in worse]
-    return Candidates(tuple(layouts), tuple(rejected), tried, len(found))
+    return Candidates(tuple(layouts), tuple(repeating), tuple(too_large), tried, len(found))
 
 
 # --- what can be ----------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 """Which assignments of mesh axes are the same, or as good as the same; see ``candidates``.
 
 A *free* name is on no parameter, but on (nearly) every product, and never twice on one: the batch.
-Splitting by it needs no exchange but sums of gradients. A *doubled* name is one of activations that
-is twice on a product: the sequence, in attention.
+Splitting by it needs no exchange but sums of gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shardax.partition.survey import Survey
 from shardax.plan.dimensions import Dimensions
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout
-from shardax.plan.search_space import SLICE_AXIS, SMALL_SHARE, SearchSpace
+from shardax.plan.search_space import SLICE_AXIS, SMALL_SHARE
 
 
 @dataclass(frozen=True)
@@ -75,40 +74,6 @@ def free_names(dimensions: Dimensions, inputs: Inputs) -> frozenset[str]:
         if total and covered >= 0.99 * total and all(len(d) <= 1 for d in on):
             found.add(name)
     return frozenset(found)
-
-
-def doubled_names(dimensions: Dimensions, space: SearchSpace) -> frozenset[str]:
-    """Names of activations that are twice on a product."""
-    found = {
-        name
-        for product in dimensions.products
-        for name in space.activations
-        if sum(name in dim.names for dim in product.dims) > 1
-    }
-    return frozenset(found)
-
-
-def better_by_free(
-    layout: Layout, dimensions: Dimensions, doubled: frozenset[str], free: frozenset[str]
-) -> bool:
-    """Whether a free name could take a mesh axis that a doubled name alone is split by."""
-    axes_of = {name: mesh_axes_of(target) for name, target in layout.rules}
-    sizes = layout.sizes
-    inner = {
-        axis
-        for name, axes in axes_of.items()
-        if not any(name in names for _, names in dimensions.constraints)
-        for axis in axes
-        if name not in free | doubled
-    }
-    for name in doubled:
-        for axis in set(axes_of.get(name, ())) - inner:
-            for other in free:
-                taken = axes_of.get(other, ())
-                ways = math.prod(sizes[each] for each in (*taken, axis))
-                if axis not in taken and all(n % ways == 0 for n in dimensions.sizes_of(other)):
-                    return True
-    return False
 
 
 def large_arguments(dimensions: Dimensions) -> list[bool]:

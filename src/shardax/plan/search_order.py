@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which order a search compiles its candidates: those that promise most first.
 
-The order is by a rough estimate from the dimension model. It decides nothing but the order, so that
-a search that is interrupted has seen the good ones. A product is cut along the mesh axes of its
-dimensions, each axis once; what is summed over cut dimensions is sent around (twice its bytes), and
-an operand that is cut by an axis which another dimension has is gathered (its bytes).
+The order is by a rough estimate from the dimension model, so that a search that is interrupted has
+seen the good ones; and of many candidates those are left out whose estimate is several times the
+least, unless too few others fit. It is no verdict among the good ones: these are compiled. A
+product is cut along the mesh axes of its dimensions, each axis once; what is summed over cut
+dimensions is sent around (twice its bytes), and an operand that is cut by an axis which another
+dimension has is gathered (its bytes).
 """
 
 from __future__ import annotations

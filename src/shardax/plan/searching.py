@@ -255,11 +255,9 @@ class _Found:
         self.folder = folder
         self.reports: dict[str, LayoutReport] = {}
         self.left_out: list[LayoutReport] = []
-        self.kept = 0
 
-    def add(self, variant: _Variant, report: LayoutReport, kept: bool) -> None:
+    def add(self, variant: _Variant, report: LayoutReport) -> None:
         self.reports[report.layout.name] = dataclasses.replace(report, examples=variant.examples)
-        self.kept += kept
 
     def ranked(self) -> list[LayoutReport]:
         return sorted(self.reports.values(), key=rank)
@@ -277,16 +275,13 @@ class _Found:
         notes: list[str] = []
         for variant in self.variants:
             found = variant.candidates
-            large = sum(bool(each.argument_bytes) for each in found.rejected)
-            repeat = sum("do each operation" in each.reason for each in found.rejected)
-            rest = len(found.rejected) - large - repeat
-            others = f", {rest} that split what needs exchanges for no reason" if rest else ""
             start = f"{variant.label}: " if variant.label else ""
             notes.append(
                 f"{start}{found.tried:,} assignments of {_words(variant.space)} over "
                 f"{len(variant.space.meshes)} meshes; {found.distinct} of them possible and "
-                f"different; rejected without compiling: {repeat} that repeat work, {large} whose "
-                f"arguments do not fit{others}; {len(found.layouts)} candidates"
+                f"different; rejected without compiling: {len(found.repeating)} that repeat work, "
+                f"{len(found.too_large)} whose arguments do not fit; {len(found.layouts)} "
+                "candidates"
             )
         outcomes = [each.outcome for each in self.reports.values()]
         counts = [f"{outcomes.count(o)} {o}" for o in dict.fromkeys(sorted(outcomes))]
@@ -332,7 +327,7 @@ def _screen(
             if stage:
                 who.take(variant.inputs)
             for answer in who.answers(stage, "screen", begun=shown.begin):
-                found.add(variant, answer.report, answer.kept)
+                found.add(variant, answer.report)
                 shown.end(answer.report, answer.kept)
         if sum(each.outcome == "fits" for each in found.reports.values()) >= enough:
             break
@@ -372,7 +367,7 @@ def _confirm(
             if layouts:
                 who.take(variant.inputs)
             for answer in who.answers(layouts, "full", begun=shown.begin):
-                found.add(variant, answer.report, answer.kept)
+                found.add(variant, answer.report)
                 shown.end(answer.report, answer.kept)
 
 
