@@ -370,3 +370,20 @@ def test_options_that_do_not_fit_are_refused(options):
 def test_settings_that_do_not_fit_say_so():
     with pytest.raises(errors.WorkerStartError, match=r"ConfigureError.*x64='maybe'"):
         Worker(configure={"x64": "maybe"})
+
+
+# --- what it prints -------------------------------------------------------------------------------
+
+
+def test_what_it_prints_goes_to_its_log_which_it_can_read_again(tmp_path, capfd):
+    log = tmp_path / "worker.log"
+    with Worker(log=log) as worker:
+        worker.submit(os.write, 2, b"of the call\n").result()
+        assert worker.submit(os.pread, 2, 100, 0).result() == log.read_bytes()
+    assert log.read_text().endswith("of the call\n")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_one_with_a_name_has_a_log_of_its_own(tmp_path):
+    with pytest.raises(errors.WorkerConfigError, match=r"omit authkey= and log=\."):
+        Worker(name="shardax-test-log", log=tmp_path / "worker.log")

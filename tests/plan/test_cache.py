@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -84,6 +86,21 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_is_kept(tmp_path: P
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match="was not kept"):
         ProgramCache(tmp_path / "file").put(KEY, PROGRAM)
+
+
+def test_beyond_its_bound_those_go_that_were_not_asked_for_longest(tmp_path: Path) -> None:
+    keys = [f"{number:02x}" * 32 for number in range(4)]
+    size = 0
+    for age, key in zip((40, 30, 20), keys, strict=False):
+        ProgramCache(tmp_path).put(key, PROGRAM)
+        (path,) = tmp_path.glob(f"*/{key}.json.gz")
+        os.utime(path, (time.time() - age,) * 2)
+        size = path.stat().st_size
+    asked = ProgramCache(tmp_path, most_bytes=3 * size + size // 2)
+    assert asked.get(keys[0]) == PROGRAM
+    asked.put(keys[3], PROGRAM)
+    left = {path.name.partition(".")[0] for path in tmp_path.glob("*/*")}
+    assert left == {keys[0], keys[2], keys[3]}
 
 
 def test_a_program_is_compiled_once_and_then_takes_no_time(tmp_path: Path) -> None:

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import hlo, plan
 from shardax.core.errors import HardwareError, PlanInputError, TargetError
-from shardax.plan.cost import collective_time, middle
+from shardax.plan.calibrate import _collectives, _on_each
+from shardax.plan.cost import collective_time
 from shardax.plan.records import Layout, LayoutReport, TimeBand
 
 V5E, POD = plan.Target.parse("tpu:v5e:4x4"), plan.Target.parse("tpu:v5e:16x16")
@@ -235,7 +240,7 @@ def test_a_band_holds_its_parts_and_grows_with_them(
     parts = {name: getattr(band, name) for name in ("compute", "memory", "communication")}
     assert band.lower == max(parts.values()) == parts[band.binding]
     assert band.upper >= sum(parts.values()) or math.isclose(band.upper, sum(parts.values()))
-    assert band.lower <= middle(band) <= band.upper
+    assert band.lower <= band.middle <= band.upper
     more = plan.time_band(facts(*found, *found, flops=flops, hbm=hbm), target, mesh)
     assert more.lower >= band.lower and more.upper >= band.upper
     assert more.communication == pytest.approx(2 * band.communication)
@@ -259,6 +264,15 @@ def test_near_equals_are_ties_and_the_fastest_of_a_group_sets_its_limit() -> Non
         report("alone", 4.0, 4.0), report("none", None), report("d", 1.0, 1.4),
     ]  # fmt: skip
     assert _names(plan.ties(reports)) == [["a", "b"], ["c", "d"]]
+
+
+def test_steps_of_several_batch_sizes_tie_by_the_time_of_one_example() -> None:
+    small, large, slow = report("small", 1.0, 1.0), report("large", 4.0, 4.2), report("slow", 1.0)
+    every = [
+        dataclasses.replace(each, examples=count)
+        for each, count in ((small, 8.0), (large, 32.0), (slow, 2.0))
+    ]
+    assert _names(plan.ties(every)) == [["small", "large"]]
 
 
 @given(times=st.lists(st.floats(0.1, 10), max_size=8))
@@ -292,6 +306,19 @@ def test_figures_of_cpu_devices_are_measured_and_say_so() -> None:
     assert all(1e5 < rate < 1e13 for rate in cpu.copy_bandwidth.values())
 
 
+@pytest.mark.parametrize(
+    "kind", ["all-reduce", "all-gather", "reduce-scatter", "collective-permute"]
+)
+def test_a_collective_is_measured_without_copies_before_or_after_it(kind: str) -> None:
+    mesh = jax.make_mesh((8,), ("devices",))
+    sharding = NamedSharding(mesh, PartitionSpec("devices"))
+    each = jax.ShapeDtypeStruct((8, 800), jnp.float32, sharding=sharding)
+    measured = _on_each(mesh, _collectives(8)[kind])
+    program = hlo.parse(jax.jit(measured).lower(each).compile().as_text())
+    opcodes = [i.opcode for i in program.main.instructions]
+    assert sorted(opcodes) == sorted(["parameter", "bitcast", kind, "bitcast"])
+
+
 def test_measuring_takes_the_clock_that_it_is_given() -> None:
     ticks = iter(range(1_000_000))
     cpu = plan.calibrate_cpu(
@@ -313,11 +340,14 @@ def test_parts_of_one_processor_copy_payloads_one_after_another_and_overlap_noth
     )
     mesh = {"data": 8 // size, "model": size}
     gather, reduce = (collective(kind, ("model",), size) for kind in ("all-gather", "all-reduce"))
-    band = plan.time_band(
-        facts(gather, reduce, flops=3e9, hbm=4e9), plan.Target(cpu, (8,)), mesh, "f32"
-    )
+    target = plan.Target(cpu, (8,))
+    # What the collectives read and write is part of how long they take.
+    own = gather.payload * (1 + 1 / size) + 2 * reduce.payload
+    band = plan.time_band(facts(gather, reduce, flops=3e9, hbm=4e9 + own), target, mesh, "f32")
     assert (band.compute, band.memory, band.communication) == (3.0, 4.0, 2.5 + 1.5)
     assert (band.lower, band.upper, band.binding) == (11.0, 11.0, "memory")
+    kept_in_caches = plan.time_band(facts(gather, reduce, hbm=own / 2), target, mesh, "f32")
+    assert kept_in_caches.memory == 0.0
 
 
 def test_a_rate_of_copying_is_above_zero() -> None:

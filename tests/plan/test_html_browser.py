@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a plan in a browser: sort, unfold, on a wide screen and a phone, light and dark.
-
-Debian's packages ``chromium`` and ``chromium-driver`` and selenium from the extra ``test`` drive
-it.
-"""
+"""The page of a plan in a browser: sort, unfold, on a wide screen and a phone, light and dark."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.browsing import NEEDS_BROWSER, chromium
 from tests.plan.samples import sample_reports
 
 from shardax.plan.result import Plan
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="apt-get install chromium chromium-driver"
-)
+pytestmark = NEEDS_BROWSER
 
 OVERFLOWING = """
 const reaches = element => element.getBoundingClientRect().right > innerWidth + 1;
@@ -66,15 +58,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.chrome.service.Service(DRIVER)
-    driver = webdriver.Chrome(options=options, service=service)
-    yield driver
-    driver.quit()
+    with chromium() as driver:
+        yield driver
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages in a browser: unfold, fold, point at a value, and read it all in the dark.
 
-Debian's packages ``chromium`` and ``chromium-driver`` and selenium from the extra ``test`` drive
-it. treescope draws into a shadow root, so what is on the page is looked up there.
+treescope draws into a shadow root, so what is on the page is looked up there.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,16 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from tests.browsing import NEEDS_BROWSER, chromium
 
 import shardax as sx
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
 pytest.importorskip("treescope", reason="pip install 'shardax[view]'")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="apt-get install chromium chromium-driver"
-)
+pytestmark = NEEDS_BROWSER
 ROOT = "const root = document.querySelector('treescope-container').shadowRoot;"
 
 
@@ -42,20 +37,8 @@ class Model(sx.Module):
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--window-size=1200,900",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.chrome.service.Service(DRIVER)
-    driver = webdriver.Chrome(options=options, service=service)
-    yield driver
-    driver.quit()
+    with chromium("--window-size=1200,900") as driver:
+        yield driver
 
 
 @pytest.fixture

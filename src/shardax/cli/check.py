@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tyro
 from jax.sharding import AbstractMesh
 
-from shardax.cli.devices import mesh_sizes, mesh_text
+from shardax.cli.devices import mesh_sizes
 from shardax.cli.inputs import is_target, load_model, load_rules
 from shardax.cli.presets import PRESETS
 from shardax.cli.run_files import RUN_FILE, ZERO, RunSettings, find_run, read_settings
@@ -28,6 +28,7 @@ from shardax.core.rng import Rngs
 from shardax.core.variables import Param
 from shardax.models import DECODER_RULES, Decoder
 from shardax.partition.findings import Finding, did_you_mean
+from shardax.partition.mesh import mesh_text
 from shardax.plan.rules_file import NamedRules
 
 _MIB = 2**20
@@ -72,7 +73,7 @@ class Check:
         from shardax.partition import check
 
         given = self._given()
-        mesh_given = self.mesh or (mesh_text(given.mesh or ()) if given is not None else "")
+        mesh_given = self.mesh or (mesh_text(given.mesh or (), ",") if given is not None else "")
         model, text, run = self._find(mesh_given)
         own = given is not None or (run is not None and run.rules is not None)
         standard = DECODER_RULES if run is None else run.layout_rules
@@ -146,12 +147,11 @@ class Check:
             if not (self.quiet and severity == "info"):
                 for text, paths in _grouped(findings, severity).items():
                     print(f"{word:8} {text}{_places(paths)}")
-        over = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         told = [
             f"{counts[severity]} {word}{'' if counts[severity] == 1 else 's'}"
             for severity, word in _SHOWN.items()
         ]
-        print(f"{self.model} over {over}: {', '.join(told)}")
+        print(f"{self.model} over {mesh_text(sizes)}: {', '.join(told)}")
 
 
 def _grouped(findings: Sequence[Finding], severity: str) -> dict[str, list[str]]:

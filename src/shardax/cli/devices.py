@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -69,16 +69,6 @@ def mesh_sizes(text: str, axes: Sequence[str] | None = None) -> dict[str, int]:
         sizes[name.strip()] = int(size)
     sizes.update({name: 1 for name in axes or () if name not in sizes})
     return sizes
-
-
-def mesh_text(sizes: Iterable[tuple[str, int]]) -> str:
-    """Writes the sizes of mesh axes as ``mesh_sizes`` reads them.
-
-    Example:
-        >>> mesh_text([("data", 2), ("model", 4)])
-        'data=2,model=4'
-    """
-    return ",".join(f"{axis}={size}" for axis, size in sizes)
 
 
 def parse_mesh(text: str, axes: Sequence[str] | None) -> Mesh | None:

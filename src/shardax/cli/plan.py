@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import jax
 import tyro
 
-from shardax.cli.devices import mesh_sizes, mesh_text
+from shardax.cli.devices import mesh_sizes
 from shardax.cli.inputs import is_target, load_layouts, load_rules
 from shardax.cli.plan_step import PlannedStep, own_step, preset_step
 from shardax.core.errors import CommandError, PlanInputError, PlanInterrupted
@@ -207,7 +207,7 @@ def _varied(make: Callable[[int], PlannedStep]) -> Callable[..., Any]:
 
 def _layouts(rules: str, meshes: list[dict[str, int]]) -> list[Layout]:
     """The layouts of a rules file, each over its own mesh or over those of the command line."""
-    from shardax.plan.compare import layout_of
+    from shardax.plan.compare import layouts_over
 
     found = load_layouts(rules) if rules.endswith(".toml") else (load_rules(rules),)
     layouts: list[Layout] = []
@@ -218,9 +218,7 @@ def _layouts(rules: str, meshes: list[dict[str, int]]) -> list[Layout]:
                 f"--rules {rules}: the layout {entry.name!r} names no mesh; name it, such as "
                 "--mesh data=4,model=2, or in the file: mesh = { data = 4, model = 2 }."
             )
-        for mesh in over:
-            name = f"{entry.name} {mesh_text(mesh.items())}" if len(over) > 1 else entry.name
-            layouts.append(layout_of(name, entry.rules, mesh))
+        layouts += layouts_over(entry.name, entry.rules, over)
     return layouts
 
 

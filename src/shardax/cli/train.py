@@ -8,13 +8,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardax.cli.devices import mesh_text, parse_mesh, use_devices
+from shardax.cli.devices import parse_mesh, use_devices
 from shardax.cli.inputs import load_rules
 from shardax.cli.presets import decoder_optimizer, find_preset
 from shardax.cli.run_files import RunSettings, read_settings, write_settings
 from shardax.core.errors import CommandError
 from shardax.core.functional import iter_variables
 from shardax.core.paths import format_path
+from shardax.partition.mesh import mesh_text
 from shardax.plan.rules_file import entry_to_data
 
 _SAMPLE_PROMPT = "def "
@@ -87,7 +88,7 @@ class Train:
     def _fresh(self) -> RunSettings:
         preset = find_preset(self.preset)
         given = None if self.rules is None else load_rules(self.rules)
-        own_mesh = "" if given is None else mesh_text(given.mesh or ())
+        own_mesh = "" if given is None else mesh_text(given.mesh or (), ",")
         return RunSettings(
             model=preset.model,
             # Absolute, so that the run can be resumed from another folder.

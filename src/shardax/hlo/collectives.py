@@ -11,6 +11,7 @@ that goes on during several fusions is repeated in each of them, of which the on
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,19 +106,12 @@ class _Finder:
     ) -> None:
         self._runs = runs
         self._mesh = dict(mesh)
-        self._devices = 1
-        for size in self._mesh.values():
-            self._devices *= size
+        self._devices = math.prod(self._mesh.values())
         self._slices = slices
         self._ids = device_ids
         self._callers = _callers(program)
         self._begun = _begun_channels(program)
-        self._lines = {  # of an operation, for a collective that was merged and lost its line
-            each.op_name: each.source
-            for inside in program.computations.values()
-            for each in inside.instructions
-            if each.op_name and each.source
-        }
+        self._lines = program.sources  # for a collective that was merged and lost its line
 
     def find(self, inside: Computation) -> Iterator[Found]:
         for each in inside.instructions:

@@ -156,6 +156,16 @@ class Program:
         """The computation that runs first."""
         return self.computations[self.entry]
 
+    @cached_property
+    def sources(self) -> Mapping[str, str]:
+        """Lines of model code by the traced operation that comes from them."""
+        return {
+            each.op_name: each.source
+            for inside in self.computations.values()
+            for each in inside.instructions
+            if each.op_name and each.source
+        }
+
     @property
     def device_count(self) -> int:
         """How many devices run it together."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardax.core.errors import HloReadError
@@ -118,17 +119,11 @@ def attribute(text: str, key: str) -> str | None:
         >>> attribute("kind=kLoop, calls=%add.1, metadata={op_name='a, b'}", "calls")
         '%add.1'
     """
-    depth, start = 0, 0
-    for found in _TOKEN.finditer(text):
-        token = found[0]
-        if token in "({[":
-            depth += 1
-        elif token in ")}]":
-            depth -= 1
-        elif token == "," and depth == 0:
-            if text.startswith(f"{key}=", start):
-                return text[start + len(key) + 1 : found.start()]
-            start = found.end() + 1
+    start = 0
+    for comma in _top_commas(text):
+        if text.startswith(f"{key}=", start):
+            return text[start + len(key) + 1 : comma]
+        start = comma + 2
     return text[start + len(key) + 1 :].strip() if text.startswith(f"{key}=", start) else None
 
 
@@ -141,7 +136,17 @@ def split_top(text: str) -> list[str]:
     Returns:
         Its items, stripped; none of an empty text.
     """
-    items, depth, start = [], 0, 0
+    items, start = [], 0
+    for comma in _top_commas(text):
+        items.append(text[start:comma].strip())
+        start = comma + 1
+    items.append(text[start:].strip())
+    return items if items != [""] else []
+
+
+def _top_commas(text: str) -> Iterator[int]:
+    """Yields where the commas are that are outside brackets, quotes and comments."""
+    depth = 0
     for found in _TOKEN.finditer(text):
         token = found[0]
         if token in "({[":
@@ -149,7 +154,4 @@ def split_top(text: str) -> list[str]:
         elif token in ")}]":
             depth -= 1
         elif token == "," and depth == 0:
-            items.append(text[start : found.start()].strip())
-            start = found.end()
-    items.append(text[start:].strip())
-    return items if items != [""] else []
+            yield found.start()

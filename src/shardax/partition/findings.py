@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardax.core.paths import Path
+from shardax.partition.mesh import mesh_text
 
 Severity = Literal["error", "warning", "info"]
 
@@ -65,7 +66,7 @@ class Finding:
 
 def format_mesh(sizes: Mapping[str, int]) -> str:
     """Formats mesh axes with their sizes, as ``(data=2, model=4)``."""
-    return "(" + ", ".join(f"{axis}={size}" for axis, size in sizes.items()) + ")"
+    return f"({mesh_text(sizes)})"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ constrained by a bare ``PartitionSpec``, which is how it is found here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -53,6 +54,20 @@ def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
     concrete = _mesh_of_set_mesh()
     # Inside shard_map and under use_abstract_mesh the abstract mesh says more.
     return concrete if concrete is not None and concrete.abstract_mesh == abstract else abstract
+
+
+def mesh_text(sizes: Mapping[str, int] | Iterable[tuple[str, int]], separator: str = ", ") -> str:
+    """Returns the sizes of mesh axes as text.
+
+    Args:
+        sizes: Sizes by name, or pairs.
+        separator: What stands between two; ``","`` gives what ``--mesh`` takes.
+
+    Example:
+        >>> mesh_text({"data": 2, "model": 4})
+        'data=2, model=4'
+    """
+    return separator.join(f"{axis}={size}" for axis, size in dict(sizes).items())
 
 
 def scope_has_devices() -> bool:

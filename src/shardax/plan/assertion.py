@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardax.core.errors import LayoutAssertionError, PlanInputError
+from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import RulesLike
 from shardax.plan.compare import layout_of, reports_of
 from shardax.plan.inputs import Inputs
@@ -98,10 +99,9 @@ def assert_layout(
     (report,) = reports_of(inputs, [layout], asked, effort, compiler=compiler, cache=None)
     problems = list(_problems(report, wanted, peak, replicated_params))
     if problems:
-        over = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
         listed = "\n  ".join(problems)
         raise LayoutAssertionError(
-            f"Over {over} on {asked.text} the layout is another:\n  {listed}"
+            f"Over {mesh_text(mesh)} on {asked.text} the layout is another:\n  {listed}"
         )
     return report
 

@@ -5,7 +5,8 @@ What is kept is what a compiler made of a program, not what was read from it: a 
 figures of hardware and other rankings need no compiling. A program is known by its text before
 compiling, with the lines of code that it comes from (``shardax.plan.cache_text``); by compiler,
 target and effort; by versions and by the settings of compilers in the environment. So nothing that
-is found is ever out of date, and the folder may be deleted at any time.
+is found is ever out of date, and the folder may be deleted at any time. It does not grow without
+end: beyond ``MOST_BYTES`` those programs go first that were not asked for longest.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ from shardax.core.errors import PlanInputError
 from shardax.plan.cache_text import program_text
 from shardax.plan.compilers import AxisTypes, CompiledProgram, Compiler
 
-FORMAT = 1
+FORMAT = 2
 """Of the files; raised when what is in them changes."""
+
+MOST_BYTES = 2 * 2**30
+"""What the folder may hold: thousands of programs."""
 
 _SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
@@ -77,14 +81,17 @@ class ProgramCache:
 
     Args:
         folder: The folder; it is made when something is kept.
+        most_bytes: What it may hold; looked at when this cache first keeps a program.
 
     Attributes:
         found: How many programs were found since.
         missed: How many were not.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
         self.folder = folder
+        self._most_bytes = most_bytes
+        self._trimmed = False
         self.found = 0
         self.missed = 0
 
@@ -94,6 +101,8 @@ class ProgramCache:
         program = None
         try:
             program = _read(path, key)
+            with contextlib.suppress(OSError):  # a folder that others wrote
+                os.utime(path)  # it was asked for
         except FileNotFoundError:
             pass
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
@@ -115,6 +124,7 @@ class ProgramCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             beside.write_bytes(gzip.compress(json.dumps(data).encode(), 4, mtime=0))
             beside.replace(path)
+            self._trim()
         except OSError as error:
             with contextlib.suppress(OSError):
                 beside.unlink()
@@ -124,6 +134,22 @@ class ProgramCache:
                 stacklevel=2,
             )
 
+    def _trim(self) -> None:
+        """Deletes what is too much, once; other processes may do so at the same time."""
+        if self._trimmed:
+            return
+        self._trimmed = True
+        held: list[tuple[int, int, Path]] = []
+        for path in self.folder.glob("*/*.json.gz"):
+            with contextlib.suppress(FileNotFoundError):
+                found = path.stat()
+                held.append((found.st_mtime_ns, found.st_size, path))
+        total = 0
+        for _, size, path in sorted(held, reverse=True):
+            total += size
+            if total > self._most_bytes:
+                path.unlink(missing_ok=True)
+
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.json.gz"
 
@@ -132,7 +158,9 @@ def _read(path: Path, key: str) -> CompiledProgram:
     data = json.loads(gzip.decompress(path.read_bytes()))
     if data["format"] != FORMAT or data["key"] != key:
         raise ValueError(f"it is of format {data['format']} and for {data['key']}")
-    return CompiledProgram(**data["program"])
+    program = data["program"]
+    whole = tuple((name, change) for name, change in program.pop("made_whole"))
+    return CompiledProgram(**program, made_whole=whole)
 
 
 class CachedCompiler(Compiler):

@@ -120,11 +120,6 @@ def axes_text(axes: Sequence[str]) -> str:
     return "+".join(axes) or "other"
 
 
-def mesh_text(report: LayoutReport) -> str:
-    """Writes a layout's mesh, such as ``data=8, model=2``."""
-    return ", ".join(f"{axis}={size}" for axis, size in report.layout.mesh) or "one device"
-
-
 def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
     """Returns the columns for some reports: with one for each set of mesh axes that bytes travel.
 
@@ -163,7 +158,11 @@ def _mesh(reports: Sequence[LayoutReport]) -> Column:
             return " x ".join(str(size) for _, size in report.layout.mesh)
 
         return Column("mesh", " x ".join(names), "", "", meaning, sizes, sizes, right=False)
-    return Column("mesh", "mesh", "", "", meaning, mesh_text, mesh_text, right=False)
+
+    def text(report: LayoutReport) -> str:
+        return report.layout.mesh_text
+
+    return Column("mesh", "mesh", "", "", meaning, text, text, right=False)
 
 
 def _figures(
@@ -259,7 +258,7 @@ def _times(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
         return band_text(report.time, unit[1]) if report.time else "-"
 
     def middle(report: LayoutReport) -> float | None:
-        return (report.time.lower + report.time.upper) / 2 if report.time else None
+        return report.time.middle if report.time else None
 
     def bound(report: LayoutReport) -> str:
         return report.time.binding if report.time else "-"
@@ -275,8 +274,7 @@ def _per_example(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
     """What steps of several batch sizes are compared by."""
 
     def time(report: LayoutReport) -> float | None:
-        band = report.time
-        return (band.lower + band.upper) / 2 / report.examples if band else None
+        return report.seconds_per_example
 
     if all(report.examples == 1 for report in reports):
         return ()

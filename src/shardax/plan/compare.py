@@ -8,6 +8,7 @@ from typing import Any
 
 from shardax.core.errors import PlanInputError
 from shardax.partition.assignment import UNCONSTRAINED
+from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import Rules, RulesLike
 from shardax.plan.inputs import Inputs
 from shardax.plan.progress import progress_for
@@ -147,6 +148,27 @@ def layout_of(name: str, rules: RulesLike, mesh: Mapping[str, int]) -> Layout:
     return Layout(name, tuple(made.pairs), tuple(mesh.items()), policies)
 
 
+def layouts_over(name: str, rules: RulesLike, meshes: Sequence[Mapping[str, int]]) -> list[Layout]:
+    """Returns rules over each of some meshes; of several, the mesh is in the layout's name.
+
+    Args:
+        name: Of the rules.
+        rules: Rules, pairs or a mapping.
+        meshes: Sizes of the mesh axes by name.
+
+    Raises:
+        PlanInputError: If the rules leave a choice to the compiler.
+
+    Example:
+        >>> found = layouts_over("dp", {"batch": "data"}, [{"data": 8}, {"data": 4, "model": 2}])
+        >>> [layout.name for layout in found]
+        ['dp data=8', 'dp data=4,model=2']
+    """
+    if len(meshes) == 1:
+        return [layout_of(name, rules, meshes[0])]
+    return [layout_of(f"{name} {mesh_text(mesh, ',')}", rules, mesh) for mesh in meshes]
+
+
 def _layouts(rules: Mapping[str, RulesLike], meshes: Sequence[Mapping[str, int]]) -> list[Layout]:
     if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
         raise PlanInputError(
@@ -155,25 +177,7 @@ def _layouts(rules: Mapping[str, RulesLike], meshes: Sequence[Mapping[str, int]]
         )
     if not rules or not meshes:
         raise PlanInputError("There is nothing to compare: give at least one rule set and mesh.")
-    several = len(meshes) > 1
-    return [
-        layout_of(f"{name} {mesh_text(mesh)}" if several else name, pairs, mesh)
-        for name, pairs in rules.items()
-        for mesh in meshes
-    ]
-
-
-def mesh_text(mesh: Mapping[str, int]) -> str:
-    """Returns the sizes of a mesh for the name of a layout.
-
-    Args:
-        mesh: Sizes by axis.
-
-    Example:
-        >>> mesh_text({"data": 8, "model": 2})
-        'data=8,model=2'
-    """
-    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+    return [each for name, pairs in rules.items() for each in layouts_over(name, pairs, meshes)]
 
 
 def plan(

@@ -13,6 +13,7 @@ the program will be compiled to run.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from shardax.core.errors import CompilerFailedError, CompilerMissingError, PlanInputError
+from shardax.plan.compiler_messages import listening, made_whole
 from shardax.plan.targets import Target
 
 Which = Literal["auto", "target", "estimate"]
@@ -46,6 +48,8 @@ class CompiledProgram:
         out_of_memory: The compiler's words if the program does not fit.
         seconds: How long it took.
         estimate: Whether ``text`` is of the tier ``"cpu estimate"``, still to be rewritten.
+        made_whole: Arrays that every device holds whole on the way from one sharding to another, as
+            far as the compiler's words could be read; see ``shardax.plan.compiler_messages``.
     """
 
     text: str | None
@@ -54,6 +58,7 @@ class CompiledProgram:
     out_of_memory: str | None
     seconds: float
     estimate: bool = False
+    made_whole: tuple[tuple[str, str], ...] = ()
 
 
 class Compiler(abc.ABC):
@@ -103,16 +108,24 @@ class Compiler(abc.ABC):
         """
         if effort not in EFFORTS:
             raise PlanInputError(f"effort is 'screen' or 'full', not {effort!r}.")
-        return self._compile(lowered, effort)
+        with listening() as heard:
+            program = self._compile(lowered, effort)
+            # One that was kept knows what was said when it was made.
+            said = program.made_whole or made_whole(heard())
+            return dataclasses.replace(program, made_whole=said)
 
     def environment(self) -> dict[str, str]:
         """Returns variables that a process should have before it imports jax.
 
         They keep it on CPU, let several processes compile at once, keep compilers from writing
-        about hardware that they do not find, and the programs out of JAX's own cache, which nobody
-        would ever run.
+        about hardware that they do not find but not from warning, and the programs out of JAX's own
+        cache, which nobody would ever run.
         """
-        return {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+        return {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+            "TF_CPP_MIN_LOG_LEVEL": "1",
+        }
 
     @property
     def devices_needed(self) -> int:

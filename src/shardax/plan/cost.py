@@ -11,8 +11,9 @@ each device with its own part over the network, and within the fabric again. Bot
 time in the lower end, and one after the other in the upper.
 
 Devices that are parts of one processor (``Hardware.copy_bandwidth``) have no links: a collective
-copies its payload, at a rate that depends on its kind and not on the size of the group. What copies
-is what computes, so nothing overlaps: both ends of the band are the sum.
+copies its payload, at a rate that depends on its kind and not on the size of the group. That is
+measured with what it reads and writes, which is not counted again as traffic of the memory. What
+copies is what computes, so nothing overlaps: both ends of the band are the sum.
 
 What an all-to-all sends along a ring or line passes the devices between, on average a quarter of
 them, so it takes longer than its wire bytes say (jax-ml.github.io/scaling-book/sharding).
@@ -124,7 +125,10 @@ def time_band(
     target.check_mesh(mesh)
     chip = target.hardware
     compute = facts.matmul_flops / (chip.peak(dtype) * efficiency.compute)
-    memory = facts.hbm_bytes / (chip.memory_bandwidth * efficiency.memory)
+    traffic = facts.hbm_bytes
+    if chip.copy_bandwidth:
+        traffic = max(0.0, traffic - sum(map(_read_and_written, facts.collectives)))
+    memory = traffic / (chip.memory_bandwidth * efficiency.memory)
     times = [collective_time(each, target, mesh, efficiency) for each in facts.collectives]
     communication = sum(each.overlapped for each in times)
     parts = {"compute": compute, "memory": memory, "communication": communication}
@@ -172,6 +176,14 @@ def _copying(each: Collective, chip: Hardware) -> float:
     """Time of a collective between parts of one processor; of an unknown kind at the least rate."""
     rate = chip.copy_bandwidth.get(each.kind, min(chip.copy_bandwidth.values()))
     return (each.payload / rate + chip.link_latency) * each.runs
+
+
+def _read_and_written(each: Collective) -> float:
+    """Bytes of memory that a device reads and writes for a collective in all its runs."""
+    parts = 2.0
+    if each.kind in ("all-gather", "reduce-scatter"):  # of one side it has its part only
+        parts = 1.0 + 1.0 / each.group_size
+    return each.runs * each.payload * parts
 
 
 def _reach(
@@ -232,11 +244,6 @@ def _all_to_all(wire: float, inner: int, route: Route, efficiency: float) -> flo
     )
 
 
-def middle(band: TimeBand) -> float:
-    """Returns the middle of a band, in seconds, by which layouts are ranked."""
-    return (band.lower + band.upper) / 2
-
-
 def ties(reports: Sequence[LayoutReport]) -> tuple[tuple[LayoutReport, ...], ...]:
     """Returns layouts that the model cannot tell apart.
 
@@ -244,8 +251,8 @@ def ties(reports: Sequence[LayoutReport]) -> tuple[tuple[LayoutReport, ...], ...
         reports: Of one plan; those without a time are left out.
 
     Returns:
-        Groups of at least two, fastest first: those whose middle is less than 10 % above that of
-        the fastest of the group. No layout is in two groups.
+        Groups of at least two, fastest first: those whose middle (of one example) is less than 10 %
+        above that of the fastest of the group. No layout is in two groups.
 
     Example:
         >>> from shardax.plan import Layout, LayoutReport, TimeBand
@@ -256,7 +263,8 @@ def ties(reports: Sequence[LayoutReport]) -> tuple[tuple[LayoutReport, ...], ...
         >>> [[each.layout.name for each in group] for group in found]
         [['a', 'c']]
     """
-    timed = [(middle(each.time), each) for each in reports if each.time is not None]
+    every = [(each.seconds_per_example, each) for each in reports]
+    timed = [(time, each) for time, each in every if time is not None]
     groups: list[list[tuple[float, LayoutReport]]] = []
     for time, each in sorted(timed, key=lambda pair: pair[0]):
         if groups and time <= groups[-1][0][0] * (1 + TIE):

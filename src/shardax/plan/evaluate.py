@@ -15,10 +15,11 @@ import jax
 from jax.sharding import Mesh
 
 from shardax.core.errors import CompilerFailedError, PlanInputError, ShardaxError
-from shardax.hlo import parse, read_program
+from shardax.hlo import Program, parse, read_program
 from shardax.hlo.partitioned import partitioned_text
 from shardax.partition.assignment import assign
 from shardax.plan.cache import CachedCompiler, ProgramCache
+from shardax.plan.compiler_messages import whole_warnings
 from shardax.plan.compilers import CompiledProgram, compiler_for
 from shardax.plan.cost import time_band
 from shardax.plan.dimensions import Dimensions, trace_dimensions
@@ -118,11 +119,11 @@ def _read(
     mesh: Mesh,
     common: dict[str, Any],
 ) -> LayoutReport:
-    text = compiled.text or ""
+    program = parse(compiled.text or "")
     facts = read_program(
-        text,
+        program,
         layout.sizes,
-        arguments=argument_paths(text, lowered.paths),
+        arguments=argument_paths(program, lowered.paths),
         slices=target.slices,
         device_ids=[device.id for device in mesh.devices.flat],
         estimate=compiled.estimate,
@@ -136,7 +137,8 @@ def _read(
         alone = [*lost_batches(inputs, layout), *_self_check(facts.matmul_flops, whole, layout)]
     except _CONSTRAINT_ERRORS as error:
         whole, alone = 0.0, [_not_alone(error)]
-    warnings = [*placed.warnings, *alone, *facts.warnings]
+    whole_arrays = whole_warnings(compiled.made_whole, lowered.paths, program.sources)
+    warnings = [*placed.warnings, *alone, *whole_arrays, *facts.warnings]
     return LayoutReport(
         layout,
         "fits" if fits else "does not fit",
@@ -198,22 +200,19 @@ def lost_batches(inputs: Inputs, layout: Layout) -> list[str]:
     return list(dict.fromkeys(said))
 
 
-def argument_paths(text: str, paths: dict[str, str]) -> tuple[str, ...]:
+def argument_paths(program: Program, paths: dict[str, str]) -> tuple[str, ...]:
     """Returns where each parameter of a compiled program is among the arguments.
 
     Args:
-        text: The compiled program.
+        program: The compiled program.
         paths: Paths by JAX's name of the input; a name that is not in it stands for itself.
 
     Returns:
         A text per parameter, in order.
     """
-    program = parse(text)
-    found: dict[int, str] = {}
-    for each in program.computations[program.entry].instructions:
-        if each.opcode == "parameter":
-            found[int(each.operands[0])] = paths.get(each.op_name, each.op_name)
-    return tuple(found.get(i, "") for i in range(max(found, default=-1) + 1))
+    found = {number: each.op_name for number, each in program.main.parameters.items()}
+    names = [found.get(number, "") for number in range(max(found, default=-1) + 1)]
+    return tuple(paths.get(name, name) for name in names)
 
 
 def _not_alone(error: BaseException) -> str:
@@ -228,9 +227,7 @@ def _not_alone(error: BaseException) -> str:
 
 def _self_check(flops: float, whole: float, layout: Layout) -> list[str]:
     """The devices together must do at least what the program does."""
-    devices = 1
-    for size in layout.sizes.values():
-        devices *= size
+    devices = layout.devices
     if flops * devices >= 0.98 * whole:
         return []
     return [

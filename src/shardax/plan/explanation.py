@@ -23,7 +23,6 @@ from shardax.plan.columns import (
     axes_text,
     band_text,
     figure,
-    mesh_text,
     quantity,
     scale,
 )
@@ -173,7 +172,7 @@ def headline(report: LayoutReport) -> str:
         >>> headline(LayoutReport(Layout("dp", (), (("data", 8),)), "fits", peak_bytes=2**30))
         'dp over data=8: fits; peak 1.00 GiB'
     """
-    parts = [f"{report.layout.name} over {mesh_text(report)}: {report.outcome}"]
+    parts = [f"{report.layout.name} over {report.layout.mesh_text}: {report.outcome}"]
     if report.peak_bytes is not None:
         peak = f"peak {quantity(report.peak_bytes, BINARY)}"
         limit = report.limit_bytes

@@ -47,7 +47,7 @@ def page(plan: Plan) -> str:
         >>> text.startswith("<!doctype html>"), "too large" in text
         (True, True)
     """
-    compiled = [report for report in plan.reports if report.peak_bytes is not None or report.time]
+    compiled = [report for report in plan.reports if report.compiled]
     columns = columns_of(compiled) if compiled else ()
     numbers = {report.layout.name: place for place, report in enumerate(plan.reports, 1)}
     shown, drawn = compiled[:_DETAILED], compiled[:_BARS]

@@ -17,7 +17,6 @@ from shardax.plan.columns import (
     TIMES,
     figure,
     measured_label,
-    mesh_text,
     quantity,
 )
 from shardax.plan.explanation import UNKNOWN, Alike, Group, alike, groups, headline
@@ -96,7 +95,7 @@ def _rules(report: LayoutReport) -> str:
         f"<tr><td>{escape(name)}</td><td>{escape(_target(axes))}</td></tr>"
         for name, axes in report.layout.rules
     )
-    mesh = escape(mesh_text(report))
+    mesh = escape(report.layout.mesh_text)
     table = f'<table class="pairs">{rows}</table>' if rows else "<p>There are none.</p>"
     return f'<h3>Rules</h3><p class="quiet">over {mesh}</p>{table}'
 

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -40,7 +39,7 @@ from shardax.plan.compilers import compiler_for
 from shardax.plan.inputs import Inputs, NamedShape
 from shardax.plan.records import Layout, LayoutReport, from_data
 from shardax.plan.targets import Target
-from shardax.plan.worker import ask, write_to
+from shardax.plan.worker import ask
 
 LAST_LINES = 12
 """How many lines of what a process wrote are in the report of a layout that it failed at."""
@@ -143,12 +142,7 @@ class Pool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -219,9 +213,9 @@ class Pool:
         configure: dict[str, Any] = {"platform": "cpu"}
         if self._devices:
             configure["devices"] = self._devices
-        worker = Worker(env=self._env, configure=configure, restarts=0, kill_after=_KILL_AFTER)
-        worker.submit(write_to, str(log)).result()
-        return worker
+        return Worker(
+            env=self._env, configure=configure, restarts=0, kill_after=_KILL_AFTER, log=log
+        )
 
     def _log(self, place: int) -> Path:
         return self._logs / f"{place}.log"

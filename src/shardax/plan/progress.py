@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from types import TracebackType
 from typing import Any, Self
 
 from shardax.plan.columns import TIMES, quantity
@@ -27,12 +27,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Ends it."""
 
     def expect(self, count: int, what: str) -> None:
@@ -98,18 +93,13 @@ class Bar(Progress):
             transient=True,
         )
         self._task: Any = None
-        self._best: float | None = None
+        self._best = math.inf
 
     def __enter__(self) -> Self:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Takes the bar away."""
         self._bar.stop()
 
@@ -129,12 +119,11 @@ class Bar(Progress):
         """See ``Progress``."""
         super().end(report, kept)
         if report.outcome == "fits" and report.time is not None:
-            middle = (report.time.lower + report.time.upper) / 2
-            self._best = middle if self._best is None else min(self._best, middle)
+            self._best = min(report.time.middle, self._best)
         self._show()
 
     def _show(self) -> None:
-        best = "" if self._best is None else f"best {self._best:.3g} s; "
+        best = "" if math.isinf(self._best) else f"best {self._best:.3g} s; "
         trying = ", ".join(self._trying)
         self._bar.update(self._task, completed=self.done, trying=f"{best}{trying}")
 

@@ -11,11 +11,13 @@ with the reason), ``"failed"`` (the compiler ended with an error or crashed). Ev
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardax.hlo.facts import Collective
+from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import Rules
 
 
@@ -51,6 +53,16 @@ class Layout:
         """Sizes of the mesh axes by name, in order."""
         return dict(self.mesh)
 
+    @property
+    def devices(self) -> int:
+        """How many devices the mesh has."""
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh in words, such as ``data=8, model=2``."""
+        return mesh_text(self.mesh) or "one device"
+
 
 @dataclass(frozen=True)
 class TimeBand:
@@ -78,6 +90,11 @@ class TimeBand:
     communication: float
     cross_slice: float
     binding: str
+
+    @property
+    def middle(self) -> float:
+        """The middle of the band."""
+        return (self.lower + self.upper) / 2
 
 
 @dataclass(frozen=True)
@@ -186,12 +203,21 @@ class LayoutReport:
     arrays: tuple[ArrayLayout, ...] = ()
 
     @property
+    def compiled(self) -> bool:
+        """Whether a compiler said something of it: figures, or how much memory it lacks."""
+        return self.peak_bytes is not None or self.time is not None
+
+    @property
+    def seconds_per_example(self) -> float | None:
+        """The middle of the time band, of one example: what layouts are ranked by, None if none."""
+        return None if self.time is None else self.time.middle / self.examples
+
+    @property
     def replicated_compute(self) -> float:
         """How often the devices together do each operation; 1 is without replication."""
-        devices = 1
-        for size in self.layout.sizes.values():
-            devices *= size
-        return self.flops * devices / self.program_flops if self.program_flops else 1.0
+        if not self.program_flops:
+            return 1.0
+        return self.flops * self.layout.devices / self.program_flops
 
     @property
     def headroom_bytes(self) -> int | None:

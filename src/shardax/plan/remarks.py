@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardax.plan.columns import measured_label
-from shardax.plan.cost import TIE, middle
+from shardax.plan.cost import ties
 from shardax.plan.records import LayoutReport
 
 LABELS = {
@@ -86,13 +86,10 @@ def tied_with_best(reports: Iterable[LayoutReport]) -> tuple[str, ...]:
         The best among them; nothing if it stands alone.
     """
     fitting = [report for report in reports if report.outcome == "fits" and report.time]
-    times = [middle(report.time) / report.examples for report in fitting if report.time]
-    names = [
-        report.layout.name
-        for report, time in zip(fitting, times, strict=True)
-        if time <= (1 + TIE) * times[0]
-    ]
-    return tuple(names) if len(names) > 1 else ()
+    for group in ties(fitting):
+        if group[0] is fitting[0]:
+            return tuple(report.layout.name for report in group)
+    return ()
 
 
 def reasons(reports: Iterable[LayoutReport], outcome: str) -> tuple[Remark, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,11 +38,10 @@ def rank(report: LayoutReport) -> tuple[Any, ...]:
         >>> rank(LayoutReport(layout, "fits")) < rank(LayoutReport(layout, "rejected"))
         True
     """
-    band = report.time
-    middle = float("inf") if band is None else (band.lower + band.upper) / 2 / report.examples
+    seconds = report.seconds_per_example
     return (
         _OUTCOMES.index(report.outcome),
-        middle,
+        math.inf if seconds is None else seconds,
         report.total_wire_bytes,
         report.peak_bytes or 0,
         report.layout.name,

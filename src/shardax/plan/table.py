@@ -197,7 +197,7 @@ def sections(plan: Plan, top: int = TOP) -> list[tuple[str, list[str]]]:
 
 
 def _compiled(reports: Sequence[LayoutReport]) -> tuple[LayoutReport, ...]:
-    return tuple(report for report in reports if report.peak_bytes is not None or report.time)
+    return tuple(report for report in reports if report.compiled)
 
 
 def _remarks(remarks: Sequence[Remark]) -> list[str]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from shardax.core.errors import TargetError
 from shardax.partition.findings import did_you_mean
+from shardax.partition.mesh import mesh_text
 from shardax.plan.hardware import KINDS, Hardware
 from shardax.plan.hardware_file import load_hardware
 from shardax.plan.hardware_table import HARDWARE, find_hardware
@@ -128,12 +129,12 @@ class Target:
         count = math.prod(sizes.values())
         if count != self.device_count:
             raise TargetError(
-                f"The mesh {_words(sizes)} has {count} devices and {self.text!r} has "
+                f"The mesh {mesh_text(sizes)} has {count} devices and {self.text!r} has "
                 f"{self.device_count}.{self._fitting(sizes)}"
             )
         if self.slices > 1 and self._slices_by_axis(sizes) is None:
             raise TargetError(
-                f"The mesh {_words(sizes)} cannot be split into the {self.slices} slices of "
+                f"The mesh {mesh_text(sizes)} cannot be split into the {self.slices} slices of "
                 f"{self.text!r}: the leading axes are split over slices, the first of them first. "
                 f"An axis of its own does it: {{'slice': {self.slices}, ...}}."
             )
@@ -147,7 +148,7 @@ class Target:
                 abs(math.log2(a / b)) for a, b in zip(each, sizes.values(), strict=True)
             ),
         )
-        words = [_words(dict(zip(sizes, each, strict=True))) for each in near[:3]]
+        words = [mesh_text(dict(zip(sizes, each, strict=True))) for each in near[:3]]
         return f" These have {self.device_count}: {'; '.join(words)}."
 
     def _slices_by_axis(self, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
@@ -192,7 +193,7 @@ class Target:
         if unknown:
             name = min(unknown)
             raise TargetError(
-                f"The mesh {_words(sizes)} has no axis {name!r}.{did_you_mean(name, sizes)}"
+                f"The mesh {mesh_text(sizes)} has no axis {name!r}.{did_you_mean(name, sizes)}"
             )
         along = tuple(name in chosen for name in sizes)
         return route(self.arrangement(sizes), along)
@@ -292,11 +293,6 @@ def _problem(target: Target) -> str:
 def _is_count(value: object) -> bool:
     """Whether it is a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _words(sizes: Mapping[str, int]) -> str:
-    """Sizes of mesh axes as ``data=4, model=2``."""
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _memory_of_this_machine() -> int:

@@ -8,8 +8,6 @@ A *task* is a step, its arguments as shapes, a target and how to compile, in the
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,19 +24,6 @@ from shardax.plan.records import Layout, LayoutReport, to_data
 def _task(data: bytes) -> tuple[Inputs, dict[str, Any], ProgramCache | None]:
     step, args, options, folder = loads(data)
     return Inputs(step, args), options, None if folder is None else ProgramCache(Path(folder))
-
-
-def write_to(log: str) -> None:
-    """Lets everything that this process writes go to a file: what compilers say goes to no screen.
-
-    Args:
-        log: The file.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with open(log, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
 
 
 def ask(data: bytes, layout: Layout, effort: str) -> tuple[Mapping[str, Any], bool]:

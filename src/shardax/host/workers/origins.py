@@ -40,22 +40,24 @@ class ProcessOptions:
         configure: Arguments of ``shardax.configure`` that differ from the settings here.
         env: Environment variables to set.
         seconds: How long the start may take.
+        log: File for what it prints, unless it is detached, which has one of its own.
     """
 
     options: Mapping[str, Any]
     configure: Mapping[str, Any]
     env: Mapping[str, str]
     seconds: float
+    log: str | None = None
 
     def start(self, key: bytes, log: str | None = None) -> WorkerProcess:
-        """Starts a process; with a log it is detached."""
+        """Starts a process; with a log of its own it is detached."""
         told = {
             **self.options,
             "key": key.hex(),
             "configure": {**settings_here(), **self.configure},
             "detached": log is not None,
         }
-        return WorkerProcess(told, self.env, self.seconds, log)
+        return WorkerProcess(told, self.env, self.seconds, log or self.log)
 
 
 class Origin(Protocol):

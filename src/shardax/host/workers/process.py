@@ -59,7 +59,7 @@ class WorkerProcess:
         reading, writing = os.pipe()
         told = {**options, "folder": self._folder, "ready": writing, "path": sys.path}
         with contextlib.ExitStack() as stack:
-            printed = stack.enter_context(open(log, "ab")) if log else None
+            printed = stack.enter_context(open(log, "a+b")) if log else None
             self.popen = subprocess.Popen(
                 [sys.executable, "-c", _BOOT],
                 stdin=subprocess.PIPE,
@@ -75,7 +75,7 @@ class WorkerProcess:
             with os.fdopen(reading) as ready:
                 self.popen.stdin.write(json.dumps(told).encode() + b"\n")
                 self.popen.stdin.flush()
-                answer = _first_line(ready, seconds)
+                answer = _first_line(ready, seconds, log)
             if "error" in answer:
                 raise WorkerStartError(f"The worker could not start:\n\n{answer['error']}")
         except BaseException as error:
@@ -121,7 +121,7 @@ class WorkerProcess:
         self.popen.returncode = 0  # not ours to wait for: silences Popen's warning
 
 
-def _first_line(ready: Any, seconds: float) -> dict[str, Any]:
+def _first_line(ready: Any, seconds: float, log: str | None) -> dict[str, Any]:
     deadline = time.monotonic() + seconds
     readable, _, _ = select.select([ready], [], [], max(0.0, deadline - time.monotonic()))
     if not readable:
@@ -132,8 +132,8 @@ def _first_line(ready: Any, seconds: float) -> dict[str, Any]:
     line = ready.readline()
     if not line:
         raise WorkerStartError(
-            "The process of the worker ended while it started; what it said is in the output of "
-            "this process."
+            "The process of the worker ended while it started; what it said is in "
+            f"{log or 'the output of this process'}."
         )
     return json.loads(line)
 

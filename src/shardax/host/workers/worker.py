@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ipaddress
+import os
 import secrets
 import threading
 import weakref
@@ -65,6 +66,8 @@ class Worker(concurrent.futures.Executor):
         restarts: How many crashes in a row it is started again after.
         idle_timeout: Seconds without clients and calls after which it ends; an hour with a name.
         start_timeout: Seconds that it may take to start.
+        log: File to which all that it prints is added, and what libraries write on the way; None:
+            where this process prints. One with a name has a log beside its key.
 
     Attributes:
         address: Where it listens: the path of a socket, or host and port.
@@ -106,6 +109,7 @@ class Worker(concurrent.futures.Executor):
         restarts: int = 3,
         idle_timeout: float | None = None,
         start_timeout: float = 120.0,
+        log: str | os.PathLike[str] | None = None,
     ) -> None:
         _check_positive(
             functions=functions, max_message=max_message, timeout=timeout, heartbeat=heartbeat,
@@ -128,14 +132,17 @@ class Worker(concurrent.futures.Executor):
             dict(configure or {}),
             dict(env or {}),
             start_timeout,
+            None if log is None else os.fspath(log),
         )
         if name is None:
             key = secrets.token_bytes(32) if authkey is None else _checked_key(authkey)
             origin: Origin = OwnProcess(how, key)
-        elif authkey is None:
+        elif authkey is None and log is None:
             origin = NamedProcess(name, how)
         else:
-            raise WorkerConfigError("A worker with a name has a key of its own: omit authkey=.")
+            raise WorkerConfigError(
+                "A worker with a name has a key and a log of its own: omit authkey= and log=."
+            )
         self._open(origin, max_message, heartbeat, restarts, timeout)
 
     @classmethod

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a compiler writes about arrays that it makes whole ends up in the report's warnings."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardax as sx
+from shardax.plan import Layout, NamedShape, Target
+from shardax.plan.compiler_messages import listening, made_whole, whole_warnings
+from shardax.plan.pool import Pool
+
+SAID = (
+    "W1122 07:28:23.779895 7118 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization."
+    " The compiler cannot go from sharding {devices=[2,1,4]<=[8]} to {devices=[1,8,1]<=[8]}"
+    " efficiently for HLO operation %param = f32[8,16,4]{2,1,0} parameter(0),"
+    ' sharding={devices=[2,1,4]<=[8]}, metadata={op_name="x"}. As the last resort, SPMD will'
+    " replicate the tensor and then partition it to obtain the target sharding.\n"
+)
+CHANGE = "f32[8,16,4] from {devices=[2,1,4]<=[8]} to {devices=[1,8,1]<=[8]}"
+
+
+def step(x: jax.Array) -> jax.Array:
+    return sx.constrain(jnp.sin(x), (None, "tokens", None)) * 2
+
+
+def exchanged(tmp_path: Path, **options: str) -> tuple[str, ...]:
+    """Warnings of a step that splits by two dimensions, and then by the third."""
+    rules = (("rows", "a"), ("columns", "b"), ("tokens", ("a", "b")))
+    layout = Layout("exchange", rules, (("a", 2), ("b", 4)))
+    shape = NamedShape((16, 16, 16), "float32", ("rows", None, "columns"))
+    target = Target.parse("tpu:v5e:2x4")
+    with Pool(
+        step, (shape,), target, compiler="estimate", processes=1, cache=tmp_path, **options
+    ) as pool:
+        (answer,) = pool.answers([layout])
+    assert answer.report.outcome == "fits"
+    return answer.report.warnings
+
+
+def test_what_the_partitioner_makes_whole_is_said_with_its_argument_or_operation() -> None:
+    assert made_whole(f"something else\n{SAID}{SAID}more") == (("x", CHANGE),)
+    unnamed = SAID.replace(', metadata={op_name="x"}', "")
+    assert made_whole(unnamed) == (("", CHANGE),)
+    assert made_whole("nothing of the kind") == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("x", "batch.inputs is made whole on every device"),
+        ("jit(f)/sin", "The result of jit(f)/sin at model.py:3 is made whole on every device"),
+        ("jit(f)/cos", "The result of jit(f)/cos is made whole on every device"),
+        ("", "The result of an operation is made whole on every device"),
+    ],
+)
+def test_a_warning_names_the_argument_or_the_line(name: str, start: str) -> None:
+    found = ((name, CHANGE), (name, CHANGE))
+    (warning,) = whole_warnings(found, {"x": "batch.inputs"}, {"jit(f)/sin": "model.py:3"})
+    assert warning.startswith(start)
+    assert warning.endswith(f"({CHANGE}).")
+
+
+def test_an_array_that_xla_makes_whole_is_a_warning_also_if_the_program_was_kept(
+    tmp_path: Path,
+) -> None:
+    first = exchanged(tmp_path)
+    why = (
+        "is made whole on every device to be split in another way: XLA knows no exchange for it. "
+        "Rules that split the same dimensions before and after, or a constraint half-way, avoid "
+        "that ("
+    )
+    line = step.__code__.co_firstlineno + 1
+    where = f"{Path(__file__).name}:{line}"
+    assert [re.sub(r"f32\[.*", "", text) for text in first] == [
+        f"x {why}",
+        f"The result of jit(step)/sharding_constraint at {where} {why}",
+    ]
+    assert exchanged(tmp_path) == first
+
+
+def test_an_error_stream_that_is_no_file_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    with capfd.disabled(), listening() as heard:
+        kept = os.dup(2)
+        read, write = os.pipe()
+        os.dup2(write, 2)
+        try:
+            os.write(2, SAID.encode())
+            assert heard() == ""
+        finally:
+            os.dup2(kept, 2)
+            for each in (kept, read, write):
+                os.close(each)
+
+
+def test_only_what_is_written_meanwhile_is_heard(tmp_path: Path) -> None:
+    kept = os.dup(2)
+    try:
+        with (tmp_path / "log").open("a+b") as file:
+            os.dup2(file.fileno(), 2)
+            os.write(2, b"before\n")
+            with listening() as heard:
+                assert heard() == ""
+                os.write(2, SAID.encode())
+                assert heard() == SAID
+        with (tmp_path / "log").open("ab") as file:  # for writing only, as a shell opens it
+            os.dup2(file.fileno(), 2)
+            with listening() as heard:
+                os.write(2, SAID.encode())
+                assert heard() == ""
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
