@@ -124,6 +124,7 @@ def test_processes_are_told_to_stay_on_cpu_and_how_many_devices_to_make() -> Non
     assert found.environment() == {
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "1",
         "JAX_NUM_CPU_DEVICES": "16",
     }
     assert plan.compiler_for(plan.Target.parse("cpu:4")).environment()["JAX_NUM_CPU_DEVICES"] == "4"
