@@ -19,6 +19,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from tests.models import small
+from tests.plan.installed import INSTALLED
 
 import shardax as sx
 from shardax import plan
@@ -264,7 +265,6 @@ CASES = {
 
 # --- compilers ------------------------------------------------------------------------------------
 
-INSTALLED = {each.kind: each for each in plan.known_compilers()}
 SHARES = {"cpu": 0.0, "estimate": 1.0}
 """Share of sharded gradients that is reduce-scattered; of the others the version decides."""
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.plan.installed import GPU, TPU
 
 import shardax as sx
 from shardax.plan import Layout, NamedShape, Target
@@ -30,15 +32,15 @@ def step(x: jax.Array) -> jax.Array:
     return sx.constrain(jnp.sin(x), (None, "tokens", None)) * 2
 
 
-def exchanged(tmp_path: Path, **options: str) -> tuple[str, ...]:
+def exchanged(
+    tmp_path: Path, target: str = "tpu:v5e:2x4", compiler: str = "estimate"
+) -> tuple[str, ...]:
     """Warnings of a step that splits by two dimensions, and then by the third."""
     rules = (("rows", "a"), ("columns", "b"), ("tokens", ("a", "b")))
     layout = Layout("exchange", rules, (("a", 2), ("b", 4)))
     shape = NamedShape((16, 16, 16), "float32", ("rows", None, "columns"))
-    target = Target.parse("tpu:v5e:2x4")
-    with Pool(
-        step, (shape,), target, compiler="estimate", processes=1, cache=tmp_path, **options
-    ) as pool:
+    options: dict[str, Any] = {"compiler": compiler, "processes": 1, "cache": tmp_path}
+    with Pool(step, (shape,), Target.parse(target), **options) as pool:
         (answer,) = pool.answers([layout])
     assert answer.report.outcome == "fits"
     return answer.report.warnings
@@ -83,6 +85,14 @@ def test_an_array_that_xla_makes_whole_is_a_warning_also_if_the_program_was_kept
         f"The result of jit(step)/sharding_constraint at {where} {why}",
     ]
     assert exchanged(tmp_path) == first
+
+
+@pytest.mark.parametrize("target", ["cpu:8", TPU, GPU])
+def test_the_compilers_of_targets_are_heard_too(tmp_path: Path, target: str) -> None:
+    starts = [text.partition(" is made whole")[0] for text in exchanged(tmp_path, target, "target")]
+    # Where the operation's line is lost, it is called by its name.
+    assert starts[0] == "x"
+    assert starts[1].startswith("The result of jit(step)/sharding_constraint")
 
 
 def test_an_error_stream_that_is_no_file_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:

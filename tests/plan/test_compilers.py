@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tests.plan.installed import GPU, INSTALLED, TPU, needs
 
 import shardax as sx
 from shardax import hlo, plan
@@ -28,18 +29,7 @@ from shardax.plan.compiler_tpu import TpuCompiler, requested_bytes
 from shardax.plan.compilers import CompilerInfo, with_options
 from shardax.plan.hardware_table import HARDWARE
 
-INSTALLED = {each.kind: each for each in plan.known_compilers()}
 SIZES = {"data": 2, "model": 4}
-
-
-def needs(kind: str) -> Any:
-    """Skips a test where a compiler is not installed."""
-    info = INSTALLED[kind]
-    return pytest.mark.skipif(not info.installed, reason=f"needs {info.install}")
-
-
-TPU = pytest.param("tpu:v5e:2x4", marks=needs("tpu"))
-GPU = pytest.param("gpu:h100:1x8", marks=needs("gpu"))
 
 
 def lowered_mlp(mesh: Mesh, rows: int = 256) -> jax.stages.Lowered:

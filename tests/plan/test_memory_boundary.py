@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.plan.installed import needs
 
 from shardax import plan
 from shardax.plan.compilers import CompiledProgram, Compiler
@@ -15,10 +16,7 @@ SIZES = {"data": 2, "model": 2}
 ROWS = 4096
 """Rows of a step of the batch."""
 
-INSTALLED = {each.kind: each for each in plan.known_compilers()}
-pytestmark = pytest.mark.skipif(
-    not INSTALLED["tpu"].installed, reason=f"needs {INSTALLED['tpu'].install}"
-)
+pytestmark = needs("tpu")
 
 
 def compiled(compiler: Compiler, batch: int) -> CompiledProgram:

@@ -32,6 +32,10 @@ _ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     # Read for the machine's own TPU only, of which there is none; without it libtpu complains.
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    # Warnings to the error stream, where they are read, and nothing into files of libtpu's own.
+    "TPU_STDERR_LOG_LEVEL": "1",
+    "TPU_MIN_LOG_LEVEL": "1",
+    "TPU_LOG_DIR": "disabled",
 }
 _FAST = {"exec_time_optimization_effort": -1.0}
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
