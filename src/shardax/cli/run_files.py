@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardax.core.errors import CommandError
+from shardax.core.files import write_whole
 from shardax.core.rng import Rngs
 from shardax.core.variables import OptState
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
@@ -85,10 +86,8 @@ class RunSettings:
 def write_settings(directory: Path, settings: RunSettings) -> None:
     """Writes ``run.json``, replacing it in one step."""
     directory.mkdir(parents=True, exist_ok=True)
-    draft = directory / (RUN_FILE + ".partial")
     record = {"format": _FORMAT, **dataclasses.asdict(settings)}
-    draft.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
-    draft.replace(directory / RUN_FILE)
+    write_whole(directory / RUN_FILE, json.dumps(record, indent=2, default=str) + "\n")
 
 
 def read_settings(directory: Path) -> RunSettings:

@@ -28,6 +28,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardax.core.errors import PlanInputError
+from shardax.core.files import write_whole
 from shardax.plan.cache_text import program_text
 from shardax.plan.compilers import AxisTypes, CompiledProgram, Compiler
 
@@ -119,15 +120,11 @@ class ProgramCache:
         """Keeps a program; warns if that cannot be done. Its file is there whole or not at all."""
         path = self._path(key)
         data = {"format": FORMAT, "key": key, "program": dataclasses.asdict(program)}
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_bytes(gzip.compress(json.dumps(data).encode(), 4, mtime=0))
-            beside.replace(path)
+            write_whole(path, gzip.compress(json.dumps(data).encode(), 4, mtime=0))
             self._trim()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                beside.unlink()
             warnings.warn(
                 f"The program was not kept: {path} cannot be written ({error}).",
                 RuntimeWarning,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardax.core.errors import PlanFileError, PlanInputError
+from shardax.core.files import write_whole
 from shardax.partition.findings import did_you_mean
 from shardax.plan.records import LayoutReport, from_data, to_data
 
@@ -139,7 +140,7 @@ class Plan:
             "notes": list(self.notes),
             "reports": [to_data(report) for report in self.reports],
         }
-        write_whole(Path(path), json.dumps(data, indent=1) + "\n")
+        write_whole(path, json.dumps(data, indent=1) + "\n")
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Plan:
@@ -178,14 +179,4 @@ class Plan:
         """
         from shardax.plan.html import page
 
-        write_whole(Path(path), page(self))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+        write_whole(path, page(self))

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardax.core.errors import RulesError
+from shardax.core.files import write_whole
 from shardax.partition.assignment import UNCONSTRAINED
 from shardax.partition.findings import did_you_mean
 from shardax.partition.rules import Rules
@@ -147,12 +148,7 @@ def write_rules(
         >>> read_rules(write_rules(file, [dp])) == (dp,)
         True
     """
-    target = Path(path)
-    text = rules_text(layouts, notes)
-    draft = target.with_name(target.name + ".partial")
-    draft.write_text(text, encoding="utf-8", newline="\n")
-    draft.replace(target)
-    return target
+    return write_whole(path, rules_text(layouts, notes))
 
 
 def read_rules(path: str | os.PathLike[str]) -> tuple[NamedRules, ...]:

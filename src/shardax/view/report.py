@@ -13,6 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from shardax.core.files import write_whole
 from shardax.view.page import html_page
 from shardax.view.table import ParameterTable
 
@@ -68,7 +69,6 @@ def write_report(
         >>> "<svg" in page.read_text(), "bigram" in page.read_text()
         (True, True)
     """
-    target = Path(path)
     facts = "".join(
         f"<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>" for k, v in summary.items()
     )
@@ -84,10 +84,7 @@ def write_report(
         f"<h2>Parameters</h2>{parameters.html()}",
     ]
     page = html_page(title, "".join(sections), _STYLE)
-    draft = target.with_name(target.name + ".partial")
-    draft.write_text(page, encoding="utf-8")
-    draft.replace(target)
-    return target
+    return write_whole(path, page)
 
 
 def loss_svg(records: Sequence[Mapping[str, Any]], references: Mapping[str, float]) -> str:
