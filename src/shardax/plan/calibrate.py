@@ -13,8 +13,10 @@ They say nothing of a TPU or GPU. They let the planner's ranking be checked agai
 
 from __future__ import annotations
 
+import functools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -35,7 +37,7 @@ def calibrate_cpu(
     *,
     matrix: int = 512,
     megabytes: float = 8.0,
-    repeats: int = 7,
+    repeats: int = 25,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Hardware:
     """Measures this machine's CPU devices, in a few seconds.
@@ -44,8 +46,8 @@ def calibrate_cpu(
         devices: How many virtual devices work together; None for all that the process has.
         matrix: Rows and columns of the matrices of a product, on each device.
         megabytes: Size of the arrays on each device, in 10^6 bytes of float32.
-        repeats: How often each measurement is made; the least counts, in which other work of the
-            machine has the least part.
+        repeats: How often each measurement is made, all in turn; the least counts, in which other
+            work of the machine has the least part.
         clock: Seconds since some moment. Where much else runs, the processor time of this process
             over the number of cores says more than the time of day.
 
@@ -70,20 +72,18 @@ def calibrate_cpu(
             f"sx.configure(devices={count})."
         )
     mesh = Mesh(np.array(present[:count]), (_AXIS,))
-    timer = _Timer(mesh, repeats, clock)
     # Every device's array can be cut into as many parts as there are devices.
     numbers = max(1, int(megabytes * 1e6 / 4) // count) * count
-    call = timer.seconds(_scaled, (1,))
-    product = timer.seconds(_product, (matrix, matrix), call)
-    stream = timer.seconds(_scaled, (numbers,), call)
-    copying: dict[str, float] = {}
-    latency = 0.0
-    if count > 1:
-        latency = timer.seconds(_sums(mesh), (1,), call) / _SUMS
-        for kind, collective in _collectives(count).items():
-            own = numbers // count if kind == "all-gather" else numbers
-            copied = timer.seconds(_on_each(mesh, collective), (own,), call + latency)
-            copying[kind] = numbers * 4 / copied
+    least = _least_seconds(mesh, _programs(mesh, matrix, numbers), repeats, clock)
+    call = least["call"]
+
+    def seconds(name: str, other: float = 0.0) -> float:
+        return max(least[name] - call - other, 0.05 * least[name])
+
+    product, stream = seconds("product"), seconds("stream")
+    latency = seconds("latency") / _SUMS if count > 1 else 0.0
+    kinds = _collectives(count) if count > 1 else {}
+    copying = {kind: numbers * 4 / seconds(kind, latency) for kind in kinds}
     source = (
         f"measured on this machine by plan.calibrate_cpu, {count} devices at work, "
         f"jax {jax.__version__}"
@@ -102,31 +102,50 @@ def calibrate_cpu(
     return known.like(**figures, sources={**known.sources, **dict.fromkeys(figures, source)})
 
 
-class _Timer:
-    """Runs a function on all devices at once and takes the least time."""
+Program = tuple[Callable[[Any], Any], tuple[int, ...]]
+"""A function of all devices' arrays, and the shape of that of each device."""
 
-    def __init__(self, mesh: Mesh, repeats: int, clock: Callable[[], float]) -> None:
-        self._mesh = mesh
-        self._repeats = max(1, repeats)
-        self._clock = clock
 
-    def seconds(
-        self, function: Callable[[Any], Any], shape: tuple[int, ...], call: float = 0.0
-    ) -> float:
-        """Time of one run less ``call``; each device has an array of ``shape``."""
-        count = self._mesh.devices.size
-        sharding = NamedSharding(self._mesh, PartitionSpec(_AXIS))
+def _programs(mesh: Mesh, matrix: int, numbers: int) -> dict[str, Program]:
+    """What is measured, by name."""
+    count = mesh.devices.size
+    found: dict[str, Program] = {
+        "call": (_scaled, (1,)),
+        "product": (_product, (matrix, matrix)),
+        "stream": (_scaled, (numbers,)),
+    }
+    if count > 1:
+        found["latency"] = _sums(mesh), (1,)
+        for kind, collective in _collectives(count).items():
+            own = numbers // count if kind == "all-gather" else numbers
+            found[kind] = _on_each(mesh, collective), (own,)
+    return found
+
+
+def _least_seconds(
+    mesh: Mesh, programs: Mapping[str, Program], repeats: int, clock: Callable[[], float]
+) -> dict[str, float]:
+    """Runs programs on all devices at once, in turn, and takes the least time of each."""
+    sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
+
+    @functools.cache
+    def start(shape: tuple[int, ...]) -> jax.Array:
         # Ones: results are neither denormal nor infinite, which would take another time.
-        start = jax.device_put(np.full((count, *shape), 1.0, np.float32), sharding)
-        compiled = jax.jit(function).lower(start).compile()
-        jax.block_until_ready(compiled(start))
-        times = []
-        for _ in range(self._repeats):
-            begun = self._clock()
-            jax.block_until_ready(compiled(start))
-            times.append(self._clock() - begun)
-        least = max(min(times), 1e-9)  # of a clock that is too coarse
-        return max(least - call, 0.05 * least)
+        return jax.device_put(np.full((mesh.devices.size, *shape), 1.0, np.float32), sharding)
+
+    compiled = {
+        name: (jax.jit(function).lower(start(shape)).compile(), start(shape))
+        for name, (function, shape) in programs.items()
+    }
+    for run, given in compiled.values():
+        jax.block_until_ready(run(given))
+    least = dict.fromkeys(programs, math.inf)
+    for _ in range(max(1, repeats)):
+        for name, (run, given) in compiled.items():
+            begun = clock()
+            jax.block_until_ready(run(given))
+            least[name] = min(least[name], clock() - begun)
+    return {name: max(found, 1e-9) for name, found in least.items()}  # of a clock too coarse
 
 
 def _product(x: jax.Array) -> jax.Array:
