@@ -24,7 +24,7 @@ PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 # Stamps: empty files that say which extras were installed, and when.
 STAMPS := $(VENV)/.installed
 PYTHON_STAMP := $(STAMPS)-python
-RUN := $(STAMPS)-train
+RUN := $(STAMPS)-plan
 TEST := $(STAMPS)-test
 BENCH := $(STAMPS)-bench
 

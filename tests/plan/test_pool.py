@@ -109,6 +109,16 @@ def test_a_step_that_cannot_be_sent_is_refused_before_any_process_starts() -> No
     assert "defined at the top of a module" in str(error.value)
 
 
+def test_where_cloudpickle_would_send_it_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    _, args = perceptron()
+    with pytest.raises(sx.errors.PlanInputError) as error:
+        Pool(lambda model, x: perceptron_loss(model, x), args, TARGET)
+    assert "cannot be sent without cloudpickle (pip install 'shardax[plan]'): " in str(error.value)
+
+
 def test_only_shapes_are_sent() -> None:
     step, (model, x) = perceptron(embed=512, mlp=2048)
     with Pool(step, (model, x), TARGET, processes=1) as pool:

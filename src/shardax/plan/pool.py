@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -133,8 +134,10 @@ class Pool:
         try:
             self._task = dumps((*_sendable(inputs), *self._options))
         except PickleWriteError as error:
+            missing = importlib.util.find_spec("cloudpickle") is None
+            install = " without cloudpickle (pip install 'shardax[plan]')" if missing else ""
             raise PlanInputError(
-                "Layouts are compiled in other processes, to which the step cannot be sent: "
+                f"Layouts are compiled in other processes, to which the step cannot be sent{install}: "
                 f"{error} A step that is defined at the top of a module, and makes what it needs "
                 "itself, can always be sent."
             ) from error
