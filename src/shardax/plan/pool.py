@@ -137,9 +137,9 @@ class Pool:
             missing = importlib.util.find_spec("cloudpickle") is None
             install = " without cloudpickle (pip install 'shardax[plan]')" if missing else ""
             raise PlanInputError(
-                f"Layouts are compiled in other processes, to which the step cannot be sent{install}: "
-                f"{error} A step that is defined at the top of a module, and makes what it needs "
-                "itself, can always be sent."
+                "Layouts are compiled in other processes, to which the step cannot be sent"
+                f"{install}: {error} A step that is defined at the top of a module, and makes what "
+                "it needs itself, can always be sent."
             ) from error
 
     def __enter__(self) -> Self:
