@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any, cast
 
@@ -117,6 +118,21 @@ def test_where_cloudpickle_would_send_it_the_extra_is_named(
     with pytest.raises(sx.errors.PlanInputError) as error:
         Pool(lambda model, x: perceptron_loss(model, x), args, TARGET)
     assert "cannot be sent without cloudpickle (pip install 'shardax[plan]'): " in str(error.value)
+
+
+def test_a_step_that_processes_cannot_import_is_the_callers_fault_not_a_layouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    only_here = types.ModuleType("only_here")
+    exec("def step(model, x):\n    return (x @ model.up.value).sum()", only_here.__dict__)
+    monkeypatch.setitem(sys.modules, "only_here", only_here)
+    step, (_, args) = only_here.step, perceptron()
+    with (
+        Pool(step, args, TARGET, processes=1, cache=None) as pool,
+        pytest.raises(sx.errors.PlanInputError, match=r"plan\]'\): .*only_here"),
+    ):
+        list(pool.answers([layout("dp", batch="data")]))
 
 
 def test_only_shapes_are_sent() -> None:

@@ -23,6 +23,7 @@ from typing import Any, Self
 import jax
 
 from shardax.core.errors import (
+    PickleReadError,
     PickleWriteError,
     PlanInputError,
     StaleModuleError,
@@ -134,13 +135,7 @@ class Pool:
         try:
             self._task = dumps((*_sendable(inputs), *self._options))
         except PickleWriteError as error:
-            missing = importlib.util.find_spec("cloudpickle") is None
-            install = " without cloudpickle (pip install 'shardax[plan]')" if missing else ""
-            raise PlanInputError(
-                "Layouts are compiled in other processes, to which the step cannot be sent"
-                f"{install}: {error} A step that is defined at the top of a module, and makes what "
-                "it needs itself, can always be sent."
-            ) from error
+            raise _not_sent(error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -237,6 +232,8 @@ class Pool:
                 reason = f"it took longer than {self._seconds:g} seconds"
             reason += _last_lines(self._log(place))
             return Answer(index, LayoutReport(layout, "failed", reason), False)
+        except PickleReadError as error:
+            raise _not_sent(error) from error
         except StaleModuleError as error:
             raise PlanInputError(
                 "A source file has changed since the first layout was compiled, so the others "
@@ -267,6 +264,17 @@ def _sendable(inputs: Inputs) -> tuple[Any, tuple[Any, ...]]:
 
 def _named_again(box: _Kept) -> NamedShape:
     return NamedShape(box.value.shape, box.value.dtype, box.names or ())
+
+
+def _not_sent(error: Exception) -> PlanInputError:
+    """What is said of a step that cannot be written, or not be read there."""
+    missing = importlib.util.find_spec("cloudpickle") is None
+    install = " without cloudpickle (pip install 'shardax[plan]')" if missing else ""
+    return PlanInputError(
+        f"Layouts are compiled in other processes, to which the step cannot be sent{install}: "
+        f"{error} A step that is defined at the top of a module, and makes what it needs itself, "
+        "can always be sent."
+    )
 
 
 def _end(worker: Worker) -> None:
