@@ -78,12 +78,14 @@ def test_edits_inside_and_outside_may_alternate(
 
 def _touch(model: Any) -> Any:
     """Reads every number of a model and writes the floating ones."""
-    total = jnp.zeros(())
+    # A sum for each: XLA leaves out the addition of a zero, but only where it compiles both, and a
+    # number below the normal ones is zero after it.
+    sums = []
     for _, variable in sx.iter_variables(model):
         if jax.tree_util.all_leaves((variable.value,)) and _is_float(variable.value):
-            total += variable.value.astype(jnp.float32).sum()
+            sums.append(variable.value.astype(jnp.float32).sum())
             variable.value = variable.value * 2
-    return total
+    return sums
 
 
 def _is_float(value: Any) -> bool:
@@ -122,9 +124,7 @@ def test_a_compiled_program_serves_any_model_of_equal_structure_and_shapes(model
 
 # --- pure functions ---
 
-_FLOATS = st.lists(st.floats(-2, 2, width=32, allow_subnormal=False), min_size=1, max_size=3).map(
-    jnp.array
-)
+_FLOATS = st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=3).map(jnp.array)
 _TREES = st.recursive(
     _FLOATS,
     lambda inner: st.one_of(
@@ -141,7 +141,7 @@ def _pure(tree: Any, scale: Any) -> Any:
     return jax.tree.map(lambda x: jnp.tanh(scale * x), tree), scale * 2
 
 
-@given(_TREES, st.floats(-1, 1, width=32, allow_subnormal=False))
+@given(_TREES, st.floats(-1, 1, width=32))
 @FEW
 def test_jit_of_a_pure_function_is_jaxs(tree: Any, scale: float) -> None:
     assert_equal_values(sx.jit(_pure)(tree, scale), jax.jit(_pure)(tree, scale))
@@ -151,7 +151,7 @@ def test_jit_of_a_pure_function_is_jaxs(tree: Any, scale: float) -> None:
     )
 
 
-@given(_TREES, st.floats(-1, 1, width=32, allow_subnormal=False))
+@given(_TREES, st.floats(-1, 1, width=32))
 @FEW
 def test_grad_of_a_pure_function_is_jaxs(tree: Any, scale: float) -> None:
     def loss(tree: Any, scale: Any) -> Any:
