@@ -19,15 +19,13 @@ from functools import cached_property
 from shardax.core.errors import HloReadError
 from shardax.hlo.frames import TABLES, Frames, line_name
 from shardax.hlo.text import ArrayShape as ArrayShape
-from shardax.hlo.text import attribute, balanced, shapes, split_top
+from shardax.hlo.text import attribute, balanced, op_name, shapes, split_top
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" *([a-z][\w\-]*)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _METADATA = re.compile(r'\bmetadata=\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}')
-_ESCAPED = re.compile(r"\\(.)")
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _FILE = re.compile(r'\bsource_file="((?:[^"\\]|\\.)*)"')
 _LINE = re.compile(r"\bsource_line=(\d+)")
@@ -277,7 +275,7 @@ class _Reader:
             raise _unread("an instruction", line, number)
         inside = line[opcode.end() : close - 1]
         attributes = line[close:].removeprefix(",").strip()
-        op_name, source = self._origin(attributes)
+        origin, source = self._origin(attributes)
         is_constant = opcode[1] == "constant"
         if opcode[1] == "call-start":
             attributes = attributes.replace("to_apply=", "calls=", 1)
@@ -287,7 +285,7 @@ class _Reader:
             shapes(line[place:end]),
             () if is_constant else _operands(inside),
             attributes,
-            op_name,
+            origin,
             source,
             bool(found[1]),
             inside if is_constant else "",
@@ -298,12 +296,12 @@ class _Reader:
         found = _METADATA.search(attributes)
         if found is None:
             return "", ""
-        op_name, frame = _OP_NAME.search(found[1]), _FRAME.search(found[1])
+        frame = _FRAME.search(found[1])
         source = self._frames.source(int(frame[1])) if frame else ""
         file, line = _FILE.search(found[1]), _LINE.search(found[1])
         if not source and file and line:
             source = line_name(file[1], int(line[1]))
-        return (_ESCAPED.sub(r"\1", op_name[1]) if op_name else ""), source
+        return op_name(found[1]), source
 
 
 def _check_whole(inside: Computation) -> None:

@@ -16,6 +16,8 @@ from shardax.core.errors import HloReadError
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[(){}\[\],]')
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\[\]]*)\]")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
 _OPAQUE = frozenset({"token", "opaque"})
 _BITS = {"pred": 8, "c64": 64, "c128": 128}
 _BITS_OF_NAME = re.compile(r"(?:s|u|f|bf)(\d+)")
@@ -125,6 +127,20 @@ def attribute(text: str, key: str) -> str | None:
             return text[start + len(key) + 1 : comma]
         start = comma + 2
     return text[start + len(key) + 1 :].strip() if text.startswith(f"{key}=", start) else None
+
+
+def op_name(text: str) -> str:
+    """Returns the name of the traced operation in an instruction's metadata, or "".
+
+    Args:
+        text: The metadata, or more.
+
+    Example:
+        >>> op_name('metadata={op_name="jit(f)/add" stack_frame_id=1}')
+        'jit(f)/add'
+    """
+    found = _OP_NAME.search(text)
+    return _ESCAPED.sub(r"\1", found[1]) if found else ""
 
 
 def split_top(text: str) -> list[str]:

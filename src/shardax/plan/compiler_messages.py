@@ -9,11 +9,12 @@ stream is a terminal, the message stays there.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+
+from shardax.hlo.text import op_name
 
 _STDERR = 2
 _WHOLE = re.compile(
@@ -21,17 +22,14 @@ _WHOLE = re.compile(
     r"(\{.*?\}) efficiently for HLO operation %?\S+ = (\S+?)(?:\{[\d,]*\})? (.*?)\. As the last "
     r"resort"
 )
-_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
-@contextlib.contextmanager
-def listening() -> Iterator[Callable[[], str]]:
-    """Yields a function that returns what was written to the error stream since; "" if unknown.
+def listen() -> Callable[[], str]:
+    """Returns a function that returns what was written to the error stream since; "" if unknown.
 
     Example:
-        >>> with listening() as heard:
-        ...     text = heard()
-        >>> isinstance(text, str)
+        >>> heard = listen()
+        >>> isinstance(heard(), str)
         True
     """
     start = _end()
@@ -45,7 +43,7 @@ def listening() -> Iterator[Callable[[], str]]:
         except OSError:  # it is open for writing only
             return ""
 
-    yield heard
+    return heard
 
 
 def _end() -> int | None:
@@ -78,8 +76,7 @@ def made_whole(text: str) -> tuple[tuple[str, str], ...]:
     """
     found: dict[tuple[str, str], None] = {}
     for each in _WHOLE.finditer(text):
-        name = _NAME.search(each[4])
-        found[name[1] if name else "", f"{each[3]} from {each[1]} to {each[2]}"] = None
+        found[op_name(each[4]), f"{each[3]} from {each[1]} to {each[2]}"] = None
     return tuple(found)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from shardax.core.errors import CompilerFailedError, CompilerMissingError, PlanInputError
-from shardax.plan.compiler_messages import listening, made_whole
+from shardax.plan.compiler_messages import listen, made_whole
 from shardax.plan.targets import Target
 
 Which = Literal["auto", "target", "estimate"]
@@ -108,11 +108,11 @@ class Compiler(abc.ABC):
         """
         if effort not in EFFORTS:
             raise PlanInputError(f"effort is 'screen' or 'full', not {effort!r}.")
-        with listening() as heard:
-            program = self._compile(lowered, effort)
-            # One that was kept knows what was said when it was made.
-            said = program.made_whole or made_whole(heard())
-            return dataclasses.replace(program, made_whole=said)
+        heard = listen()
+        program = self._compile(lowered, effort)
+        # One that was kept knows what was said when it was made.
+        said = program.made_whole or made_whole(heard())
+        return dataclasses.replace(program, made_whole=said)
 
     def environment(self) -> dict[str, str]:
         """Returns variables that a process should have before it imports jax.
