@@ -13,7 +13,6 @@ They say nothing of a TPU or GPU. They let the planner's ranking be checked agai
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -74,15 +73,15 @@ def calibrate_cpu(
     mesh = Mesh(np.array(present[:count]), (_AXIS,))
     # Every device's array can be cut into as many parts as there are devices.
     numbers = max(1, int(megabytes * 1e6 / 4) // count) * count
-    least = _least_seconds(mesh, _programs(mesh, matrix, numbers), repeats, clock)
+    kinds = _collectives(count) if count > 1 else {}
+    least = _least_seconds(mesh, _programs(mesh, kinds, matrix, numbers), repeats, clock)
     call = least["call"]
 
     def seconds(name: str, other: float = 0.0) -> float:
         return max(least[name] - call - other, 0.05 * least[name])
 
     product, stream = seconds("product"), seconds("stream")
-    latency = seconds("latency") / _SUMS if count > 1 else 0.0
-    kinds = _collectives(count) if count > 1 else {}
+    latency = seconds("latency") / _SUMS if kinds else 0.0
     copying = {kind: numbers * 4 / seconds(kind, latency) for kind in kinds}
     source = (
         f"measured on this machine by plan.calibrate_cpu, {count} devices at work, "
@@ -102,39 +101,40 @@ def calibrate_cpu(
     return known.like(**figures, sources={**known.sources, **dict.fromkeys(figures, source)})
 
 
-Program = tuple[Callable[[Any], Any], tuple[int, ...]]
+_Program = tuple[Callable[[Any], Any], tuple[int, ...]]
 """A function of all devices' arrays, and the shape of that of each device."""
 
 
-def _programs(mesh: Mesh, matrix: int, numbers: int) -> dict[str, Program]:
+def _programs(
+    mesh: Mesh, kinds: Mapping[str, Callable[[Any], Any]], matrix: int, numbers: int
+) -> dict[str, _Program]:
     """What is measured, by name."""
-    count = mesh.devices.size
-    found: dict[str, Program] = {
+    found: dict[str, _Program] = {
         "call": (_scaled, (1,)),
         "product": (_product, (matrix, matrix)),
         "stream": (_scaled, (numbers,)),
     }
-    if count > 1:
+    if kinds:
         found["latency"] = _sums(mesh), (1,)
-        for kind, collective in _collectives(count).items():
-            own = numbers // count if kind == "all-gather" else numbers
-            found[kind] = _on_each(mesh, collective), (own,)
+    for kind, collective in kinds.items():
+        own = numbers // mesh.devices.size if kind == "all-gather" else numbers
+        found[kind] = _on_each(mesh, collective), (own,)
     return found
 
 
 def _least_seconds(
-    mesh: Mesh, programs: Mapping[str, Program], repeats: int, clock: Callable[[], float]
+    mesh: Mesh, programs: Mapping[str, _Program], repeats: int, clock: Callable[[], float]
 ) -> dict[str, float]:
     """Runs programs on all devices at once, in turn, and takes the least time of each."""
     sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
 
-    @functools.cache
-    def start(shape: tuple[int, ...]) -> jax.Array:
-        # Ones: results are neither denormal nor infinite, which would take another time.
-        return jax.device_put(np.full((mesh.devices.size, *shape), 1.0, np.float32), sharding)
-
+    # Ones: results are neither denormal nor infinite, which would take another time.
+    starts = {
+        shape: jax.device_put(np.full((mesh.devices.size, *shape), 1.0, np.float32), sharding)
+        for shape in {shape for _, shape in programs.values()}
+    }
     compiled = {
-        name: (jax.jit(function).lower(start(shape)).compile(), start(shape))
+        name: (jax.jit(function).lower(starts[shape]).compile(), starts[shape])
         for name, (function, shape) in programs.items()
     }
     for run, given in compiled.values():
