@@ -92,7 +92,6 @@ def measured(target: str, batch: int, processes: int, *, quick: bool) -> dict[st
     """Searches, and says what it took and what it found."""
     options: dict[str, Any] = {"meshes": [{"data": 16, "model": 1}]} if quick else {}
     args = inputs(batch, quick=quick)
-    _, candidates = plan.explore(step, args, target, **options)
     started, used, before = time.perf_counter(), processor_seconds(), load_average()
     found = plan.search(
         step,
@@ -105,6 +104,7 @@ def measured(target: str, batch: int, processes: int, *, quick: bool) -> dict[st
         **options,
     )
     wall, used = time.perf_counter() - started, processor_seconds() - used
+    _, candidates = plan.explore(step, args, target, **options)
     compiled = [each for each in found if each.outcome != "rejected"]
     best = found.best()
     assert best.time is not None
