@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,27 @@ def test_a_search_in_other_processes_finds_the_same() -> None:
     assert [(r.layout, r.outcome, r.time, r.collectives) for r in here] == [
         (r.layout, r.outcome, r.time, r.collectives) for r in there
     ]
+
+
+def crashing(model: Perceptron, x: jax.Array) -> jax.Array:
+    """A step by which a compiler dies if the hidden layer is split."""
+    if dict(current_rules().pairs).get("mlp"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return perceptron_loss(model, x)
+
+
+def test_candidates_by_which_the_compiler_dies_end_no_search() -> None:
+    _, args = perceptron()
+    options: dict[str, Any] = {**FAST, "fix": {"embed": None}, "top": None}
+    found = plan.search(crashing, args, "cpu:8", meshes=EIGHT, processes=1, **options)
+    outcomes = {each.layout.name: each.outcome for each in found if each.outcome != "rejected"}
+    assert outcomes == {
+        "batch=data (8)": "fits",
+        "batch=data mlp=data (8)": "failed",
+        "mlp=data (8)": "failed",
+    }
+    assert "was killed by SIGKILL" in found["mlp=data (8)"].reason
+    assert "compiled: 2 failed, 1 fits" in found.notes
 
 
 def test_nothing_is_compiled_to_see_what_would_be() -> None:
