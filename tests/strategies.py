@@ -24,7 +24,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax.core.structure import walk_objects
+from shardax._core.graph.flatten import walk_objects
 
 # --- what models are made of (at module level, so that pickle finds it) ---
 

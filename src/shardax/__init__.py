@@ -4,52 +4,84 @@
 import importlib as _importlib
 import typing as _typing
 
+from shardax import errors as errors
 from shardax import partition as partition
-from shardax.core import display as _display
-from shardax.core import errors as errors
-from shardax.core.binding import bind as bind
-from shardax.core.binding import freeze as freeze
-from shardax.core.binding import thaw as thaw
-from shardax.core.binding import unbind as unbind
-from shardax.core.containers import Dict as Dict
-from shardax.core.containers import List as List
-from shardax.core.defaults import default_device as default_device
-from shardax.core.defaults import default_dtype as default_dtype
-from shardax.core.filters import All as All
-from shardax.core.filters import Any as Any
-from shardax.core.filters import Not as Not
-from shardax.core.filters import PathContains as PathContains
-from shardax.core.forms import Frozen as Frozen
-from shardax.core.forms import FrozenVariable as FrozenVariable
-from shardax.core.functional import clone as clone
-from shardax.core.functional import find_duplicates as find_duplicates
-from shardax.core.functional import graphdef as graphdef
-from shardax.core.functional import iter_modules as iter_modules
-from shardax.core.functional import iter_variables as iter_variables
-from shardax.core.functional import merge as merge
-from shardax.core.functional import pop as pop
-from shardax.core.functional import split as split
-from shardax.core.functional import state as state
-from shardax.core.functional import update as update
-from shardax.core.key_reuse import debug_key_reuse as debug_key_reuse
-from shardax.core.lazy import Init as Init
-from shardax.core.modules import Module as Module
-from shardax.core.pytree import mutable as mutable
-from shardax.core.rng import Rngs as Rngs
-from shardax.core.rng import RngStream as RngStream
-from shardax.core.slots import Slot as Slot
-from shardax.core.state import State as State
-from shardax.core.stateless import stateless_call as stateless_call
-from shardax.core.structure import GraphDef as GraphDef
-from shardax.core.variables import BatchStat as BatchStat
-from shardax.core.variables import Cache as Cache
-from shardax.core.variables import Intermediate as Intermediate
-from shardax.core.variables import MetricState as MetricState
-from shardax.core.variables import OptState as OptState
-from shardax.core.variables import Param as Param
-from shardax.core.variables import Perturbation as Perturbation
-from shardax.core.variables import RngState as RngState
-from shardax.core.variables import Variable as Variable
+from shardax._core import object as _display
+from shardax._core.containers import Dict as Dict
+from shardax._core.containers import List as List
+from shardax._core.frozen import Frozen as Frozen
+from shardax._core.frozen import FrozenVariable as FrozenVariable
+from shardax._core.frozen import Slot as Slot
+from shardax._core.graph.flatten import GraphDef as GraphDef
+from shardax._core.graph.flatten import mutable as mutable
+from shardax._core.init.defaults import default_device as default_device
+from shardax._core.init.defaults import default_dtype as default_dtype
+from shardax._core.init.lazy import Init as Init
+from shardax._core.init.rng import Rngs as Rngs
+from shardax._core.init.rng import RngStream as RngStream
+from shardax._core.init.rng import debug_key_reuse as debug_key_reuse
+from shardax._core.module import Module as Module
+from shardax._core.state.bind import bind as bind
+from shardax._core.state.bind import freeze as freeze
+from shardax._core.state.bind import stateless_call as stateless_call
+from shardax._core.state.bind import thaw as thaw
+from shardax._core.state.bind import unbind as unbind
+from shardax._core.state.filters import All as All
+from shardax._core.state.filters import Any as Any
+from shardax._core.state.filters import Not as Not
+from shardax._core.state.filters import PathContains as PathContains
+from shardax._core.state.split_merge import clone as clone
+from shardax._core.state.split_merge import find_duplicates as find_duplicates
+from shardax._core.state.split_merge import graphdef as graphdef
+from shardax._core.state.split_merge import iter_modules as iter_modules
+from shardax._core.state.split_merge import iter_variables as iter_variables
+from shardax._core.state.split_merge import merge as merge
+from shardax._core.state.split_merge import pop as pop
+from shardax._core.state.split_merge import split as split
+from shardax._core.state.split_merge import state as state
+from shardax._core.state.split_merge import update as update
+from shardax._core.state.state import State as State
+from shardax._core.variable import BatchStat as BatchStat
+from shardax._core.variable import Cache as Cache
+from shardax._core.variable import Intermediate as Intermediate
+from shardax._core.variable import MetricState as MetricState
+from shardax._core.variable import OptState as OptState
+from shardax._core.variable import Param as Param
+from shardax._core.variable import Perturbation as Perturbation
+from shardax._core.variable import RngState as RngState
+from shardax._core.variable import Variable as Variable
+from shardax._transforms.control.cond import cond as cond
+from shardax._transforms.control.cond import switch as switch
+from shardax._transforms.control.scan import scan as scan
+from shardax._transforms.control.while_loop import fori_loop as fori_loop
+from shardax._transforms.control.while_loop import while_loop as while_loop
+from shardax._transforms.grad.custom_vjp import CustomVjp as CustomVjp
+from shardax._transforms.grad.custom_vjp import custom_vjp as custom_vjp
+from shardax._transforms.grad.grad import grad as grad
+from shardax._transforms.grad.grad import safe_where as safe_where
+from shardax._transforms.grad.grad import value_and_grad as value_and_grad
+from shardax._transforms.grad.remat import remat as remat
+from shardax._transforms.grad.targets import DiffState as DiffState
+from shardax._transforms.grad.vjp import jvp as jvp
+from shardax._transforms.grad.vjp import vjp as vjp
+from shardax._transforms.jit.abstract_eval import eval_shape as eval_shape
+from shardax._transforms.jit.abstract_eval import make_jaxpr as make_jaxpr
+from shardax._transforms.jit.jit import Jit as Jit
+from shardax._transforms.jit.jit import jit as jit
+from shardax._transforms.jit.retraces import explain_retraces as explain_retraces
+from shardax._transforms.jit.stages import Compiled as Compiled
+from shardax._transforms.jit.stages import Lowered as Lowered
+from shardax._transforms.jit.stages import Traced as Traced
+from shardax._transforms.jit.wrappers import Jitted as Jitted
+from shardax._transforms.jit.wrappers import Remat as Remat
+from shardax._transforms.lift.prefix import Carry as Carry
+from shardax._transforms.lift.prefix import StateAxes as StateAxes
+from shardax._transforms.lift.prefix import StateSharding as StateSharding
+from shardax._transforms.vmap.batch_axes import Batch as Batch
+from shardax._transforms.vmap.batch_axes import BatchAxes as BatchAxes
+from shardax._transforms.vmap.batch_axes import BatchRow as BatchRow
+from shardax._transforms.vmap.batch_axes import batch_axes as batch_axes
+from shardax._transforms.vmap.vmap import vmap as vmap
 from shardax.partition import LogicallyPartitioned as LogicallyPartitioned
 from shardax.partition import Partitioned as Partitioned
 from shardax.partition import Rules as Rules
@@ -63,38 +95,6 @@ from shardax.partition import shard as shard
 from shardax.partition import shardings as shardings
 from shardax.partition import unbox as unbox
 from shardax.partition import unshard as unshard
-from shardax.transforms.autodiff import DiffState as DiffState
-from shardax.transforms.autodiff import grad as grad
-from shardax.transforms.autodiff import value_and_grad as value_and_grad
-from shardax.transforms.batch import vmap as vmap
-from shardax.transforms.batch_axes import Batch as Batch
-from shardax.transforms.batch_axes import BatchAxes as BatchAxes
-from shardax.transforms.batch_axes import BatchRow as BatchRow
-from shardax.transforms.batch_axes import batch_axes as batch_axes
-from shardax.transforms.branch import cond as cond
-from shardax.transforms.branch import switch as switch
-from shardax.transforms.custom_vjp import CustomVjp as CustomVjp
-from shardax.transforms.custom_vjp import custom_vjp as custom_vjp
-from shardax.transforms.explain import explain_retraces as explain_retraces
-from shardax.transforms.jaxprs import make_jaxpr as make_jaxpr
-from shardax.transforms.jit import Jit as Jit
-from shardax.transforms.jit import jit as jit
-from shardax.transforms.jitted import Jitted as Jitted
-from shardax.transforms.loops import fori_loop as fori_loop
-from shardax.transforms.loops import while_loop as while_loop
-from shardax.transforms.prefix import Carry as Carry
-from shardax.transforms.prefix import StateAxes as StateAxes
-from shardax.transforms.prefix import StateSharding as StateSharding
-from shardax.transforms.remat import remat as remat
-from shardax.transforms.rematted import Remat as Remat
-from shardax.transforms.safe_where import safe_where as safe_where
-from shardax.transforms.scan import scan as scan
-from shardax.transforms.shapes import eval_shape as eval_shape
-from shardax.transforms.stages import Compiled as Compiled
-from shardax.transforms.stages import Lowered as Lowered
-from shardax.transforms.stages import Traced as Traced
-from shardax.transforms.vjp import jvp as jvp
-from shardax.transforms.vjp import vjp as vjp
 
 if _typing.TYPE_CHECKING:
     from shardax import host as host
@@ -104,34 +104,35 @@ if _typing.TYPE_CHECKING:
     from shardax import random as random
     from shardax import train as train
     from shardax import view as view
+    from shardax._select.edit import Hole as Hole
+    from shardax._select.edit import combine as combine
+    from shardax._select.selection import Selection as Selection
+    from shardax._select.selection import select as select
+    from shardax._transforms.control.bounded import WhileResult as WhileResult
+    from shardax._transforms.control.bounded import bounded_while_loop as bounded_while_loop
+    from shardax._transforms.shard_map import shard_map as shard_map
     from shardax.config.configure import Configuration as Configuration
     from shardax.config.configure import configure as configure
-    from shardax.core.select_combine import Hole as Hole
-    from shardax.core.select_combine import combine as combine
-    from shardax.core.selection import Selection as Selection
-    from shardax.core.selection import select as select
-    from shardax.transforms.bounded import WhileResult as WhileResult
-    from shardax.transforms.bounded_while import bounded_while_loop as bounded_while_loop
-    from shardax.transforms.shard_map import shard_map as shard_map
+
 
 _ON_FIRST_USE = frozenset({"host", "models", "named", "nn", "plan", "random", "train", "view"})
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
 
 _MODULE_OF = {
     "Configuration": "shardax.config.configure",
-    "Hole": "shardax.core.select_combine",
-    "Selection": "shardax.core.selection",
-    "WhileResult": "shardax.transforms.bounded",
-    "bounded_while_loop": "shardax.transforms.bounded_while",
-    "combine": "shardax.core.select_combine",
+    "Hole": "shardax._select.edit",
+    "Selection": "shardax._select.selection",
+    "WhileResult": "shardax._transforms.control.bounded",
+    "bounded_while_loop": "shardax._transforms.control.bounded",
+    "combine": "shardax._select.edit",
     "configure": "shardax.config.configure",
-    "select": "shardax.core.selection",
-    "shard_map": "shardax.transforms.shard_map",
+    "select": "shardax._select.selection",
+    "shard_map": "shardax._transforms.shard_map",
 }
 """Names whose module is imported when they are first used, likewise."""
 
 # What shows objects in notebooks stands above them, so they are told here where to find it.
-_display.renderer = lambda: _importlib.import_module("shardax.view.notebook")
+_display.renderer = lambda: _importlib.import_module("shardax.view.show")
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from shardax.cli import main
-from shardax.cli.presets import PRESETS
-from shardax.cli.run_files import RunSettings, write_settings
+from shardax.cli.inputs import PRESETS
+from shardax.cli.runs import RunSettings, write_settings
 
 
 def said(capsys: Any, *words: str) -> tuple[int, list[str]]:

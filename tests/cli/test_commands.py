@@ -16,7 +16,7 @@ import pytest
 
 import shardax as sx
 from shardax.cli import main
-from shardax.cli.run_files import read_settings
+from shardax.cli.runs import read_settings
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
 SIZES = ["--preset", "tiny", "--steps", "4", "--batch-size", "8", "--seq-len", "16"]

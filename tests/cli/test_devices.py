@@ -10,8 +10,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from shardax.cli.devices import parse_mesh, use_devices
-from shardax.core.errors import CommandError
+from shardax.cli.inputs import CommandError, parse_mesh, use_devices
 
 AXES = ("data", "model")
 

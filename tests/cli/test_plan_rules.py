@@ -13,11 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import shardax as sx
+from shardax._core.graph.paths import format_path
 from shardax.cli import main
-from shardax.cli.inputs import load_rules
-from shardax.cli.run_files import read_settings
-from shardax.core.errors import CommandError
-from shardax.core.paths import format_path
+from shardax.cli.inputs import CommandError, load_rules
+from shardax.cli.runs import read_settings
 from shardax.partition.rules import Rules
 
 FSDP = """

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax.train import checkpoint_format, checkpoint_storage
+from shardax.train import checkpoint_format
+from shardax.train import checkpoint_format as checkpoint_storage
 
 STEPS, EVERY = 40, 5
 OPTIONS = (

@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
-from shardax.cli.presets import PRESETS, find_preset
-from shardax.cli.run_files import RunSettings, find_run, read_settings, write_settings
-from shardax.core.errors import CommandError
+from shardax.cli.inputs import PRESETS, CommandError, find_preset
+from shardax.cli.runs import (
+    RunSettings,
+    find_run,
+    read_settings,
+    write_settings,
+)
 
 SETTINGS = RunSettings(
     model=PRESETS["tiny"].model,

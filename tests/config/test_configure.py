@@ -17,12 +17,17 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
+from shardax._core.init import defaults
+from shardax._core.init import rng as key_reuse
 from shardax.config import configure as configure_module
-from shardax.config import platforms
-from shardax.config.platforms import backend_runs, usable_platform
-from shardax.config.settings import check_settings
-from shardax.core import defaults, key_reuse
-from shardax.core.errors import ConfiguredTooLateError, ConfigureError
+from shardax.config import settings as platforms
+from shardax.config.settings import (
+    ConfiguredTooLateError,
+    ConfigureError,
+    backend_runs,
+    check_settings,
+    usable_platform,
+)
 
 
 def everything() -> dict[str, Any]:

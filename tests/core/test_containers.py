@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax.core import epoch
-from shardax.core.errors import StaticAttributeError
+from shardax._core import epoch
+from shardax._core.errors import StaticAttributeError
 
 # --- a random sequence of operations does the same to a List and a list ---
 

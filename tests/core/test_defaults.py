@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
-from shardax.core import defaults
-from shardax.core.errors import DeviceError, DtypeError
+from shardax._core.errors import DeviceError, DtypeError
+from shardax._core.init import defaults
 
 
 @pytest.fixture(autouse=True)

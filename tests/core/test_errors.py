@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 import shardax as sx
-from shardax.core.errors import ShardaxError
+from shardax._core.errors import ShardaxError
 
 ERRORS = [
     error

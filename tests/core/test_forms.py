@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax.core import epoch
-from shardax.core.errors import (
-    CheckpointMismatchError,
+from shardax._core import epoch
+from shardax._core.errors import (
     FrozenVariableError,
     MetadataError,
     StateMismatchError,
     StaticAttributeError,
     UnboundVariableError,
 )
+from shardax.train.errors import CheckpointMismatchError
 
 
 class Tied(sx.Module):

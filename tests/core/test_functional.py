@@ -13,11 +13,7 @@ import pytest
 from tests.strategies import Node, assert_equal_values, assert_same_model
 
 import shardax as sx
-from shardax.core.errors import (
-    FilterError,
-    ReadOnlyCopyError,
-    StateMismatchError,
-)
+from shardax._core.errors import FilterError, ReadOnlyCopyError, StateMismatchError
 
 
 class Layer(sx.Module):

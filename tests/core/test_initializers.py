@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.core.initializers import compile_together, initializer_program
-from shardax.core.static import Static
+from shardax._core.graph.static import Static
+from shardax._core.init.lazy import compile_together, initializer_program
 
 SHAPE = (256, 256)
 INIT = jax.nn.initializers

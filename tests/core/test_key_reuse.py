@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
-from shardax.core.errors import RepeatedKeyError
-from shardax.core.key_reuse import check_whole_process
+from shardax._core.errors import RepeatedKeyError
+from shardax._core.init.rng import check_whole_process
 
 X = jnp.ones(3)
 

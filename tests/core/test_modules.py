@@ -16,8 +16,8 @@ import pytest
 from tests.strategies import Node, assert_same_model
 
 import shardax as sx
-from shardax.core import epoch
-from shardax.core.errors import (
+from shardax._core import epoch
+from shardax._core.errors import (
     MissingAttributeError,
     ReservedNameError,
     StateMismatchError,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardax.core.paths import PathKey, format_path
+from shardax._core.graph.paths import PathKey, format_path
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax.core.errors import ReservedNameError, SeedError, UnknownStreamError
+from shardax._core.errors import ReservedNameError, SeedError, UnknownStreamError
 
 
 def bits(key: jax.Array) -> tuple[int, ...]:

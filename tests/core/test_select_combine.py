@@ -13,7 +13,7 @@ from tests.core.test_select_edits import Layer, Model, Pair, takes
 from tests.strategies import assert_same_model
 
 import shardax as sx
-from shardax.core.errors import CombineError
+from shardax._select.places import CombineError
 
 HOLE = sx.Hole()
 

@@ -14,16 +14,14 @@ from tests.core.test_select import takes
 from tests.strategies import Pair, assert_same_model
 
 import shardax as sx
-from shardax.core import epoch
-from shardax.core.errors import (
+from shardax._core import epoch
+from shardax._core.errors import LayerViewError, MetadataError, StaticAttributeError
+from shardax._select.places import (
     EmptySelectionError,
-    LayerViewError,
-    MetadataError,
     SelectionCountError,
     SelectionError,
     SelectionPathError,
     StaleSelectionError,
-    StaticAttributeError,
 )
 
 

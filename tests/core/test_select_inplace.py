@@ -11,13 +11,9 @@ import pytest
 from tests.core.test_select_edits import Layer, Model
 
 import shardax as sx
-from shardax.core import epoch
-from shardax.core.errors import (
-    FrozenVariableError,
-    SelectionError,
-    StaticAttributeError,
-    TraceLeakError,
-)
+from shardax._core import epoch
+from shardax._core.errors import FrozenVariableError, StaticAttributeError, TraceLeakError
+from shardax._select.places import SelectionError
 
 
 @pytest.fixture

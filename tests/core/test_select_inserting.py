@@ -11,7 +11,7 @@ import pytest
 from tests.core.test_select_edits import Layer, Model, Pair
 
 import shardax as sx
-from shardax.core.errors import SelectionError
+from shardax._select.places import SelectionError
 
 
 @pytest.fixture

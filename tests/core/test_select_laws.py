@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from tests.strategies import Node, OtherNode, Pair, assert_same_model, models, objects_of
 
 import shardax as sx
-from shardax.core import epoch
-from shardax.core.errors import ShardaxError
-from shardax.core.select_places import children
-from shardax.core.select_survey import Survey
-from shardax.core.variables import ArrayAttribute
+from shardax._core import epoch
+from shardax._core.errors import ShardaxError
+from shardax._core.variable import ArrayAttribute
+from shardax._select.places import Survey, children
 
 
 class Around(sx.Module):

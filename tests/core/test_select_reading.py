@@ -11,8 +11,8 @@ import pytest
 from tests.core.test_select import Block, Model, Pair, takes
 
 import shardax as sx
-from shardax.core import epoch
-from shardax.core.errors import SelectionCountError, SelectionError, StaleSelectionError
+from shardax._core import epoch
+from shardax._select.places import SelectionCountError, SelectionError, StaleSelectionError
 
 
 @pytest.fixture

@@ -15,10 +15,15 @@ from jax.sharding import PartitionSpec as P
 from tests.strategies import assert_equal_values, assert_same_model, models
 
 import shardax as sx
-from shardax.core.errors import StackError
-from shardax.core.lazy import Init, LazyKey
-from shardax.core.stacked import LazyStack, part_of, stack_values, with_part
-from shardax.core.stacking import stack_objects, unstack_objects
+from shardax._core.errors import StackError
+from shardax._core.graph.stacking import stack_objects, unstack_objects
+from shardax._core.graph.views import (
+    LazyStack,
+    part_of,
+    stack_values,
+    with_part,
+)
+from shardax._core.init.lazy import Init, LazyKey
 
 initializers = jax.nn.initializers
 INITIALIZERS = {

@@ -20,7 +20,7 @@ from hypothesis import given
 from tests.strategies import statics
 
 import shardax as sx
-from shardax.core.static import Static, exact_key
+from shardax._core.graph.static import Static, exact_key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,13 @@ from hypothesis import given, settings
 from tests.strategies import Node, OtherNode, assert_same_model, models
 
 import shardax as sx
-from shardax.core import epoch
-from shardax.core.structure import Flat, build, flatten, flatten_roots
+from shardax._core import epoch
+from shardax._core.graph.flatten import (
+    Flat,
+    build,
+    flatten,
+    flatten_roots,
+)
 
 
 def _model() -> Node:

@@ -15,9 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.core.errors import ForeignMutationError, LayerViewError, OutputError
-from shardax.core.stacking import stack_objects
-from shardax.core.views import _known, view
+from shardax._core.errors import ForeignMutationError, LayerViewError
+from shardax._core.graph.stacking import stack_objects
+from shardax._core.graph.views import _known, view
+from shardax._transforms.errors import OutputError
 
 
 class Layer(sx.Module):

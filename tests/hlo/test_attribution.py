@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from tests.hlo.cases import CASES
 
 from shardax.hlo import parse, read_program
-from shardax.hlo.aliases import aliases
+from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.facts import Collective
-from shardax.hlo.partitioned import partitioned_text
+from shardax.hlo.live_memory import aliases
 
 GOLDEN = Path(__file__).parent / "golden"
 PATHS = {

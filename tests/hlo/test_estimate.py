@@ -35,8 +35,8 @@ from tests.hlo.cases import BATCH, CASES, HIDDEN, WIDTH
 
 import shardax as sx
 from shardax.hlo import parse, read_program
+from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.estimate import rewritten
-from shardax.hlo.partitioned import partitioned_text
 from shardax.hlo.program import Program
 
 GOLDEN = Path(__file__).parent / "golden"

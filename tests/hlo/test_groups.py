@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardax.core.errors import HloReadError
-from shardax.hlo.groups import Groups, groups_of
-from shardax.hlo.program import Instruction
+from shardax.hlo.collectives import Groups, groups_of
+from shardax.hlo.program import HloReadError, Instruction
 
 
 def groups(attributes: str, devices: int = 8) -> Groups:

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from shardax.core.errors import HloReadError
 from shardax.hlo import matmul_flops, parse, read_program
-from shardax.hlo.flops import own_flops
-from shardax.hlo.runs import runs_of
-from shardax.hlo.trips import trip_count
+from shardax.hlo.execution_counts import runs_of, trip_count
+from shardax.hlo.program import HloReadError
+from shardax.hlo.traffic import own_flops
 
 LOOP = """\
 HloModule loop

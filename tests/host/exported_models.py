@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax.host.array_form import to_words
+from shardax.host.export.signature import to_words
 
 RoundTrip = Callable[..., sx.host.LoadedFunction]
 

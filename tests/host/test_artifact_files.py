@@ -16,13 +16,13 @@ import pytest
 from tests.host.exported_models import Counter
 
 import shardax as sx
-from shardax.core.errors import (
+from shardax.host.errors import (
     ArtifactDamagedError,
     ArtifactEnvironmentError,
     ArtifactNotFoundError,
     ArtifactVersionError,
 )
-from shardax.host import artifact
+from shardax.host.export import artifact
 
 
 @pytest.fixture

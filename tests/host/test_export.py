@@ -20,10 +20,10 @@ from tests.host.exported_models import round_trip as round_trip
 from tests.strategies import models
 
 import shardax as sx
-from shardax.core.errors import ArtifactCallError, PickleWriteError
-from shardax.host.array_form import ArrayForm
-from shardax.host.artifact import Weights, write_weights
-from shardax.host.json_trees import from_json, structure, to_json
+from shardax._core.errors import PickleWriteError
+from shardax.host.errors import ArtifactCallError
+from shardax.host.export.artifact import Weights, write_weights
+from shardax.host.export.signature import ArrayForm, from_json, structure, to_json
 
 # --- state ----------------------------------------------------------------------------------------
 

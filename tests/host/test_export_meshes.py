@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from tests.host.exported_models import run_python
 
 import shardax as sx
-from shardax.core.errors import ArtifactEnvironmentError, MeshError
+from shardax._transforms.errors import MeshError
+from shardax.host.errors import ArtifactEnvironmentError
 
 
 class Summing(sx.Module):

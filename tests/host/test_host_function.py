@@ -22,7 +22,8 @@ from tests.host.ways import FLOAT, Seen, doubling, same
 from tests.host.ways import way as way
 
 import shardax as sx
-from shardax.core.errors import ArgumentError, HostSpecError, StaticArgumentError
+from shardax._transforms.errors import ArgumentError, StaticArgumentError
+from shardax.host.errors import HostSpecError
 
 host_function = sx.host.host_function
 

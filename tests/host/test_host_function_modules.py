@@ -13,7 +13,8 @@ from tests.host.ways import same
 from tests.host.ways import way as way
 
 import shardax as sx
-from shardax.core.errors import ClosureError, DifferentiationError, ForeignMutationError
+from shardax._core.errors import ForeignMutationError
+from shardax._transforms.errors import ClosureError, DifferentiationError
 
 host_function = sx.host.host_function
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import shardax as sx
-from shardax.core.errors import NeighbourError
+from shardax.host.errors import NeighbourError
 from shardax.host.kdtree import minkowski_norm
 
 KDTree = sx.host.KDTree

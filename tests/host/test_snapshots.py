@@ -12,8 +12,9 @@ import pytest
 from tests.host.exported_models import Counter, run_python
 
 import shardax as sx
-from shardax.core.errors import ArtifactDamagedError
-from shardax.host import loading, snapshots
+from shardax.host.errors import ArtifactDamagedError
+from shardax.host.export import artifact as snapshots
+from shardax.host.export import loading
 
 
 @pytest.fixture

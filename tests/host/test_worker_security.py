@@ -20,7 +20,13 @@ from shardax import errors
 from shardax.host import Worker
 from shardax.host.workers import channel, server
 from shardax.host.workers.channel import Channel, authenticate
-from shardax.host.workers.messages import FROM_CLIENT, KINDS, VERSION, Message, read_header
+from shardax.host.workers.messages import (
+    FROM_CLIENT,
+    KINDS,
+    VERSION,
+    Message,
+    read_header,
+)
 
 LIMIT = 1 << 20
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax.host.program import HostProgram
+from shardax.host.callback import HostProgram
 
 FLOAT = jax.ShapeDtypeStruct((), "float32")
 

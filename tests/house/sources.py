@@ -73,7 +73,7 @@ class Source:
 
     @property
     def module(self) -> str:
-        """The dotted name, for a file of the package: ``shardax.core.state``."""
+        """The dotted name, for a file of the package: ``shardax._core.state.state``."""
         parts = self.path.relative_to(PACKAGE.parent).with_suffix("").parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh
 
 import shardax as sx
-from shardax.core.errors import GenerationError
 from shardax.models import Decoder, DecoderConfig, generate
+from shardax.models.generate import GenerationError
 
 PROMPT = [104, 101, 108, 108, 111]
 

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax.core.errors import LayerConfigError, LayerInputError
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.parameters import LayerInputError
 
 FEATURES, HEADS, TIME = 12, 4, 5
 

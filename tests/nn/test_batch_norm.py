@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax.core.errors import LayerConfigError, LayerInputError, SharedWriteError
+from shardax._transforms.errors import LayerConfigError, SharedWriteError
+from shardax.nn.parameters import LayerInputError
 
 P = PartitionSpec
 STATS = sx.StateAxes({sx.BatchStat: 0, ...: None})

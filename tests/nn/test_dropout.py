@@ -10,7 +10,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax.core.errors import LayerConfigError, LayerInputError, MissingRngsError
+from shardax._core.errors import MissingRngsError
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.parameters import LayerInputError
 
 ONES = np.ones((200, 100), np.float32)
 

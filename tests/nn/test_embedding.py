@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax.core.errors import LayerConfigError, LayerInputError
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.parameters import LayerInputError
 
 
 def test_lookup_takes_rows_and_attend_multiplies_by_them():

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax.core.errors import LayerConfigError, LayerInputError
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.parameters import LayerInputError
 
 X = np.random.default_rng(4).normal(size=(3, 4)).astype(np.float32)
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax.core.errors import LayerConfigError, LayerInputError
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.parameters import LayerInputError
 
 
 def rows(scale: float = 1.0, offset: float = 0.0) -> np.ndarray:

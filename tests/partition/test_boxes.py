@@ -19,14 +19,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.core.errors import (
-    BoxError,
-    MeshError,
-    MetadataError,
-    PartitioningUnspecifiedError,
-    RulesError,
-    ShardaxError,
-)
+from shardax._core.errors import MetadataError, ShardaxError
+from shardax._transforms.errors import BoxError, MeshError, PartitioningUnspecifiedError
 from shardax.partition import (
     PARTITION_NAME,
     AxisMetadata,
@@ -37,7 +31,8 @@ from shardax.partition import (
     replace_boxed,
     unbox,
 )
-from shardax.partition.boxes import inserted, without
+from shardax.partition.boxes.boxes import inserted, without
+from shardax.partition.errors import RulesError
 
 LAYERS = {PARTITION_NAME: "layers"}
 

@@ -16,14 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tests.partition.own_boxes import Split
 
 import shardax as sx
-from shardax.core.errors import (
-    AxisNamesError,
-    BoxError,
-    ConstraintError,
-    NoMeshError,
-    NoRulesError,
-    PartitionCheckError,
-)
+from shardax._transforms.errors import BoxError, NoMeshError
 from shardax.partition import (
     LogicallyPartitioned,
     Partitioned,
@@ -33,6 +26,12 @@ from shardax.partition import (
     logical_to_mesh_sharding,
     unbox,
     with_logical_constraint,
+)
+from shardax.partition.errors import (
+    AxisNamesError,
+    ConstraintError,
+    NoRulesError,
+    PartitionCheckError,
 )
 
 RULES = sx.Rules({"batch": "data", "embed": "model", "both": ("data", "model")})

@@ -14,11 +14,16 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from shardax.core.errors import PartitionCheckError, ShardaxError
-from shardax.partition.assignment import mesh_axes_of
-from shardax.partition.check import ArrayRecord, raise_on_errors, spec_for, specs_for
+from shardax._core.errors import ShardaxError
+from shardax.partition.checker import (
+    ArrayRecord,
+    raise_on_errors,
+    spec_for,
+    specs_for,
+)
+from shardax.partition.errors import PartitionCheckError
 from shardax.partition.findings import Finding
-from shardax.partition.rules import Rules
+from shardax.partition.rules import Rules, mesh_axes_of
 
 ANY = PartitionSpec.UNCONSTRAINED
 MESH = AbstractMesh((2, 4), ("data", "model"))

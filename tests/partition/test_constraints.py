@@ -13,13 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.core.errors import (
-    AxisNamesError,
-    ConstraintError,
-    MeshError,
-    NoMeshError,
-    NoRulesError,
-)
+from shardax._transforms.errors import MeshError, NoMeshError
+from shardax.partition.errors import AxisNamesError, ConstraintError, NoRulesError
 
 RULES = sx.Rules({"batch": "data", "embed": "model", "both": ("data", "model"), "seq": None})
 UNCONSTRAINED = P.UNCONSTRAINED

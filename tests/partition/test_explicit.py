@@ -12,8 +12,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardax.nn.contraction import contract, einsum
-from shardax.partition.explicit import align, explicit_entries, explicit_sharding, joined_sharding
+from shardax.nn.linear import contract, einsum
+from shardax.partition.explicit import (
+    align,
+    explicit_entries,
+    explicit_sharding,
+    joined_sharding,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 import shardax as sx
-from shardax.partition.scope import is_marking, marking_names, names_marked
+from shardax.partition.context import is_marking, marking_names, names_marked
 
 RULES = {"batch": "data", "embed": "model"}
 

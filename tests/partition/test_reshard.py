@@ -15,7 +15,8 @@ from jax.sharding import AxisType, Mesh
 from tests.partition.models import RULES, Tower, assert_same_bits, values
 
 import shardax as sx
-from shardax.core.errors import MeshError, OverrideError, PlacementError
+from shardax._transforms.errors import MeshError
+from shardax.partition.errors import OverrideError, PlacementError
 
 KINDS = [memory.kind for memory in jax.devices()[0].addressable_memories()]
 

@@ -17,16 +17,15 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from shardax.core.errors import (
+from shardax._core.errors import ShardaxError
+from shardax.partition.context import logical_to_mesh_axes
+from shardax.partition.errors import (
     AxisConflictError,
     AxisNamesError,
     RulesError,
-    ShardaxError,
     UnmappedAxisError,
 )
-from shardax.partition.assignment import mesh_axes_of
-from shardax.partition.rules import Rules
-from shardax.partition.scope import logical_to_mesh_axes
+from shardax.partition.rules import Rules, mesh_axes_of
 
 ANY = PartitionSpec.UNCONSTRAINED
 GOLDEN = json.loads(pathlib.Path(__file__).with_name("golden_linen_rules.json").read_text())

@@ -16,10 +16,16 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardax.core.errors import MeshError, RulesError
+from shardax._transforms.errors import MeshError
+from shardax.partition.context import (
+    axis_rules,
+    current_rules,
+    logical_to_mesh_axes,
+    resolve_rules,
+)
+from shardax.partition.errors import RulesError
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import Rules
-from shardax.partition.scope import axis_rules, current_rules, logical_to_mesh_axes, resolve_rules
 
 A, B = Rules({"embed": "x"}), Rules({"embed": "y"})
 

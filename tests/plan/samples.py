@@ -6,7 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 from shardax.hlo.facts import Collective
-from shardax.plan.records import ArrayLayout, Layout, LayoutReport, Provenance, TimeBand
+from shardax.plan.records import (
+    ArrayLayout,
+    Layout,
+    LayoutReport,
+    Provenance,
+    TimeBand,
+)
 
 GIB = 2**30
 TPU = Provenance("tpu:v5e:4x4", "libtpu 0.0.42.1", "full", "target compiler", "0.10.2")

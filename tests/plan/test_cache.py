@@ -14,12 +14,17 @@ from tests.plan.steps import perceptron
 
 import shardax as sx
 from shardax.plan import Layout, Target
-from shardax.plan.cache import CachedCompiler, ProgramCache, cache_folder, program_key
-from shardax.plan.cache_text import program_text
-from shardax.plan.compilers import CompiledProgram, Compiler, compiler_for
-from shardax.plan.evaluate import evaluate
+from shardax.plan.compile.cache import (
+    CachedCompiler,
+    ProgramCache,
+    cache_folder,
+    program_key,
+    program_text,
+)
+from shardax.plan.compile.compilers import CompiledProgram, Compiler, compiler_for
+from shardax.plan.compile.evaluate import evaluate
+from shardax.plan.compile.lowering import lower
 from shardax.plan.inputs import Inputs
-from shardax.plan.lowering import lower
 
 KEY = "ab" * 32
 PROGRAM = CompiledProgram("HloModule m", 100, 60, None, 2.5)

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from tests.plan.steps import decoder, param, perceptron
 
 import shardax as sx
-from shardax.partition.assignment import mesh_axes_of
+from shardax.partition.rules import mesh_axes_of
 from shardax.plan import Layout, NamedShape
-from shardax.plan.candidates import find_candidates
-from shardax.plan.candidates_same import names_of_batch
-from shardax.plan.dimensions import trace_dimensions
 from shardax.plan.inputs import Inputs
-from shardax.plan.search_order import promising_first
-from shardax.plan.search_space import SearchSpace, mesh_shapes, search_space
+from shardax.plan.search.candidates import find_candidates, names_of_batch
+from shardax.plan.search.dimensions import trace_dimensions
+from shardax.plan.search.search import promising_first
+from shardax.plan.search.space import SearchSpace, mesh_shapes, search_space
 
 SMALL = Inputs(*perceptron(batch=32, embed=16, mlp=64))
 DIMENSIONS = trace_dimensions(SMALL)

@@ -12,7 +12,7 @@ import pytest
 
 import shardax as sx
 from shardax import plan
-from shardax.core.errors import (
+from shardax.plan.errors import (
     LayoutAssertionError,
     PlanFileError,
     PlanInputError,

@@ -15,8 +15,8 @@ from tests.plan.installed import GPU, TPU
 
 import shardax as sx
 from shardax.plan import Layout, NamedShape, Target
-from shardax.plan.compiler_messages import listen, made_whole, whole_warnings
-from shardax.plan.pool import Pool
+from shardax.plan.compile.compilers import listen, made_whole, whole_warnings
+from shardax.plan.compile.pool import Pool
 
 SAID = (
     "W1122 07:28:23.779895 7118 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization."

@@ -18,16 +18,12 @@ from tests.plan.installed import GPU, INSTALLED, TPU, needs
 
 import shardax as sx
 from shardax import hlo, plan
-from shardax.core.errors import (
-    CompilerFailedError,
-    CompilerMissingError,
-    PlanInputError,
-    TargetError,
-)
-from shardax.plan.compiler_cpu import EstimateCompiler
-from shardax.plan.compiler_tpu import TpuCompiler, requested_bytes
-from shardax.plan.compilers import CompilerInfo, with_options
-from shardax.plan.hardware_table import HARDWARE
+from shardax.hlo.program import CompilerFailedError
+from shardax.plan.compile.compilers import CompilerInfo, with_options
+from shardax.plan.compile.cpu import EstimateCompiler
+from shardax.plan.compile.tpu import TpuCompiler, requested_bytes
+from shardax.plan.errors import CompilerMissingError, PlanInputError, TargetError
+from shardax.plan.hardware.known import HARDWARE
 
 SIZES = {"data": 2, "model": 4}
 
@@ -69,7 +65,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         CompilerInfo(each.kind, each.kind == "cpu", "XLA:CPU", each.install, each.note)
         for each in INSTALLED.values()
     )
-    monkeypatch.setattr("shardax.plan.compilers.known_compilers", lambda: absent)
+    monkeypatch.setattr("shardax.plan.compile.compilers.known_compilers", lambda: absent)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import hlo, plan
-from shardax.core.errors import HardwareError, PlanInputError, TargetError
-from shardax.plan.calibrate import _collectives, _on_each
-from shardax.plan.cost import collective_time
+from shardax.plan.errors import HardwareError, PlanInputError, TargetError
+from shardax.plan.hardware.calibrate import _collectives, _on_each
+from shardax.plan.hardware.cost import collective_time
 from shardax.plan.records import Layout, LayoutReport, TimeBand
 
 V5E, POD = plan.Target.parse("tpu:v5e:4x4"), plan.Target.parse("tpu:v5e:16x16")

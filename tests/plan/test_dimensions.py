@@ -16,10 +16,10 @@ from tests.plan.steps import decoder, param, perceptron
 
 import shardax as sx
 from shardax.plan import Layout, NamedShape, Target
-from shardax.plan.dimension_classes import matching_groups
-from shardax.plan.dimensions import Dimensions, trace_dimensions
-from shardax.plan.evaluate import evaluate
+from shardax.plan.compile.evaluate import evaluate
 from shardax.plan.inputs import Inputs
+from shardax.plan.search.dimension_walk import matching_groups
+from shardax.plan.search.dimensions import Dimensions, trace_dimensions
 
 Described = dict[tuple[str, ...], float]
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.plan.samples import array, gather, report, sample_reports
 
-from shardax.core.errors import PlanInputError
-from shardax.plan.difference import diff
-from shardax.plan.explanation import BY, explain, groups
+from shardax.plan.errors import PlanInputError
+from shardax.plan.report.diff import diff
+from shardax.plan.report.explanation import BY, explain, groups
 
 FSDP, BOTH, DP, TP, *_ = sample_reports()
 

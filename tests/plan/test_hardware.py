@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax import plan
-from shardax.core.errors import HardwareError, PlanFileError
-from shardax.plan.compiler_gpu import target_config
-from shardax.plan.hardware_table import HARDWARE
+from shardax.plan.compile.gpu import target_config
+from shardax.plan.errors import HardwareError, PlanFileError
+from shardax.plan.hardware.known import HARDWARE
 
 TABLE = dict(HARDWARE)
 NAMES = sorted(TABLE)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 import shardax as sx
 from shardax import models, train
-from shardax.core.errors import PlanInputError
 from shardax.partition import LogicallyPartitioned
+from shardax.plan.compile.lowering import lower, lower_alone
+from shardax.plan.errors import PlanInputError
 from shardax.plan.inputs import Inputs, NamedShape
-from shardax.plan.lowering import lower, lower_alone
 from shardax.plan.records import ArrayLayout, Layout
 
 MESH = (("data", 2), ("model", 4))

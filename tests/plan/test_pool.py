@@ -17,10 +17,10 @@ import pytest
 from tests.plan.steps import Perceptron, perceptron, perceptron_loss
 
 import shardax as sx
-from shardax.partition.scope import current_rules
+from shardax.partition.context import current_rules
 from shardax.plan import Layout, Target
+from shardax.plan.compile.pool import Pool
 from shardax.plan.inputs import Inputs
-from shardax.plan.pool import Pool
 
 TARGET = Target.parse("cpu:2")
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardax.hlo import Collective
 from shardax.plan import Layout, LayoutReport, TimeBand
-from shardax.plan.evaluate import _self_check
+from shardax.plan.compile.evaluate import _self_check
 
 GATHER = Collective(
     "all-gather", "ag", "bf16", 800, 600.0, 4, ("model",),

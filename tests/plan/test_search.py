@@ -14,11 +14,16 @@ from tests.plan.steps import Perceptron, perceptron, perceptron_loss
 
 import shardax as sx
 from shardax import plan
-from shardax.partition.scope import current_rules
+from shardax.partition.context import current_rules
 from shardax.plan import NamedShape
+from shardax.plan.compile.pool import asker
 from shardax.plan.inputs import Inputs
-from shardax.plan.progress import Bar, Lines, Progress, progress_for
-from shardax.plan.search_here import asker
+from shardax.plan.report.progress import (
+    Bar,
+    Lines,
+    Progress,
+    progress_for,
+)
 
 EIGHT = [{"data": 8}]
 FAST: dict[str, Any] = {"cache": None, "progress": False, "effort": "screen"}
@@ -208,7 +213,7 @@ def test_progress_on_a_terminal_is_a_bar_with_what_is_tried_and_the_best_so_far(
 def test_candidates_that_promise_little_are_left_out_once_enough_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shardax.plan.searching.FEW", 0)
+    monkeypatch.setattr("shardax.plan.search.search.FEW", 0)
     options: dict[str, Any] = {**FAST, "meshes": EIGHT, "within": 1.0, "finalists": 0}
     found = plan.search(*perceptron(), "cpu:8", top=1, **options)
     assert found.notes[1] == "compiled: 1 fits; left out by a rough estimate: 3"

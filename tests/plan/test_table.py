@@ -10,11 +10,10 @@ import pytest
 from rich.console import Console
 from tests.plan.samples import report, sample_reports
 
-from shardax.plan.columns import columns_of
 from shardax.plan.records import TimeBand
-from shardax.plan.remarks import tied_with_best
+from shardax.plan.report.columns import columns_of
+from shardax.plan.report.table import render, show, tied_with_best
 from shardax.plan.result import Plan
-from shardax.plan.table import render, show
 
 GOLDEN = """
 tpu:v5e:4x4: 2 of 8 layouts fit; 2 too large, 3 rejected before compiling, 1 failed to

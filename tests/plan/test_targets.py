@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax import plan
-from shardax.core.errors import TargetError
-from shardax.plan.hardware_table import HARDWARE
-from shardax.plan.shapes import factorizations, nearest_shapes, shape_exists
+from shardax.plan.errors import TargetError
+from shardax.plan.hardware.known import HARDWARE
+from shardax.plan.hardware.targets import factorizations, nearest_shapes, shape_exists
 
 FLAT = ["1x1", "2x2", "2x4", "4x2", "4x4", "4x8", "8x8", "8x16", "16x8", "16x16"]
 SOLID = ["2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "8x8x8", "4x8x12", "16x16x16"]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax.core.errors import AccumulationError
 from shardax.train.accumulation import accumulated_value_and_grad, split_batch
+from shardax.train.errors import AccumulationError
 
 
 class Net(sx.Module):

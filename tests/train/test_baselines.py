@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardax.core.errors import TextSourceError
 from shardax.train.baselines import byte_entropy, fitted_loss, pair_counts
 from shardax.train.data import EvalBatches
+from shardax.train.errors import TextSourceError
 from shardax.train.text import ByteText, TextPart
 
 texts = st.binary(min_size=2, max_size=200) | st.text("ab ", min_size=2, max_size=200).map(

@@ -15,20 +15,20 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import shardax as sx
-from shardax.core.errors import (
-    AbstractValueError,
-    CheckpointExistsError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    CheckpointValueError,
-    DataPositionError,
-    PartitionCheckError,
-)
+from shardax._core.errors import AbstractValueError
+from shardax.partition.errors import PartitionCheckError
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules
 from shardax.partition.specs import abstract, shardings
 from shardax.train.checkpoint import Checkpoints, restore, save
 from shardax.train.data import TrainBatches
+from shardax.train.errors import (
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointValueError,
+    DataPositionError,
+)
 from shardax.train.optimizer import Optimizer
 from shardax.train.text import ByteText
 
@@ -261,7 +261,7 @@ def test_without_a_mesh_arrays_go_where_the_tree_already_is(tmp_path: Path) -> N
 
 
 def test_the_mesh_and_rules_in_scope_count(tmp_path: Path) -> None:
-    from shardax.partition.scope import axis_rules
+    from shardax.partition.context import axis_rules
 
     save(Net(), tmp_path / "checkpoint")
     mesh, model = make_mesh(2, 4), Net()

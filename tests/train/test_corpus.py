@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from shardax.core.errors import TextNotFoundError, TextSourceError
 from shardax.train import corpus
 from shardax.train.corpus import (
     SEPARATOR,
@@ -18,6 +17,7 @@ from shardax.train.corpus import (
     list_folder,
     list_standard_library,
 )
+from shardax.train.errors import TextNotFoundError, TextSourceError
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardax.core.errors import DataPositionError, WindowError
 from shardax.train.data import DataPosition, EvalBatches, TrainBatches
+from shardax.train.errors import DataPositionError, WindowError
 from shardax.train.text import ByteText, TextPart
 
 

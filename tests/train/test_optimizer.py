@@ -14,7 +14,7 @@ import pytest
 from tests.train.towers import PATHS, TRANSFORMATIONS, Tower, X, loss, params_of, train_step
 
 import shardax as sx
-from shardax.core.errors import GradientMismatchError, OptimizerStateError
+from shardax.train.errors import GradientMismatchError, OptimizerStateError
 from shardax.train.optimizer import Optimizer
 
 GRAPHDEF, _, REST = sx.split(Tower(), sx.Param, ...)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.train.towers import RULES, TRANSFORMATIONS, Tower, X, loss, params_of, train_step
 
 import shardax as sx
-from shardax.partition.check import spec_for
+from shardax.partition.checker import spec_for
 from shardax.partition.placement import shard
 from shardax.train.optimizer import Optimizer
 

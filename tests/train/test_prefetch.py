@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax.core.errors import DataPositionError, PrefetchError
 from shardax.train.data import TrainBatches
+from shardax.train.errors import DataPositionError, PrefetchError
 from shardax.train.prefetch import Prefetch, put_batch
 from shardax.train.text import ByteText
 

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from shardax.train.signals import StopRequest
+from shardax.train.trainer import StopRequest
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
 

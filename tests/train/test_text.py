@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardax.core.errors import TextNotFoundError, TextSourceError
+from shardax.train.errors import TextNotFoundError, TextSourceError
 from shardax.train.text import ByteText, TextPart, open_text
 
 

@@ -12,7 +12,8 @@ import pytest
 from tests.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
-from shardax.core.errors import DifferentiationError, ForeignMutationError
+from shardax._core.errors import ForeignMutationError
+from shardax._transforms.errors import DifferentiationError
 
 Two = collections.namedtuple("Two", "model batch")
 

@@ -22,8 +22,8 @@ from tests.transforms.examples import Scale
 from tests.transforms.test_dispatch import python_calls
 
 import shardax as sx
-from shardax.core.errors import StaticArgumentError
-from shardax.transforms import memory
+from shardax._transforms.errors import StaticArgumentError
+from shardax._transforms.jit import jit as memory
 
 
 class Mode(enum.IntEnum):

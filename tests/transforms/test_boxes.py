@@ -14,8 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax.core.errors import BoxError, PartitioningUnspecifiedError, PrefixError
-from shardax.partition import PARTITION_NAME, AxisMetadata, LogicallyPartitioned, Partitioned
+from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError, PrefixError
+from shardax.partition import (
+    PARTITION_NAME,
+    AxisMetadata,
+    LogicallyPartitioned,
+    Partitioned,
+)
 
 LAYERS = {PARTITION_NAME: "layers"}
 COUNT = 5

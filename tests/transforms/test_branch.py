@@ -23,11 +23,11 @@ from tests.strategies import (
 from tests.transforms.examples import Box, Many, Scale, Tied, step, values
 
 import shardax as sx
-from shardax.core.errors import (
+from shardax._core.errors import ForeignMutationError
+from shardax._transforms.errors import (
     ArgumentError,
     BranchError,
     DecisionError,
-    ForeignMutationError,
     OutputError,
 )
 

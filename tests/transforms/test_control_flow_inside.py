@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from tests.transforms.examples import Scale
 
 import shardax as sx
-from shardax.core.errors import ForeignMutationError, SharedWriteError
+from shardax._core.errors import ForeignMutationError
+from shardax._transforms.errors import SharedWriteError
 
 
 class Dropped(sx.Module):

@@ -11,12 +11,11 @@ from tests.transforms.examples import Box, Scale, values
 from tests.transforms.rules import Sine, X, flat, tenfold
 
 import shardax as sx
-from shardax.core.errors import (
+from shardax._core.errors import ForeignMutationError, ShardaxError
+from shardax._transforms.errors import (
     ClosureError,
     DifferentiationError,
-    ForeignMutationError,
     OutputError,
-    ShardaxError,
     TangentError,
 )
 

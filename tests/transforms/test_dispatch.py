@@ -19,7 +19,7 @@ import pytest
 from tests.transforms.examples import Box, Many, Scale, step
 
 import shardax as sx
-from shardax.core.pytree import has_objects
+from shardax._core.graph.flatten import has_objects
 
 JAX = os.path.dirname(jax.__file__)
 

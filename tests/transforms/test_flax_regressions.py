@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from tests.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
-from shardax.core.errors import ForeignMutationError, PrefixError, ReadOnlyCopyError
+from shardax._core.errors import ForeignMutationError, ReadOnlyCopyError
+from shardax._transforms.errors import PrefixError
 
 P = PartitionSpec
 

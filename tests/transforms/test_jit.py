@@ -18,7 +18,8 @@ import pytest
 from tests.transforms.examples import Box, Scale, values
 
 import shardax as sx
-from shardax.core.errors import ArgumentError, OutputError, TraceLeakError
+from shardax._core.errors import TraceLeakError
+from shardax._transforms.errors import ArgumentError, OutputError
 
 Two = collections.namedtuple("Two", "first second")
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.strategies import assert_same_model
 
 import shardax as sx
-from shardax.core.errors import (
+from shardax._transforms.errors import (
     DonationError,
     LayerConfigError,
     PrefixError,

@@ -14,7 +14,8 @@ from tests.transforms.examples import Scale, Tied, values
 from tests.transforms.pure import pure_of, touch
 
 import shardax as sx
-from shardax.core.errors import OutputError, ShardaxError, StaticArgumentError
+from shardax._core.errors import ShardaxError
+from shardax._transforms.errors import OutputError, StaticArgumentError
 
 
 def _avals(variables: Any) -> list[str]:

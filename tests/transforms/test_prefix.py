@@ -14,10 +14,10 @@ from tests.strategies import models
 from tests.transforms.examples import Box, Scale, Tied
 
 import shardax as sx
-from shardax.core.errors import FilterError, InconsistentAliasingError, PrefixError
-from shardax.core.structure import flatten
-from shardax.transforms.aliases import alias_paths
-from shardax.transforms.prefix import consistent, expand
+from shardax._core.errors import FilterError
+from shardax._core.graph.flatten import flatten
+from shardax._transforms.errors import InconsistentAliasingError, PrefixError
+from shardax._transforms.lift.prefix import alias_paths, consistent, expand
 
 Two = collections.namedtuple("Two", "left right")
 

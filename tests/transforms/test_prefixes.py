@@ -19,7 +19,8 @@ from tests.strategies import assert_same_model
 from tests.transforms.examples import Box, Tied
 
 import shardax as sx
-from shardax.core.errors import FilterError, InconsistentAliasingError, PrefixError, ShardaxError
+from shardax._core.errors import FilterError, ShardaxError
+from shardax._transforms.errors import InconsistentAliasingError, PrefixError
 
 MESH = make_mesh(jax.sharding.AxisType.Auto)
 

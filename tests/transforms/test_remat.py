@@ -19,13 +19,8 @@ from tests.transforms.examples import Scale, values
 from tests.transforms.pure import touch
 
 import shardax as sx
-from shardax.core.errors import (
-    ArgumentError,
-    ForeignMutationError,
-    OutputError,
-    ShardaxError,
-    StaticArgumentError,
-)
+from shardax._core.errors import ForeignMutationError, ShardaxError
+from shardax._transforms.errors import ArgumentError, OutputError, StaticArgumentError
 
 FEW = settings(max_examples=8)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax.core.errors import (
+from shardax._transforms.errors import (
     AxisSizeError,
     CarryError,
     InconsistentAliasingError,

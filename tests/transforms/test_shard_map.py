@@ -25,10 +25,7 @@ from tests.transforms.sharded import (
 )
 
 import shardax as sx
-from shardax.core.errors import (
-    InconsistentAliasingError,
-    PrefixError,
-)
+from shardax._transforms.errors import InconsistentAliasingError, PrefixError
 
 # --- shards and writes ---
 

@@ -20,10 +20,8 @@ from tests.transforms.sharded import (
 )
 
 import shardax as sx
-from shardax.core.errors import (
-    ForeignMutationError,
-    OutputError,
-)
+from shardax._core.errors import ForeignMutationError
+from shardax._transforms.errors import OutputError
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])

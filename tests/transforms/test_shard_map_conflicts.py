@@ -17,9 +17,7 @@ from tests.transforms.sharded import (
 )
 
 import shardax as sx
-from shardax.core.errors import (
-    SharedWriteError,
-)
+from shardax._transforms.errors import SharedWriteError
 
 
 def test_different_values_for_a_variable_that_is_not_split_are_refused(mesh: Mesh) -> None:

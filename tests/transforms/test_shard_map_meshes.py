@@ -22,8 +22,8 @@ from tests.transforms.sharded import (
 )
 
 import shardax as sx
-from shardax.core.errors import (
-    AbstractValueError,
+from shardax._core.errors import AbstractValueError
+from shardax._transforms.errors import (
     ArgumentError,
     AxisSizeError,
     MeshError,

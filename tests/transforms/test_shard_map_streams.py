@@ -14,9 +14,7 @@ from tests.transforms.sharded import (
 )
 
 import shardax as sx
-from shardax.core.errors import (
-    OutputError,
-)
+from shardax._transforms.errors import OutputError
 
 
 def test_a_stream_under_mesh_axes_is_split_and_moves_on_by_one_draw(mesh: Mesh) -> None:

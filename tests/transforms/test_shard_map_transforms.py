@@ -20,9 +20,7 @@ from tests.transforms.sharded import (
 )
 
 import shardax as sx
-from shardax.core.errors import (
-    SharedWriteError,
-)
+from shardax._transforms.errors import SharedWriteError
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["grad inside", "grad outside"])

@@ -15,15 +15,14 @@ from tests.transforms.examples import Box, Scale, Tied, values
 from tests.transforms.pure import floating, pure_of, touch
 
 import shardax as sx
-from shardax.core.errors import (
-    AbstractValueError,
+from shardax._core.errors import AbstractValueError, ShardaxError
+from shardax._transforms.errors import (
     ArgumentError,
     DifferentiationError,
     InconsistentAliasingError,
-    ShardaxError,
     TangentError,
 )
-from shardax.transforms.targets import replaced
+from shardax._transforms.grad.targets import replaced
 
 FEW = settings(max_examples=15)
 FLOAT0 = np.zeros((), jax.dtypes.float0)

@@ -14,9 +14,7 @@ from tests.strategies import assert_equal_values
 from tests.transforms.examples import XS, Box, Scale, Sower, Tied, lanes, shapes, values
 
 import shardax as sx
-from shardax.core.errors import (
-    AbstractValueError,
-)
+from shardax._core.errors import AbstractValueError
 
 # --- what is mapped ---
 

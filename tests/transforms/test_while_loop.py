@@ -15,7 +15,12 @@ from jax.sharding import PartitionSpec as P
 from tests.transforms.examples import Box, Many, Scale, Tied, step, values
 
 import shardax as sx
-from shardax.core.errors import ArgumentError, CarryError, DecisionError, DifferentiationError
+from shardax._transforms.errors import (
+    ArgumentError,
+    CarryError,
+    DecisionError,
+    DifferentiationError,
+)
 
 
 def _below(limit: int) -> Any:

@@ -12,7 +12,12 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax.view.array_figure import ADAPTER, ArrayFigure, as_figure, sharding_part
+from shardax.view.figures import (
+    ADAPTER,
+    ArrayFigure,
+    as_figure,
+    sharding_part,
+)
 
 treescope = pytest.importorskip("treescope", reason="pip install 'shardax[view]'")
 nda = treescope.ndarray_adapters
@@ -73,7 +78,7 @@ def test_dimensions_of_a_named_array_go_by_name() -> None:
 def test_only_the_ends_of_long_dimensions_are_read(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardax.view.array_figure._MOST_READ", limit)
+    monkeypatch.setattr("shardax.view.figures._MOST_READ", limit)
     array = jnp.arange(30.0).reshape(3, 10)
     figure = ArrayFigure(array, None)
     data, counts = ADAPTER.get_array_data_with_truncation(figure, None, (None, 2))

@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 import shardax as sx
-from shardax.view.module_operations import module_operations
-from shardax.view.operations import operations
+from shardax.view.operations import module_operations, operations
 
 
 def count(f: Any, *args: Any) -> int:

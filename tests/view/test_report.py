@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
-from shardax.view.report import loss_svg, write_report
+from shardax.view.page import loss_svg, write_report
 
 VOID = {"meta", "link", "br", "img"}
 RECORDS: list[dict[str, Any]] = [

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.core.errors import PartitionCheckError, ShardingViewError
-from shardax.view.pictures import sharding_text
+from shardax.partition.errors import PartitionCheckError
+from shardax.view.pictures import ShardingViewError, sharding_text
 
 RULES = sx.Rules({"embed": "data", "mlp": "model"})
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax.core.errors import PartitionCheckError
+from shardax.partition.errors import PartitionCheckError
 from shardax.view.table import ParameterRow, format_bytes
 
 RULES = sx.models.DECODER_RULES

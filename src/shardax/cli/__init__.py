@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardax.core.errors import ShardaxError
+from shardax._core.errors import ShardaxError
 
 _EXTRAS = {
     **dict.fromkeys(("optax", "orbax", "rich", "tyro"), "train"),
@@ -69,10 +69,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     import tyro
 
     from shardax.cli.check import Check
-    from shardax.cli.plan import PlanCommand
-    from shardax.cli.plan_reports import Diff, Explain
-    from shardax.cli.sample import Sample
-    from shardax.cli.show import Show
+    from shardax.cli.plan import Diff, Explain, PlanCommand
+    from shardax.cli.runs import Sample, Show
     from shardax.cli.train import Train
 
     commands: dict[str, Any] = {

@@ -16,16 +16,19 @@ from typing import Annotated, Any
 import tyro
 from jax.sharding import AbstractMesh
 
-from shardax.cli.devices import mesh_sizes
-from shardax.cli.inputs import is_target, load_model, load_rules
-from shardax.cli.presets import PRESETS
-from shardax.cli.run_files import RUN_FILE, ZERO, RunSettings, find_run, read_settings
-from shardax.core.errors import CommandError
-from shardax.core.functional import iter_variables
-from shardax.core.modules import Module
-from shardax.core.paths import format_path
-from shardax.core.rng import Rngs
-from shardax.core.variables import Param
+from shardax._core.graph.paths import format_path
+from shardax._core.init.rng import Rngs
+from shardax._core.module import Module
+from shardax._core.state.split_merge import iter_variables
+from shardax._core.variable import Param
+from shardax.cli.inputs import PRESETS, CommandError, is_target, load_model, load_rules, mesh_sizes
+from shardax.cli.runs import (
+    RUN_FILE,
+    ZERO,
+    RunSettings,
+    find_run,
+    read_settings,
+)
 from shardax.models import DECODER_RULES, Decoder
 from shardax.partition.findings import Finding, did_you_mean
 from shardax.partition.mesh import mesh_text

@@ -1,33 +1,184 @@
 # SPDX-License-Identifier: Apache-2.0
 """``shardax plan``: which layouts of a step fit on hardware, and what each one costs.
 
-``shardax plan explain`` and ``shardax plan diff`` (``cli.plan_reports``) say more about layouts
+``shardax plan explain`` and ``shardax plan diff`` (``cli.plan``) say more about layouts
 of a plan that was written with ``--json``.
+
+``shardax plan explain`` and ``shardax plan diff``: more about layouts of a plan in a file.
+
+What ``shardax plan`` plans: a step of the user's own, or the training step of a preset.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import jax
 import tyro
 
-from shardax.cli.devices import mesh_sizes
-from shardax.cli.inputs import is_target, load_layouts, load_rules
-from shardax.cli.plan_step import PlannedStep, own_step, preset_step
-from shardax.core.errors import CommandError, PlanInputError, PlanInterrupted
-from shardax.plan.explanation import headline
+from shardax._core.init.rng import Rngs
+from shardax._transforms.grad.grad import value_and_grad
+from shardax._transforms.jit.jit import jit
+from shardax.cli.inputs import (
+    CommandError,
+    decoder_optimizer,
+    find_preset,
+    is_target,
+    load_layouts,
+    load_rules,
+    load_target,
+    mesh_sizes,
+)
+from shardax.models import Decoder, next_token_loss
+from shardax.partition.findings import did_you_mean
+from shardax.plan import NamedShape, Plan
+from shardax.plan.errors import PlanInputError, PlanInterrupted
 from shardax.plan.records import Layout, LayoutReport
+from shardax.plan.report.diff import diff
+from shardax.plan.report.explanation import explain, headline
 from shardax.plan.rules_file import named_rules, write_rules
 
 if TYPE_CHECKING:
     from shardax.plan.result import Plan
+
+
+# --- Plan step ---
+
+_OPTIONS = ("tie", "fix", "meshes", "mesh_axes")
+_KEYS = ("step", "args", *_OPTIONS)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step with its arguments.
+
+    Attributes:
+        step: The function that is compiled.
+        args: Its positional arguments, as ``plan.compare`` takes them.
+        options: Those of ``plan.search`` that belong to the step: ``tie``, ``fix``, ``meshes``,
+            ``mesh_axes``.
+    """
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@jit(donate_argnums=(0, 1))
+def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+    """The step of ``shardax train``: loss, gradients, update."""
+    loss, gradients = value_and_grad(next_token_loss)(model, batch)
+    optimizer.update(gradients)
+    return loss
+
+
+def preset_step(name: str, batch: int | None = None, seq_len: int | None = None) -> PlannedStep:
+    """Returns the training step of a preset, whose model and optimizer hold no array.
+
+    Args:
+        name: The preset.
+        batch: Windows a step, instead of the preset's.
+        seq_len: Bytes a window, instead of the preset's.
+
+    Raises:
+        CommandError: If there is no such preset; or a size is not positive.
+
+    Example:
+        >>> planned = preset_step("tiny", batch=8)
+        >>> planned.args[2]["inputs"].shape
+        (8, 64)
+    """
+    from shardax.train import Optimizer
+
+    preset = find_preset(name)
+    rows = preset.batch_size if batch is None else batch
+    length = preset.seq_len if seq_len is None else seq_len
+    for option, size in (("batch", rows), ("seq-len", length)):
+        if size < 1:
+            raise CommandError(f"--{option} {size}: give at least 1.")
+    model = Decoder(preset.model, rngs=Rngs(params=0))
+    optimizer = Optimizer(model, decoder_optimizer(preset.steps, preset.learning_rate))
+    tokens = NamedShape((rows, length), "int32", ("batch", "seq"))
+    return PlannedStep(train_step, (model, optimizer, {"inputs": tokens, "targets": tokens}))
+
+
+def own_step(target: str, batch: int | None = None) -> PlannedStep:
+    """Returns the step that a function of the user's makes.
+
+    Args:
+        target: ``module:name`` of a function that returns ``(step, args)``; or a mapping or
+            dataclass with ``step`` and ``args``, and if wanted ``tie``, ``fix``, ``meshes`` and
+            ``mesh_axes``, as ``plan.search`` takes them.
+        batch: What it is called with as ``batch``; None to call it without.
+
+    Raises:
+        CommandError: If there is no such function, it takes no batch, or returns something else.
+    """
+    found = load_target(target)
+    if not callable(found):
+        raise CommandError(
+            f"{target!r} is {found!r}, which cannot be called. Name a function that returns "
+            "(step, args)."
+        )
+    given: dict[str, Any] = {} if batch is None else {"batch": batch}
+    try:
+        inspect.signature(found).bind(**given)
+    except TypeError as error:
+        how = f"as {target.partition(':')[2]}(batch={batch})" if given else "without arguments"
+        raise CommandError(f"{target!r} is called {how}: {error}.") from error
+    return as_planned(found(**given), target)
+
+
+def as_planned(made: Any, target: str) -> PlannedStep:
+    """Returns what a user's function made, checked.
+
+    Args:
+        made: What it returned.
+        target: What errors call the function.
+
+    Raises:
+        CommandError: If it is no step with arguments; says what it should be.
+
+    Example:
+        >>> as_planned((abs, [1]), "my:make").args
+        (1,)
+    """
+    if dataclasses.is_dataclass(made) and not isinstance(made, type):
+        names = [each.name for each in dataclasses.fields(made)]
+        made = {name: getattr(made, name) for name in names}
+    if isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2:
+        made = dict(zip(("step", "args"), made, strict=True))
+    if not isinstance(made, Mapping) or not {"step", "args"} <= set(made):
+        raise CommandError(
+            f"{target!r} returned {type(made).__name__}. It should return (step, args), or a "
+            f"mapping or dataclass with step and args, and if wanted {', '.join(_OPTIONS)}."
+        )
+    parts = dict(cast("Mapping[str, Any]", made))
+    for name in parts:
+        if name not in _KEYS:
+            raise CommandError(
+                f"{target!r} returned something with {name!r}; there are {', '.join(_KEYS)}."
+                f"{did_you_mean(name, _KEYS)}"
+            )
+    if not callable(parts["step"]) or not isinstance(parts["args"], (tuple, list)):
+        raise CommandError(
+            f"{target!r} returned step={parts['step']!r} and args of type "
+            f"{type(parts['args']).__name__}. step is the function that is compiled, and args the "
+            "tuple of its positional arguments."
+        )
+    options = {name: parts[name] for name in _OPTIONS if parts.get(name) is not None}
+    return PlannedStep(parts["step"], tuple(parts["args"]), options)
+
+
+# --- Plan ---
 
 _HERE = 64  # devices of a CPU target that this process pretends to have, rather than start others
 _DEVICES = "jax_num_cpu_devices"
@@ -89,7 +240,7 @@ class PlanCommand:
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        from shardax.plan.targets import Target
+        from shardax.plan.hardware.targets import Target
 
         self._check()
         target = Target.parse(self.target)
@@ -184,7 +335,7 @@ class PlanCommand:
 
     def _tell(self, plan: Any) -> None:
         """Prints a plan, and writes what was asked for."""
-        from shardax.plan.table import show
+        from shardax.plan.report.table import show
 
         show(plan, top=self.top if self.rules is None else len(plan))
         if self.json is not None:
@@ -240,3 +391,73 @@ def _notes(report: LayoutReport) -> list[str]:
     if where is not None:
         found.append(f"By {where.compiler}, {where.effort} effort, {where.tier}.")
     return found
+
+
+# --- Plan reports ---
+
+
+@dataclass(frozen=True)
+class Explain:
+    """Say what a layout sends over the wire, and which line of the model's code needs it.
+
+    Attributes:
+        plan: A file that shardax plan --json wrote.
+        layout: Name of the layout; by default the best that fits.
+        axis: Only what travels along this mesh axis.
+        by: Grouped by line of code, by the parameter that travels, or by kind of collective.
+    """
+
+    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN.json")]
+    layout: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="LAYOUT")] = None
+    axis: str | None = None
+    by: Literal["source", "parameter", "kind"] = "source"
+
+    def run(self) -> int:
+        """Runs the command; returns the exit status."""
+        found = Plan.from_json(self.plan)
+        report = found.best() if self.layout is None else found[self.layout]
+        print(explain(report, self.axis, self.by))
+        return 0
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Say what differs between two layouts: rules, splits, memory, time, and which collectives.
+
+    Attributes:
+        a: A file that shardax plan --json wrote, a colon, and the name of a layout; without a name
+            the best that fits.
+        b: The same for the other; or the name of another layout of the first file.
+    """
+
+    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A.json:LAYOUT")]
+    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B.json:LAYOUT")]
+
+    def run(self) -> int:
+        """Runs the command; returns the exit status."""
+        file, name = _parted(self.a)
+        other, second = _parted(self.b)
+        first = Plan.from_json(file or self.a)
+        if other is None:  # the name of a layout alone
+            print(diff(_report(first, name), first[self.b]))
+        else:
+            print(diff(_report(first, name), _report(Plan.from_json(other), second)))
+        return 0
+
+
+def _report(plan: Plan, name: str) -> LayoutReport:
+    return plan[name] if name else plan.best()
+
+
+def _parted(text: str) -> tuple[str | None, str]:
+    """Returns the file that a text begins with, if it does, and the name after it.
+
+    >>> _parted("out.json:fsdp 8x2"), _parted("out.json"), _parted("fsdp")
+    (('out.json', 'fsdp 8x2'), ('out.json', ''), (None, 'fsdp'))
+    """
+    if Path(text).is_file():
+        return text, ""
+    start, json, rest = text.partition(".json")
+    if json and (not rest or rest.startswith(":")):
+        return start + json, rest[1:]
+    return None, text

@@ -8,13 +8,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardax.cli.devices import parse_mesh, use_devices
-from shardax.cli.inputs import load_rules
-from shardax.cli.presets import decoder_optimizer, find_preset
-from shardax.cli.run_files import RunSettings, read_settings, write_settings
-from shardax.core.errors import CommandError
-from shardax.core.functional import iter_variables
-from shardax.core.paths import format_path
+from shardax._core.graph.paths import format_path
+from shardax._core.state.split_merge import iter_variables
+from shardax.cli.inputs import (
+    CommandError,
+    decoder_optimizer,
+    find_preset,
+    load_rules,
+    parse_mesh,
+    use_devices,
+)
+from shardax.cli.runs import RunSettings, read_settings, write_settings
 from shardax.partition.mesh import mesh_text
 from shardax.plan.rules_file import entry_to_data
 

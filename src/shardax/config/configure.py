@@ -15,23 +15,25 @@ from typing import Any
 
 import jax
 
-from shardax.config.platforms import GPUS, backend_runs
+from shardax._core._jax import is_eager
+from shardax._core.init.defaults import process_defaults
 from shardax.config.settings import (
     BACKEND_SETTINGS,
     CACHE_DIR,
     CACHE_SECONDS,
     CHOICES,
     CPU_DEVICES,
+    GPUS,
     PLATFORMS,
     SWITCHES,
     VISIBLE,
     Changes,
+    ConfiguredTooLateError,
+    ConfigureError,
+    backend_runs,
     check_settings,
     platform_of,
 )
-from shardax.core._jax import is_eager
-from shardax.core.defaults import process_defaults
-from shardax.core.errors import ConfiguredTooLateError, ConfigureError
 
 
 @dataclass(frozen=True, repr=False)

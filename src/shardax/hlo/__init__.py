@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading compiled programs: instructions, operations, bytes and collectives."""
 
+from shardax.hlo.analyze import matmul_flops as matmul_flops
+from shardax.hlo.analyze import read_program as read_program
 from shardax.hlo.facts import Collective as Collective
 from shardax.hlo.facts import ProgramFacts as ProgramFacts
 from shardax.hlo.program import ArrayShape as ArrayShape
@@ -8,5 +10,3 @@ from shardax.hlo.program import Computation as Computation
 from shardax.hlo.program import Instruction as Instruction
 from shardax.hlo.program import Program as Program
 from shardax.hlo.program import parse as parse
-from shardax.hlo.reading import matmul_flops as matmul_flops
-from shardax.hlo.reading import read_program as read_program

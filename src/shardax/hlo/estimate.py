@@ -15,18 +15,387 @@ they would send:
 It is an *estimate*: what only some compilers do is not in it. The TPU's sends the parts of a matrix
 product while others are computed, one part more than an all-gather, and sums some gradients whole
 of which each device keeps a part. The GPU's sums gradients that a loop accumulates once, after it.
+
+A computation of a program that can be changed: instructions by name, with who uses them.
+
+Loops without what they compute for nobody.
+
+The state of a loop is a tuple. An element that neither the condition, nor another element that is
+needed, nor anything after the loop reads is computed for nobody, and compilers leave it out.
+
+Where each device slices an array: offsets that a program computes from the device's number.
+
+A program is the same for all devices, so a device finds the part of an array that is its own by its
+number (*partition id*), by arithmetic on it or in a table.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from shardax.hlo.estimate_graph import COLLECTIVES, Graph, Groups, chains, reduction
-from shardax.hlo.estimate_loops import without_unused_results
-from shardax.hlo.estimate_slices import is_cut_alike, scattered_dimension
-from shardax.hlo.groups import groups_of
-from shardax.hlo.program import ArrayShape, Instruction, Program
+import numpy as np
+
+from shardax.hlo.collectives import groups_of
+from shardax.hlo.execution_counts import branches, called
+from shardax.hlo.program import ArrayShape, Computation, Instruction, Program
+
+# --- Estimate graph ---
+
+Groups = tuple[tuple[int, ...], ...]
+
+_METADATA = re.compile(r',? *metadata=\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\}')
+COLLECTIVES = frozenset(
+    {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
+)
+_EFFECTS = frozenset({"send", "recv", "send-done", "recv-done", "outfeed", "infeed", "custom-call"})
+_UNIQUE = (
+    _EFFECTS
+    | COLLECTIVES
+    | {
+        *("parameter", "while", "conditional", "call", "rng", "rng-bit-generator"),
+        *("opt-barrier", "fusion", "after-all"),
+    }
+)
+
+
+class Graph:
+    """A computation that can be changed.
+
+    Args:
+        program: The program that holds it; the computations that it calls are read there.
+        computation: The computation.
+
+    Attributes:
+        program: The program.
+        device_count: How many devices run it together.
+        instructions: By name, in an order in which each comes after its operands.
+        users: Names of the instructions that use one, by its name.
+        root: Name of the instruction whose result is that of the computation.
+    """
+
+    def __init__(self, program: Program, computation: Computation) -> None:
+        """See the class."""
+        self.program = program
+        self.device_count = program.device_count
+        self.instructions = {each.name: each for each in computation.instructions}
+        self.root = computation.root.name
+        self._name = computation.name
+        self.users: dict[str, list[str]] = {}
+        self._find_users()
+
+    def computation(self) -> Computation:
+        """Returns it as it is now."""
+        return Computation(
+            self._name,
+            tuple(
+                dataclasses.replace(each, is_root=each.name == self.root)
+                for each in self.instructions.values()
+            ),
+        )
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """Returns the instructions that one takes its operands from."""
+        if instruction.opcode == "parameter":
+            return []
+        return [self.instructions[name] for name in instruction.operands]
+
+    def only_user(self, name: str) -> Instruction | None:
+        """Returns the instruction that alone uses another, once; None if there is no such one."""
+        users = self.users.get(name, [])
+        return self.instructions[users[0]] if len(users) == 1 and name != self.root else None
+
+    def replace(self, changed: Mapping[str, Instruction | tuple[Instruction, ...]]) -> None:
+        """Puts others in the place of instructions.
+
+        Args:
+            changed: By the name of what goes; of several the last takes its place for its users,
+                and must have its name.
+        """
+        updated: dict[str, Instruction] = {}
+        for name, each in self.instructions.items():
+            new = changed.get(name, each)
+            for one in new if isinstance(new, tuple) else (new,):
+                updated[one.name] = one
+        self.instructions = updated
+        self._find_users()
+
+    def rename_uses(self, names: Mapping[str, str]) -> None:
+        """Lets the users of instructions use others that come before."""
+        self.instructions = {
+            name: each
+            if each.opcode == "parameter"
+            else dataclasses.replace(each, operands=tuple(names.get(o, o) for o in each.operands))
+            for name, each in self.instructions.items()
+        }
+        self.root = names.get(self.root, self.root)
+        self._find_users()
+
+    def remove_unused(self) -> None:
+        """Removes what nothing uses and has no effect of its own."""
+        needed = {self.root}
+        for name, each in reversed(self.instructions.items()):
+            if name in needed or each.opcode == "parameter" or each.opcode in _EFFECTS:
+                needed.add(name)
+                needed.update(() if each.opcode == "parameter" else each.operands)
+        self.instructions = {n: each for n, each in self.instructions.items() if n in needed}
+        self._find_users()
+
+    def merge_equal(self) -> None:
+        """Lets one of several equal instructions do for all; collectives stay, as in compilers."""
+        first: dict[object, str] = {}
+        same: dict[str, str] = {}
+        for name, each in self.instructions.items():
+            if each.opcode in _UNIQUE or "..." in each.literal:
+                continue
+            operands = tuple(same.get(operand, operand) for operand in each.operands)
+            attributes = _METADATA.sub("", each.attributes)
+            key = (each.opcode, each.shapes, operands, each.literal, attributes)
+            if first.setdefault(key, name) != name:
+                same[name] = first[key]
+        self.rename_uses(same)
+        self.remove_unused()
+
+    def _find_users(self) -> None:
+        self.users = {}
+        for name, each in self.instructions.items():
+            for operand in () if each.opcode == "parameter" else each.operands:
+                self.users.setdefault(operand, []).append(name)
+
+
+def reduction(program: Program, collective: Instruction) -> str:
+    """Returns the opcode by which a collective reduces (``"add"``), or "" if it does not."""
+    for name in collective.computations("to_apply"):
+        return program.computations[name].root.opcode
+    return ""
+
+
+def chains(graph: Graph, opcodes: frozenset[str], start: Instruction) -> Iterator[Instruction]:
+    """Yields an instruction and what uses it alone, one after another, while these are of opcodes.
+
+    The last that is yielded is of another opcode, if there is a last that one alone uses.
+    """
+    current: Instruction | None = start
+    while current is not None:
+        yield current
+        if current is not start and current.opcode not in opcodes:
+            return
+        current = graph.only_user(current.name)
+
+
+# --- Estimate loops ---
+
+
+def without_unused_results(program: Program) -> Program:
+    """Returns a program whose loops leave elements alone that nobody needs.
+
+    Args:
+        program: A program; its loops may hold loops.
+
+    Returns:
+        The program. An element that is not needed goes through its loop unchanged, so the shapes of
+        states stay; what computed it is gone.
+    """
+    computations = dict(program.computations)
+    pending = [program.entry]
+    while pending:  # outer loops first, as they say what inner ones are needed for
+        computation = computations[pending.pop()]
+        for loop in computation.instructions:
+            pending.extend(called(loop) if loop.opcode == "call" else branches(loop))
+            if loop.opcode != "while":
+                continue
+            (name,) = loop.computations("body")
+            (condition,) = loop.computations("condition")
+            read = _read_after(computation, loop)
+            body = computations[name]
+            if read is not None and _has_plain_state(body):
+                read |= _elements_read(computations[condition], None)
+                computations[name] = _without(body, read)
+            pending.append(name)
+    return dataclasses.replace(program, computations=computations)
+
+
+def _read_after(computation: Computation, loop: Instruction) -> set[int] | None:
+    """Elements of a loop's state that are read after it; None if it is used as a whole."""
+    if loop.is_root:
+        return None
+    users = [each for each in computation.instructions if loop.name in _uses(each)]
+    if any(each.opcode != "get-tuple-element" for each in users):
+        return None
+    return {int(each.attribute("index") or 0) for each in users}
+
+
+def _has_plain_state(body: Computation) -> bool:
+    """Whether a body takes its state apart and puts it together, element by element."""
+    (state,) = body.parameters.values()
+    uses = [each for each in body.instructions if state.name in _uses(each)]
+    return body.root.opcode == "tuple" and all(e.opcode == "get-tuple-element" for e in uses)
+
+
+def _elements_read(computation: Computation, needed: set[str] | None) -> set[int]:
+    """Elements of a computation's only argument that it reads, for the named ones of it."""
+    return {
+        int(each.attribute("index") or 0)
+        for each in computation.instructions
+        if each.opcode == "get-tuple-element" and (needed is None or each.name in needed)
+        if each.operands == (next(iter(computation.parameters.values())).name,)
+    }
+
+
+def _without(body: Computation, read: set[int]) -> Computation:
+    """A body without what computes other elements than those read after it."""
+    root = body.root
+    by_name = body.by_name
+    while True:
+        kept = [operand for index, operand in enumerate(root.operands) if index in read]
+        needed = _needed(body.instructions, by_name, kept)
+        more = read | _elements_read(body, needed)
+        if more == read:
+            break
+        read = more
+    (state,) = body.parameters.values()
+    unread = [index for index in range(len(root.operands)) if index not in read]
+    passed = {index: f"{root.name}.unread.{index}" for index in unread}
+    through = [
+        Instruction(
+            passed[index],
+            "get-tuple-element",
+            by_name[root.operands[index]].shapes,
+            (state.name,),
+            f"index={index}",
+        )
+        for index in unread
+    ]
+    operands = tuple(passed.get(index, name) for index, name in enumerate(root.operands))
+    inside = [each for each in body.instructions if each.name in needed or each is state]
+    return Computation(body.name, (*inside, *through, dataclasses.replace(root, operands=operands)))
+
+
+def _needed(
+    instructions: tuple[Instruction, ...], by_name: Mapping[str, Instruction], names: list[str]
+) -> set[str]:
+    """Names of what instructions need, and of what has an effect of its own with what it needs."""
+    needed: set[str] = set()
+    pending = [*names, *(each.name for each in instructions if each.opcode in _EFFECTS)]
+    while pending:
+        name = pending.pop()
+        if name not in needed:
+            needed.add(name)
+            pending.extend(_uses(by_name[name]))
+    return needed
+
+
+def _uses(each: Instruction) -> tuple[str, ...]:
+    return () if each.opcode in ("parameter", "constant") else each.operands
+
+
+# --- Estimate slices ---
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+_NUMBER = re.compile(r"-?\d+|true|false")
+_ARITHMETIC = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+}
+
+
+def scattered_dimension(graph: Graph, cut: Instruction, groups: Groups) -> int | None:
+    """Finds the dimension along which the devices of every group share an array out.
+
+    Args:
+        graph: The computation.
+        cut: A dynamic slice in it.
+        groups: Numbers of the devices of each group, which all hold the same array.
+
+    Returns:
+        The dimension, if each device of a group keeps another of as many equal parts as the group
+        has devices, and nothing else is cut; else None.
+    """
+    array, *starts = graph.operands(cut)
+    whole, part = array.shapes[0].dims, cut.shapes[0].dims
+    dimensions = [d for d, (all_, some) in enumerate(zip(whole, part, strict=True)) if all_ != some]
+    size = len(groups[0])
+    if len(dimensions) != 1 or any(len(group) != size for group in groups):
+        return None
+    (dimension,) = dimensions
+    if part[dimension] * size != whole[dimension]:
+        return None
+    devices = np.arange(graph.device_count)
+    offsets = _values(graph, starts[dimension], devices)
+    if offsets is None:
+        return None
+    expected = np.arange(size) * part[dimension]
+    parts = np.sort(np.broadcast_to(offsets, devices.shape)[np.array(groups)], axis=1)
+    return dimension if (parts == expected).all() else None
+
+
+def is_cut_alike(graph: Graph, cut: Instruction, groups: Groups) -> bool:
+    """Whether the devices of every group keep the same part of an array.
+
+    Args:
+        graph: The computation.
+        cut: A dynamic slice in it.
+        groups: Numbers of the devices of each group.
+    """
+    devices = np.arange(graph.device_count)
+    for start in graph.operands(cut)[1:]:
+        offsets = _values(graph, start, devices)
+        if offsets is None:
+            return False
+        everywhere = np.broadcast_to(offsets, devices.shape)
+        if any(len(set(everywhere[list(group)].tolist())) > 1 for group in groups):
+            return False
+    return True
+
+
+def _values(graph: Graph, scalar: Instruction, devices: Numbers) -> Numbers | None:
+    """The value of an integer on each device, as far as it depends on the device's number alone."""
+    if scalar.opcode == "partition-id":
+        return devices
+    if scalar.opcode == "constant":
+        numbers = _numbers(scalar)
+        return np.array(numbers[0]) if numbers and len(numbers) == 1 else None
+    operands = graph.operands(scalar)
+    if scalar.opcode == "dynamic-slice" and operands[0].opcode == "constant" and len(operands) == 2:
+        table, place = _numbers(operands[0]), _values(graph, operands[1], devices)
+        if table is None or place is None:
+            return None
+        return np.array(table)[np.clip(place, 0, len(table) - 1)]
+    values = [found for each in operands if (found := _values(graph, each, devices)) is not None]
+    if not values or len(values) < len(operands):
+        return None
+    return _arithmetic(scalar.opcode, values)
+
+
+def _arithmetic(opcode: str, values: list[Numbers]) -> Numbers | None:
+    if opcode in ("reshape", "convert", "copy", "bitcast"):
+        return values[0]
+    if opcode in _ARITHMETIC:
+        return _ARITHMETIC[opcode](*values)
+    if opcode in ("divide", "remainder") and np.all(values[1] != 0):
+        # Of numbers that are not negative, as these are, HLO's are those of Python.
+        return (np.floor_divide if opcode == "divide" else np.mod)(*values)
+    if opcode == "clamp":
+        least, value, most = values
+        return np.clip(value, least, most)
+    return None
+
+
+def _numbers(constant: Instruction) -> list[int] | None:
+    """The integers of a constant of at most one dimension; None if it is not one of these."""
+    (shape,) = constant.shapes
+    if len(shape.dims) > 1 or "..." in constant.literal or shape.dtype[0] not in "su":
+        return None
+    return [int(each) for each in _NUMBER.findall(constant.literal)]
+
+
+# --- Estimate ---
 
 _LAYOUT = frozenset({"copy", "reshape", "transpose", "bitcast", "convert"})
 

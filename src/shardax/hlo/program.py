@@ -6,20 +6,295 @@ which is the entry, and these hold *instructions* in the order in which they run
 scheduled. An instruction has an *opcode* (``"dot"``), *operands* (names of others in its
 computation) and *attributes*, which stay text here. XLA's CPU, GPU and TPU compilers print one
 format with different layouts, attributes and names.
+
+Pieces of the text that HLO is printed in: brackets, quotes, shapes, attributes.
+
+An *attribute* is what stands behind the operands of an instruction, as ``key=value``. A *shape* is
+that of one array; results of several arrays are printed as nested tuples, and read flattened.
+
+The source line that an instruction comes from.
+
+A program lists at its top the *frames* of Python's stack in which its operations were traced; an
+instruction names its innermost. The *source* of an instruction is the innermost line of model code:
+code of users, and of ``shardax.models``, which is read and changed like a user's. Code of JAX, of
+the layers and of optimizers is *library* code, and is the source of nothing unless the stack holds
+nothing else.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardax.core.errors import HloReadError
-from shardax.hlo.frames import TABLES, Frames, line_name
-from shardax.hlo.text import ArrayShape as ArrayShape
-from shardax.hlo.text import attribute, balanced, op_name, shapes, split_top
+from shardax._core.errors import ShardaxError
+
+
+class CompilerFailedError(ShardaxError, RuntimeError):
+    """A compiler ended with an error that is not a lack of memory; carries its words."""
+
+
+class HloReadError(ShardaxError, ValueError):
+    """A compiled program has something that its reader does not know; names the instruction.
+
+    It is an error because what was left out would be counted as nothing.
+    """
+
+
+# --- Text ---
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[(){}\[\],]')
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([^\[\]]*)\]")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+_OPAQUE = frozenset({"token", "opaque"})
+_BITS = {"pred": 8, "c64": 64, "c128": 128}
+_BITS_OF_NAME = re.compile(r"(?:s|u|f|bf)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayShape:
+    """The type of one array.
+
+    Attributes:
+        dtype: As HLO names it (``"bf16"``, ``"s32"``, ``"pred"``, ``"token"``).
+        dims: Sizes of its dimensions; of one that is bounded, the bound.
+
+    Example:
+        >>> ArrayShape("bf16", (2, 3)).bytes
+        12
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its elements, without padding; of a token none."""
+        return -(-self.size * bits(self.dtype) // 8)
+
+
+def bits(dtype: str) -> int:
+    """Returns the bits of an element of a dtype.
+
+    Args:
+        dtype: As HLO names it.
+
+    Returns:
+        Bits; 0 of a token.
+
+    Raises:
+        HloReadError: If there is no such dtype.
+    """
+    if dtype in _OPAQUE:
+        return 0
+    if dtype in _BITS:
+        return _BITS[dtype]
+    found = _BITS_OF_NAME.match(dtype)
+    if found is None:
+        raise HloReadError(
+            f"The program holds an array of dtype {dtype!r}, which is not known, so its bytes "
+            "cannot be counted."
+        )
+    return int(found[1])
+
+
+def shapes(text: str) -> tuple[ArrayShape, ...]:
+    """Returns the shapes of all arrays in the text of a type, flattened."""
+    if "/*" in text:
+        text = re.sub(r"/\*.*?\*/", "", text)
+    return tuple(
+        ArrayShape(dtype, tuple(int(each.strip("<= ")) for each in dims.split(",")) if dims else ())
+        for dtype, dims in _ARRAY.findall(text)
+    )
+
+
+def balanced(text: str, start: int) -> int:
+    """Finds the end of a bracket, outside quotes and comments.
+
+    Args:
+        text: Any text.
+        start: Where an opening bracket stands.
+
+    Returns:
+        The position after the bracket that closes it, or -1 if none does.
+    """
+    depth = 0
+    for found in _TOKEN.finditer(text, start):
+        token = found[0]
+        if token in "({[":
+            depth += 1
+        elif token in ")}]":
+            depth -= 1
+            if depth == 0:
+                return found.end()
+    return -1
+
+
+def attribute(text: str, key: str) -> str | None:
+    """Returns an attribute of an instruction.
+
+    Args:
+        text: Attributes of an instruction.
+        key: Its name.
+
+    Returns:
+        The text of its value, with brackets and quotes; None if there is none.
+
+    Example:
+        >>> attribute("kind=kLoop, calls=%add.1, metadata={op_name='a, b'}", "calls")
+        '%add.1'
+    """
+    start = 0
+    for comma in _top_commas(text):
+        if text.startswith(f"{key}=", start):
+            return text[start + len(key) + 1 : comma]
+        start = comma + 2
+    return text[start + len(key) + 1 :].strip() if text.startswith(f"{key}=", start) else None
+
+
+def op_name(text: str) -> str:
+    """Returns the name of the traced operation in an instruction's metadata, or "".
+
+    Args:
+        text: The metadata, or more.
+
+    Example:
+        >>> op_name('metadata={op_name="jit(f)/add" stack_frame_id=1}')
+        'jit(f)/add'
+    """
+    found = _OP_NAME.search(text)
+    return _ESCAPED.sub(r"\1", found[1]) if found else ""
+
+
+def split_top(text: str) -> list[str]:
+    """Splits a list at its commas, outside brackets, quotes and comments.
+
+    Args:
+        text: The list, without the brackets around it.
+
+    Returns:
+        Its items, stripped; none of an empty text.
+    """
+    items, start = [], 0
+    for comma in _top_commas(text):
+        items.append(text[start:comma].strip())
+        start = comma + 1
+    items.append(text[start:].strip())
+    return items if items != [""] else []
+
+
+def _top_commas(text: str) -> Iterator[int]:
+    """Yields where the commas are that are outside brackets, quotes and comments."""
+    depth = 0
+    for found in _TOKEN.finditer(text):
+        token = found[0]
+        if token in "({[":
+            depth += 1
+        elif token in ")}]":
+            depth -= 1
+        elif token == "," and depth == 0:
+            yield found.start()
+
+
+# --- Frames ---
+
+_ROW = re.compile(r"^(\d+) (.*)$")
+_FIELD = re.compile(r"(\w+)=(\d+)")
+_LIBRARY = re.compile(
+    r"/(?:site-packages|dist-packages|src|git)/"
+    r"(?P<path>(?:jax|jaxlib|shardax|optax|flax|chex)/.*\.py)$"
+)
+_MODELS = re.compile(r"shardax/models/")
+
+TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+class Frames:
+    """Frames of a program's stacks.
+
+    Args:
+        tables: Lines of the tables at the top of a program, by the name of the table.
+    """
+
+    def __init__(self, tables: dict[str, list[str]]) -> None:
+        """See the class."""
+        rows = {name: dict(_rows(tables.get(name, []))) for name in TABLES}
+        files = {number: text.strip('"') for number, text in rows["FileNames"].items()}
+        places = {number: _fields(text) for number, text in rows["FileLocations"].items()}
+        frames = {number: _fields(text) for number, text in rows["StackFrames"].items()}
+        parents = {number: frame.get("parent_frame_id", 0) for number, frame in frames.items()}
+        # Compilers of 2025 and 2026 print the parent's number plus one, so that the first frame,
+        # which has none, seems to be its own parent.
+        offset = 1 if any(number == parent for number, parent in parents.items()) else 0
+        self._parents = {number: parent - offset for number, parent in parents.items()}
+        self._places = {}
+        for number, frame in frames.items():
+            place = places.get(frame.get("file_location_id", 0), {})
+            self._places[number] = (files.get(place.get("file_name_id", 0), ""), place.get("line"))
+        self._sources: dict[int, str] = {}
+
+    def source(self, frame: int) -> str:
+        """Returns the source of an instruction, such as ``"model.py:12"``.
+
+        Args:
+            frame: Number of its innermost frame.
+
+        Returns:
+            The source; "" if the program does not hold the frame.
+        """
+        if frame not in self._sources:
+            self._sources[frame] = _source(self._stack(frame))
+        return self._sources[frame]
+
+    def _stack(self, frame: int) -> list[tuple[str, int]]:
+        """Files and lines from a frame outwards."""
+        stack, seen = [], set()
+        while frame in self._places and frame not in seen:
+            seen.add(frame)
+            file, line = self._places[frame]
+            if file and line is not None:
+                stack.append((file, line))
+            frame = self._parents[frame]
+        return stack
+
+
+def line_name(file: str, line: int) -> str:
+    """Returns how a line is called: after its file's name, or its path in a library."""
+    found = _LIBRARY.search(file)
+    return f"{found['path'] if found else file.rpartition('/')[2]}:{line}"
+
+
+def _source(stack: list[tuple[str, int]]) -> str:
+    own = [(file, line) for file, line in stack if not _is_library(file)]
+    of_shardax = [(file, line) for file, line in stack if "/shardax/" in file]
+    for file, line in (own or of_shardax or stack)[:1]:
+        return line_name(file, line)
+    return ""
+
+
+def _is_library(file: str) -> bool:
+    found = _LIBRARY.search(file)
+    return found is not None and not _MODELS.match(found["path"])
+
+
+def _rows(lines: list[str]) -> list[tuple[int, str]]:
+    found = [_ROW.match(line) for line in lines]
+    return [(int(each[1]), each[2]) for each in found if each]
+
+
+def _fields(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in _FIELD.findall(text)}
+
+
+# --- Program ---
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")

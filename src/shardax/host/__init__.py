@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens outside of JAX: functions on the host, with derivatives, inside programs."""
 
+from shardax.host.callback import host_exception as host_exception
+from shardax.host.callback import host_exceptions as host_exceptions
 from shardax.host.compile_reports import CompiledProgram as CompiledProgram
 from shardax.host.compile_reports import CompileReport as CompileReport
 from shardax.host.compile_reports import compile_report as compile_report
-from shardax.host.exporting import export as export
+from shardax.host.export.exporting import export as export
+from shardax.host.export.loading import LoadedFunction as LoadedFunction
+from shardax.host.export.loading import load as load
+from shardax.host.export.signature import Signature as Signature
 from shardax.host.host_function import HostFunction as HostFunction
 from shardax.host.host_function import host_function as host_function
 from shardax.host.kdtree import Ball as Ball
 from shardax.host.kdtree import KDTree as KDTree
 from shardax.host.kdtree import Neighbours as Neighbours
-from shardax.host.loading import LoadedFunction as LoadedFunction
-from shardax.host.loading import load as load
 from shardax.host.pickling import dumps as dumps
 from shardax.host.pickling import loads as loads
 from shardax.host.pickling import pickled_layout as pickled_layout
-from shardax.host.raised import host_exception as host_exception
-from shardax.host.raised import host_exceptions as host_exceptions
-from shardax.host.signature import Signature as Signature
 from shardax.host.torch_function import from_torch as from_torch
 from shardax.host.workers.futures import WorkerFuture as WorkerFuture
 from shardax.host.workers.kept import Remote as Remote

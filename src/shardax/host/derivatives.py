@@ -15,17 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.core._jax import Tracer
-from shardax.core.errors import DifferentiationError, TangentError
-from shardax.core.paths import Path, format_path, path_step
-from shardax.core.pytree import is_object
-from shardax.core.state import State
-from shardax.core.structure import flatten
-from shardax.host.program import HostProgram
-from shardax.transforms.call import Call, LateFrame
-from shardax.transforms.repeat import vary_alike
-from shardax.transforms.tangents import Tangents, is_differentiable
-from shardax.transforms.targets import DiffState, Target
+from shardax._core._jax import Tracer
+from shardax._core.graph.flatten import flatten, is_object
+from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.state.state import State
+from shardax._transforms.control.loop_body import vary_alike
+from shardax._transforms.errors import DifferentiationError, TangentError
+from shardax._transforms.grad.targets import DiffState, Tangents, Target, is_differentiable
+from shardax._transforms.lift.call import Call, LateFrame
+from shardax.host.callback import HostProgram
 
 _FLOAT0 = jax.dtypes.float0
 

@@ -18,11 +18,24 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from shardax.core.errors import HostSpecError, StaticArgumentError
-from shardax.core.frames import Frame, local
-from shardax.core.packing import PickledByName
-from shardax.core.pytree import is_object
-from shardax.core.variables import Variable
+from shardax._core.cross_process import PickledByName
+from shardax._core.frames import Frame, local
+from shardax._core.graph.flatten import is_object
+from shardax._core.variable import Variable
+from shardax._transforms.errors import StaticArgumentError
+from shardax._transforms.grad.custom_vjp import CustomVjp
+from shardax._transforms.grad.targets import is_differentiable
+from shardax._transforms.lift.call import Call, wraps
+from shardax._transforms.lift.functions import resolve_arguments, static_argument
+from shardax.host.callback import (
+    VMAP_METHODS,
+    HostFrame,
+    HostProgram,
+    call_on_host,
+    promise,
+    staged,
+    take,
+)
 from shardax.host.derivatives import (
     backward,
     forward,
@@ -31,13 +44,7 @@ from shardax.host.derivatives import (
     stopped,
     tangent_like,
 )
-from shardax.host.program import VMAP_METHODS, HostProgram, call_on_host, staged, take
-from shardax.host.results import promise
-from shardax.host.values import HostFrame
-from shardax.transforms.call import Call, wraps
-from shardax.transforms.custom_vjp import CustomVjp
-from shardax.transforms.static_arguments import resolve_arguments, static_argument
-from shardax.transforms.tangents import is_differentiable
+from shardax.host.errors import HostSpecError
 
 _PROGRAMS = 64
 """How many forms of its arguments a host function remembers."""

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.core._jax import Tracer
-from shardax.core.errors import NeighbourError
-from shardax.core.variables import Variable
+from shardax._core._jax import Tracer
+from shardax._core.variable import Variable
+from shardax.host.errors import NeighbourError
 from shardax.host.host_function import host_function
 
 

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._transforms.grad.targets import is_differentiable
+from shardax._transforms.lift.call import wraps
 from shardax.host.derivatives import if_differentiable
 from shardax.host.host_function import HostFunction, host_function
-from shardax.transforms.call import wraps
-from shardax.transforms.tangents import is_differentiable
 
 _BFLOAT16 = jnp.dtype("bfloat16")
 

@@ -24,25 +24,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax.core.dtypes import as_array
-from shardax.core.errors import LayerConfigError
-from shardax.core.modules import Module
-from shardax.core.rng import Rngs
-from shardax.nn.attention import MultiHeadAttention, attention_sizes
+from shardax._core.init.rng import Rngs
+from shardax._core.module import Module
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.attention import MultiHeadAttention, Rotation, attention_sizes, rotation
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP
 from shardax.nn.normalization import RMSNorm
-from shardax.nn.parameters import as_size, refuse_input
-from shardax.nn.remat_policy import check_policy, rematerialised
-from shardax.nn.rope import Rotation, rotation
-from shardax.nn.stack import Stack
-from shardax.partition.assignment import UNCONSTRAINED, mesh_axes_of
-from shardax.partition.constraints import constrain
+from shardax.nn.parameters import as_array, as_size, refuse_input
+from shardax.nn.stack import Stack, check_policy, rematerialised
+from shardax.partition.constrain import constrain
+from shardax.partition.context import current_rules
 from shardax.partition.mesh import resolve_mesh
-from shardax.partition.rules import Rules
-from shardax.partition.scope import current_rules
+from shardax.partition.rules import UNCONSTRAINED, Rules, mesh_axes_of
 
 DECODER_RULES = Rules(
     [

@@ -15,20 +15,22 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from shardax.core.display import ShownArray
-from shardax.core.errors import NamedAxesError, NamesRemainError
-from shardax.core.variables import Variable
-from shardax.named.base import refuse_loss, register, transposed
-from shardax.named.indexing import Indexing
-from shardax.named.lift import lifted_method, lifted_operator
-from shardax.named.names import (
+from shardax._core.object import ShownArray
+from shardax._core.variable import Variable
+from shardax.named.base import (
+    NamedAxesError,
+    NamesRemainError,
     canonical,
     check_dims,
     positional_places,
+    refuse_loss,
+    register,
     shown,
+    transposed,
 )
-from shardax.named.operators import Operators, unary
-from shardax.named.reductions import Reductions
+from shardax.named.elementwise import Operators, Reductions, unary
+from shardax.named.indexing import Indexing
+from shardax.named.lift import lifted_method, lifted_operator
 
 
 class NamedArray(Operators, Reductions, Indexing, ShownArray):

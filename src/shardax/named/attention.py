@@ -16,18 +16,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.core.dtypes import at_least_float32
-from shardax.core.errors import LayerConfigError, LayerInputError
-from shardax.core.lazy import Initializer
-from shardax.core.modules import Module
-from shardax.core.rng import Rngs
+from shardax._core.init.lazy import Initializer
+from shardax._core.init.rng import Rngs
+from shardax._core.module import Module
+from shardax._transforms.errors import LayerConfigError
 from shardax.named.array import NamedArray
+from shardax.named.base import shown
 from shardax.named.functions import dot, softmax
-from shardax.named.joining import where
-from shardax.named.layer_parts import Axes, check_axes, check_input
-from shardax.named.linear import Linear
-from shardax.named.make import arange
-from shardax.named.names import shown
+from shardax.named.layers import Axes, Linear, check_axes, check_input
+from shardax.named.make import arange, where
+from shardax.nn.parameters import LayerInputError, at_least_float32
 
 
 class Attention(Module):

@@ -16,18 +16,16 @@ from typing import Any, TypeVar
 
 import jax
 
-from shardax.core.errors import NamedAxesError
-from shardax.core.functional import iter_variables
-from shardax.core.modules import Module
-from shardax.core.node import Object
+from shardax._core.module import Module
+from shardax._core.object import Object
+from shardax._core.state.split_merge import iter_variables
 from shardax.named.array import NamedArray
-from shardax.named.names import label
-from shardax.partition.assignment import strings
-from shardax.partition.constraints import constrain as constrain_array
+from shardax.named.base import NamedAxesError, label
+from shardax.partition.constrain import constrain as constrain_array
+from shardax.partition.inventory import Survey
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.placement import shard as shard_by_rules
-from shardax.partition.rules import Rules
-from shardax.partition.survey import Survey
+from shardax.partition.rules import Rules, strings
 
 T = TypeVar("T")
 

@@ -19,15 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax.core.errors import ClosureError, MappedShardingError, NamedAxesError
-from shardax.core.node import Object
-from shardax.core.variables import Variable
-from shardax.named.align import Operand, listing, named_sizes
-from shardax.named.base import Stored
-from shardax.named.mapped import mapping
-from shardax.named.names import Dims, Name, sorted_names
+from shardax._core.object import Object
+from shardax._core.variable import Variable
+from shardax._transforms.errors import ClosureError, MappedShardingError
+from shardax._transforms.vmap.vmap import vmap
+from shardax.named.base import Dims, Name, NamedAxesError, Stored, mapping, sorted_names
+from shardax.named.elementwise import Operand, listing, named_sizes
 from shardax.partition.explicit import explicit_entries
-from shardax.transforms.batch import vmap
 
 Make = Callable[[Any, Dims], Any]
 

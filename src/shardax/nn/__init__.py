@@ -2,27 +2,27 @@
 """Layers: Modules whose parameters carry axis names.
 
 A *layer* is an ordinary Module. It is lazy until used (building it runs no JAX operation), keeps
-parameter dtype and compute dtype apart (``shardax.core.dtypes``), takes arrays with any batch
+parameter dtype and compute dtype apart (``shardax.nn.parameters``), takes arrays with any batch
 dimensions in front, and runs as it is on meshes with Auto and with Explicit axes
 (``shardax.partition.explicit``).
 """
 
 from shardax.nn.attention import MultiHeadAttention as MultiHeadAttention
 from shardax.nn.attention import QueryKeyValue as QueryKeyValue
-from shardax.nn.batch_norm import BatchNorm as BatchNorm
+from shardax.nn.attention import Rotation as Rotation
+from shardax.nn.attention import rotate as rotate
+from shardax.nn.attention import rotation as rotation
 from shardax.nn.dropout import Dropout as Dropout
 from shardax.nn.einsum import Einsum as Einsum
 from shardax.nn.embedding import Embed as Embed
 from shardax.nn.linear import Linear as Linear
 from shardax.nn.mlp import MLP as MLP
+from shardax.nn.mlp import Sequential as Sequential
+from shardax.nn.normalization import BatchNorm as BatchNorm
 from shardax.nn.normalization import LayerNorm as LayerNorm
 from shardax.nn.normalization import RMSNorm as RMSNorm
-from shardax.nn.rope import Rotation as Rotation
-from shardax.nn.rope import rotate as rotate
-from shardax.nn.rope import rotation as rotation
-from shardax.nn.sequential import Sequential as Sequential
 from shardax.nn.stack import Stack as Stack
 from shardax.nn.stack import stack_layers as stack_layers
+from shardax.nn.stack import stack_state as stack_state
 from shardax.nn.stack import unstack_layers as unstack_layers
-from shardax.nn.stack_layout import stack_state as stack_state
-from shardax.nn.stack_layout import unstack_state as unstack_state
+from shardax.nn.stack import unstack_state as unstack_state

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax.core.dtypes import as_array
-from shardax.core.errors import LayerConfigError, LayerInputError, MissingRngsError
-from shardax.core.modules import Module
-from shardax.core.rng import Rngs, RngStream
+from shardax._core.errors import MissingRngsError
+from shardax._core.init.rng import Rngs, RngStream
+from shardax._core.module import Module
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.parameters import LayerInputError, as_array
 from shardax.partition.explicit import explicit_sharding
 
 

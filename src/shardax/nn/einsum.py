@@ -18,15 +18,17 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from shardax.core.dtypes import as_array, canonical_dtype, cast_all
-from shardax.core.errors import LayerConfigError
-from shardax.core.lazy import Initializer
-from shardax.core.modules import Module
-from shardax.core.rng import Rngs
-from shardax.nn.contraction import einsum
+from shardax._core.init.lazy import Initializer
+from shardax._core.init.rng import Rngs
+from shardax._core.module import Module
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.linear import einsum
 from shardax.nn.parameters import (
+    as_array,
     as_axes,
     as_sizes,
+    canonical_dtype,
+    cast_all,
     lecun_normal,
     make_parameter,
     refuse_input,

@@ -10,12 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.core.dtypes import as_array, canonical_dtype, cast_all
-from shardax.core.lazy import Initializer
-from shardax.core.modules import Module
-from shardax.core.rng import Rngs
-from shardax.nn.contraction import contract
-from shardax.nn.parameters import as_size, make_parameter, refuse_input, shown_sizes
+from shardax._core.init.lazy import Initializer
+from shardax._core.init.rng import Rngs
+from shardax._core.module import Module
+from shardax.nn.linear import contract
+from shardax.nn.parameters import (
+    as_array,
+    as_size,
+    canonical_dtype,
+    cast_all,
+    make_parameter,
+    refuse_input,
+    shown_sizes,
+)
 from shardax.partition.explicit import joined_sharding
 
 default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(

@@ -3,33 +3,51 @@
 
 *Statistics* (means over the features) and the scaling by them are computed in float32 or wider
 whatever the input's dtype, and the result is cast to the compute dtype at the end.
+
+``BatchNorm``: normalisation of every feature over the batch.
+
+Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing Internal
+Covariate Shift", 2015.
+
+While training, *batch statistics* (mean and variance of each feature over everything else) are
+computed from the input, and *running statistics*, which are state (``BatchStat``), follow them.
+While evaluating, the running ones are used. Where a batch is spread over the lanes of ``vmap`` or
+the shards of ``shard_map``, ``axis_name`` makes its statistics those of the whole batch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.core.dtypes import as_array, at_least_float32, canonical_dtype, result_dtype
-from shardax.core.lazy import Initializer
-from shardax.core.modules import Module
-from shardax.core.normalization import check_epsilon
-from shardax.core.rng import Rngs
+from shardax._core.init.lazy import Init, Initializer
+from shardax._core.init.rng import Rngs
+from shardax._core.module import Module
+from shardax._core.variable import BatchStat
+from shardax._transforms.errors import LayerConfigError
 from shardax.nn.parameters import (
+    LayerInputError,
+    as_array,
     as_axes,
     as_size,
+    at_least_float32,
+    canonical_dtype,
+    check_epsilon,
     make_parameter,
     ones,
     refuse_input,
+    result_dtype,
     shown_sizes,
     zeros,
 )
 from shardax.partition.explicit import align
+
+# --- Normalization ---
 
 
 class RMSNorm(Module):
@@ -202,3 +220,190 @@ def _spread(parameter: jax.Array, x: jax.Array) -> jax.Array:
     """Returns a parameter of shape (features,) ready to be combined with ``x`` elementwise."""
     parameter = align(parameter.astype(x.dtype), x)
     return jax.lax.expand_dims(parameter, range(x.ndim - 1))
+
+
+# --- Batch norm ---
+
+
+class BatchNorm(Module):
+    """Subtracts the mean and divides by the standard deviation of each feature over the batch.
+
+    ``(x - mean) / sqrt(var + epsilon) * scale + bias``. Variances are those of the batch itself
+    (divided by its size, not by one less). After a call in training the running statistics are
+    ``momentum * running + (1 - momentum) * batch``; no gradient goes through them.
+    ``model.train()`` and ``model.eval()`` choose the statistics by ``use_running_average``.
+
+    Args:
+        features: Size of the dimension ``axis``.
+        axis: The dimension of the features; negative counts from the end.
+        momentum: How much of the running statistics is kept in each call, from 0 to 1.
+        epsilon: Added to the variance, against division by zero.
+        use_running_average: Whether it starts in evaluation.
+        axis_name: Name of the axes of ``vmap`` or ``shard_map`` over which the batch is spread.
+        use_scale: Whether to multiply by a learnt scale.
+        use_bias: Whether to add a learnt bias.
+        dtype: Compute dtype, that of the result; None promotes input and parameters.
+        param_dtype: Parameter dtype. Statistics are float32.
+        scale_init: Initializer of the scale.
+        bias_init: Initializer of the bias.
+        axes: Axis name of parameters and statistics.
+        rngs: Random streams; only needed by initializers that draw.
+
+    Attributes:
+        mean: ``BatchStat`` of shape (features,), the running mean.
+        var: ``BatchStat`` of shape (features,), the running variance.
+        scale: ``Param`` of shape (features,), or None.
+        bias: ``Param`` of shape (features,), or None.
+        use_running_average: Whether the running statistics are used.
+
+    Raises:
+        LayerConfigError: If a size or number is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> norm = sx.nn.BatchNorm(1, momentum=0.5, epsilon=0.0)
+        >>> norm(jnp.array([[1.0], [3.0]])).ravel().tolist()
+        [-1.0, 1.0]
+        >>> norm.mean.value.tolist(), norm.var.value.tolist()
+        ([1.0], [1.0])
+        >>> norm.eval()
+        >>> norm(jnp.array([[1.0], [3.0]])).ravel().tolist()
+        [0.0, 2.0]
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        axis: int = -1,
+        momentum: float = 0.99,
+        epsilon: float = 1e-5,
+        use_running_average: bool = False,
+        axis_name: Hashable | tuple[Hashable, ...] | None = None,
+        use_scale: bool = True,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = np.float32,
+        scale_init: Initializer = ones,
+        bias_init: Initializer = zeros,
+        axes: Sequence[str | None] = ("embed",),
+        rngs: Rngs | None = None,
+    ) -> None:
+        if not 0 <= momentum <= 1:
+            raise LayerConfigError(
+                f"BatchNorm needs a momentum from 0 to 1, the part of the running statistics to "
+                f"keep, but momentum={momentum!r}."
+            )
+        self.features = as_size("BatchNorm", "features", features)
+        self.axis = int(axis)
+        self.momentum = float(momentum)
+        self.epsilon = check_epsilon("BatchNorm", epsilon)
+        self.use_running_average = bool(use_running_average)
+        self.axis_name = axis_name
+        names, shape = as_axes("BatchNorm", "axis names", axes, 1), (self.features,)
+        self.mean = BatchStat(Init(zeros, shape, np.float32), axes=names)
+        self.var = BatchStat(Init(ones, shape, np.float32), axes=names)
+        make = functools.partial(
+            make_parameter, "BatchNorm", shape=shape, dtype=param_dtype, axes=names, rngs=rngs
+        )
+        self.scale = make(scale_init) if use_scale else None
+        self.bias = make(bias_init) if use_bias else None
+        self.dtype = canonical_dtype(dtype)
+
+    def __call__(
+        self, x: Any, *, use_running_average: bool | None = None, mask: Any = None
+    ) -> jax.Array:
+        """Normalises an input, and in training follows its statistics.
+
+        Args:
+            x: Any shape of rank 1 or more; the dimension ``axis`` has size ``features``.
+            use_running_average: Overrides the attribute for this call.
+            mask: Which elements count for the statistics; booleans that broadcast to ``x``, such
+                as (batch, length, 1). All are normalised.
+
+        Returns:
+            The same shape, in the compute dtype.
+
+        Raises:
+            LayerInputError: If the dimension of the features has another size, or there is no axis
+                ``axis_name`` here.
+        """
+        x = as_array(x)
+        dimension = self._dimension(x)
+        wide = x.astype(at_least_float32(x.dtype))
+        running = self.use_running_average if use_running_average is None else use_running_average
+        if running:
+            mean, var = self.mean.value, self.var.value
+        else:
+            mean, var = self._batch_statistics(wide, dimension, mask)
+        scale = None if self.scale is None else self.scale.value
+        bias = None if self.bias is None else self.bias.value
+        normed = wide - _batch_norm_spread(mean, wide, dimension)
+        normed = normed * jax.lax.rsqrt(_batch_norm_spread(var, wide, dimension) + self.epsilon)
+        if scale is not None:
+            normed = normed * _batch_norm_spread(scale, wide, dimension)
+        if bias is not None:
+            normed = normed + _batch_norm_spread(bias, wide, dimension)
+        return normed.astype(result_dtype(self.dtype, x, scale, bias))
+
+    def _dimension(self, x: jax.Array) -> int:
+        inside = -x.ndim <= self.axis < x.ndim
+        if not inside or x.shape[self.axis] != self.features:
+            refuse_input(
+                f"BatchNorm({self.features})",
+                f"an input whose dimension {self.axis} has size {self.features}",
+                x,
+                "Make the layer with the features that the input has, and axis=... for where they "
+                "stand.",
+            )
+        return self.axis % x.ndim
+
+    def _batch_statistics(
+        self, x: jax.Array, dimension: int, mask: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns mean and variance of every feature, and lets the running ones follow."""
+        others = tuple(axis for axis in range(x.ndim) if axis != dimension)
+        where = None if mask is None else jnp.broadcast_to(as_array(mask).astype(bool), x.shape)
+        count = None if where is None else self._over_axis(jax.lax.psum, where.sum(others))
+
+        def average(values: jax.Array) -> jax.Array:
+            if where is None or count is None:
+                return self._over_axis(jax.lax.pmean, values.mean(others))
+            total = self._over_axis(jax.lax.psum, values.sum(others, where=where))
+            return total / jnp.maximum(count, 1)
+
+        mean = average(x)
+        # Of centred values, so that a large common offset costs no precision.
+        var = average(jnp.square(x - _batch_norm_spread(mean, x, dimension)))
+        for statistic, batch in ((self.mean, mean), (self.var, var)):
+            self._follow(statistic, batch, count)
+        return mean, var
+
+    def _over_axis(self, collective: Any, x: jax.Array) -> jax.Array:
+        if self.axis_name is None:
+            return x
+        try:
+            return collective(x, self.axis_name)
+        except NameError as error:
+            raise LayerInputError(
+                f"BatchNorm(axis_name={self.axis_name!r}) was called where there is no such axis. "
+                f"Call it inside sx.vmap(..., axis_name={self.axis_name!r}) or sx.shard_map over a "
+                f"mesh with that axis, or in evaluation, model.eval()."
+            ) from error
+
+    def _follow(
+        self, statistic: BatchStat[jax.Array], batch: jax.Array, count: jax.Array | None
+    ) -> None:
+        """Moves a running statistic towards that of a batch, where the batch has any element."""
+        before = statistic.value
+        batch = align(jax.lax.stop_gradient(batch).astype(before.dtype), before)
+        after = self.momentum * before + (1 - self.momentum) * batch
+        if count is not None:
+            after = jnp.where(align(count, before) > 0, after, before)
+        statistic.value = after
+
+
+def _batch_norm_spread(parameter: jax.Array, x: jax.Array, dimension: int) -> jax.Array:
+    """Returns an array of shape (features,) ready to be combined with ``x`` elementwise."""
+    parameter = align(parameter.astype(x.dtype), x, (dimension,))
+    return jax.lax.expand_dims(parameter, [i for i in range(x.ndim) if i != dimension])

@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all layers share: making parameters and checking what they are given.
 
-A layer's parameters are lazy (``core.lazy``): building a layer runs no JAX operation. Each has an
+A layer's parameters are lazy (``_core.init.lazy``): building a layer runs no JAX operation. Each has an
 axis name per dimension. The names have defaults, the same for layers that are meant to be joined
 ("embed" is what goes from layer to layer), and every layer lets its caller choose others.
+
+Dtypes of layers: what is stored and what is computed with.
+
+The *parameter dtype* (``param_dtype``) is how a parameter is stored, trained and saved. The
+*compute dtype* (``dtype``) is what inputs and parameters are cast to where they are used, and so
+the dtype of a layer's output. Without a compute dtype a layer *promotes*: it computes in the widest
+dtype among its input and its parameters, by JAX's own promotion.
+
+What layers that normalise check alike, by position and by name.
+
+*Epsilon* is what such a layer adds to a variance, or to a mean square, against division by zero.
 """
 
 from __future__ import annotations
@@ -13,12 +24,21 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from shardax.core.errors import LayerConfigError, LayerInputError
-from shardax.core.lazy import Init, Initializer
-from shardax.core.rng import Rngs
-from shardax.core.variables import Param
+from shardax._core.errors import ShardaxError
+from shardax._core.init.lazy import Init, Initializer
+from shardax._core.init.rng import Rngs
+from shardax._core.variable import Param
+from shardax._transforms.errors import LayerConfigError
+
+
+class LayerInputError(ShardaxError, ValueError):
+    """A layer was called on an input of a wrong shape, rank or dtype."""
+
+
+# --- Parameters ---
 
 ones = jax.nn.initializers.ones
 zeros = jax.nn.initializers.zeros
@@ -121,3 +141,67 @@ def refuse_input(layer: str, expected: str, found: Any, hint: str) -> NoReturn:
     """Raises the error for an input that a layer cannot take."""
     shape = f"{found.dtype}{list(found.shape)}" if hasattr(found, "shape") else repr(found)
     raise LayerInputError(f"{layer} takes {expected}, but was given {shape}. {hint}")
+
+
+# --- Dtypes ---
+
+
+def canonical_dtype(dtype: Any) -> np.dtype | None:
+    """Returns a dtype as NumPy names it, canonical for JAX.
+
+    Example:
+        >>> canonical_dtype("bfloat16"), canonical_dtype(float), canonical_dtype(None)
+        (dtype(bfloat16), dtype('float32'), None)
+    """
+    return None if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+
+
+def as_array(value: Any) -> jax.Array:
+    """Returns what stands for an array (a number, NumPy array, Variable) as a JAX array."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Casts arrays to the compute dtype.
+
+    Args:
+        dtype: The compute dtype, or None to promote the arrays to their widest.
+        *arrays: Any shapes; at least one is floating or complex.
+
+    Returns:
+        The arrays, all of one dtype; those that have it already are returned as they are.
+
+    Example:
+        >>> x, kernel = jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float32)
+        >>> [array.dtype.name for array in cast_all(None, x, kernel)]
+        ['float32', 'float32']
+    """
+    wanted = jnp.result_type(*arrays) if dtype is None else dtype
+    return tuple(array if array.dtype == wanted else array.astype(wanted) for array in arrays)
+
+
+def at_least_float32(dtype: Any) -> np.dtype:
+    """Returns the dtype in which statistics over a ``dtype`` array are computed."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any:
+    """Returns the compute dtype; without one, what input and parameters promote to."""
+    if dtype is not None:
+        return dtype
+    promoted = jnp.result_type(x, *(one for one in parameters if one is not None))
+    return promoted if jnp.issubdtype(promoted, jnp.inexact) else at_least_float32(promoted)
+
+
+# --- Normalization ---
+
+
+def check_epsilon(layer: str, epsilon: float) -> float:
+    """Returns what is added to a variance.
+
+    Raises:
+        LayerConfigError: If it is negative.
+    """
+    if not epsilon >= 0:
+        raise LayerConfigError(f"{layer} needs epsilon to be at least 0, but epsilon={epsilon!r}.")
+    return float(epsilon)

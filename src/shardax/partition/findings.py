@@ -20,8 +20,8 @@ A *finding* is one thing worth knowing about a layout: an ``"error"`` (the layou
 * ``shadowed-rule``: warning; an earlier rule for the same name leaves a rule nothing to do.
 * ``unused-mesh-axis``: info; no rule names a mesh axis.
 
-Those about one array are made in ``shardax.partition.judge``, those about rules by themselves in
-``shardax.partition.rule_findings``, and those that need many arrays in ``shardax.partition.check``.
+Those about one array are made in ``shardax.partition.checker``, those about rules by themselves in
+``shardax.partition.rules``, and those that need many arrays in ``shardax.partition.checker``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardax.core.paths import Path
+from shardax._core.graph.paths import Path
 from shardax.partition.mesh import mesh_text
 
 Severity = Literal["error", "warning", "info"]

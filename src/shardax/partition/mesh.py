@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardax.core.errors import MeshError
+from shardax._transforms.errors import MeshError
 
 AnyMesh = Mesh | AbstractMesh
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overrides: places that are said of some Variables apart from the rules.
 
-An *override* is a pair of a filter (``shardax.core.filters``) and what holds for the Variables that
+An *override* is a pair of a filter (``shardax._core.state.filters``) and what holds for the Variables that
 match it. That is either *more rules*, which come before the layout's own (so that moments of an
 optimizer are split over a mesh axis that their parameters are not), or a *place*: a
 ``PartitionSpec`` over the layout's mesh, or a ``NamedSharding``. None leaves a Variable to the
@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax.core.errors import OverrideError, RulesError
-from shardax.core.filters import first_match, to_predicates
-from shardax.core.paths import format_path
-from shardax.core.state import State
+from shardax._core.graph.paths import format_path
+from shardax._core.state.filters import first_match, to_predicates
+from shardax._core.state.state import State
+from shardax._transforms.lift.prefix import FilterMapping, StateSharding
+from shardax.partition.errors import OverrideError, RulesError
 from shardax.partition.findings import Finding
+from shardax.partition.inventory import Subject, Survey
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules
-from shardax.partition.survey import Subject, Survey
-from shardax.transforms.prefix import FilterMapping, StateSharding
 
 OverridesLike = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 """A mapping or pairs of filter and place or rules; a ``StateSharding``; a ``State`` of places."""

@@ -13,7 +13,7 @@ shows in the tree as a whole:
   tree are on the mesh: a program that takes both fails.
 * ``no-rules``: error; a box has logical names, and there are no rules.
 * ``reduced-state``: an optimizer's state is in the box of its parameter and has another shape (see
-  ``shardax.partition.state_boxes``). Info if that is clear, warning if it is replicated for want.
+  ``shardax.partition.inventory``). Info if that is clear, warning if it is replicated for want.
 * ``other-mesh``: warning; a box has a mesh of its own, which is not the one given.
 * ``unused-override`` and ``override-conflict``: see ``shardax.partition.overrides``.
 """
@@ -27,17 +27,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from shardax.core._jax import Tracer
-from shardax.core.filters import OfType
-from shardax.core.paths import Path, format_path
-from shardax.core.variables import OptState
-from shardax.partition.assignment import mesh_axes_of
-from shardax.partition.check import LARGE_BYTES, LARGE_FRACTION
+from shardax._core._jax import Tracer
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.state.filters import OfType
+from shardax._core.variable import OptState
+from shardax.partition.checker import LARGE_BYTES, LARGE_FRACTION
 from shardax.partition.findings import Finding, format_mesh
+from shardax.partition.inventory import ArrayInfo, Slot, Survey
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.overrides import MemoryKinds, OverridesLike
-from shardax.partition.rules import RulesLike
-from shardax.partition.survey import ArrayInfo, Slot, Survey
+from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.partition.tree_layout import TreeLayout
 
 

@@ -20,23 +20,35 @@ from typing import Any, Literal
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax.core.errors import NoMeshError, NoRulesError
-from shardax.core.paths import format_path
-from shardax.partition.boxes import identity_rules
-from shardax.partition.check import (
+from shardax._core.graph.paths import format_path
+from shardax._transforms.errors import NoMeshError
+from shardax.partition.boxes.boxes import identity_rules
+from shardax.partition.checker import (
     LARGE_BYTES,
     LARGE_FRACTION,
     ArrayRecord,
     raise_on_errors,
     specs_for,
 )
+from shardax.partition.context import resolve_rules
+from shardax.partition.errors import NoRulesError
 from shardax.partition.findings import Finding
+from shardax.partition.inventory import (
+    Slot,
+    Survey,
+    entry_of,
+    nbytes,
+    states_of_boxes,
+    with_hints,
+)
 from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.overrides import Choice, MemoryKinds, OverridesLike, choices
+from shardax.partition.overrides import (
+    Choice,
+    MemoryKinds,
+    OverridesLike,
+    choices,
+)
 from shardax.partition.rules import RulesLike
-from shardax.partition.scope import resolve_rules
-from shardax.partition.state_boxes import states_of_boxes, with_hints
-from shardax.partition.survey import Slot, Survey, entry_of, nbytes
 
 RulesFor = Literal["boxes", "all"]
 """Of what logical names are an error without rules."""

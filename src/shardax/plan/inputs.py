@@ -23,19 +23,18 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from shardax.core.errors import PlanInputError
-from shardax.core.node import Object
-from shardax.core.paths import Path, format_path, path_step
-from shardax.core.state import Origin
-from shardax.core.variables import OptState, Param, Variable
-from shardax.partition.assignment import mesh_axes_of
-from shardax.partition.boxes import AxisMetadata
+from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.object import Object
+from shardax._core.state.state import Origin
+from shardax._core.variable import OptState, Param, Variable
+from shardax.partition.boxes.boxes import AxisMetadata
+from shardax.partition.boxes.partitioned import LogicallyPartitioned
 from shardax.partition.findings import Finding
+from shardax.partition.inventory import ArrayInfo, Slot, Survey
 from shardax.partition.mesh import AnyMesh
-from shardax.partition.partitioned import LogicallyPartitioned
-from shardax.partition.rules import Rules
-from shardax.partition.survey import ArrayInfo, Slot, Survey
+from shardax.partition.rules import Rules, mesh_axes_of
 from shardax.partition.tree_layout import TreeLayout
+from shardax.plan.errors import PlanInputError
 from shardax.plan.records import ArrayLayout, Layout
 
 KINDS = ("parameters", "optimizer", "batch", "other")

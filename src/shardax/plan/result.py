@@ -3,7 +3,7 @@
 
 A layout is better if it fits; then if the middle of its time band is lower (of one example, where
 batch sizes differ); then if it moves fewer bytes. Layouts whose times cannot be told apart are
-*ties* (``shardax.plan.cost``), and the plan says so rather than feign a difference.
+*ties* (``shardax.plan.hardware.cost``), and the plan says so rather than feign a difference.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardax.core.errors import PlanFileError, PlanInputError
-from shardax.core.files import write_whole
+from shardax.host.files import write_whole
 from shardax.partition.findings import did_you_mean
+from shardax.plan.errors import PlanFileError, PlanInputError
 from shardax.plan.records import LayoutReport, from_data, to_data
 
 FORMAT = 1
@@ -122,7 +122,7 @@ class Plan:
         return f"{start}{reasons}"
 
     def __str__(self) -> str:
-        from shardax.plan.table import render
+        from shardax.plan.report.table import render
 
         return render(self)
 
@@ -177,6 +177,6 @@ class Plan:
         Args:
             path: The file.
         """
-        from shardax.plan.html import page
+        from shardax.plan.report.html import page
 
         write_whole(path, page(self))

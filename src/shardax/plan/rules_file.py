@@ -29,11 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from shardax.core.errors import RulesError
-from shardax.core.files import write_whole
-from shardax.partition.assignment import UNCONSTRAINED
+from shardax.host.files import write_whole
+from shardax.partition.errors import RulesError
 from shardax.partition.findings import did_you_mean
-from shardax.partition.rules import Rules
+from shardax.partition.rules import UNCONSTRAINED, Rules
 from shardax.plan.records import Layout
 
 _KEYS = ("rules", "mesh", "on_conflict", "on_unmapped")

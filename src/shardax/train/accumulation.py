@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.core.errors import AccumulationError
-from shardax.core.paths import format_path
-from shardax.core.pytree import has_objects
-from shardax.core.variables import Param
-from shardax.transforms.autodiff import value_and_grad
-from shardax.transforms.kinds import result_kinds
-from shardax.transforms.once import Once
+from shardax._core.graph.flatten import has_objects
+from shardax._core.graph.paths import format_path
+from shardax._core.variable import Param
+from shardax._transforms.control.loop_body import result_kinds
+from shardax._transforms.grad.grad import value_and_grad
+from shardax._transforms.lift.call import Once
+from shardax.train.errors import AccumulationError
 
 
 def accumulated_value_and_grad(

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardax.core.errors import TextSourceError
+from shardax.train.errors import TextSourceError
 from shardax.train.text import ByteText, TextPart
 
 Counts = npt.NDArray[np.int64]

@@ -19,18 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardax.core._jax import Tracer
-from shardax.core.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CheckpointValueError,
-    CheckpointWriteError,
-)
-from shardax.core.lazy import LazyValue
+from shardax._core._jax import Tracer
+from shardax._core.init.lazy import LazyValue
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.specs import abstract
-from shardax.train import checkpoint_storage as storage
+from shardax.train import checkpoint_format as storage
 from shardax.train.checkpoint_format import (
     Contents,
     Slot,
@@ -39,6 +33,12 @@ from shardax.train.checkpoint_format import (
     contents_of,
     describe,
     records_in,
+)
+from shardax.train.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointValueError,
+    CheckpointWriteError,
 )
 
 

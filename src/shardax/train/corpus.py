@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardax.core.errors import TextNotFoundError, TextSourceError
+from shardax.train.errors import TextNotFoundError, TextSourceError
 
 SEPARATOR = b"\x00"
 """One NUL byte after each file: it does not occur in text, so a model can learn where files end."""

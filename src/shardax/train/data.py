@@ -30,9 +30,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardax.core.errors import DataPositionError, WindowError
-from shardax.train.shuffle import hash64, permute
-from shardax.train.text import TextPart
+from shardax.train.errors import DataPositionError, WindowError
+from shardax.train.text import TextPart, hash64, permute
 
 Batch = dict[str, npt.NDArray[Any]]
 _Int64Array = npt.NDArray[np.int64]

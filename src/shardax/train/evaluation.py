@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax.core.errors import TrainerError
-from shardax.core.functional import iter_modules
+from shardax._core.state.split_merge import iter_modules
+from shardax._transforms.jit.jit import jit
+from shardax.train.errors import TrainerError
 from shardax.train.prefetch import put_batch
-from shardax.transforms.jit import jit
 
 MODES = {"deterministic": True, "use_running_average": True}
 """The attributes that make evaluation mode, as ``Module.eval`` sets them."""

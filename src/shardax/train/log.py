@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax.core.errors import LogError
+from shardax.train.errors import LogError
 
 Record = dict[str, Any]
 

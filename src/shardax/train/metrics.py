@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.core.errors import MetricError
-from shardax.core.functional import iter_variables
-from shardax.core.modules import Module
-from shardax.core.variables import MetricState
+from shardax._core.module import Module
+from shardax._core.state.split_merge import iter_variables
+from shardax._core.variable import MetricState
+from shardax.train.errors import MetricError
 
 
 class Metric(Module):

@@ -22,24 +22,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from shardax.core._jax import Tracer
-from shardax.core.errors import GradientMismatchError, OptimizerStateError
-from shardax.core.frames import local, resolve
-from shardax.core.functional import iter_variables
-from shardax.core.modules import Module
-from shardax.core.paths import Path, format_path
-from shardax.core.state import Origin, State, flatten_mapping
-from shardax.core.variables import OptState, Param, Variable
-from shardax.partition.boxes import BOX_ENTRY
+from shardax._core._jax import Tracer
+from shardax._core.frames import local, resolve
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.module import Module
+from shardax._core.state.split_merge import iter_variables
+from shardax._core.state.state import Origin, State, flatten_mapping
+from shardax._core.variable import OptState, Param, Variable
+from shardax.partition.boxes.boxes import BOX_ENTRY
+from shardax.train.errors import GradientMismatchError, OptimizerStateError
 from shardax.train.optimizer_layout import (
     Fill,
+    Parameters,
     StateLayout,
     StateLeaf,
+    StateValue,
     Transformation,
     layout_of,
     separate_arrays,
 )
-from shardax.train.optimizer_values import Parameters, StateValue
 
 
 class Optimizer(Module):

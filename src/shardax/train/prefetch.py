@@ -5,10 +5,17 @@ While a step runs, one worker thread reads the next host batch and starts its tr
 devices do not wait for the disk. The source therefore stands *ahead* of what the loop has taken;
 ``Prefetch.state()`` is the position of what was *taken*, which is the one that belongs in a
 checkpoint.
+
+Values that are kept in the memory of the host, and come to the devices to be computed with.
+
+``shard(..., memory_kind={sx.OptState: "pinned_host"})`` keeps an optimizer's state out of the
+devices' own memory. JAX computes with values of one memory only, so a program brings such values to
+the device first and returns them afterwards; the compiler sees when each is needed.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +24,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from shardax.core.errors import PrefetchError
+from shardax._core.state.split_merge import iter_variables
+from shardax.train.errors import PrefetchError
+
+# --- Prefetch ---
 
 _END = object()
 
@@ -208,3 +218,42 @@ def _no_position(method: str, source: object) -> PrefetchError:
         f"{type(source).__name__} has none. Use TrainBatches, or give your iterator these two "
         "methods."
     )
+
+
+# --- Host memory ---
+
+
+@contextlib.contextmanager
+def in_device_memory(tree: Any) -> Iterator[None]:
+    """Has values that are in host memory in device memory for a block, inside a compiled function.
+
+    Args:
+        tree: A Module, a Variable, or a pytree of such; their layout over the mesh stays.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> total = sx.Variable(jax.device_put(jnp.zeros(2), jax.memory.Space.Host))
+        >>> @sx.jit
+        ... def add(total, x):
+        ...     with in_device_memory(total):
+        ...         total.value += x
+        >>> add(total, jnp.ones(2))
+        >>> total.value.tolist(), total.value.sharding.memory_kind
+        ([1.0, 1.0], 'pinned_host')
+    """
+    hosted = [variable for _, variable in iter_variables(tree) if _is_in_host_memory(variable)]
+    _move(hosted, jax.memory.Space.Device)
+    try:
+        yield
+    finally:
+        _move(hosted, jax.memory.Space.Host)
+
+
+def _is_in_host_memory(variable: Any) -> bool:
+    leaves = jax.tree.leaves(variable.value)
+    return any(jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in leaves)
+
+
+def _move(variables: list[Any], space: Any) -> None:
+    for variable in variables:
+        variable.value = jax.device_put(variable.value, space)

@@ -5,6 +5,16 @@ A run is determined by its model, optimizer, data and settings. After each step 
 the Variables of model and optimizer and the position in the data. That is what a checkpoint holds,
 so a run that was killed and resumed ends in the same parameters, to the last bit, as one that was
 not.
+
+What a training run is told before it starts, and what it tells when it ends.
+
+Stopping on request: SIGINT and SIGTERM end a run after the current step.
+
+How a batch is divided over a mesh, and whether it can be.
+
+The arrays of a batch have the axes ``("batch", "seq")``, as many of them as they have dimensions,
+and rules map these names to mesh axes. A *part* is one of the microbatches that gradient
+accumulation cuts a batch into: each is divided over the mesh by itself.
 """
 
 from __future__ import annotations
@@ -12,32 +22,252 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from signal import Signals
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
-from shardax.core.errors import TrainerError
+from shardax._transforms.jit.jit import jit
+from shardax.partition.checker import spec_for
+from shardax.partition.context import axis_rules, resolve_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.placement import shard
-from shardax.partition.scope import axis_rules
+from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
 from shardax.train.accumulation import accumulated_value_and_grad
-from shardax.train.batch_layout import batch_shardings
 from shardax.train.checkpoint import Checkpoints
-from shardax.train.clock import Clock
+from shardax.train.errors import TrainerError
 from shardax.train.evaluation import evaluation_mode, held_out_loss, make_eval_step
-from shardax.train.host_memory import in_device_memory
 from shardax.train.log import JsonlLog, read_jsonl
-from shardax.train.prefetch import Positioned, Prefetch
-from shardax.train.progress import Display, make_display
-from shardax.train.settings import RunResult, TrainerSettings
-from shardax.train.signals import StopRequest
-from shardax.transforms.jit import jit
+from shardax.train.prefetch import Positioned, Prefetch, in_device_memory
+from shardax.train.progress import Clock, Display, make_display
+
+# --- Settings ---
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How long to train and what to do along the way.
+
+    Attributes:
+        steps: Number of optimizer steps of the whole run, resumed parts included.
+        log_every: Steps between log records of the training loss.
+        eval_every: Steps between held-out evaluations; 0: only at the end.
+        checkpoint_every: Steps between checkpoints; 0: only at the end.
+        keep_checkpoints: How many checkpoints to keep.
+        grad_accumulation: Parts into which each batch is split to save memory; the update is that
+            of the whole batch.
+
+    Raises:
+        TrainerError: If one is not an integer, or is too small.
+
+    Example:
+        >>> TrainerSettings(steps=100, checkpoint_every=25).log_every
+        10
+    """
+
+    steps: int
+    log_every: int = 10
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    grad_accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        least: dict[str, int] = {"eval_every": 0, "checkpoint_every": 0}
+        for name, value in vars(self).items():
+            if type(value) is not int or value < least.get(name, 1):
+                hint = "; 0: only at the end" if name in least else ""
+                raise TrainerError(
+                    f"TrainerSettings has {name}={value!r}, but it must be an integer of at least "
+                    f"{least.get(name, 1)}{hint}."
+                )
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        step: Last step done.
+        loss: Training loss of that step.
+        eval_loss: Held-out loss at the end; None without held-out data or when stopped.
+        stopped: The signal that stopped the run early, or None.
+        checkpoint: The last checkpoint's directory.
+        log: The log file.
+
+    Example:
+        >>> from pathlib import Path
+        >>> RunResult(10, 2.0, 2.1, None, Path("checkpoints/10"), Path("log.jsonl")).eval_loss
+        2.1
+    """
+
+    step: int
+    loss: float
+    eval_loss: float | None
+    stopped: Signals | None
+    checkpoint: Path
+    log: Path
+
+
+# --- Signals ---
+
+
+class StopRequest:
+    """Notes SIGINT and SIGTERM while its ``with`` block runs.
+
+    A second SIGINT interrupts at once, as usual. A signal that the process ignores (SIGINT in a
+    background job of a shell) stays ignored. Outside the main thread, where Python delivers no
+    signals, it does nothing.
+
+    Attributes:
+        signal: The signal that was received, or None.
+
+    Example:
+        >>> import os, signal
+        >>> with StopRequest() as stop:
+        ...     os.kill(os.getpid(), signal.SIGTERM)
+        ...     stop.signal
+        <Signals.SIGTERM: 15>
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before = signal.getsignal(number)
+                # None: set by other than Python code, which could not be put back.
+                if before not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+
+# --- Batch layout ---
+
+BATCH_AXES = ("batch", "seq")
+
+
+def batch_shardings(
+    batch: Any, mesh: Mesh | None, rules: RulesLike | None, *, parts: int, of: str
+) -> Any:
+    """Returns the sharding of every array of a batch.
+
+    Args:
+        batch: One process's rows of a global batch: a pytree of arrays with rows in their first
+            dimension.
+        mesh: The mesh; None for one device.
+        rules: Rules from axis names to mesh axes; None for those in scope.
+        parts: Number of microbatches.
+        of: What the batch is, for messages.
+
+    Returns:
+        A tree like the batch, of ``NamedSharding``; without a mesh, None.
+
+    Raises:
+        TrainerError: If the sizes of the batch cannot be divided so; lists every array.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> batch = {"inputs": np.zeros((4, 8)), "labels": np.zeros(4)}
+        >>> places = batch_shardings(batch, mesh, {"batch": "data"}, parts=1, of="training batch")
+        >>> places["inputs"].spec, places["labels"].spec
+        (P('data', None), P('data',))
+    """
+    problems: list[str] = []
+    entries, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    shardings = []
+    for key_path, array in entries:
+        name, shape = jax.tree_util.keystr(key_path), _global_shape(array)
+        if parts > 1 and (not shape or shape[0] % parts):
+            problems.append(
+                f"{name} of shape {shape} cannot be cut into grad_accumulation={parts} parts"
+            )
+        elif mesh is not None:
+            sharding = _sharding(shape, mesh, rules)
+            problems += [
+                f"{name} of shape {shape}{', in ' + str(parts) + ' parts' if parts > 1 else ''}: "
+                f"{problem}"
+                for problem in _indivisible(shape, sharding, parts)
+            ]
+            shardings.append(sharding)
+    if problems:
+        step = _rows_step(mesh, rules, parts)
+        rows = next((shape[0] for _, a in entries if (shape := _global_shape(a))), 0)
+        raise TrainerError(
+            f"The {of} cannot be laid out:\n"
+            + "".join(f"  {problem}\n" for problem in problems)
+            + f"Use a batch size that is a multiple of {step}, such as {-(-rows // step) * step}"
+            + (", another mesh, or other rules." if mesh is not None else ".")
+        )
+    return treedef.unflatten(shardings) if mesh is not None else None
+
+
+def _global_shape(array: Any) -> tuple[int, ...]:
+    shape = np.shape(array)
+    return (shape[0] * jax.process_count(), *shape[1:]) if shape else ()
+
+
+def _sharding(shape: tuple[int, ...], mesh: Mesh, rules: RulesLike | None) -> NamedSharding:
+    names = BATCH_AXES[: len(shape)]
+    # What the rules leave to the compiler is not split: these arrays come from the host.
+    spec, _ = spec_for(names, shape[: len(names)], mesh, resolve_rules(rules))
+    return NamedSharding(mesh, spec)
+
+
+def _indivisible(shape: tuple[int, ...], sharding: NamedSharding, parts: int) -> list[str]:
+    found = []
+    for position, entry in enumerate(sharding.spec):
+        axes = mesh_axes_of(entry)
+        count = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        size = shape[position] // parts if position == 0 else shape[position]
+        if size % count:
+            where = " x ".join(f"{axis!r} of size {sharding.mesh.shape[axis]}" for axis in axes)
+            found.append(
+                f"{size} along {BATCH_AXES[position]!r} cannot be divided over the mesh axis "
+                f"{where}"
+            )
+    return found
+
+
+def _rows_step(mesh: Mesh | None, rules: RulesLike | None, parts: int) -> int:
+    """Returns the number whose multiples are the batch sizes that fit."""
+    if mesh is None:
+        return parts
+    entry = _sharding((0,), mesh, rules).spec[0]
+    return parts * math.prod(mesh.shape[axis] for axis in mesh_axes_of(entry))
+
+
+# --- Trainer ---
 
 Loss = Callable[[Any, Any], Any]
 """``loss(model, batch)``: the mean loss over the batch's targets (those where ``mask`` is true)."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looking at models: text, drawings to unfold, tables, and pictures of shardings."""
 
+from shardax.view.page import write_report as write_report
 from shardax.view.pictures import sharding_svg as sharding_svg
 from shardax.view.pictures import show_sharding as show_sharding
-from shardax.view.report import write_report as write_report
 from shardax.view.sharding_view import ShardingRow as ShardingRow
 from shardax.view.sharding_view import ShardingView as ShardingView
 from shardax.view.sharding_view import sharding as sharding

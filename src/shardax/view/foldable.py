@@ -17,21 +17,23 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardax.core.display import Shown
-from shardax.core.lazy import LazyValue
-from shardax.core.paths import format_path
-from shardax.core.printing import Drawing
-from shardax.core.variables import ArrayAttribute, Variable
+from shardax._core.graph.paths import format_path
+from shardax._core.init.lazy import LazyValue
+from shardax._core.module import Drawing
+from shardax._core.object import Shown
+from shardax._core.variable import ArrayAttribute, Variable
 from shardax.named import NamedArray
-from shardax.view.array_figure import ArrayFigure, as_figure, sharding_part
-from shardax.view.drawings import (
+from shardax.view.figures import (
+    ArrayFigure,
     NoValue,
+    as_figure,
     describe,
     drawing_of,
     example_array,
     known_sharding,
     notes,
     place_title,
+    sharding_part,
 )
 
 MOST_PICTURES = 100

@@ -19,9 +19,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from shardax.core.errors import ShardingViewError
-from shardax.core.variables import Variable
-from shardax.partition.assignment import mesh_axes_of
+from shardax._core.errors import ShardaxError
+from shardax._core.variable import Variable
+from shardax.partition.rules import mesh_axes_of
+
+
+class ShardingViewError(ShardaxError, ValueError):
+    """There is no sharding to show: the value is not laid out, or only inside a program."""
+
+
+class OperationsError(ShardaxError, ValueError):
+    """The operations of a call cannot be counted: nothing to call, or no devices to compile for."""
+
 
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 _COLUMNS, _LINES = 48, 9  # the most characters that a text picture takes on its own account

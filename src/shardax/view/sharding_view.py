@@ -18,17 +18,20 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardax.core.errors import ShardingViewError
-from shardax.core.layout_text import columns, format_mesh
-from shardax.core.node import Object
-from shardax.core.paths import Path, format_path
-from shardax.core.variables import Variable
-from shardax.partition.assignment import mesh_axes_of
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.layout_text import columns, format_mesh
+from shardax._core.object import Object
+from shardax._core.variable import Variable
+from shardax.partition.inventory import (
+    ArrayInfo,
+    Survey,
+    is_array,
+    nbytes,
+)
 from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.rules import RulesLike
+from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.partition.specs import abstract
-from shardax.partition.survey import ArrayInfo, Survey, is_array, nbytes
-from shardax.view.pictures import shape_and_sharding, sharding_svg, sharding_text
+from shardax.view.pictures import ShardingViewError, shape_and_sharding, sharding_svg, sharding_text
 from shardax.view.table import format_bytes
 
 _HEADER = ("path", "shape", "dtype", "split", "shard", "copies", "bytes/device")

@@ -3,6 +3,8 @@
 
 The HTML is a drawing by treescope, where that is installed (``pip install 'shardax[view]'``), and
 the text otherwise. Nothing here reads a lazy value: what is lazy is shown as lazy.
+
+What ``_core.object`` asks for: objects as notebooks and treescope show them.
 """
 
 from __future__ import annotations
@@ -13,13 +15,22 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardax.core.selection import Selection
-from shardax.view.drawings import describe, drawing_of, example_array, notes, place_title
-from shardax.view.foldable import draw_sharding, draw_with_treescope
+from shardax._select.selection import Selection
+from shardax.view.figures import (
+    ADAPTER,
+    describe,
+    drawing_of,
+    example_array,
+    notes,
+    place_title,
+)
+from shardax.view.foldable import Foldable, draw_sharding, draw_with_treescope
 from shardax.view.page import fragment, html_page
 from shardax.view.pictures import sharding_text
 from shardax.view.sharding_view import ShardingView
 from shardax.view.table import ParameterTable
+
+# --- Show ---
 
 
 def show(value: Any) -> None:
@@ -143,3 +154,53 @@ def has_treescope() -> bool:
     except ImportError:
         return False
     return True
+
+
+# --- Notebook ---
+
+
+def mimebundle(value: Any) -> dict[str, str] | None:
+    """Returns an object's texts by MIME type.
+
+    Args:
+        value: The object.
+
+    Returns:
+        The texts; None in a terminal, which has no use for HTML and shows the repr.
+
+    Example:
+        >>> import shardax as sx
+        >>> sorted(mimebundle(sx.Rngs(0)))
+        ['text/html', 'text/plain']
+    """
+    if "IPython" in sys.modules and not in_notebook():
+        return None
+    return {"text/html": html_fragment(value), "text/plain": repr(value)}
+
+
+def treescope_rendering(value: Any, path: str | None, subtree_renderer: Any) -> Any:
+    """Returns treescope's part for an object, inside whatever treescope draws.
+
+    Args:
+        value: The object.
+        path: The code that leads to it, or None.
+        subtree_renderer: treescope's renderer for what it holds.
+
+    Example:
+        >>> import shardax as sx, treescope
+        >>> layers = [sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0))]
+        >>> print(treescope.render_to_text(layers).splitlines()[2].strip())
+        kernel=Param(float32[2, 3], lazy, axes=('in', 'out')),
+    """
+    return Foldable(drawing_of(value), subtree_renderer).part(path)
+
+
+def ndarray_adapter() -> Any:
+    """Returns what treescope asks of a ``NamedArray``.
+
+    Example:
+        >>> import shardax as sx, treescope
+        >>> type(treescope.render_array(sx.named.zeros({"batch": 2, "embed": 3}))).__name__
+        'TreescopeFigure'
+    """
+    return ADAPTER

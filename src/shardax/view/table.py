@@ -3,7 +3,7 @@
 
 *Bytes per device* is what the largest shard of an array takes; a replicated array costs its whole
 size on every device. *FLOPs per device* are the operations that one device runs for a Module, and
-all that it calls, in the compiled program of one call (``view.module_operations``).
+all that it calls, in the compiled program of one call (``view.operations``).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardax.core.arraylike import knows_axes
-from shardax.core.functional import iter_modules, iter_variables
-from shardax.core.layout_text import columns, format_axes
-from shardax.core.paths import Path, format_path
-from shardax.core.variables import Variable
-from shardax.partition.check import spec_for
+from shardax._core.array_ops import knows_axes
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.layout_text import columns, format_axes
+from shardax._core.state.split_merge import iter_modules, iter_variables
+from shardax._core.variable import Variable
+from shardax.partition.checker import spec_for
+from shardax.partition.context import resolve_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import Rules
-from shardax.partition.scope import resolve_rules
 from shardax.partition.specs import abstract
-from shardax.view.module_operations import module_operations
+from shardax.view.operations import module_operations
 
 
 @dataclass(frozen=True)

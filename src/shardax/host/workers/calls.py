@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from shardax.core.errors import RemoteValueError, WorkerCallError
+from shardax.host.errors import RemoteValueError, WorkerCallError
 from shardax.host.workers.encoding import decode, encode
 from shardax.host.workers.functions import FunctionForm, FunctionTable
 from shardax.host.workers.messages import Message

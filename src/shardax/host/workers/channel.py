@@ -19,8 +19,13 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Any, NamedTuple
 
-from shardax.core.errors import WorkerAuthenticationError, WorkerProtocolError
-from shardax.host.workers.messages import MOST_HEADER_BYTES, Message, check_size, read_header
+from shardax.host.errors import WorkerAuthenticationError, WorkerProtocolError
+from shardax.host.workers.messages import (
+    MOST_HEADER_BYTES,
+    Message,
+    check_size,
+    read_header,
+)
 
 FRAME_BYTES = 1 << 20
 HANDSHAKE_SECONDS = 10.0

@@ -5,7 +5,7 @@ Objects are pickled, by cloudpickle where that is installed, so that functions a
 script or a notebook travel by value. Arrays do not go through the pickle: their memory is sent as
 it is (*out of band*, protocol 5). Arrays of NumPy are copied before, because the caller may write
 into them while they are being sent; those of JAX cannot be written. Arrays that are laid out over a
-mesh say how (``shardax.core.packing``), and are laid out so at the other side, if it can.
+mesh say how (``shardax._core.cross_process``), and are laid out so at the other side, if it can.
 
 Whoever loads a pickle runs what its writer chose. That is what workers are for, and why nothing is
 loaded from a peer without the key.
@@ -27,10 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardax.core._jax import Tracer
-from shardax.core.errors import WorkerPickleError
-from shardax.core.packing import Packed, reduced
-from shardax.transforms.jit import Jit
+from shardax._core._jax import Tracer
+from shardax._core.cross_process import Packed, reduced
+from shardax._transforms.jit.jit import Jit
+from shardax.host.errors import WorkerPickleError
 
 Reference = Callable[[Any], Any]
 

@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardax.core.errors import StaleModuleError
+from shardax.host.errors import StaleModuleError
 from shardax.host.workers.encoding import decode, encode
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardax.core.errors import CallCancelledError, WorkerCallError, WorkerTimeoutError
+from shardax.host.errors import CallCancelledError, WorkerCallError, WorkerTimeoutError
 from shardax.host.workers.encoding import decode
 from shardax.host.workers.messages import Message
 

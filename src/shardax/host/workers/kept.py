@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from shardax.core.errors import RemoteValueError, ShardaxError
+from shardax._core.errors import ShardaxError
+from shardax.host.errors import RemoteValueError
 from shardax.host.workers.messages import Message
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Client
 from typing import Any
 
-from shardax.core.errors import (
+from shardax.host.errors import (
     WorkerAuthenticationError,
     WorkerCrashedError,
     WorkerMessageError,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardax.core.errors import WorkerMessageError, WorkerProtocolError
+from shardax.host.errors import WorkerMessageError, WorkerProtocolError
 
 VERSION = 1
 MOST_HEADER_BYTES = 1 << 20

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardax.core.errors import WorkerConfigError, WorkerCrashedError
+from shardax.host.errors import WorkerConfigError, WorkerCrashedError
 from shardax.host.workers.link import Link
 from shardax.host.workers.process import WorkerProcess, settings_here
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.config.configure import configure
-from shardax.core.errors import WorkerStartError
+from shardax.host.errors import WorkerStartError
 from shardax.host.workers.calls import STUCK
 
 _BOOT = (

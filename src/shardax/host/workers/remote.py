@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from shardax.core.errors import WorkerConfigError
+from shardax.host.errors import WorkerConfigError
 from shardax.host.workers.functions import name_of
 from shardax.host.workers.packed import pack, run_packed, unpack
 from shardax.host.workers.worker import Worker

@@ -22,7 +22,7 @@ from multiprocessing.connection import Listener
 from typing import Any
 
 from shardax.config.configure import configure
-from shardax.core.errors import (
+from shardax.host.errors import (
     WorkerAuthenticationError,
     WorkerConfigError,
     WorkerMessageError,

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardax.core.errors import WorkerConfigError, WorkerCrashedError
+from shardax.host.errors import WorkerConfigError, WorkerCrashedError
 from shardax.host.workers.encoding import decode, encode_arguments
 from shardax.host.workers.functions import describe
 from shardax.host.workers.futures import PendingCall, WorkerFuture

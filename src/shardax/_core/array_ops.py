@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lets a Variable stand where its array could.
+
+A *value* is a JAX array (or tracer), a NumPy array, a lazy value, an abstract
+``jax.ShapeDtypeStruct``, or a pytree of these. Numbers become NumPy arrays of JAX's canonical
+dtype, because making a Variable must not run a JAX operation.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax._core._jax import is_eager
+from shardax._core.errors import AbstractValueError, VariableValueError
+from shardax._core.init.lazy import LazyValue, Recipe, compute_all
+from shardax._core.object import Object
+
+_NUMBERS = (bool, int, float, complex, np.generic)
+
+
+def as_value(value: Any, owner: str) -> Any:
+    """Returns ``value`` as what a Variable may hold.
+
+    Args:
+        value: What the user gave.
+        owner: The Variable's type name, for messages.
+
+    Raises:
+        VariableValueError: If something in it is not an array.
+    """
+    if isinstance(value, (jax.Array, LazyValue, jax.ShapeDtypeStruct)):
+        return value
+    if isinstance(value, (np.ndarray, *_NUMBERS)):
+        return _canonical(value, owner)
+    return jax.tree.map(
+        lambda leaf: _as_leaf(leaf, owner),
+        value,
+        is_leaf=lambda item: isinstance(item, Object),
+    )
+
+
+def _as_leaf(leaf: Any, owner: str) -> Any:
+    if isinstance(leaf, (jax.Array, LazyValue, jax.ShapeDtypeStruct)):
+        return leaf
+    if isinstance(leaf, (np.ndarray, *_NUMBERS)):
+        return _canonical(leaf, owner)
+    if isinstance(leaf, ArrayLike):  # a Variable stands for its value
+        return leaf.value
+    raise VariableValueError(
+        f"A {owner} holds arrays, but was given {leaf!r} of type {type(leaf).__name__}. Assign "
+        f"configuration to a plain attribute "
+        f"of the Module instead: self.name = {leaf!r}."
+    )
+
+
+def _canonical(value: Any, owner: str) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.kind in "OUSMm" or array.dtype.names is not None:
+        raise VariableValueError(
+            f"A {owner} holds arrays of numbers, but was given an array of dtype {array.dtype}. "
+            f"JAX has no such dtype; encode it "
+            f"as integers first."
+        )
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if isinstance(value, int) and int(array.astype(dtype)) != value:
+        raise VariableValueError(
+            f"The number {value} does not fit into {np.dtype(dtype).name}, the widest integer that "
+            f"JAX uses now. Give the dtype yourself, "
+            f"as in np.uint32({value}), use a float, or enable 64 bits: "
+            f"jax.config.update('jax_enable_x64', True)."
+        )
+    # The caller may go on writing into its NumPy array; a Variable changes only when it is written.
+    return array.astype(dtype, copy=isinstance(value, np.ndarray))
+
+
+def realise(value: Any, owner: Any) -> Any:
+    """Turns a lazy or NumPy value into a JAX array.
+
+    Outside of any trace when the Variable lives outside.
+
+    Args:
+        value: A ``LazyValue`` or ``numpy.ndarray``.
+        owner: The frame that owns the Variable, or None.
+
+    Returns:
+        A JAX array; concrete when ``owner`` is None, even while a transform is tracing.
+    """
+    if owner is None:
+        with jax.ensure_compile_time_eval():
+            return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
+    return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
+
+
+def realise_all(variables: Sequence[Any]) -> None:
+    """Materialises the lazy values of several Variables together, which is quicker than one by one.
+
+    Does nothing while a transform is tracing, where values materialise one by one.
+
+    Args:
+        variables: Resolved Variables.
+    """
+    lazy = [v for v in variables if isinstance(v._value, Recipe) and v._owner is None]
+    if len(lazy) > 1 and is_eager():
+        arrays = compute_all([v._value for v in lazy], [None] * len(lazy))
+        for variable, array in zip(lazy, arrays, strict=True):
+            variable._value = array
+
+
+def snapshot(value: Any) -> Any:
+    """Returns a value that does not change with the given one; lazy values stay lazy."""
+    if isinstance(value, (jax.Array, LazyValue)):
+        return value
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value)
+
+
+def knows_axes(value: Any) -> bool:
+    """Whether an array knows the names of its dimensions by itself.
+
+    Such an array is a pytree node with one child, the array that JAX sees. Its class has an
+    attribute ``partition_axes``: one name per dimension of the child, or None if there is no array.
+    """
+    # Asked of the class first, because a Variable has every attribute of its array.
+    return hasattr(type(value), "partition_axes") and value.partition_axes is not None
+
+
+def leaf_of(value: Any, owner: str) -> Any:
+    """Returns the one array of a value, for ``.shape`` and the like.
+
+    Raises:
+        AttributeError: If the value is a pytree of several arrays, which has no single shape.
+    """
+    if hasattr(value, "shape"):
+        return value
+    leaves = jax.tree.leaves(value)
+    if len(leaves) == 1:
+        return leaves[0]
+    raise AttributeError(
+        f"This {owner} holds a pytree of {len(leaves)} arrays, which has no single shape or dtype; "
+        f"look at jax.tree.leaves(v.value)."
+    )
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(self: ArrayLike, other: Any) -> Any:
+        return function(
+            self._operand(), other._operand() if isinstance(other, ArrayLike) else other
+        )
+
+    return method
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(self: ArrayLike, other: Any) -> Any:
+        return function(other, self._operand())
+
+    return method
+
+
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any) -> Any:
+        self.value = function(
+            self._operand(), other._operand() if isinstance(other, ArrayLike) else other
+        )
+        return self
+
+    return method
+
+
+def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def method(self: ArrayLike) -> Any:
+        return function(self._operand())
+
+    return method
+
+
+class ArrayLike:
+    """Operators of an object whose ``value`` is an array.
+
+    An in-place operator writes into the object: ``m.count += 1`` keeps the Variable and changes its
+    value.
+    """
+
+    __slots__ = ()
+    __array_priority__ = 1000
+    """NumPy arrays on the left of an operator hand over to the reflected operators below."""
+    value: Any
+
+    def _operand(self) -> Any:
+        value = self.value
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise AbstractValueError(
+                f"This {type(self).__name__} is abstract ({value.dtype}{list(value.shape)}): it "
+                f"has a shape but no numbers. "
+                f"Materialise the model first, for instance with sx.shard(model, mesh, rules) or "
+                f"by restoring a checkpoint."
+            )
+        return value
+
+    def __jax_array__(self) -> Any:
+        return self._operand()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = np.asarray(self._operand(), dtype)
+        return array.copy() if copy else array
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        operand = self._operand()
+        try:
+            return getattr(operand, name)
+        except AttributeError:
+            if hasattr(jax.Array, name):
+                leaf_of(operand, type(self).__name__)  # says why there is no such thing
+            raise
+
+    def __bool__(self) -> bool:
+        return bool(self._operand())
+
+    def __int__(self) -> int:
+        return int(self._operand())
+
+    def __float__(self) -> float:
+        return float(self._operand())
+
+    def __complex__(self) -> complex:
+        return complex(self._operand())
+
+    def __index__(self) -> int:
+        return operator.index(self._operand())
+
+    def __len__(self) -> int:
+        return len(self._operand())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._operand())
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._operand()
+
+    def __divmod__(self, other: Any) -> Any:
+        return divmod(self._operand(), other)
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return divmod(other, self._operand())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._operand(), spec) if spec else str(self)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self._operand(), digits)
+
+    __eq__ = _binary(operator.eq)  # elementwise, like arrays
+    __ne__ = _binary(operator.ne)
+    __hash__ = object.__hash__
+    __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
+    __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
+    __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
+    __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
+
+    __add__, __radd__, __iadd__ = (kind(operator.add) for kind in (_binary, _reflected, _in_place))
+    __sub__, __rsub__, __isub__ = (kind(operator.sub) for kind in (_binary, _reflected, _in_place))
+    __mul__, __rmul__, __imul__ = (kind(operator.mul) for kind in (_binary, _reflected, _in_place))
+    __matmul__, __rmatmul__, __imatmul__ = (
+        kind(operator.matmul) for kind in (_binary, _reflected, _in_place)
+    )
+    __truediv__, __rtruediv__, __itruediv__ = (
+        kind(operator.truediv) for kind in (_binary, _reflected, _in_place)
+    )
+    __floordiv__, __rfloordiv__, __ifloordiv__ = (
+        kind(operator.floordiv) for kind in (_binary, _reflected, _in_place)
+    )
+    __mod__, __rmod__, __imod__ = (kind(operator.mod) for kind in (_binary, _reflected, _in_place))
+    __pow__, __rpow__, __ipow__ = (kind(operator.pow) for kind in (_binary, _reflected, _in_place))
+    __and__, __rand__, __iand__ = (kind(operator.and_) for kind in (_binary, _reflected, _in_place))
+    __or__, __ror__, __ior__ = (kind(operator.or_) for kind in (_binary, _reflected, _in_place))
+    __xor__, __rxor__, __ixor__ = (kind(operator.xor) for kind in (_binary, _reflected, _in_place))
+    __lshift__, __rlshift__, __ilshift__ = (
+        kind(operator.lshift) for kind in (_binary, _reflected, _in_place)
+    )
+    __rshift__, __rrshift__, __irshift__ = (
+        kind(operator.rshift) for kind in (_binary, _reflected, _in_place)
+    )

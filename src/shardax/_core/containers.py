@@ -1,0 +1,491 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tracked containers: what lists and dicts become when they are assigned to a Module.
+
+A plain list that holds Variables could be changed behind the model's back. So assigning a list or
+dict to an attribute stores a ``List`` or ``Dict`` with the same items, which tells the model when
+it changes. They compare and behave like ``list`` and ``dict``. The list that was assigned is *not*
+tracked: ``layers = []; self.layers = layers; layers.append(x)`` changes only the local list; append
+to ``self.layers``.
+
+Arrays inside a container are *boxed*: held in a hidden Variable, so that they can be lifted and
+written like any other data, and unboxed when read.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    MutableMapping,
+    MutableSequence,
+)
+from typing import Any, Generic, Self, TypeVar, overload
+
+import jax
+import numpy as np
+
+from shardax._core import epoch
+from shardax._core.errors import StaticAttributeError, VariableValueError
+from shardax._core.frames import Frame, check_structural_write, owner_here
+from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
+from shardax._core.graph.flatten import (
+    DictDef,
+    ListDef,
+    has_parts,
+    rebuild_tuple,
+    register_graph,
+)
+from shardax._core.graph.static import Static, exact_key
+from shardax._core.init.lazy import LazyValue
+from shardax._core.object import Object
+from shardax._core.variable import ArrayAttribute, Variable
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+_HIDDEN = (ArrayAttribute, FrozenArray)
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, LazyValue)
+
+
+def box(value: Any, where: str) -> Any:
+    """Returns ``value`` in the form in which a model stores it.
+
+    Args:
+        value: Anything that was assigned to an attribute, list item or dict entry.
+        where: The place, for messages, such as ``attribute 'scale' of Encoder``.
+
+    Returns:
+        Objects as they are; arrays (and pytrees of arrays) in an ``ArrayAttribute``; lists and
+        dicts as ``List`` and ``Dict``; tuples with their items boxed; everything else as it is.
+
+    Raises:
+        StaticAttributeError: If the value is neither data nor hashable.
+    """
+    if isinstance(value, Object):
+        return value
+    if isinstance(value, _ARRAYS):
+        return _box_arrays(value, where)
+    if isinstance(value, list):
+        return List(value)
+    if isinstance(value, dict):
+        return Dict(value)
+    if isinstance(value, tuple):
+        items = [box(item, where) for item in value]
+        unchanged = all(new is old for new, old in zip(items, value, strict=True))
+        return value if unchanged else rebuild_tuple(type(value), items)
+    if has_parts(value):
+        return value
+    if not jax.tree_util.all_leaves((value,)) and _is_array_tree(value):
+        return _box_arrays(value, where)
+    _check_static(value, where)
+    return value
+
+
+def _box_arrays(value: Any, where: str) -> ArrayAttribute[Any]:
+    try:
+        return ArrayAttribute(value)
+    except VariableValueError as error:
+        raise StaticAttributeError(
+            f"Cannot use an array of dtype {getattr(value, 'dtype', 'object')} as {where}: JAX has "
+            f"no such dtype. Encode it as numbers; or, if "
+            f"it is configuration, keep it as a tuple: tuple(array.tolist())."
+        ) from error
+
+
+def _is_array_tree(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(isinstance(leaf, _ARRAYS) for leaf in leaves)
+
+
+def _check_static(value: Any, where: str) -> None:
+    try:
+        exact_key(value)
+    except TypeError as error:
+        raise StaticAttributeError(
+            f"Cannot use {value!r} of type {type(value).__name__} as {where}: it is neither data "
+            f"(an array, Variable, Module, or "
+            f"list, dict, tuple of these) nor hashable configuration ({error}). Ways out: wrap "
+            f"arrays that live inside it in "
+            f"sx.Variable(...); use a tuple or frozenset instead of a set; make a class of your "
+            f"own a frozen dataclass, a "
+            f"sx.Module, or give it __hash__ and __eq__."
+        ) from error
+
+
+def unbox(value: Any) -> Any:
+    """Returns a stored value as the user sees it: boxed arrays as arrays."""
+    if isinstance(value, _HIDDEN):
+        return value.value
+    if isinstance(value, tuple) and has_parts(value):
+        items = [unbox(item) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            return rebuild_tuple(type(value), items)
+    return value
+
+
+def unboxed(value: Any) -> Any:
+    """Returns what stands by itself, outside of a model: an array for its box.
+
+    A frozen array is what the user made it there, so it stays.
+    """
+    return value.value if isinstance(value, ArrayAttribute) else value
+
+
+def reboxed(value: Any, where: str) -> Any:
+    """Returns a stored value with boxes of its own; what cannot change is shared."""
+    if isinstance(value, tuple) and is_boxed(value):
+        return rebuild_tuple(type(value), [reboxed(item, where) for item in value])
+    return box(value.value, where) if isinstance(value, ArrayAttribute) else value
+
+
+def is_boxed(value: Any) -> bool:
+    """Whether a stored value stands for an array, which the user sees instead of it."""
+    if isinstance(value, _HIDDEN):
+        return True
+    if isinstance(value, Slot):
+        return value.variable_type is ArrayAttribute
+    return isinstance(value, tuple) and any(is_boxed(item) for item in value)
+
+
+def same_structure(old: Any, new: Any) -> bool:
+    """Whether replacing one stored value by another leaves the structure as it was."""
+    if old is new:
+        return True
+    if isinstance(old, Object) or isinstance(new, Object) or has_parts(old) or has_parts(new):
+        return False
+    return Static(old) == Static(new)
+
+
+class _Container(Object):
+    """What List and Dict share: ownership, marking, JAX registration."""
+
+    __slots__ = ("__weakref__", "_flat", "_items", "_lock", "_marked", "_owner")
+    _items: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        register_graph(cls)
+
+    @classmethod
+    def _allocate(cls, owner: Frame | None, lock: str | None) -> Any:
+        container = object.__new__(cls)
+        container._start(owner, lock)
+        return container
+
+    def _start(self, owner: Frame | None, lock: str | None = None) -> None:
+        self._owner, self._lock, self._marked, self._flat = owner, lock, False, None
+
+    def _changing(self) -> None:
+        check_structural_write(self, f"a {type(self).__name__}")
+
+    def _changed(self) -> None:
+        if self._marked:
+            epoch.advance()
+
+    def __copy__(self) -> Self:
+        return type(self)(self)  # pyright: ignore[reportCallIssue] (both containers take their items)
+
+    def __getstate__(self) -> Any:
+        return self._items
+
+    def __setstate__(self, items: Any) -> None:
+        self._start(owner_here())
+        self._items = items
+
+
+class List(_Container, MutableSequence[T], Generic[T]):
+    """A tracked list: behaves like ``list``, and models notice when it changes.
+
+    Args:
+        items: Initial items.
+
+    Example:
+        >>> import shardax as sx
+        >>> class Tower(sx.Module):
+        ...     def __init__(self):
+        ...         self.widths = [8, 4]
+        >>> tower = Tower()
+        >>> tower.widths.append(2)
+        >>> tower.widths == [8, 4, 2], tower.widths
+        (True, List([8, 4, 2]))
+    """
+
+    __slots__ = ()
+
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        self._start(owner_here())
+        self._items: list[Any] = [box(item, f"item {i} of a list") for i, item in enumerate(items)]
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: Any) -> Any:
+        found = self._items[index]
+        return [unbox(item) for item in found] if isinstance(index, slice) else unbox(found)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice):
+            self._changing()
+            self._items[index] = [box(item, "item of a list") for item in value]
+            self._changed()
+            return
+        old = self._items[index]
+        if write_through(old, value, f"item {index} of a list"):
+            return
+        self._changing()
+        new = box(value, f"item {index} of a list")
+        self._items[index] = new
+        if not same_structure(old, new):
+            self._changed()
+
+    def __delitem__(self, index: Any) -> None:
+        self._changing()
+        del self._items[index]
+        self._changed()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return (unbox(item) for item in self._items)
+
+    def insert(self, index: int, value: T) -> None:
+        """Inserts ``value`` before position ``index``."""
+        self._changing()
+        self._items.insert(index, box(value, f"item {index} of a list"))
+        self._changed()
+
+    def sort(self, *, key: Callable[[T], Any] | None = None, reverse: bool = False) -> None:
+        """Sorts in place, as ``list.sort``."""
+        self._changing()
+        self._items = sorted(  # a new list: a failing comparison changes nothing
+            self._items,
+            key=lambda item: key(unbox(item)) if key else unbox(item),
+            reverse=reverse,
+        )
+        self._changed()
+
+    def reverse(self) -> None:
+        """Reverses in place, as ``list.reverse``."""
+        self._changing()
+        self._items.reverse()
+        self._changed()
+
+    def extend(self, values: Iterable[T]) -> None:
+        """Appends all items, as ``list.extend``."""
+        new = [box(item, f"item {len(self) + i} of a list") for i, item in enumerate(values)]
+        self._changing()
+        self._items.extend(new)
+        self._changed()
+
+    def copy(self) -> list[T]:
+        """Returns a plain list of the items."""
+        return list(self)
+
+    def __add__(self, other: Any) -> list[Any]:
+        return list(self) + list(other)
+
+    def __radd__(self, other: Any) -> list[Any]:
+        return list(other) + list(self)
+
+    def __mul__(self, count: int) -> list[T]:
+        return list(self) * count
+
+    __rmul__ = __mul__
+
+    def __imul__(self, count: int) -> Self:
+        self[:] = list(self) * count
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, (list, List)) else NotImplemented
+
+    def __lt__(self, other: Any) -> bool:
+        return list(self) < list(other) if isinstance(other, (list, List)) else NotImplemented
+
+    def __le__(self, other: Any) -> bool:
+        return list(self) <= list(other) if isinstance(other, (list, List)) else NotImplemented
+
+    def __gt__(self, other: Any) -> bool:
+        return list(self) > list(other) if isinstance(other, (list, List)) else NotImplemented
+
+    def __ge__(self, other: Any) -> bool:
+        return list(self) >= list(other) if isinstance(other, (list, List)) else NotImplemented
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] (as for list)
+
+    @reprlib.recursive_repr("List([...])")
+    def __repr__(self) -> str:
+        return f"List({list(self)!r})"
+
+    def _describe(self, encode: Any) -> ListDef:
+        return ListDef(type(self), tuple(encode(item, i) for i, item in enumerate(self._items)))
+
+    def _fill(self, definition: ListDef, decode: Any) -> None:
+        self._items = [decode(item) for item in definition.items]
+
+
+class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
+    """A tracked dict: behaves like ``dict``, and models notice when it changes.
+
+    Args:
+        items: Initial entries.
+        **entries: More entries.
+
+    Example:
+        >>> import shardax as sx
+        >>> class Heads(sx.Module):
+        ...     def __init__(self):
+        ...         self.sizes = {"en": 8}
+        >>> heads = Heads()
+        >>> heads.sizes["de"] = 4
+        >>> heads.sizes == {"en": 8, "de": 4}
+        True
+    """
+
+    __slots__ = ()
+
+    def __init__(self, items: Any = (), /, **entries: Any) -> None:
+        self._start(owner_here())
+        self._items: dict[Any, Any] = {
+            _checked_key(key): box(item, f"entry {key!r} of a dict")
+            for key, item in dict(items, **entries).items()
+        }
+
+    @classmethod
+    def fromkeys(cls, keys: Iterable[Any], value: Any = None) -> Dict[Any, Any]:
+        """Makes a Dict with the same value for every key, as ``dict.fromkeys``."""
+        return cls(dict.fromkeys(keys, value))
+
+    def __getitem__(self, key: K) -> T:
+        return unbox(self._items[key])
+
+    def __setitem__(self, key: K, value: T) -> None:
+        old = self._items.get(key)
+        if old is not None and write_through(old, value, f"entry {key!r} of a dict"):
+            return
+        self._changing()
+        new = box(value, f"entry {key!r} of a dict")
+        absent = key not in self._items
+        self._items[_checked_key(key) if absent else key] = new
+        if absent or not same_structure(old, new):
+            self._changed()
+
+    def __delitem__(self, key: K) -> None:
+        self._changing()
+        del self._items[key]
+        self._changed()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._items)
+
+    def __reversed__(self) -> Iterator[K]:
+        return reversed(self._items)
+
+    def popitem(self) -> tuple[K, T]:
+        """Removes and returns the last entry, as ``dict.popitem``."""
+        if not self._items:
+            raise KeyError("popitem(): the Dict is empty")
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def setdefault(self, key: K, default: Any = None) -> Any:
+        """Returns the entry, setting it first if absent.
+
+        A list or dict comes back as what was stored: tracked.
+        """
+        if key not in self._items:
+            self[key] = default
+        return self[key]
+
+    def copy(self) -> dict[K, T]:
+        """Returns a plain dict of the entries."""
+        return dict(self.items())
+
+    def __or__(self, other: Any) -> dict[Any, Any]:
+        return self.copy() | dict(other) if isinstance(other, (dict, Dict)) else NotImplemented
+
+    def __ror__(self, other: Any) -> dict[Any, Any]:
+        return dict(other) | self.copy() if isinstance(other, (dict, Dict)) else NotImplemented
+
+    def __ior__(self, other: Any) -> Dict[K, T]:
+        self.update(other)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (dict, Dict)):
+            return self.copy() == dict(other.items())
+        return NotImplemented
+
+    __hash__ = None  # as for dict
+
+    @reprlib.recursive_repr("Dict({...})")
+    def __repr__(self) -> str:
+        return f"Dict({self.copy()!r})"
+
+    def _describe(self, encode: Any) -> DictDef:
+        return DictDef(
+            type(self),
+            tuple((Static(key), encode(item, key)) for key, item in self._items.items()),
+        )
+
+    def _fill(self, definition: DictDef, decode: Any) -> None:
+        self._items = {key.value: decode(item) for key, item in definition.items}
+
+
+def _checked_key(key: Any) -> Any:
+    """Returns a dict key, which must be configuration: keys are part of the structure."""
+    _check_static(key, "a key of a dict in a model")
+    return key
+
+
+def write_through(old: Any, new: Any, where: str) -> bool:
+    """Writes an array over a place that already holds data; returns whether that is what happened.
+
+    Args:
+        old: What is stored now.
+        new: What the user assigned.
+        where: The place, for messages.
+
+    Raises:
+        StaticAttributeError: If an array was assigned over a Variable, which would silently drop
+            the Variable.
+    """
+    if not isinstance(old, (Variable, Slot)) or isinstance(new, Object):
+        return False
+    is_array = isinstance(new, _ARRAYS)
+    if is_array and isinstance(old, (FrozenVariable, Slot)):
+        if isinstance(old, FrozenArray) or old.variable_type is ArrayAttribute:
+            return False  # an array takes the place of an array
+        form = "slot" if isinstance(old, Slot) else "frozen value"
+        raise StaticAttributeError(
+            f"Cannot assign an array over the {form} of a {old.variable_type.__name__} in {where}: "
+            f"the Variable with its type and metadata would be lost. Put Variables in first, "
+            f"sx.bind(model, variables) or sx.thaw(model); or assign a new one: "
+            f"sx.{old.variable_type.__name__}(array)."
+        )
+    if isinstance(old, ArrayAttribute):
+        if is_array or (
+            not jax.tree_util.all_leaves((new,))
+            and _is_array_tree(new)
+            and not isinstance(new, (tuple, list, dict))
+        ):
+            old.value = new
+            return True
+        return False
+    if is_array:
+        raise StaticAttributeError(
+            f"Cannot assign an array over the {type(old).__name__} in {where}: the Variable with "
+            f"its type and metadata would be "
+            f"lost. Write into it instead (name[...] = array, or name.value = array); to really "
+            f"replace it, assign a new "
+            f"Variable: sx.{type(old).__name__}(array)."
+        )
+    return False

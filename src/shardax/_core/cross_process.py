@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing: arrays, meshes and decorated functions as another process can have them.
+
+Pickle writes a JAX array as its numbers, and so forgets how it was laid out; a mesh it cannot write
+at all, since a device is a thing of one machine. A *packed* array is its numbers, on the host, and
+its sharding, which is a mesh and a spec. A mesh is written as the names, sizes and types of its
+axes, and the numbers of its devices.
+
+What is read back lands on the first of these meshes that exists:
+
+1. the one that the reader gave (``landing_on``);
+2. one in scope with the same axes, names and sizes;
+3. one of the same devices, which is the same mesh in the process that wrote it;
+4. one of as many of the devices that there are.
+
+Otherwise the machine is smaller than the one that wrote. Then a mesh is an ``AbstractMesh``, which
+still says names and sizes; arrays that were laid out over it are whole, on the default device; and
+a warning says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from shardax._core._jax import Tracer
+from shardax._core.errors import (
+    LayoutLostWarning,
+    PickleReadError,
+    PickleWriteError,
+    PrecisionLostWarning,
+)
+from shardax._core.layout_text import format_mesh
+
+_landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
+_packed: WeakValueDictionary[int, Packed] = WeakValueDictionary()
+
+
+# --- arrays ---------------------------------------------------------------------------------------
+
+
+class Packed:
+    """An array on its way into a pickle; what comes out of the pickle is an array."""
+
+    __slots__ = ("__weakref__", "array")
+
+    def __init__(self, array: jax.Array) -> None:
+        self.array = array
+
+    @classmethod
+    def of(cls, array: jax.Array) -> Packed:
+        """Returns the one packed form of an array, so that a pickle that has it twice is no longer.
+
+        An array that a packed form holds is alive, so its ``id`` is that of no other.
+        """
+        return _packed.setdefault(id(array), cls(array))
+
+    def __reduce__(self) -> Any:
+        return reduced(self.array)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> jax.Array:
+        return jnp.copy(self.array)
+
+
+def packed(value: Any) -> Any:
+    """Returns a value to be pickled in place of another.
+
+    Args:
+        value: A pytree of arrays and whatever else.
+
+    Returns:
+        The pytree with every JAX array packed.
+
+    Example:
+        >>> import pickle
+        >>> pickle.loads(pickle.dumps(packed({"w": jnp.ones(2)})))["w"].tolist()
+        [1.0, 1.0]
+    """
+    return jax.tree.map(
+        lambda leaf: Packed.of(leaf) if isinstance(leaf, jax.Array) else leaf, value
+    )
+
+
+def reduced(array: jax.Array) -> Any:
+    """Returns what ``__reduce__`` of an array should: how to make it again, from what.
+
+    Args:
+        array: The array.
+
+    Raises:
+        PickleWriteError: If it has no numbers here: it is traced, deleted, or partly elsewhere.
+    """
+    if isinstance(array, Tracer):
+        raise PickleWriteError(
+            f"Cannot pickle {jax.typeof(array)}: it is being traced, so it has no numbers yet. "
+            f"Return it from the compiled function and pickle the result."
+        )
+    if array.is_deleted():
+        raise PickleWriteError(
+            f"Cannot pickle the array {jax.typeof(array)}: it was deleted, usually by being "
+            f"donated to a compiled function. Pickle what that function returned."
+        )
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        raise PickleWriteError(
+            f"Cannot pickle the array {jax.typeof(array)}: parts of it are on devices of other "
+            f"processes. Write a checkpoint from all of them, sx.train.checkpoint.save; or "
+            f"gather it first, jax.experimental.multihost_utils.process_allgather."
+        )
+    sharding = array.sharding if isinstance(array.sharding, NamedSharding) else None
+    implementation, dtype = None, str(array.dtype)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        implementation = str(jax.random.key_impl(array))
+        array = jax.random.key_data(array)
+    if sharding is None or array.weak_type:  # which JAX keeps, and NumPy does not know
+        make, arguments = array.__reduce__()
+    else:
+        make, arguments = np.asarray, (np.asarray(array),)
+    return _landed, (make, arguments, sharding, implementation, dtype)
+
+
+def _landed(
+    make: Callable[..., Any], arguments: Any, sharding: Any, implementation: str | None, dtype: str
+) -> jax.Array:
+    """Makes a packed array again, laid out as it was if its mesh is here."""
+    with jax.ensure_compile_time_eval():  # also where something is being traced
+        array = make(*arguments)
+        if implementation is not None:
+            array = jax.random.wrap_key_data(jnp.asarray(array), impl=implementation)
+        array = _laid_out(array, sharding)
+    if str(array.dtype) != dtype:
+        warnings.warn(
+            f"An array {dtype}{list(array.shape)} was read as {array.dtype}: this process has no "
+            f"64-bit numbers. Begin it with sx.configure(x64=True) to keep them.",
+            PrecisionLostWarning,
+            stacklevel=2,
+        )
+    return array
+
+
+def _laid_out(array: Any, sharding: Any) -> jax.Array:
+    if sharding is None or not isinstance(sharding.mesh, Mesh):
+        return jnp.asarray(array)  # the warning came with the mesh
+    try:
+        sharding.shard_shape(array.shape)
+    except ValueError:
+        _warn(
+            f"An array {array.dtype}{list(array.shape)} was laid out as {sharding.spec}, "
+            f"which does not divide over the mesh {format_mesh(sharding.mesh)}."
+        )
+        return jnp.asarray(array)
+    return jax.device_put(array, sharding)
+
+
+def _warn(found: str) -> None:
+    warnings.warn(
+        f"{found} It is whole, on the default device. Lay the model out over a mesh that is here: "
+        f"sx.shard(model, mesh, rules).",
+        LayoutLostWarning,
+        stacklevel=3,
+    )
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def landing_on(mesh: Mesh | None) -> Iterator[None]:
+    """Says over which mesh what is read from pickles is laid out, by the names of its axes.
+
+    Args:
+        mesh: The mesh; None for the rules at the top of this module.
+
+    Example:
+        >>> import pickle
+        >>> written = pickle.dumps(jax.make_mesh((1,), ("data",)))
+        >>> here = jax.make_mesh((1, 1), ("data", "model"))
+        >>> with landing_on(here):
+        ...     pickle.loads(written) == here
+        True
+    """
+    token = _landing.set(mesh)
+    try:
+        yield
+    finally:
+        _landing.reset(token)
+
+
+def _reduce_mesh(mesh: Mesh) -> Any:
+    devices = tuple((device.platform, device.id) for device in mesh.devices.flat)
+    kinds = tuple(kind.name for kind in mesh.axis_types)
+    return restored_mesh, (mesh.axis_names, mesh.devices.shape, kinds, devices)
+
+
+def restored_mesh(
+    names: tuple[str, ...],
+    sizes: tuple[int, ...],
+    kinds: tuple[str, ...],
+    devices: tuple[tuple[str, int], ...],
+) -> Mesh | AbstractMesh:
+    """Returns the mesh that stands here for one that was pickled.
+
+    Args:
+        names: The names of its axes.
+        sizes: Their sizes.
+        kinds: Their types, ``"Auto"``, ``"Explicit"`` or ``"Manual"``.
+        devices: Platform and number of its devices.
+
+    Raises:
+        PickleReadError: If a mesh was given to land on and has other axes.
+
+    Example:
+        >>> dict(restored_mesh(("data",), (1,), ("Auto",), (("cpu", 0),)).shape)
+        {'data': 1}
+    """
+    types = tuple(AxisType[kind] for kind in kinds)
+    given = _landing.get()
+    if given is not None:
+        return _with_axes(given, names)
+    scope = jax.sharding.get_abstract_mesh()
+    if not scope.empty and (scope.axis_names, scope.axis_sizes) == (names, sizes):
+        with contextlib.suppress(ValueError):  # while it traces, JAX does not name the devices
+            return jax.sharding.get_mesh()
+    known = {(device.platform, device.id): device for device in jax.devices()}
+    if all(device in known for device in devices):
+        grid = np.array([known[device] for device in devices]).reshape(sizes)
+        return Mesh(grid, names, axis_types=types)
+    if math.prod(sizes) <= len(known):
+        return jax.make_mesh(sizes, names, axis_types=types)
+    mesh = AbstractMesh(sizes, names, axis_types=types)
+    _warn(
+        f"What was pickled was laid out over the mesh {format_mesh(mesh)} of {math.prod(sizes)} "
+        f"devices; here there are {len(known)}."
+    )
+    return mesh
+
+
+def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
+    missing = [name for name in names if name not in mesh.axis_names]
+    if missing:
+        raise PickleReadError(
+            f"What was pickled was laid out over mesh axes {tuple(names)}, but the mesh given has "
+            f"{mesh.axis_names} and no {', '.join(missing)}. Load it without a mesh, and lay it "
+            f"out by rules: sx.shard(model, mesh, rules)."
+        )
+    return mesh
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+class PickledByName:
+    """Base of what decorators make of functions: where a module has it by name, it goes by name.
+
+    The function inside has that name too, but is not what the name means.
+
+    Example:
+        >>> import copy, shardax as sx
+        >>> isinstance(sx.jit(len), PickledByName)
+        True
+    """
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return name_of(self) or super().__reduce_ex__(protocol)
+
+
+def name_of(item: Any) -> str | None:
+    """Returns the name by which the module of something has it, or None if it does not.
+
+    A script (``__main__``) is no such module: another process has another one.
+
+    Example:
+        >>> name_of(jax.nn.relu), name_of(jax.custom_jvp(lambda x: x))
+        ('relu', None)
+    """
+    name, module = getattr(item, "__qualname__", None), getattr(item, "__module__", None)
+    found: Any = None if module == "__main__" else sys.modules.get(module or "")
+    for part in name.split(".") if isinstance(name, str) else ():
+        found = getattr(found, part, None)
+    return name if found is item else None
+
+
+def _reduce_rule(function: Any) -> Any:
+    state = dict(vars(function))
+    again = _rule, (type(function), state.pop("fun"), state.pop("nondiff_argnums")), state
+    return name_of(function) or again
+
+
+def _rule(kind: Callable[..., Any], function: Callable[..., Any], argnums: Any) -> Any:
+    return kind(function, argnums)
+
+
+# Pickle asks this table before the class, for these types and no others. They are types that it
+# fails on; how JAX's arrays are pickled outside of shardax's own classes stays as it is.
+copyreg.pickle(Mesh, _reduce_mesh)
+for _kind in (jax.custom_jvp, jax.custom_vjp):
+    copyreg.pickle(_kind, _reduce_rule)

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen values: Variables that cannot change.
+
+A Variable has three *forms*. The mutable cell itself is one. Its *slot* is the empty place that it
+leaves in a model (``_core.frozen``). Its *frozen value* is what it holds, with its type, metadata and
+label, as an immutable pytree: what a purely functional program passes around.
+
+A frozen value reads like the Variable that it was made from, so layers run on it. It can stand in a
+Module, where two places that hold one frozen value are one leaf, with one gradient. Writing it is
+an error. By filters it is no longer of the Variable's type: ``sx.Param`` chooses what can be
+trained, ``Frozen(sx.Param)`` the frozen values that were Params.
+
+Slots: empty places for Variables.
+
+A *slot* stands in a model where a Variable was taken out (``_core.state.bind``). It holds no value,
+only the Variable's type and its *label*: the path at which the Variable was met first, by which it
+finds its way back. Labels are paths, so they are the same in every process; the slots of a shared
+Variable have one label.
+
+A slot is immutable and compares by type and label. To JAX it is a pytree without leaves; in a
+Module it is configuration. So a model whose Variables are all taken out is hashable structure and
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax._core._jax import Tracer, is_eager
+from shardax._core.array_ops import ArrayLike, snapshot
+from shardax._core.errors import FrozenVariableError, UnboundVariableError
+from shardax._core.frames import owner_here
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.static import Axes, Metadata, exact_key
+from shardax._core.init.lazy import LazyValue
+from shardax._core.object import Placeholder, Shown
+from shardax._core.state.filters import Filter, to_predicate
+from shardax._core.state.state import Origin
+from shardax._core.variable import ArrayAttribute, Variable
+
+# --- Forms ---
+
+T = TypeVar("T")
+
+
+class FrozenMetadata(Metadata):
+    """Metadata of a frozen value: that of the Variable, its type, and the label.
+
+    Attributes:
+        variable_type: Type of the Variable.
+        label: Its path in the tree from which it was taken.
+    """
+
+    __slots__ = ("label", "variable_type")
+
+    def __init__(
+        self,
+        axes: Axes | None,
+        entries: Mapping[str, Any],
+        variable_type: type[Variable[Any]],
+        label: Path,
+    ) -> None:
+        super().__init__(axes, entries)
+        self.variable_type = variable_type
+        self.label = label
+        self._key = (self._key, variable_type, exact_key(label))
+        self._hash = hash(self._key)
+
+    def _with(self, axes: Axes | None, entries: Mapping[str, Any]) -> FrozenMetadata:
+        return FrozenMetadata(axes, entries, self.variable_type, self.label)
+
+    def thawed(self) -> Metadata:
+        """Returns the metadata of the Variable."""
+        return Metadata(self.axes, self.entries)
+
+    def origin(self) -> Origin:
+        """Returns what filters of Variables are asked about."""
+        return Origin(self.variable_type, self.thawed())
+
+    def __repr__(self) -> str:
+        kind = [] if self.variable_type is ArrayAttribute else [self.variable_type.__name__]
+        parts = [" ".join(kind + [format_path(self.label)] * bool(self.label)), super().__repr__()]
+        return ", ".join(filter(None, parts))
+
+    def __reduce__(self) -> Any:
+        return (FrozenMetadata, (self.axes, dict(self.entries), self.variable_type, self.label))
+
+
+class FrozenVariable(Variable[T]):
+    """The value of a Variable, immutable: a pytree with its type, metadata and label.
+
+    Made by ``freeze`` and ``unbind``. Two are equal when type, label, metadata and every number
+    are; a comparison with anything else goes element by element, as for arrays.
+
+    Args:
+        value: As for ``Variable``.
+        variable_type: Type of the Variable that it stands for.
+        label: Its path.
+        axes: As for ``Variable``.
+        **metadata: Likewise.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> frozen = sx.Param(jnp.ones(2), axes=("embed",)).freeze()
+        >>> doubled = jax.tree.map(lambda x: 2 * x, frozen)
+        >>> doubled
+        FrozenVariable(float32[2], Param, axes=('embed',))
+        >>> frozen == doubled, doubled.thaw().value.tolist()
+        (False, [2.0, 2.0])
+    """
+
+    _metadata: FrozenMetadata
+
+    def __init__(
+        self,
+        value: Any,
+        variable_type: type[Variable[Any]] = Variable,
+        *,
+        label: Path = (),
+        axes: Any = None,
+        **metadata: Any,
+    ) -> None:
+        super().__init__(value, axes=axes, **metadata)
+        known = self._metadata
+        self._metadata = FrozenMetadata(known.axes, known.entries, variable_type, label)
+
+    @property
+    def variable_type(self) -> type[Variable[Any]]:
+        """The type of the Variable that this is the value of."""
+        return self._here()._metadata.variable_type
+
+    @property
+    def label(self) -> Path:
+        """The path by which the Variable finds its slot."""
+        return self._here()._metadata.label
+
+    def freeze(self) -> Self:
+        """Returns the value itself."""
+        return self
+
+    def thaw(self) -> Variable[T]:
+        """Returns a new mutable Variable of this value, type and metadata.
+
+        It shares the arrays. Before donating one of the two (``donate_argnums``), make the other by
+        ``copy.deepcopy``.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> frozen = sx.Param(jnp.zeros(2)).freeze()
+            >>> w = frozen.thaw()
+            >>> w[...] = jnp.ones(2)
+            >>> frozen.value.tolist(), w.value.tolist()
+            ([0.0, 0.0], [1.0, 1.0])
+        """
+        here = self._here()
+        metadata = here._metadata
+        variable = metadata.variable_type._make(
+            snapshot(here._value), metadata.thawed(), owner_here()
+        )
+        variable._labels = (metadata.label,)
+        return variable
+
+    def _write(self, value: Any) -> NoReturn:
+        self._refuse("the value")
+
+    def __setitem__(self, index: Any, new: Any) -> NoReturn:
+        self._refuse("the value")
+
+    def _check_metadata_write(self, what: str) -> NoReturn:
+        self._refuse("metadata")
+
+    def _refuse(self, what: str) -> NoReturn:
+        metadata = self._here()._metadata
+        raise FrozenVariableError(
+            f"Cannot write {what} of the frozen {metadata.variable_type.__name__} with the label "
+            f"{format_path(metadata.label)}. Make it mutable again, sx.thaw(model); or run what "
+            f"writes it as a function of values, which returns the new ones: "
+            f"result, frozen = sx.stateless_call(slots, frozen, ...)."
+        )
+
+    def __eq__(self, other: object) -> Any:
+        if self is other:
+            return True
+        if not isinstance(other, FrozenVariable):
+            return super().__eq__(other)
+        one, two = self._here(), other._here()
+        return bool(one._metadata == two._metadata and _same(one._value, two._value))
+
+    def __ne__(self, other: object) -> Any:
+        if not isinstance(other, FrozenVariable):
+            return super().__ne__(other)
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._here()._metadata)
+
+
+class FrozenArray(FrozenVariable[T]):
+    """The frozen value of an array that is an attribute; users see the array."""
+
+
+def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
+    """Returns the value of a Variable, frozen, under a label.
+
+    Args:
+        variable: A Variable, or a frozen value, which is given the label.
+        label: The label.
+    """
+    here = variable._here()
+    definition = here._describe(None)
+    metadata, kind = definition.metadata, definition.type
+    if isinstance(metadata, FrozenMetadata):
+        kind = metadata.variable_type
+    form = FrozenArray if kind is ArrayAttribute else FrozenVariable
+    known = FrozenMetadata(metadata.axes, metadata.entries, kind, label)
+    return form._make(snapshot(here._value), known, owner_here())
+
+
+class Frozen:
+    """Filter of the frozen values of what a filter matches.
+
+    Args:
+        filter: A filter of Variables; by default all.
+
+    Example:
+        >>> import shardax as sx
+        >>> layer = sx.freeze(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), sx.PathContains("bias"))
+        >>> [path for path, _ in sx.iter_variables(layer, sx.Frozen(sx.Param))]
+        [('bias',)]
+        >>> [path for path, _ in sx.iter_variables(layer, sx.Param)]
+        [('kernel',)]
+    """
+
+    def __init__(self, filter: Filter = ...) -> None:
+        self.predicate = to_predicate(filter)
+
+    def __call__(self, path: Path, variable: Any) -> bool:
+        metadata = variable.all_metadata if isinstance(variable, Origin) else variable._metadata
+        if not isinstance(metadata, FrozenMetadata):
+            return False
+        return self.predicate(path, metadata.origin())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Frozen) and self.predicate == other.predicate
+
+    def __hash__(self) -> int:
+        return hash((Frozen, self.predicate))
+
+    def __repr__(self) -> str:
+        return f"Frozen({self.predicate!r})"
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are known to be the same numbers; never raises."""
+    ours, treedef = jax.tree.flatten(one)
+    theirs, other_treedef = jax.tree.flatten(other)
+    return treedef == other_treedef and all(map(_same_leaf, ours, theirs))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if isinstance(one, jax.ShapeDtypeStruct) or isinstance(other, jax.ShapeDtypeStruct):
+        return type(one) is type(other) and one == other
+    arrays = [_numbers(leaf) for leaf in (one, other)]
+    return all(array is not None for array in arrays) and arrays[0] == arrays[1]
+
+
+def _numbers(leaf: Any) -> bytes | None:
+    """Returns the bytes of an array, or None where they are not here (tracers, donated arrays)."""
+    if isinstance(leaf, LazyValue):
+        if not is_eager():
+            return None
+        leaf = leaf.compute()
+    if isinstance(leaf, jax.Array):
+        if isinstance(leaf, Tracer) or leaf.is_deleted() or not leaf.is_fully_addressable:
+            return None
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
+
+
+# --- Slots ---
+
+
+class Slot(ArrayLike, Placeholder, Shown):
+    """An empty place for a Variable.
+
+    Args:
+        label: Path of the Variable that belongs here.
+        variable_type: Its type.
+
+    Example:
+        >>> import shardax as sx
+        >>> slots, variables = sx.unbind(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
+        >>> slots.kernel
+        Slot(Param, .kernel)
+        >>> slots.kernel == sx.Slot(("kernel",), sx.Param), slots.kernel.label
+        (True, ('kernel',))
+    """
+
+    __slots__ = ("label", "variable_type")
+    label: Path
+    variable_type: Any
+
+    def __init__(self, label: Path, variable_type: Any) -> None:
+        object.__setattr__(self, "label", label)
+        object.__setattr__(self, "variable_type", variable_type)
+
+    @property
+    def value(self) -> NoReturn:
+        """Raises: a slot has no value."""
+        self._refuse()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self._refuse()
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        self._refuse()
+
+    def __setitem__(self, index: Any, new: Any) -> NoReturn:
+        self._refuse()
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        self._refuse()
+
+    def _operand(self) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UnboundVariableError(
+            f"The {self.variable_type.__name__} with the label {format_path(self.label)} was taken "
+            f"out of this model; what is here is an empty slot. Put Variables or frozen values in "
+            f"first: model = sx.bind(model, variables); or call it with them: "
+            f"sx.stateless_call(model, frozen, ...)."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slot) and self._key() == other._key()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> Any:
+        return (self.variable_type, tuple((type(step), step) for step in self.label))
+
+    def __copy__(self) -> Slot:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Slot:
+        return self
+
+    def __reduce__(self) -> Any:
+        return (Slot, (self.label, self.variable_type))
+
+    def __repr__(self) -> str:
+        return f"Slot({self.variable_type.__name__}, {format_path(self.label)})"
+
+
+jax.tree_util.register_pytree_node(Slot, lambda slot: ((), slot), lambda slot, _: slot)

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Static values: everything in a model or a call that is configuration rather than data.
+
+Compiled programs are looked up by their static values, so two values that behave differently must
+never be equal here. Python's own equality is too coarse for that: ``1 == True == 1.0`` and ``0.0 ==
+-0.0``, also inside tuples and frozen dataclasses. An *exact key* is a hashable stand-in that keeps
+types apart at every depth.
+
+It is also, on purpose, finer in one direction and coarser in another: two functions made by running
+the same ``def`` twice with the same closed-over values get equal keys, since they do the same
+thing. That is why making ``optax.adam(1e-3)`` anew does not recompile a train step.
+
+Metadata of Variables: what is known about a value besides its numbers.
+
+*Axes* are the logical names of an array's dimensions, one per dimension, ``None`` for an unnamed
+one: ``("embed", "mlp")``. The remaining *entries* are whatever the user attached by keyword. Both
+are static: they are part of a model's structure, so they must be hashable, and two models whose
+metadata differ are compiled apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+from collections.abc import Hashable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardax._core.errors import MetadataError
+from shardax._core.object import Object
+
+# --- Static ---
+
+_PLAIN_TYPES = frozenset(
+    {
+        bool,
+        int,
+        str,
+        bytes,
+        type(None),
+        type(Ellipsis),
+        type(NotImplemented),
+        type,
+        range,
+        np.dtype,
+    }
+)
+_MAX_FUNCTION_DEPTH = 12
+"""Closures nested deeper than this are compared by identity, which is always safe."""
+
+
+class _Unkeyable(TypeError):
+    """Raised inside this module when a value has no exact key."""
+
+
+def exact_key(value: Any) -> Hashable:
+    """Returns a hashable key that is equal only for values of the same types all the way down.
+
+    Args:
+        value: A hashable value: number, string, tuple, frozen dataclass, enum, function, type,
+            dtype, ...
+
+    Returns:
+        A key for dictionaries. Two keys are equal when the values have the same type and content,
+        recursively.
+
+    Raises:
+        TypeError: If the value, or something inside it, is not hashable.
+
+    Example:
+        >>> from shardax.core.static import exact_key
+        >>> (1, True) == (1.0, 1), exact_key((1, True)) == exact_key((1.0, 1))
+        (True, False)
+    """
+    return _key(value, 0)
+
+
+def _key(value: Any, depth: int) -> Hashable:
+    kind = type(value)
+    if kind in _PLAIN_TYPES:
+        return (kind, value)
+    if kind is float:
+        return (kind, value.hex())
+    if kind is complex:
+        return (kind, value.real.hex(), value.imag.hex())
+    if isinstance(value, Object):
+        raise TypeError(f"a {kind.__name__} is not a static value")
+    if isinstance(value, tuple):
+        return (kind, tuple(_key(item, depth) for item in value))
+    if isinstance(value, frozenset):
+        return (kind, frozenset(_key(item, depth) for item in value))
+    if isinstance(value, slice):  # hashable only from Python 3.12 on
+        return (kind, *(_key(item, depth) for item in (value.start, value.stop, value.step)))
+    if isinstance(value, enum.Flag):  # combinations may have no name
+        return (kind, value.value)
+    if isinstance(value, enum.Enum):
+        return (kind, value.name)
+    if isinstance(value, np.generic):
+        return (kind, value.tobytes())
+    if isinstance(value, types.FunctionType):
+        return _function_key(value, depth)
+    if isinstance(value, functools.partial):
+        return (
+            kind,
+            _key(value.func, depth),
+            _key(value.args, depth),
+            tuple((name, _key(item, depth)) for name, item in value.keywords.items()),
+        )
+    if _is_plain_frozen_dataclass(value):
+        fields = dataclasses.fields(value)
+        return (
+            kind,
+            tuple(_key(getattr(value, field.name), depth) for field in fields),
+        )
+    hash(value)  # raises TypeError for what cannot be a static value
+    return (kind, value)
+
+
+def _is_plain_frozen_dataclass(value: Any) -> bool:
+    params = getattr(type(value), "__dataclass_params__", None)
+    return (
+        params is not None
+        and "__dataclass_params__" in vars(type(value))
+        and params.frozen
+        and params.eq
+        and not isinstance(value, type)
+        and "__eq__" in vars(type(value))
+    )
+
+
+def _function_key(function: types.FunctionType, depth: int) -> Hashable:
+    """Key of a function by what it does: code, globals, defaults and closed-over values."""
+    if depth >= _MAX_FUNCTION_DEPTH or function.__dict__.keys() - {"__wrapped__"}:
+        return (types.FunctionType, function)
+    try:
+        cells = tuple(_cell_key(cell, function, depth) for cell in function.__closure__ or ())
+        defaults = _key(function.__defaults__, depth + 1)
+        named = tuple((k, _key(v, depth + 1)) for k, v in (function.__kwdefaults__ or {}).items())
+    except TypeError:  # something closed over is not hashable: the function is only equal to itself
+        return (types.FunctionType, function)
+    return (
+        types.FunctionType,
+        function.__code__,
+        id(function.__globals__),
+        cells,
+        defaults,
+        named,
+        function.__qualname__,
+    )
+
+
+def _cell_key(cell: types.CellType, function: types.FunctionType, depth: int) -> Hashable:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # a name that is not bound yet: only this very function has this cell
+        raise _Unkeyable from None
+    if content is function:
+        return "itself"
+    if isinstance(content, jax.Array):
+        raise _Unkeyable
+    return _key(content, depth + 1)
+
+
+class Static:
+    """A static value that compares by its exact key and shows as the value.
+
+    Attributes:
+        value: The wrapped value.
+        key: Its exact key.
+
+    Example:
+        >>> from shardax.core.static import Static
+        >>> Static(1) == Static(1), Static(1) == Static(True), Static("relu")
+        (True, False, 'relu')
+    """
+
+    __slots__ = ("_hash", "key", "value")
+
+    def __init__(self, value: Any, key: Hashable = None) -> None:
+        self.value = value
+        self.key = exact_key(value) if key is None else key
+        self._hash = hash(self.key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Static):
+            return NotImplemented
+        return self._hash == other._hash and self.key == other.key
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __reduce__(self) -> Any:
+        return (Static, (self.value,))
+
+
+# --- Metadata ---
+
+AxisName = Hashable
+Axes = tuple[AxisName, ...]
+
+
+class Metadata:
+    """Immutable, hashable metadata; Variables share one object until one of them changes its own.
+
+    Attributes:
+        axes: Logical axis names, or None when none were given.
+        entries: Read-only mapping of the other entries.
+    """
+
+    __slots__ = ("_hash", "_key", "axes", "entries")
+
+    def __init__(self, axes: Axes | None, entries: Mapping[str, Any]) -> None:
+        self.axes = axes
+        self.entries = MappingProxyType(dict(entries))
+        try:
+            items = sorted(self.entries.items())
+            self._key = (
+                exact_key(axes),
+                tuple((name, exact_key(item)) for name, item in items),
+            )
+        except TypeError as error:
+            culprits = [name for name, item in self.entries.items() if not _is_hashable(item)]
+            raise MetadataError(
+                f"Metadata entries {culprits or 'axes'} are not hashable ({error}). Metadata is "
+                f"part of a model's structure, by "
+                f"which compiled programs are found. Use tuples instead of lists, frozen "
+                f"dataclasses instead of dicts, and put "
+                f"arrays into a Variable of their own."
+            ) from error
+        self._hash = hash(self._key)
+
+    def replace(self, **changes: Any) -> Metadata:
+        """Returns the metadata with entries (or ``axes``) changed."""
+        axes = check_axes(changes.pop("axes")) if "axes" in changes else self.axes
+        return self._with(axes, {**self.entries, **changes})
+
+    def without_axis(self, position: int, expected: AxisName = None) -> Metadata:
+        """Returns the metadata of one part of the array along a dimension: without its name.
+
+        Args:
+            position: Which dimension; negative counts from the end.
+            expected: The name it should have, or None for any.
+
+        Raises:
+            MetadataError: If the dimension has another name than expected, or does not exist.
+        """
+        if self.axes is None:
+            return self
+        if not -len(self.axes) <= position < len(self.axes):
+            raise MetadataError(f"axes {self.axes} have no dimension {position} to remove.")
+        place = position % len(self.axes)
+        if expected is not None and self.axes[place] not in (None, expected):
+            raise MetadataError(
+                f"the dimension {place} of axes {self.axes} is named {self.axes[place]!r}, but the "
+                f"transform maps it as {expected!r}. Map the dimension of that name, or give the "
+                f"transform the Variable's own name: "
+                f"metadata={{sx.partition.PARTITION_NAME: {self.axes[place]!r}}}."
+            )
+        return self._with((*self.axes[:place], *self.axes[place + 1 :]), self.entries)
+
+    def with_axis(self, position: int, name: AxisName = None) -> Metadata:
+        """Returns the metadata of arrays put together along a new dimension: the inverse.
+
+        Args:
+            position: Where the new dimension stands; negative counts from the end of the new axes.
+            name: Its name, or None.
+        """
+        if self.axes is None:
+            return self
+        rank = len(self.axes) + 1
+        if not -rank <= position < rank:
+            raise MetadataError(f"axes {self.axes} have no place {position} for another dimension.")
+        place = position % rank
+        return self._with((*self.axes[:place], name, *self.axes[place:]), self.entries)
+
+    def _with(self, axes: Axes | None, entries: Mapping[str, Any]) -> Metadata:
+        """Returns metadata of the same kind with other contents."""
+        return Metadata(axes, entries)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Metadata) and self._hash == other._hash and self._key == other._key
+
+    def __repr__(self) -> str:
+        parts = [] if self.axes is None else [f"axes={self.axes}"]
+        return ", ".join(parts + [f"{name}={item!r}" for name, item in self.entries.items()])
+
+    def __reduce__(self) -> Any:
+        return (Metadata, (self.axes, dict(self.entries)))
+
+
+def _is_hashable(item: Any) -> bool:
+    try:
+        exact_key(item)
+    except TypeError:
+        return False
+    return True
+
+
+def check_axes(axes: Iterable[AxisName] | None) -> Axes | None:
+    """Returns ``axes`` as a tuple of hashable names, or None.
+
+    Args:
+        axes: Any iterable of names but a string.
+
+    Raises:
+        MetadataError: If ``axes`` is a string or holds something unhashable.
+    """
+    if axes is None:
+        return None
+    if isinstance(axes, str):
+        raise MetadataError(
+            f"axes={axes!r} is one string; give one name per dimension: axes=({axes!r},)."
+        )
+    names = tuple(axes)
+    for position, name in enumerate(names):
+        if not _is_hashable(name):
+            raise MetadataError(
+                f"axes[{position}] = {name!r} is not hashable; an axis name is a string or None."
+            )
+    return names
+
+
+EMPTY = Metadata(None, {})
+
+PARTITION_NAME = "partition_name"
+"""Key, in the ``metadata`` option of ``vmap`` and ``scan``, of the mapped dimension's name."""

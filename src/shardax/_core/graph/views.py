@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacked values: the values of several like Variables, as one value with a leading dimension.
+
+To *stack* is to put values together along a new first dimension; a *part* is one of them again.
+Lazy values stay lazy: a ``LazyStack`` is the recipes of its parts, which one program runs together
+where they are alike, each with keys of its own. So the numbers are those of the parts, to the last
+bit. NumPy arrays stay NumPy arrays, and shapes alone stay shapes, so that stacking what was just
+built runs no JAX operation.
+
+Views: one part of stacked objects, to be read and written in place.
+
+A *view* of a Variable whose value is stacked (``_core.graph.views``) is a Variable of the same type that
+holds no value of its own: reading it takes its part of the *parent's* value, writing it writes that
+part. A view of a Module or container is an object of the same type that holds views of what the
+original holds. The structure of all parts is one, so a view refuses to change its own; it follows
+changes of the original, whenever the structure epoch advances.
+
+There is at most one view of an object and part at a time, so that two ways to it are one Variable.
+A view and its parent are two Variables for one value, so they cannot be given to one lifted call
+together (``_core.graph.flatten.flatten_roots``, ``block_parents``).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Container, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardax._core import epoch
+from shardax._core._jax import Tracer
+from shardax._core.errors import LayerViewError
+from shardax._core.frames import (
+    Blocked,
+    Frame,
+    local,
+    resolve,
+)
+from shardax._core.graph.flatten import Decoder, VariableDef, Walk
+from shardax._core.graph.static import Metadata
+from shardax._core.init.lazy import InitializerProgram, KeySource, LazyValue, Recipe
+from shardax._core.object import Object
+from shardax._core.variable import Variable
+
+# --- Stacked ---
+
+
+class LazyStack(Recipe):
+    """Lazy values of one shape and dtype, stacked.
+
+    Args:
+        parts: The lazy values.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> rngs = sx.Rngs(0)
+        >>> normal = jax.nn.initializers.normal()
+        >>> parts = [sx.Init(normal, (2, 3), rngs=rngs) for _ in range(4)]
+        >>> stacked = LazyStack(parts)
+        >>> stacked, bool((stacked.compute()[1] == parts[1].compute()).all())
+        (LazyStack(float32[4, 2, 3]), True)
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[LazyValue]) -> None:
+        self.parts = tuple(parts)
+        self.shape = (len(self.parts), *self.parts[0].shape)
+        self.dtype = self.parts[0].dtype
+
+    @property
+    def sources(self) -> tuple[KeySource, ...]:
+        """The sources of all parts' keys, in order."""
+        recipes = [part for part in self.parts if isinstance(part, Recipe)]
+        return tuple(source for recipe in recipes for source in recipe.sources)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether one program makes all parts."""
+        return super().is_known and self.likeness is not self
+
+    @property
+    def likeness(self) -> Hashable:
+        """See ``Recipe``; of parts that are not alike, this object itself."""
+        first = self.parts[0]
+        if not isinstance(first, Recipe) or first.likeness is first:
+            return self
+        for part in self.parts[1:]:
+            if type(part) is not type(first) or part.likeness != first.likeness:
+                return self
+        return len(self.parts), type(first), first.likeness
+
+    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+        """Returns the program of one part, repeated over all."""
+        first = self.parts[0]
+        assert isinstance(first, Recipe)
+        return first.program(sharding, (*lead, len(self.parts)))
+
+    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+        """Runs the program."""
+        if not words:
+            return program(None)
+        stacked = jnp.stack(words) if _is_traced(words) else np.stack(words)
+        return program(stacked.reshape(*self._lead(), -1))
+
+    def _lead(self) -> tuple[int, ...]:
+        first = self.parts[0]
+        return (len(self.parts), *(first._lead() if isinstance(first, LazyStack) else ()))
+
+    def compute(self, sharding: Any = None) -> jax.Array:
+        """Makes the array; with a sharding, straight into its shards."""
+        if self.likeness is not self:
+            return super().compute(sharding)
+        if isinstance(sharding, NamedSharding):
+            there = without_lead(sharding)
+            return _stack_program(sharding)([part.compute(there) for part in self.parts])
+        stacked = jnp.stack([part.compute() for part in self.parts])
+        return stacked if sharding is None else jax.device_put(stacked, sharding)
+
+
+class LazyPart(LazyValue):
+    """One part of a stacked value that is lazy but no stack of its parts.
+
+    Args:
+        read: Returns the stacked array.
+        whole: The lazy stacked value.
+        index: Which part.
+    """
+
+    __slots__ = ("index", "read")
+
+    def __init__(self, read: Callable[[], Any], whole: LazyValue, index: int) -> None:
+        self.read = read
+        self.index = index
+        self.shape = whole.shape[1:]
+        self.dtype = whole.dtype
+
+    def compute(self, sharding: Any = None) -> jax.Array:
+        """Makes the stacked array and takes the part."""
+        part = self.read()[self.index]
+        return part if sharding is None else jax.device_put(part, sharding)
+
+
+# --- putting together ----------------------------------------------------------------------------
+
+
+def stack_values(values: Sequence[Any]) -> Any:
+    """Stacks the values of like Variables.
+
+    Args:
+        values: At least one; pytrees of one structure, whose leaves have one shape and dtype.
+
+    Returns:
+        A value with a leading dimension of their number.
+
+    Example:
+        >>> import numpy as np
+        >>> stack_values([np.uint32([1, 2]), np.uint32([3, 4])]).tolist()
+        [[1, 2], [3, 4]]
+    """
+    first = values[0]
+    if not _is_leaf(first):
+        return jax.tree.map(lambda *leaves: stack_values(leaves), first, *values[1:])
+    if any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
+        return _stacked_struct(values)
+    if all(isinstance(value, LazyValue) for value in values):
+        return LazyStack(values)
+    if all(isinstance(value, np.ndarray) for value in values):
+        return np.stack(values)
+    arrays = [value.compute() if isinstance(value, LazyValue) else value for value in values]
+    sharding = None if _is_traced(arrays) else _named_sharding(arrays[0])
+    if sharding is None:
+        return jnp.stack(arrays)
+    return _stack_program(with_lead(sharding))(arrays)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, (LazyValue, jax.ShapeDtypeStruct)) or jax.tree_util.all_leaves(
+        (value,)
+    )
+
+
+def _is_traced(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tracer) for value in values)
+
+
+def _named_sharding(value: Any) -> NamedSharding | None:
+    sharding = getattr(value, "sharding", None)
+    known = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    return sharding if known else None
+
+
+def with_lead(sharding: NamedSharding) -> NamedSharding:
+    """Returns the sharding of stacked arrays: parts are where they were."""
+    spec = PartitionSpec(None, *sharding.spec)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def without_lead(sharding: NamedSharding) -> NamedSharding:
+    """Returns the sharding of one part of a stacked array."""
+    spec = PartitionSpec(*sharding.spec[1:])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _stacked_struct(values: Sequence[Any]) -> jax.ShapeDtypeStruct:
+    known = [_named_sharding(value) for value in values]
+    sharding = next((with_lead(item) for item in known if item is not None), None)
+    shape = (len(values), *values[0].shape)
+    return jax.ShapeDtypeStruct(shape, values[0].dtype, sharding=sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _stack_program(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
+    return jax.jit(lambda arrays: jnp.stack(arrays), out_shardings=sharding)
+
+
+# --- taking apart --------------------------------------------------------------------------------
+
+
+def part_of(value: Any, index: int, read: Callable[[], Any] | None = None) -> Any:
+    """Returns one part of a stacked value; lazy ones stay lazy.
+
+    Args:
+        value: A value of which every array has a leading dimension.
+        index: Which part, from 0.
+        read: Returns the value materialised, for lazy values that cannot be taken apart; None to
+            compute it.
+
+    Example:
+        >>> import numpy as np
+        >>> part_of({"a": np.arange(6).reshape(3, 2)}, 1)["a"].tolist()
+        [2, 3]
+    """
+    if not _is_leaf(value):
+        return jax.tree.map(lambda leaf: part_of(leaf, index), value)
+    if isinstance(value, LazyStack):
+        return value.parts[index]
+    if isinstance(value, LazyValue):
+        return LazyPart(read or value.compute, value, index)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        known = _named_sharding(value)
+        sharding = None if known is None else without_lead(known)
+        return jax.ShapeDtypeStruct(value.shape[1:], value.dtype, sharding=sharding)
+    return np.array(value[index]) if isinstance(value, np.ndarray) else value[index]
+
+
+def with_part(value: Any, index: int, new: Any) -> Any:
+    """Returns a stacked value with one part replaced.
+
+    Args:
+        value: Of arrays, none of them lazy.
+        index: Which part, from 0.
+        new: Its new value, of the same structure, shapes and dtypes.
+
+    Example:
+        >>> import numpy as np
+        >>> with_part(np.zeros((2, 2), np.int32), 1, np.int32([3, 4])).tolist()
+        [[0, 0], [3, 4]]
+    """
+    return jax.tree.map(lambda leaf, part: _with_part(leaf, index, part), value, new)
+
+
+def _with_part(leaf: Any, index: int, part: Any) -> Any:
+    if isinstance(leaf, np.ndarray) and isinstance(part, np.ndarray):
+        changed = leaf.copy()
+        changed[index] = part
+        return changed
+    leaf = jnp.asarray(leaf)
+    sharding = None if _is_traced([leaf, part]) else _named_sharding(leaf)
+    if sharding is None:
+        return leaf.at[index].set(part)
+    part = jax.device_put(part, without_lead(sharding))
+    return _write_program(sharding)(leaf, part, index)
+
+
+@functools.lru_cache(maxsize=256)
+def _write_program(sharding: NamedSharding) -> Callable[..., jax.Array]:
+    def write(leaf: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(leaf, part, index, 0)
+
+    return jax.jit(write, out_shardings=sharding)
+
+
+# --- Views ---
+
+_LOCK = (
+    "Cannot change {what}: it is a view of one layer of a stack, and all its layers have one "
+    "structure. Change them together, through the stack itself (stack.stacked, stack.eval(), "
+    "stack.set_attributes(...)), or take them apart: sx.nn.unstack_layers(stack)."
+)
+
+
+class _ViewOfVariable:
+    """What makes a Variable type a view; everything is the parent's."""
+
+    __slots__ = ()
+    _parent: Variable[Any]
+    _index: int
+
+    @property
+    def _owner(self) -> Frame | None:
+        return self._parent._owner
+
+    @property
+    def _lock(self) -> str | None:
+        return self._parent._lock
+
+    @_lock.setter
+    def _lock(self, lock: str | None) -> None:
+        self._parent._lock = lock
+
+    @property
+    def _metadata(self) -> Metadata:
+        return _part_metadata(self._parent._metadata)
+
+    @property
+    def _value(self) -> Any:
+        parent = self._parent
+        return part_of(parent._value, self._index, lambda: parent.value)
+
+    @_value.setter
+    def _value(self, new: Any) -> None:
+        self._check_part(new)
+        old = self._parent._value
+        if isinstance(old, jax.ShapeDtypeStruct):
+            return  # a shape of the same form, as checked
+        if isinstance(new, LazyValue):
+            new = new.compute()
+        if not (isinstance(old, np.ndarray) and isinstance(new, np.ndarray)):
+            old = self._parent.value
+        self._parent._value = with_part(old, self._index, new)
+
+    @property
+    def value(self) -> Any:
+        """The part of the parent's value; setting writes that part."""
+        target: Any = resolve(self, local.frame)
+        if type(target) is not type(self):  # passed in, so it stands for itself here
+            return target.value
+        return part_of(target._parent.value, target._index)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        type(self)._plain.value.fset(self, value)
+
+    _plain: Any
+    """The Variable type that this is a view of."""
+
+    @classmethod
+    def _make(cls, *parts: Any) -> Any:
+        return cls._plain._make(*parts)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A Variable of its own with this part's value, as in every copy of a view.
+        plain: Any = self._plain
+        return _copied_view, (plain, plain.__getstate__(self))
+
+    def _describe(self, encode: Any) -> VariableDef:
+        return VariableDef(self._plain, self._metadata)
+
+    def _stand_in(self, frame: Frame) -> Any:
+        return stand_in(self, frame)
+
+    def _check_part(self, new: Any) -> None:
+        """Raises if a value does not have the form of the part that it is to replace."""
+        old = self._parent._value
+        if _form(old, 1) != _form(new) or _is_abstract(old) != _is_abstract(new):
+            raise LayerViewError(
+                f"Cannot write {_shown(new)} to a view of one layer of a stacked "
+                f"{self._plain.__name__}, whose part is {_shown(old, 1)}: the layers of a stack "
+                f"are one array. Convert the value, or write the stacked Variable whole."
+            )
+
+    def _check_metadata_write(self, what: str) -> None:
+        raise LayerViewError(_LOCK.format(what=what))
+
+
+def _copied_view(plain: Any, state: Any) -> Variable[Any]:
+    """Returns a Variable with the state that a view had when it was pickled."""
+    variable = object.__new__(plain)
+    variable.__setstate__(state)
+    return variable
+
+
+@functools.lru_cache(maxsize=1024)
+def _part_metadata(metadata: Metadata) -> Metadata:
+    return metadata.without_axis(0)
+
+
+def _form(value: Any, lead: int = 0) -> Any:
+    """Structure, shapes and dtypes of a value; without the leading dimensions."""
+    leaves, treedef = jax.tree.flatten(value)
+    return treedef, [(tuple(leaf.shape[lead:]), leaf.dtype) for leaf in leaves]
+
+
+def _is_abstract(value: Any) -> bool:
+    return isinstance(value, jax.ShapeDtypeStruct)
+
+
+def _shown(value: Any, lead: int = 0) -> str:
+    shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[lead:])}", value)
+    abstract = "the abstract " if _is_abstract(value) else ""
+    return abstract + (shown if isinstance(shown, str) else str(shown).replace("'", ""))
+
+
+@functools.lru_cache(maxsize=256)
+def _view_type(plain: type[Variable[Any]]) -> Any:
+    """Returns the type of views of a Variable type; a subclass of it, of the same name."""
+    namespace = {
+        "__slots__": ("_index", "_parent"),
+        "__module__": plain.__module__,
+        "__doc__": plain.__doc__,
+        "__qualname__": plain.__qualname__,
+        "_plain": plain,
+    }
+    metaclass: Any = type(plain)
+    return metaclass(plain.__name__, (_ViewOfVariable, plain), namespace)
+
+
+class _Known(weakref.ref[Any]):
+    """A view that exists, and what it was made of."""
+
+    __slots__ = ("key", "shared", "source")
+    key: tuple[int, int]
+    source: Object
+    shared: Container[Any]
+
+
+_known: dict[tuple[int, int], _Known] = {}
+"""Every view, by ``id`` of the original and part. An entry keeps the original alive."""
+
+
+def _remember(made: Any, source: Object, index: int, shared: Container[Any]) -> None:
+    ref = _Known(made, _forget)
+    ref.key, ref.source, ref.shared = (id(source), index), source, shared
+    _known[ref.key] = ref
+
+
+def _forget(ref: Any, known: dict[tuple[int, int], _Known] = _known) -> None:
+    if known.get(ref.key) is ref:  # bound above: globals are gone when the interpreter ends
+        del known[ref.key]
+
+
+def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
+    """Returns the view of one part of a stacked object.
+
+    Args:
+        source: A Module, container or Variable, of which every array has a leading dimension.
+        index: Which part, from 0.
+        shared: Objects below that are not stacked; the view holds them themselves.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> stacked = sx.Param(jnp.zeros((2, 3)), axes=("layers", "embed"))
+        >>> second = view(stacked, 1)
+        >>> second[...] = jnp.ones(3)
+        >>> stacked.value.tolist(), second.axes, view(stacked, 1) is second
+        ([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], ('embed',), True)
+    """
+    if source in shared:
+        return source
+    known = _known.get((id(source), index))
+    made: Any = None if known is None else known()
+    if made is not None:
+        return made
+    if isinstance(source, Variable):
+        made = object.__new__(_view_type(_plain_type(source)))
+        made._parent, made._index, made._marked = source, index, False
+        _remember(made, source, index, shared)
+        return made
+    made = type(source)._allocate(source._owner, source._lock or _LOCK)
+    _remember(made, source, index, shared)
+    _fill(made, source, index, shared)
+    return made
+
+
+def _plain_type(variable: Any) -> Any:
+    return type(variable) if variable._parent is None else variable._plain
+
+
+class _Shallow(Walk):
+    """A walk that does not look into what it meets."""
+
+    def visit(self, item: Object, path: Any) -> int:
+        """Returns the object's position."""
+        if id(item) not in self.index:
+            self.index[id(item)] = len(self.objects)
+            self.objects.append(item)
+        return self.index[id(item)]
+
+
+def _fill(made: Any, source: Any, index: int, shared: Container[Any]) -> None:
+    """Gives a view what its original holds now, and has later changes of that advance the epoch."""
+    source._marked = True
+    walk = _Shallow()
+    definition = source._describe(lambda child, key: walk.encode(child, (key,)))
+    made._fill(definition, Decoder([view(child, index, shared) for child in walk.objects]))
+
+
+def _follow() -> None:
+    """Gives all views of Modules and containers what their originals hold now."""
+    for ref in list(_known.values()):
+        made: Any = ref()
+        if made is not None and not isinstance(made, Variable):
+            _fill(made, ref.source, ref.key[1], ref.shared)
+
+
+epoch.on_advance(_follow)
+
+
+def stand_in(variable: Any, frame: Frame) -> Any:
+    """Returns what stands in a frame for a view that was not passed in: a view of its parent's.
+
+    Args:
+        variable: The view, as the calling frame has it.
+        frame: The frame.
+    """
+    return view(resolve(variable._parent, frame), variable._index)
+
+
+def block_parents(frame: Frame, variable: Any) -> None:
+    """Has a frame that was given a view refuse the view's parents.
+
+    Args:
+        frame: The frame.
+        variable: The view that was passed in.
+    """
+    parent = variable._parent
+    while parent is not None:
+        frame.copies[id(parent)] = (parent, Blocked(_refuse_parent))
+        parent = parent._parent
+
+
+def _refuse_parent(parent: Any) -> None:
+    raise LayerViewError(
+        f"A stacked {type(parent).__name__} was used inside a transform that was given a view of "
+        f"one of its layers: they would be two Variables for one value. Pass the stack and take "
+        f"the layer inside: layer = stack[i]."
+    )

@@ -1,0 +1,651 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lazy values: parameters that exist as a recipe until someone needs the array.
+
+A *lazy value* knows its shape and dtype and how to compute its array, but holds none. Building a
+model from lazy values runs no JAX operation and takes no memory. To *materialise* is to run the
+recipe: on first read, when a model is first passed to a compiled function, or by ``shardax.shard``,
+which writes each array straight into its shards.
+
+A *recipe* is a lazy value made of random keys alone. Its keys are folded from key sources
+(``_core.init.lazy``), and the array is made by one small compiled program per distinct (initializer,
+shape, dtype, sharding) (``_core.init.lazy``). The numbers are the same to the last bit with every
+sharding.
+
+Initializer programs: one small compiled program per (initializer, shape, dtype, sharding).
+
+An *initializer* is a function ``(key, shape, dtype) -> array``, such as those of
+``jax.nn.initializers``. Its program takes the words of the key (``_core.init.lazy``) and, given a
+sharding, writes the array straight into its shards: each device computes its own part only.
+
+The numbers must not depend on the sharding. They do not where each element is computed by itself
+(*elementwise*: random bits, and functions of them). A sum, a product of matrices or a decomposition
+may round differently when it is cut in parts; an initializer that has one is computed whole by
+every device, of which each then keeps its part.
+
+Key sources: recipes of random keys, and how many of them become keys at once.
+
+A *key source* is a root (an integer seed or a key) and the integers to fold into it. It needs no
+JAX operation until its key is asked for. The *words* of a key are its raw numbers, ``uint32[k]``,
+on the host; with the name of the generator (*impl*) they are the key.
+
+Keys are folded apart from the programs that use them, many in one call of one small program. That
+program has a fixed size, so a deep model calls it more often but never compiles another.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from shardax._core._jax import Tracer, is_eager
+from shardax._core.errors import MissingRngsError
+from shardax._core.graph.static import Static
+
+# --- Keys ---
+
+CHUNK = 64
+"""Keys made by one call of the folding program."""
+
+NO_MESH = AbstractMesh((), ())
+"""For ``jax.sharding.use_abstract_mesh``: as if no mesh were in scope."""
+
+
+class KeySource(NamedTuple):
+    """The recipe of a random key.
+
+    Attributes:
+        root: An integer seed or a typed key array of shape ().
+        folds: Integers folded into the root, in order (``jax.random.fold_in``).
+    """
+
+    root: Any
+    folds: tuple[int, ...] = ()
+
+    def fold(self, *data: int) -> KeySource:
+        """Returns the source with more integers folded in."""
+        return KeySource(self.root, self.folds + data)
+
+    def root_key(self) -> jax.Array:
+        """Returns the root as a typed key array of shape ()."""
+        if not isinstance(self.root, int):
+            return self.root
+        # Words are kept, not keys: an array belongs to the mesh in scope when it was made.
+        words = jax.numpy.asarray(_seed_words(self.root, prng_name()))
+        return jax.random.wrap_key_data(words, impl=prng_name())
+
+    @property
+    def impl(self) -> Any:
+        """The random generator that the key is for, as ``jax.random.key(seed, impl=...)``."""
+        return prng_name() if isinstance(self.root, int) else jax.random.key_impl(self.root)
+
+
+def prng_name() -> str:
+    """Returns the name of JAX's default random generator."""
+    # JAX makes its settings attributes at run time, so the type checker cannot know them.
+    return str(jax.config.jax_default_prng_impl)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def words_of(sources: Sequence[KeySource]) -> list[Any]:
+    """Returns the words of several keys, folded together where no transform is tracing.
+
+    Args:
+        sources: The recipes; roots may be tracers.
+
+    Returns:
+        ``uint32[k]`` for each, in order, as ``key_words`` gives them.
+    """
+    if is_eager() and not any(isinstance(source.root, Tracer) for source in sources):
+        return list(all_key_words(sources))
+    return [key_words(source) for source in sources]
+
+
+def key_words(source: KeySource) -> Any:
+    """Returns the words of one key.
+
+    Args:
+        source: The recipe; its root may be a tracer.
+
+    Returns:
+        ``uint32[k]``: a NumPy array, or a tracer while a transform is tracing.
+    """
+    if is_eager() and not isinstance(source.root, Tracer):
+        return all_key_words([source])[0]
+    folds = np.asarray(source.folds, np.uint32)
+    key = source.root_key()
+    for position in range(len(source.folds)):
+        key = jax.random.fold_in(key, folds[position])
+    return jax.random.key_data(key)
+
+
+def all_key_words(sources: Sequence[KeySource]) -> list[np.ndarray]:
+    """Returns the words of many keys, folded in chunks. Only outside of traces.
+
+    Args:
+        sources: Recipes with concrete roots.
+
+    Returns:
+        ``uint32[k]`` for each, in order; the same words as folding one key at a time.
+
+    Example:
+        >>> import jax
+        >>> words = all_key_words([KeySource(0, (1, 2)), KeySource(7)])
+        >>> key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 1), 2)
+        >>> words[0].tolist() == jax.random.key_data(key).tolist()
+        True
+    """
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        return _fold_all(sources)
+
+
+def _fold_all(sources: Sequence[KeySource]) -> list[np.ndarray]:
+    roots: dict[int, np.ndarray] = {}
+    words: list[Any] = [None] * len(sources)
+    groups: dict[tuple[Any, int], list[int]] = {}
+    for position, source in enumerate(sources):
+        root = source.root
+        if isinstance(root, int):
+            words[position] = _seed_words(root, prng_name())
+        else:
+            if id(root) not in roots:
+                roots[id(root)] = np.asarray(jax.random.key_data(root))
+            words[position] = roots[id(root)]
+        if source.folds:
+            groups.setdefault((source.impl, len(source.folds)), []).append(position)
+    pending = [
+        (
+            chunk,
+            _fold_chunk(impl, count, [words[i] for i in chunk], [sources[i].folds for i in chunk]),
+        )
+        for (impl, count), positions in groups.items()
+        for chunk in (positions[at : at + CHUNK] for at in range(0, len(positions), CHUNK))
+    ]
+    for chunk, folded in pending:
+        rows = np.asarray(folded)
+        for position, row in zip(chunk, rows, strict=False):  # the last rows are padding
+            words[position] = row
+    return words
+
+
+def _fold_chunk(
+    impl: Any, count: int, roots: Sequence[np.ndarray], folds: Sequence[tuple[int, ...]]
+) -> jax.Array:
+    padded = np.zeros((CHUNK, len(roots[0])), np.uint32)
+    padded[: len(roots)] = roots
+    data = np.zeros((CHUNK, count), np.uint32)
+    data[: len(folds)] = folds
+    return _fold_program(impl, count)(padded, data)
+
+
+@functools.lru_cache(maxsize=64)
+def _fold_program(impl: Any, count: int) -> Callable[[Any, Any], jax.Array]:
+    def fold(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        words, data = row
+        key = jax.random.wrap_key_data(words, impl=impl)
+        for position in range(count):
+            key = jax.random.fold_in(key, data[position])
+        return jax.random.key_data(key)
+
+    # A loop, not vmap: some generators give other numbers when they are batched.
+    return jax.jit(lambda words, data: jax.lax.map(fold, (words, data)))
+
+
+@functools.lru_cache(maxsize=256)
+def _seed_words(seed: int, impl: str) -> np.ndarray:
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):
+        return np.asarray(jax.random.key_data(jax.random.key(seed, impl=impl)))
+
+
+# --- Initializers ---
+
+_ELEMENTWISE = """
+abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type broadcast broadcast_in_dim
+cbrt ceil clamp complex concatenate conj convert_element_type copy cos cosh custom_jvp_call
+custom_vjp_call div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag integer_pow iota
+is_finite jit le log log1p logistic lt max min mul ne neg nextafter not or pad pjit population_count
+pow random_bits random_fold_in random_seed random_split random_unwrap random_wrap real
+reduce_precision rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh slice sqrt square squeeze stop_gradient sub tan tanh threefry2x32
+transpose xor
+"""
+"""Primitives whose every element is the same however the array is cut. An unknown one costs
+memory, not correctness: the array is then computed whole."""
+
+
+class InitializerProgram:
+    """A compiled initializer for one shape, dtype and sharding; call it with the key's words.
+
+    Args:
+        function: Takes the key's words (None without a key) and returns the array.
+        words: Shape and dtype of the key's words, or None; any tree, if the function takes one.
+        sharding: Where the array goes, or None for the default device.
+    """
+
+    __slots__ = ("_call", "_sharding", "_words", "compiled")
+
+    def __init__(self, function: Callable[[Any], jax.Array], words: Any, sharding: Any) -> None:
+        self._sharding = sharding
+        self._words = words
+        self._call = jax.jit(function, out_shardings=sharding)
+        self.compiled = False
+
+    def __call__(self, words: Any) -> jax.Array:
+        if self._sharding is None:
+            return self._call(words)
+        # With explicit mesh axes in scope, JAX would lay out every intermediate array by its own
+        # rules, which means whole on every device.
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            return self._call(words)
+
+    def lower(self) -> Any:
+        """Lowers the program for a key that is in host memory."""
+        if self._sharding is None:
+            return self._call.lower(self._words)
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            return self._call.lower(self._words)
+
+
+class _EmptyProgram(InitializerProgram):
+    """The program of an array without elements, which is laid out afterwards.
+
+    Where a program lays one out, JAX gives every device the whole shape, and the array cannot be
+    read.
+    """
+
+    __slots__ = ("_place",)
+
+    def __init__(self, function: Callable[[Any], jax.Array], words: Any, place: Any) -> None:
+        super().__init__(function, words, None)
+        self._place = place
+
+    def __call__(self, words: Any) -> jax.Array:
+        return jax.device_put(super().__call__(words), self._place)
+
+
+@functools.lru_cache(maxsize=4096)
+def initializer_program(
+    initializer: Static,
+    shape: tuple[int, ...],
+    dtype: Any,
+    impl: Any,
+    sharding: Any,
+    lead: tuple[int, ...] = (),
+) -> InitializerProgram:
+    """Returns the program of an initializer.
+
+    Args:
+        initializer: The function ``(key, shape, dtype) -> array``.
+        shape: Shape of the array.
+        dtype: Its dtype.
+        impl: The generator of the key; None to call the initializer without a key.
+        sharding: A ``jax.sharding.Sharding``, or None for the default device.
+        lead: Leading dimensions: the program then makes one array per key of ``uint32[*lead, k]``
+            words, the same as one at a time, in one array of shape ``(*lead, *shape)``.
+    """
+    words = None if impl is None else _words_of(impl)
+
+    def initialise(given: Any) -> jax.Array:
+        key = None if impl is None else jax.random.wrap_key_data(given, impl=impl)
+        return initializer.value(key, shape, dtype)
+
+    if impl is None:  # one that needs a key fails here, where it is known whose it is
+        jax.eval_shape(initialise, None)
+    if not lead and not isinstance(sharding, NamedSharding):  # nothing is cut or put together
+        return InitializerProgram(initialise, words, sharding)
+    freely = cuts_freely(initialise, words, impl)
+    many = _repeated(
+        initialise, lead, None if impl is None else jax.vmap if freely else _one_by_one
+    )
+    given_words = _many_words(words, lead)
+    if 0 in (*lead, *shape) and isinstance(sharding, NamedSharding):
+        return _EmptyProgram(many, given_words, sharding)
+    return program_into(sharding, many, given_words, freely)
+
+
+def program_into(
+    sharding: Any, function: Callable[[Any], jax.Array], given: Any, freely: bool
+) -> InitializerProgram:
+    """Returns the program that writes what a function makes into a sharding.
+
+    Args:
+        sharding: A ``jax.sharding.Sharding``, or None for the default device.
+        function: Makes the array of ``given``.
+        given: Shapes and dtypes of what the function takes.
+        freely: Whether each device may compute its part only (``cuts_freely``); otherwise each
+            computes the whole array and keeps its part.
+    """
+    if freely or not isinstance(sharding, NamedSharding):
+        return InitializerProgram(function, given, sharding)
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def compute_whole(given: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(function(given), whole)
+
+    return InitializerProgram(compute_whole, given, sharding)
+
+
+def _repeated(
+    function: Callable[[Any], jax.Array], lead: tuple[int, ...], repeat: Callable[..., Any] | None
+) -> Callable[[Any], jax.Array]:
+    """Returns the function over leading dimensions; without ``repeat`` all rows are the same."""
+    if repeat is None:
+        return lambda given: _broadcast(function(given), lead)
+    for _ in lead:
+        function = repeat(function)
+    return function
+
+
+def _broadcast(array: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    return jnp.broadcast_to(array, (*lead, *array.shape)) if lead else array
+
+
+def _one_by_one(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
+    """Returns the function over a leading dimension, as a loop.
+
+    Some random generators give other numbers when they are batched, and some sums other roundings.
+    """
+    return lambda rows: jax.lax.map(function, rows)
+
+
+def _many_words(words: Any, lead: tuple[int, ...]) -> Any:
+    return None if words is None else jax.ShapeDtypeStruct((*lead, *words.shape), words.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def key_program(impl: Any, sharding: Any, lead: tuple[int, ...] = ()) -> InitializerProgram:
+    """Returns the program that makes the keys themselves of their words, ``uint32[*lead, k]``."""
+    return InitializerProgram(
+        lambda words: jax.random.wrap_key_data(words, impl=impl),
+        _many_words(_words_of(impl), lead),
+        sharding,
+    )
+
+
+def compile_together(programs: Iterable[InitializerProgram]) -> None:
+    """Compiles programs at the same time, as far as there are processors; each at most once.
+
+    Args:
+        programs: Programs, possibly repeated or compiled already.
+    """
+    pending = [program for program in dict.fromkeys(programs) if not program.compiled]
+    lowered = [program.lower() for program in pending]
+    if len(lowered) > 1:
+        with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda program: program.compile(), lowered))
+    for program in pending:
+        program.compiled = True
+
+
+@functools.lru_cache(maxsize=16)
+def _words_of(impl: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+
+
+def cuts_freely(function: Callable[[Any], jax.Array], given: Any, impl: Any) -> bool:
+    """Whether the numbers are the same to the last bit whichever way the array is cut.
+
+    Args:
+        function: Makes the array of ``given``.
+        given: Shapes and dtypes of what the function takes.
+        impl: The generator of its keys, or None.
+    """
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        names = set(_primitives(jax.make_jaxpr(function)(given).jaxpr))
+    draws = any(name.startswith("random") for name in names)
+    return names <= set(_ELEMENTWISE.split()) and (not draws or impl == "threefry2x32")
+
+
+def _primitives(jaxpr: Any) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for parameter in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from _primitives(inner)
+
+
+# --- Lazy ---
+
+Initializer = Callable[..., Any]
+
+
+class LazyValue:
+    """Base of lazy values. ``shape`` and ``dtype`` are known; ``compute`` makes the array.
+
+    Attributes:
+        shape: Shape of the array.
+        dtype: Its dtype, canonical for the current JAX configuration.
+    """
+
+    __slots__ = ("dtype", "shape")
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def compute(self, sharding: Any = None) -> jax.Array:
+        """Makes the array; with a sharding, straight into its shards."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.dtype}{list(self.shape)})"
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+class Recipe(LazyValue):
+    """Base of lazy values whose program and keys are known before they run."""
+
+    __slots__ = ()
+
+    @property
+    def sources(self) -> tuple[KeySource, ...]:
+        """The sources of the keys that the program takes."""
+        raise NotImplementedError
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the program and the keys are known outside of the trace that made this."""
+        return not any(isinstance(source.root, Tracer) for source in self.sources)
+
+    @property
+    def likeness(self) -> Hashable:
+        """Equal for recipes that one program makes, each of its own keys."""
+        raise NotImplementedError
+
+    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+        """Returns the program that makes the array of the words of the keys.
+
+        Args:
+            sharding: A ``jax.sharding.Sharding``, or None for the default device.
+            lead: Leading dimensions, for a program that makes as many arrays in one.
+        """
+        raise NotImplementedError
+
+    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+        """Runs the program.
+
+        Args:
+            program: What ``program`` returned.
+            words: The words of the key of each of ``sources``.
+        """
+        raise NotImplementedError
+
+    def compute(self, sharding: Any = None) -> jax.Array:
+        """Runs the recipe; with a sharding, straight into its shards.
+
+        Args:
+            sharding: A ``jax.sharding.Sharding``, or None for the default device.
+
+        Returns:
+            The array.
+
+        Raises:
+            MissingRngsError: If the initializer needs a key and this value was made without
+                ``rngs``.
+        """
+        return self.run(self.program(sharding), words_of(self.sources))
+
+
+class Init(Recipe):
+    """A lazy value made by an initializer such as those of ``jax.nn.initializers``.
+
+    Args:
+        initializer: Called as ``initializer(key, shape, dtype)``.
+        shape: Shape of the array.
+        dtype: Its dtype; made canonical (float64 becomes float32 unless x64 is enabled).
+        stream: Name of the random stream to draw the key from, or a stream itself
+            (``rngs.params``).
+        rngs: The ``Rngs`` that holds the stream. One draw is taken from it here, so the order in
+            which a model's values are later materialised does not matter. Without it only
+            initializers that ignore their key work.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> rngs = sx.Rngs(0)
+        >>> normal = jax.nn.initializers.normal()
+        >>> kernel = sx.Param(sx.Init(normal, (2, 3), rngs=rngs), axes=("embed", "mlp"))
+        >>> kernel.is_lazy, kernel.shape
+        (True, (2, 3))
+        >>> kernel.value.shape, kernel.is_lazy
+        ((2, 3), False)
+    """
+
+    __slots__ = ("initializer", "source")
+
+    def __init__(
+        self,
+        initializer: Initializer,
+        shape: tuple[int, ...],
+        dtype: Any = np.float32,
+        stream: Any = "params",
+        *,
+        rngs: Any = None,
+    ) -> None:
+        self.initializer = initializer
+        self.shape = tuple(int(size) for size in shape)
+        self.dtype = jax.dtypes.canonicalize_dtype(dtype)
+        if not isinstance(stream, str):
+            self.source = stream.draw_source()
+        else:
+            self.source = None if rngs is None else rngs[stream].draw_source()
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the key is a tracer, so that the value must be computed where it is made."""
+        return self.source is not None and isinstance(self.source.root, Tracer)
+
+    @property
+    def sources(self) -> tuple[KeySource, ...]:
+        """The source of the key, if there is one."""
+        return () if self.source is None else (self.source,)
+
+    @property
+    def likeness(self) -> Hashable:
+        """See ``Recipe``."""
+        impl = None if self.source is None else self.source.impl
+        return Static(self.initializer), self.shape, self.dtype, impl
+
+    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+        """Returns the program that makes the array of the words of the key."""
+        impl = None if self.source is None else self.source.impl
+        try:
+            return initializer_program(
+                Static(self.initializer), self.shape, self.dtype, impl, sharding, lead
+            )
+        except TypeError as error:
+            self._explain(error)
+            raise
+
+    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+        """Runs the program, explaining what goes wrong without a key."""
+        try:
+            return program(words[0] if words else None)
+        except TypeError as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: TypeError) -> None:
+        if self.source is None:
+            raise MissingRngsError(
+                f"The initializer {self.initializer!r} for a value of shape {self.shape} needs a "
+                f"random key, but Init was given "
+                f"no stream to draw it from. Pass one: Init(initializer, shape, dtype, rngs=rngs)."
+            ) from error
+
+
+class LazyKey(Recipe):
+    """A lazy random key: the key of a ``KeySource``, with shape ()."""
+
+    __slots__ = ("source",)
+
+    def __init__(self, source: KeySource) -> None:
+        self.source = source
+        self.shape = ()
+        self.dtype = _key_dtype(prng_name()) if isinstance(source.root, int) else source.root.dtype
+
+    @property
+    def sources(self) -> tuple[KeySource, ...]:
+        """The source of the key."""
+        return (self.source,)
+
+    @property
+    def likeness(self) -> Hashable:
+        """See ``Recipe``."""
+        return self.source.impl
+
+    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+        """Returns the program that makes the key of its words."""
+        return key_program(self.source.impl, sharding, lead)
+
+    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+        """Runs the program."""
+        return program(words[0])
+
+
+@functools.lru_cache(maxsize=8)
+def _key_dtype(impl: str) -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+def compute_all(values: Sequence[LazyValue], shardings: Sequence[Any]) -> Iterator[jax.Array]:
+    """Runs many recipes: keys together, programs compiled together, arrays one after another.
+
+    Only outside of traces. Everything is compiled before the first array is made, so an initializer
+    that does not trace fails before anything changed.
+
+    Args:
+        values: The recipes.
+        shardings: Where each array goes, or None for the default device.
+
+    Yields:
+        The arrays, in order; each is made when it is asked for, so that the caller decides what is
+        alive at the same time.
+    """
+    known = [value if isinstance(value, Recipe) and value.is_known else None for value in values]
+    programs = [
+        None if value is None else value.program(sharding)
+        for value, sharding in zip(known, shardings, strict=True)
+    ]
+    compile_together(program for program in programs if program is not None)
+    sources = [source for recipe in known if recipe is not None for source in recipe.sources]
+    words = iter(all_key_words(sources))
+    for value, recipe, program, sharding in zip(values, known, programs, shardings, strict=True):
+        if recipe is None or program is None:
+            yield value.compute(sharding)
+        else:
+            yield recipe.run(program, [next(words) for _ in recipe.sources])

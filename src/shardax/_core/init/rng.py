@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random state: named streams of keys that behave under every transform.
+
+A *stream* hands out keys: its n-th key is its base key with n folded in. Base key and counter are
+Variables (``RngState``), so a stream advances through ``jit``, splits under ``vmap`` and replays
+under ``remat`` like any other state. ``Rngs`` is a set of streams by name (``params`` for
+initialisation, ``dropout``, ...), with an optional default for names it does not hold.
+
+A *scope* is a child whose keys depend on its name and not on how many keys were drawn before, so
+that inserting a layer does not reshuffle the others. Names enter keys through a stable hash, so the
+same program draws the same numbers in every process.
+
+Finding random numbers that are drawn twice: a mode for tests and for looking for faults.
+
+*Reuse* of a key: two draws from one key, which are equal or related while they should be
+independent. JAX's own mode, ``jax.debug_key_reuse``, finds a key that is used twice, in programs
+too. It cannot see that two keys are equal which were made apart, as streams make theirs: two
+``Rngs`` of one seed, a model and its clone, a restored state.
+
+So here every draw that a stream takes outside of programs is noted, by base key and count, with the
+line that took it. A second draw of the same pair is an error that names both lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import zlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax._core._jax import Tracer, is_eager
+from shardax._core.errors import RepeatedKeyError, ReservedNameError, SeedError, UnknownStreamError
+from shardax._core.frames import local, owner_here, resolve
+from shardax._core.graph.static import Metadata
+from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
+from shardax._core.module import Module
+from shardax._core.variable import RngState
+
+# --- Key reuse ---
+
+Notes = dict[tuple[Any, bytes, int], str]
+"""Where each (generator, base key, count) was drawn."""
+
+_block: ContextVar[Notes | None] = ContextVar("shardax_drawn_keys", default=None)
+_process: list[Notes] = []
+_PACKAGE = str(Path(__file__).parents[2])
+
+
+@contextlib.contextmanager
+def debug_key_reuse() -> Iterator[None]:
+    """Makes it an error to use a random key twice, in a ``with`` block or a function.
+
+    It switches ``jax.debug_key_reuse`` on, and checks the draws of ``Rngs`` outside of programs.
+    Inside of a program JAX checks keys, not how often a stream stood at the same count. Draws that
+    are repeated on purpose, such as those of a restored model, belong outside of the block. It
+    belongs to the thread that enters the block.
+
+    Raises:
+        RepeatedKeyError: Inside of the block: if a stream draws a key that was drawn in it before.
+        jax.errors.KeyReuseError: Inside of the block: if a key is used twice.
+
+    Example:
+        >>> import shardax as sx
+        >>> with sx.debug_key_reuse():
+        ...     first = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        ...     second = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        Traceback (most recent call last):
+            ...
+        shardax.core.errors.RepeatedKeyError: The stream 'default' drew key number 0 again...
+    """
+    token = _block.set({})
+    try:
+        with jax.debug_key_reuse(True):
+            yield
+    finally:
+        _block.reset(token)
+
+
+def check_whole_process(check: bool) -> None:
+    """Switches the check of streams on or off for all threads of the process."""
+    _process[:] = [{}] if check else []
+
+
+def note_draw(stream: str, source: KeySource | None, count: Any) -> None:
+    """Notes a draw, if somebody wants to know.
+
+    Args:
+        stream: Name of the stream.
+        source: Its base key; None for one that is not a single key.
+        count: Its count before the draw.
+
+    Raises:
+        RepeatedKeyError: If the same draw was noted before.
+    """
+    notes = _block.get()
+    if notes is None:
+        if not _process:
+            return
+        notes = _process[0]
+    if source is None or isinstance(source.root, Tracer) or isinstance(count, Tracer):
+        return
+    if not is_eager():
+        return
+    drawn = (source.impl, all_key_words([source])[0].tobytes(), int(count))
+    here = _line_of_the_caller()
+    before = notes.setdefault(drawn, here)
+    if before is not here:
+        raise RepeatedKeyError(
+            f"The stream {stream!r} drew key number {drawn[2]} again, at {here}; the same key was "
+            f"drawn at {before}. Streams hand out the same keys when they are made of equal seeds, "
+            f"copied, or restored, so what is drawn there is equal. Pass one Rngs on to both "
+            f"places, or give each its own: rngs.fork(), rngs.scope('name'), or another seed."
+        )
+
+
+def _line_of_the_caller() -> str:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+# --- Rng ---
+
+
+def _name_hash(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+class RngStream(Module):
+    """One named stream of random keys.
+
+    Calling it returns the next key, a typed key array of shape ().
+
+    Args:
+        source: An integer seed, a key (typed, or raw uint32), or a ``KeySource``.
+        name: The stream's name; also the metadata tag of its Variables, so the filter ``"dropout"``
+            selects them.
+
+    Example:
+        >>> import shardax as sx
+        >>> stream = sx.Rngs(dropout=0).dropout
+        >>> first, second = stream(), stream()
+        >>> bool(first == second), int(stream.count)
+        (False, 2)
+    """
+
+    def __init__(self, source: Any, name: str) -> None:
+        tag = Metadata(None, {"tag": name})
+        self.name = name
+        self.key = RngState._make(key_value(source), tag, owner_here())
+        self.count = RngState._make(np.zeros((), np.uint32), tag, owner_here())
+
+    def __call__(self) -> jax.Array:
+        key = jax.random.fold_in(self.key.value, self.count.value)
+        self._advance()
+        return key
+
+    def _advance(self) -> None:
+        count = resolve(self.count, local.frame)._value
+        note_draw(self.name, self._base(), count)
+        # NumPy stays NumPy, so that building a model runs no JAX operation
+        self.count.value = (
+            np.asarray(count + np.uint32(1))
+            if isinstance(count, np.ndarray)
+            else count + jnp.uint32(1)
+        )
+
+    def draw_source(self) -> KeySource:
+        """Takes one draw and returns the recipe of its key, computing it only if it must."""
+        base = self._base()
+        count = resolve(self.count, local.frame)._value
+        if base is None or isinstance(count, Tracer) or isinstance(base.root, Tracer):
+            return KeySource(self())
+        self._advance()
+        return base.fold(int(count))
+
+    def _base(self) -> KeySource | None:
+        """The source of the base key; None if there are many, on a leading axis."""
+        key = resolve(self.key, local.frame)._value
+        if isinstance(key, LazyKey):
+            return key.source
+        return None if key.ndim else KeySource(key)
+
+    def derive(self, *data: int) -> Any:
+        """Returns a source: this stream's base key with ``data`` folded in; takes no draw."""
+        key = resolve(self.key, local.frame)._value
+        if isinstance(key, LazyKey):
+            return key.source.fold(*data)
+        for item in data:
+            key = jax.random.fold_in(key, item)
+        return key
+
+
+def is_integer(source: Any) -> bool:
+    """Whether a seed is an integer of Python or NumPy, which ``bool`` is not here."""
+    if isinstance(source, np.ndarray):
+        return source.ndim == 0 and np.issubdtype(source.dtype, np.integer)
+    return isinstance(source, (int, np.integer)) and not isinstance(source, bool)
+
+
+def seed_source(seed: int) -> KeySource:
+    """Returns the source of the key of an integer seed of any size.
+
+    ``jax.random.key`` keeps the lowest 32 bits alone unless 64 bits are enabled, so that seeds such
+    as ``2**32`` and 0 give one key. Here every seed gives a key of its own, the same with 64 bits
+    and without; from 0 to ``2**32 - 1`` it is that of ``jax.random.key``.
+
+    Example:
+        >>> seed_source(7), seed_source(2**32 + 7)
+        (KeySource(root=7, folds=()), KeySource(root=7, folds=(1, 0)))
+    """
+    if 0 <= seed <= _WORD:
+        return KeySource(seed)
+    words = [seed & _WORD]
+    while (seed := seed >> 32) not in (0, -1):
+        words.append(seed & _WORD)
+    return KeySource(words[0], (*words[1:], seed & _WORD))  # the last one is the sign
+
+
+_WORD = 2**32 - 1
+
+
+def key_value(source: Any) -> Any:
+    """Returns a seed or key as a stream holds it: a typed key, or a ``LazyKey`` for an integer.
+
+    Raises:
+        SeedError: If it is neither.
+    """
+    if isinstance(source, KeySource):
+        return LazyKey(source)
+    if is_integer(source):
+        return LazyKey(seed_source(int(source)))
+    if isinstance(source, (jax.Array, np.ndarray)):
+        if jnp.issubdtype(source.dtype, jax.dtypes.prng_key):
+            return source
+        if source.ndim == 0 and jnp.issubdtype(source.dtype, np.integer):
+            return jax.random.key(source)
+        if source.ndim > 0 and source.dtype == np.uint32:
+            return jax.random.wrap_key_data(jnp.asarray(source))
+    shown = (
+        f"an array {source.dtype}{list(source.shape)}" if hasattr(source, "dtype") else repr(source)
+    )
+    raise SeedError(
+        f"A random stream needs an integer seed or a random key, but was given {shown} of type "
+        f"{type(source).__name__}. "
+        f"Use Rngs(0), or Rngs(jax.random.key(0)), or name the stream: Rngs(params=0)."
+    )
+
+
+class Rngs(Module):
+    """Named random streams.
+
+    Args:
+        default: Seed or key of the stream used for names that are not given; None for no default.
+        **streams: Seed or key by stream name. Two streams with the same seed are still different
+            streams.
+
+    Example:
+        >>> import shardax as sx
+        >>> rngs = sx.Rngs(0, dropout=1)
+        >>> key = rngs.dropout()
+        >>> key.shape, rngs.params is rngs.default
+        ((), True)
+        >>> sx.Rngs(params=0).noise
+        Traceback (most recent call last):
+            ...
+        shardax.core.errors.UnknownStreamError: Rngs has no stream 'noise' and no default; it has:
+        params. Make it with Rngs(params=..., noise=0), or give a default: Rngs(0, params=...).
+    """
+
+    def __init__(self, default: Any = None, **streams: Any) -> None:
+        if default is not None:
+            self.default = RngStream(default, "default")
+        for name, source in streams.items():
+            if hasattr(Rngs, name):
+                raise ReservedNameError(
+                    f"A random stream cannot be named {name!r}, which is a method of Rngs; choose "
+                    f"another name."
+                )
+            setattr(self, name, RngStream(_named(source, name), name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattr__(name)
+        default = self.__dict__.get("default")
+        if default is not None:
+            return default
+        present = ", ".join(self.__dict__) or "none"
+        raise UnknownStreamError(
+            f"Rngs has no stream {name!r} and no default; it has: {present}. Make it with "
+            f"Rngs({'=..., '.join(self.__dict__)}{'=..., ' if self.__dict__ else ''}{name}=0), or "
+            f"give a default: "
+            f"Rngs(0{''.join(f', {known}=...' for known in self.__dict__)})."
+        )
+
+    def __getitem__(self, name: str) -> RngStream:
+        return getattr(self, name)
+
+    def __call__(self) -> jax.Array:
+        """Returns the next key of the default stream."""
+        return self["default"]()
+
+    def streams(self) -> Iterator[tuple[str, RngStream]]:
+        """Yields (name, stream) pairs."""
+        yield from (
+            (name, item) for name, item in self.__dict__.items() if isinstance(item, RngStream)
+        )
+
+    def scope(self, name: str) -> Rngs:
+        """Returns a child whose keys depend on ``name`` alone, not on what was drawn before.
+
+        Args:
+            name: Any string; the same name gives the same child.
+
+        Example:
+            >>> import shardax as sx
+            >>> a, b = sx.Rngs(0), sx.Rngs(0)
+            >>> _ = b.params()
+            >>> bool(a.scope("block").params() == b.scope("block").params())
+            True
+        """
+        child = Rngs()
+        for stream_name, stream in self.streams():
+            setattr(
+                child,
+                stream_name,
+                RngStream(stream.derive(_SCOPE, _name_hash(name)), stream_name),
+            )
+        return child
+
+    def fork(self, split: int | None = None) -> Rngs:
+        """Returns a child with streams of its own, taking one draw from each stream.
+
+        Args:
+            split: If given, each stream of the child has ``split`` keys on a leading axis, for
+                ``vmap`` and ``scan``.
+
+        Example:
+            >>> import shardax as sx
+            >>> sx.Rngs(0).fork(split=4).default.key.shape
+            (4,)
+        """
+        child = Rngs()
+        for name, stream in self.streams():
+            if split is None:
+                setattr(child, name, RngStream(stream.draw_source(), name))
+                continue
+            forked = RngStream(jax.random.split(stream(), split), name)
+            forked.count.value = jnp.zeros((split,), jnp.uint32)
+            setattr(child, name, forked)
+        return child
+
+
+_SCOPE = 0x5C09E
+"""Separates the keys of scopes from the keys that a stream hands out."""
+
+
+def _named(source: Any, name: str) -> Any:
+    """Folds a stream's name into a seed, so that equal seeds give different streams."""
+    if is_integer(source):
+        return seed_source(int(source)).fold(_name_hash(name))
+    key = key_value(source)
+    is_seed = key is not source and getattr(source, "ndim", None) == 0
+    return jax.random.fold_in(key, _name_hash(name)) if is_seed else key

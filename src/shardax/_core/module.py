@@ -1,0 +1,565 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules: mutable Python objects that hold a model's Variables and configuration.
+
+A Module is an ordinary object: attributes are set in ``__init__`` or anywhere else. Assigning sorts
+the value. Variables, Modules and arrays are *data*; lists and dicts become tracked containers;
+tuples stay tuples; everything else is *static configuration* and must be hashable, which is checked
+here, where the mistake is made, rather than at the first compiled call.
+
+Arrays are kept in hidden Variables (*boxed*), so that they too can be read through closures,
+written inside transforms and saved. Attribute access shows the array.
+
+Pictures of models: what stands where, with sharing shown, and its plain text.
+
+A *drawing* is a tree that mirrors a value: Modules, containers and what leads through to objects
+have parts; everything else is a *leaf*. An object met again is a leaf that says where it was met
+first. The text has a line for each leaf; ``shardax.view`` draws the same tree in other ways.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+
+from shardax._core import epoch
+from shardax._core.containers import (
+    _Container,
+    box,
+    is_boxed,
+    reboxed,
+    same_structure,
+    unbox,
+    write_through,
+)
+from shardax._core.errors import MissingAttributeError, ReservedNameError, StateMismatchError
+from shardax._core.frames import Frame, check_structural_write, owner_here
+from shardax._core.frozen import FrozenVariable
+from shardax._core.graph.flatten import ModuleDef, has_parts, register_graph
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.object import Object, Placeholder, Wrapper
+from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
+
+# --- Modules ---
+
+_ABSENT = object()
+_RESERVED = frozenset({"_boxed", "_flat", "_lock", "_marked", "_owner"})
+
+
+class Module(Object):
+    """Base of models and layers: a mutable object with data and configuration as attributes.
+
+    Subclasses write an ordinary ``__init__``; there is nothing to call or declare. A Module is also
+    a pytree (``_core.graph.flatten``).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> class Scale(sx.Module):
+        ...     def __init__(self, size):
+        ...         self.factor = sx.Param(jnp.ones(size), axes=("embed",))
+        ...         self.calls = sx.Variable(0)
+        ...     def __call__(self, x):
+        ...         self.calls += 1
+        ...         return self.factor * x
+        >>> model = Scale(3)
+        >>> sx.jit(model)(jnp.arange(3.0)).tolist(), int(model.calls)
+        ([0.0, 1.0, 2.0], 1)
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_boxed", "_flat", "_lock", "_marked", "_owner")
+    _boxed: dict[str, Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        return cls._allocate(owner_here(), None)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "__slots__" in vars(cls):
+            raise ReservedNameError(
+                f"{cls.__name__} defines __slots__, but shardax finds a Module's data in its "
+                f"attributes. Remove __slots__."
+            )
+        super().__init_subclass__(**kwargs)
+        register_graph(cls)
+
+    @classmethod
+    def _allocate(cls, owner: Frame | None, lock: str | None) -> Self:
+        module = object.__new__(cls)
+        set_slot = object.__setattr__
+        set_slot(module, "_owner", owner)
+        set_slot(module, "_lock", lock)
+        set_slot(module, "_marked", False)
+        set_slot(module, "_flat", None)
+        set_slot(module, "_boxed", {})
+        return module
+
+    # --- attributes ------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _RESERVED:
+            _set_reserved(self, name, value)
+            return
+        descriptor = getattr(type(self), name, None)
+        if descriptor is not None and hasattr(type(descriptor), "__set__"):
+            object.__setattr__(self, name, value)
+            return
+        where = f"attribute {name!r} of {type(self).__name__}"
+        attributes, boxed = self.__dict__, self._boxed
+        old = boxed[name] if name in boxed else attributes.get(name, _ABSENT)
+        if old is not _ABSENT and (value is old or write_through(old, value, where)):
+            return
+        check_structural_write(self, where)
+        new = box(value, where)
+        if is_boxed(new):
+            attributes.pop(name, None)
+            boxed[name] = new
+        else:
+            boxed.pop(name, None)
+            attributes[name] = new
+        if self._marked and (old is _ABSENT or not same_structure(old, new)):
+            epoch.advance()
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            boxed = object.__getattribute__(self, "_boxed")
+            if name in boxed:
+                return unbox(boxed[name])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        check_structural_write(self, f"attribute {name!r} of {type(self).__name__}")
+        if name in self._boxed:
+            del self._boxed[name]
+        else:
+            object.__delattr__(self, name)
+        if self._marked:
+            epoch.advance()
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *self._boxed})
+
+    # --- walking and copying ---------------------------------------------------------------------
+
+    def _describe(self, encode: Any) -> ModuleDef:
+        attributes = tuple((name, encode(value, name)) for name, value in self.__dict__.items())
+        boxed = tuple((name, encode(value, name)) for name, value in self._boxed.items())
+        return ModuleDef(type(self), attributes, boxed)
+
+    def _fill(self, definition: ModuleDef, decode: Any) -> None:
+        attributes = self.__dict__
+        attributes.clear()
+        for name, child in definition.attributes:
+            attributes[name] = decode(child)
+        object.__setattr__(
+            self, "_boxed", {name: decode(child) for name, child in definition.boxed}
+        )
+
+    def __copy__(self) -> Self:
+        """Returns a Module with attributes of its own that share what they hold, but for arrays."""
+        copied = self._allocate(owner_here(), None)
+        copied.__dict__.update(self.__dict__)
+        where = f"a copy of {type(self).__name__}"
+        copied._boxed.update((name, reboxed(value, where)) for name, value in self._boxed.items())
+        return copied
+
+    def __getstate__(self) -> Any:
+        return (dict(self.__dict__), self._boxed)
+
+    def __setstate__(self, state: Any) -> None:
+        attributes, boxed = state
+        self.__dict__.update(attributes)
+        object.__setattr__(self, "_boxed", boxed)
+
+    def __repr__(self) -> str:
+
+        return module_repr(self)
+
+    # --- recording and modes
+    # -----------------------------------------------------------------------
+
+    def sow(self, name: str, value: Any, type: type[Variable[Any]] = Intermediate) -> None:
+        """Records a value under ``name``: appends it to the tuple in the Variable of that name.
+
+        Args:
+            name: Attribute of the Variable.
+            value: An array or pytree of arrays.
+            type: Variable type to make; ``sx.pop(model, sx.Intermediate)`` collects what was sown.
+
+        Raises:
+            StateMismatchError: If ``name`` is already something else.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> class Square(sx.Module):
+            ...     def __call__(self, x):
+            ...         self.sow("seen", x)
+            ...         return x**2
+            >>> square = Square()
+            >>> square(jnp.float32(3)).tolist(), [float(x) for x in square.seen.value]
+            (9.0, [3.0])
+        """
+        present = self.__dict__.get(name)
+        if present is None:
+            setattr(self, name, type((value,)))
+        elif isinstance(present, type) and isinstance(present.value, tuple):
+            present.value = (*present.value, value)
+        else:
+            raise StateMismatchError(
+                f"sow({name!r}) on {self.__class__.__name__} needs a {type.__name__} holding a "
+                f"tuple, but .{name} is {present!r}. Sow under "
+                f"another name, or remove the attribute first."
+            )
+
+    def perturb(self, name: str, value: Any, type: type[Variable[Any]] = Perturbation) -> Any:
+        """Adds a Variable of zeros to ``value``, so that the gradient there can be read.
+
+        Args:
+            name: Attribute of the Variable, made on first use with the shape and dtype of
+                ``value``.
+            value: An array.
+            type: Variable type to make; differentiate with ``sx.grad(f, wrt=sx.Perturbation)``.
+
+        Returns:
+            ``value`` plus the Variable.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> class Square(sx.Module):
+            ...     def __call__(self, x):
+            ...         return self.perturb("inner", x) ** 2
+            >>> square = Square()
+            >>> _ = square(jnp.float32(3))
+            >>> float(sx.grad(lambda m: m(jnp.float32(3)), wrt=sx.Perturbation)(square)["inner"])
+            6.0
+        """
+        if name not in self.__dict__:
+            setattr(self, name, type(jnp.zeros_like(value)))
+        return value + getattr(self, name).value
+
+    def stateless_call(self, variables: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Calls this Module, which has slots, as a function of the values that belong there.
+
+        Args:
+            variables: Frozen values for the slots; see ``shardax.stateless_call``.
+            *args: Arguments of the call; slots in them are filled too.
+            **kwargs: Likewise.
+
+        Returns:
+            (result, new frozen values, arranged like ``variables``).
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> slots, values = sx.unbind(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), freeze=True)
+            >>> result, values = slots.stateless_call(values, jnp.ones((1, 2)))
+            >>> result.shape, len(values)
+            ((1, 3), 2)
+        """
+        from shardax._core.state.bind import stateless_call  # functional calls stand above Modules
+
+        return stateless_call(self, variables, *args, **kwargs)
+
+    def set_attributes(
+        self, *filters: Any, raise_if_not_found: bool = True, **attributes: Any
+    ) -> None:
+        """Sets attributes on this Module and every Module below that already has them.
+
+        Args:
+            *filters: Module classes or predicates ``(path, module) -> bool``; a Module matching any
+                is changed. None: all.
+            raise_if_not_found: Whether an attribute that no chosen Module has is an error.
+            **attributes: New values.
+
+        Raises:
+            MissingAttributeError: If an attribute was found nowhere; nothing is changed then.
+
+        Example:
+            >>> import shardax as sx
+            >>> model = sx.nn.Sequential(sx.nn.Dropout(0.5, rngs=sx.Rngs(0)))
+            >>> model.set_attributes(sx.nn.Dropout, rate=0.1)
+            >>> model.layers[0].rate
+            0.1
+        """
+        from shardax._core.state.split_merge import (
+            iter_modules,  # the functional interface stands above Modules
+        )
+
+        chosen = [
+            m
+            for path, m in iter_modules(self)
+            if not filters or any(_matches(f, path, m) for f in filters)
+        ]
+        targets = [
+            (m, name)
+            for m in chosen
+            for name in attributes
+            if name in m.__dict__ or name in m._boxed
+        ]
+        missing = attributes.keys() - {name for _, name in targets}
+        if missing and raise_if_not_found:
+            raise MissingAttributeError(
+                f"No Module in this {type(self).__name__} has the attribute(s) {sorted(missing)}; "
+                f"nothing was changed. Check the spelling, or "
+                f"pass raise_if_not_found=False."
+            )
+        for module, name in targets:
+            setattr(module, name, attributes[name])
+
+    def train(self, **attributes: Any) -> None:
+        """Puts the model into training mode.
+
+        That is ``deterministic=False, use_running_average=False`` where layers have them.
+
+        Args:
+            **attributes: Further attributes to set where present.
+
+        Example:
+            >>> import shardax as sx
+            >>> dropout = sx.nn.Dropout(0.5, rngs=sx.Rngs(0))
+            >>> dropout.eval(); dropout.deterministic
+            True
+            >>> dropout.train(); dropout.deterministic
+            False
+        """
+        self.set_attributes(
+            deterministic=False,
+            use_running_average=False,
+            raise_if_not_found=False,
+            **attributes,
+        )
+
+    def eval(self, **attributes: Any) -> None:
+        """Puts the model into evaluation mode: the opposite of ``train``."""
+        self.set_attributes(
+            deterministic=True,
+            use_running_average=True,
+            raise_if_not_found=False,
+            **attributes,
+        )
+
+
+def _matches(chosen: Any, path: Any, module: Module) -> bool:
+    if isinstance(chosen, type):
+        return isinstance(module, chosen)
+    predicate: Callable[[Any, Module], Any] = chosen
+    return bool(predicate(path, module))
+
+
+def _set_reserved(module: Module, name: str, value: Any) -> None:
+    """Lets the core set its slots and refuses everyone else's attempt to use the names."""
+    if name in {"_marked", "_lock"} and (value is None or isinstance(value, (bool, str))):
+        object.__setattr__(module, name, value)
+        return
+    raise ReservedNameError(f"The attribute name {name!r} is reserved by shardax; choose another.")
+
+
+register_graph(Module)
+
+
+# --- Printing ---
+
+_INDENT = "  "
+_MAX_LINES = 200
+
+
+class Drawing:
+    """One place of a drawing.
+
+    Attributes:
+        label: What is written before it, such as ``kernel=``.
+        code: What to write after the thing above to get here, such as ``.kernel`` or ``[0]``.
+        path: Where it stands.
+        value: What stands there.
+        name: What it is called: its type's name, as a rule.
+        parts: What is below; None for a leaf.
+        first: For an object met again, the place where it was met first.
+        again: For an object met first, the paths at which it was met again.
+        marked: Whether to point it out.
+    """
+
+    __slots__ = ("again", "code", "first", "label", "marked", "name", "parts", "path", "value")
+
+    def __init__(self, label: str, code: str, path: Path, value: Any) -> None:
+        self.label, self.code, self.path, self.value = label, code, path, value
+        self.name = type(value).__name__
+        self.parts: list[Drawing] | None = None
+        self.first: Drawing | None = None
+        self.again: list[Path] = []
+        self.marked = False
+
+    def places(self) -> Iterator[Drawing]:
+        """Yields this place and every one below, in order."""
+        yield self
+        for part in self.parts or ():
+            yield from part.places()
+
+    def leaves(self) -> Iterator[Drawing]:
+        """Yields every leaf, in order."""
+        return (place for place in self.places() if place.parts is None)
+
+    def lines(
+        self,
+        describe: Callable[[Drawing], str],
+        note: Callable[[Drawing], str] = lambda drawing: "",
+        depth: int = 0,
+    ) -> Iterator[str]:
+        """Yields the lines of the text.
+
+        Args:
+            describe: Returns the text of a leaf that was not met before.
+            note: Returns what to write behind the first line of a place.
+            depth: How far to indent.
+        """
+        start, end = f"{_INDENT * depth}{self.label}", "," if depth else ""
+        if self.first is not None:
+            yield f"{start}<same {self.name} as {format_path(self.first.path)}>{end}"
+        elif self.parts is None:
+            yield f"{start}{describe(self)}{end}{note(self)}"
+        elif not self.parts:
+            yield f"{start}{self.name}(){end}{note(self)}"
+        else:
+            yield f"{start}{self.name}({note(self)}"
+            for part in self.parts:
+                yield from part.lines(describe, note, depth + 1)
+            yield f"{_INDENT * depth}){end}"
+
+
+def draw(value: Any) -> Drawing:
+    """Draws a value and everything below it, reading no value of a Variable.
+
+    Args:
+        value: Anything; a Module, as a rule.
+
+    Example:
+        >>> import shardax as sx
+        >>> drawing = draw(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
+        >>> [part.label for part in drawing.parts][:2], drawing.parts[0].code
+        (['kernel=', 'bias='], '.kernel')
+    """
+    return _draw(Drawing("", "", (), value), {})
+
+
+def _draw(drawing: Drawing, seen: dict[int, Drawing]) -> Drawing:
+    value = drawing.value
+    if isinstance(value, Object):
+        first = drawing.first = seen.get(id(value))
+        if first is not None:
+            first.again.append(drawing.path)
+            return drawing
+        seen[id(value)] = drawing
+    is_leaf = isinstance(value, (Variable, Placeholder))
+    if isinstance(value, Module) or (not is_leaf and _has_objects(value)):
+        drawing.name, parts = _parts(value)
+        drawing.parts = [
+            _draw(Drawing(part.label, part.code, (*drawing.path, *part.steps), part.value), seen)
+            for part in parts
+        ]
+    return drawing
+
+
+def module_repr(module: Module) -> str:
+    """Returns the text of ``repr(module)``.
+
+    Args:
+        module: The Module to draw.
+
+    Returns:
+        Class names, attributes in order, Variables with dtype, shape and axes; an object met again
+        is named only.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0))  # doctest: +ELLIPSIS
+        Linear(  # 6 parameters
+          kernel=Param(float32[2, 3], lazy, axes=...),
+          ...
+        )
+    """
+    drawing = draw(module)
+    first, *others = drawing.lines(leaf_text)
+    lines = [first + parameter_count(drawing), *others]
+    if len(lines) > _MAX_LINES:
+        lines = [
+            *lines[:_MAX_LINES],
+            f"... {len(lines) - _MAX_LINES} more lines (sx.view.to_text shows all)",
+        ]
+    return "\n".join(lines)
+
+
+def leaf_text(leaf: Drawing) -> str:
+    """Returns the text of a leaf: its repr, in one line."""
+    shown = repr(leaf.value)
+    if isinstance(leaf.value, ArrayAttribute):  # hidden: users see the array
+        shown = shown.removeprefix(f"{leaf.name}(").removesuffix(")")
+    return shown.replace("\n", " ")
+
+
+def parameter_count(drawing: Drawing) -> str:
+    """Returns a comment with the number of elements of every ``Param``, frozen ones too."""
+    count = sum(
+        math.prod(leaf.value._value.shape)
+        for leaf in drawing.leaves()
+        if leaf.first is None and _is_parameter(leaf.value) and hasattr(leaf.value._value, "shape")
+    )
+    return f"  # {count:,} parameters" if count else ""
+
+
+def _is_parameter(value: Any) -> bool:
+    kind = value.variable_type if isinstance(value, FrozenVariable) else type(value)
+    return issubclass(kind, Param)
+
+
+def _has_objects(value: Any) -> bool:
+    items = value._items if isinstance(value, _Container) else value
+    if isinstance(items, list):
+        return any(map(has_parts, items))
+    if isinstance(items, dict):
+        return any(map(has_parts, items.values()))
+    return has_parts(items)
+
+
+class _Part(NamedTuple):
+    """See ``Drawing``; ``steps`` are those that the part adds to the path."""
+
+    label: str
+    code: str
+    steps: Path
+    value: Any
+
+
+def _parts(value: Any) -> tuple[str, list[_Part]]:
+    """Returns the name under which a value is drawn and its parts."""
+    name = type(value).__name__
+    if isinstance(value, Module):
+        attributes = (*vars(value).items(), *value._boxed.items())
+        return name, [_named(attribute, part) for attribute, part in attributes]
+    if isinstance(value, (_Container, dict)):
+        items = value._items if isinstance(value, _Container) else value
+        if isinstance(items, dict):
+            return name, [_Part(f"{k!r}: ", f"[{k!r}]", (k,), part) for k, part in items.items()]
+        return name, _numbered(items)
+    if isinstance(value, types.MethodType):
+        owner = _Part("", ".__self__", (), value.__self__)
+        return f"method {value.__name__}", [owner]
+    if isinstance(value, Wrapper):
+        return name, [_Part("", ".__wrapped__", (), value.__wrapped__)]
+    if isinstance(value, functools.partial):
+        keywords = [
+            _Part(f"{k}=", f".keywords[{k!r}]", (k,), part) for k, part in value.keywords.items()
+        ]
+        function = _Part("", ".func", (), value.func)
+        return name, [function, *_numbered(value.args, ".args"), *keywords]
+    fields = getattr(value, "_fields", None)
+    if fields is None:
+        return name, _numbered(value)
+    return name, [_Part(f"{field}=", f".{field}", (i,), value[i]) for i, field in enumerate(fields)]
+
+
+def _named(attribute: str, value: Any) -> _Part:
+    return _Part(f"{attribute}=", f".{attribute}", (attribute,), value)
+
+
+def _numbered(items: Any, within: str = "") -> list[_Part]:
+    return [_Part("", f"{within}[{i}]", (i,), item) for i, item in enumerate(items)]

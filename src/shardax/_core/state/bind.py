@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taking Variables out of a tree, and putting them in.
+
+A *tree* is a Module, or any pytree that holds Modules and Variables. ``unbind`` puts a slot in the
+place of each Variable and returns the Variables beside it; ``bind`` is the inverse. ``freeze`` and
+``thaw`` change the form of Variables where they stand. All four return a new tree, with new Modules
+and containers around the old Variables, and leave the given one as it was.
+
+A Variable's *label* is the path at which it is met first. So it is the same in every process, and a
+Variable that is shared has one. A frozen value carries its label; a mutable Variable remembers the
+labels under which it was taken out.
+
+Trees taken apart, to be rebuilt with other Variables in them.
+
+A *tree* is a Module, or any pytree that holds Modules and Variables. What is rebuilt has new
+Modules and containers, so that the given tree stays as it was; Variables are used as they are,
+unless something else is put in their *place*.
+
+Calling a model as a function of values.
+
+A *functional call* takes a model with slots and frozen values for them, and returns the result with
+the new values. It changes nothing, so plain JAX transforms can be used on it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+
+from shardax._core.errors import BindError, LabelConflictError, StatelessCallError
+from shardax._core.frames import owner_here
+from shardax._core.frozen import FrozenVariable, Slot, frozen
+from shardax._core.graph.flatten import (
+    Decoder,
+    GraphDef,
+    Ref,
+    VariableDef,
+    Walk,
+    definition_children,
+    has_parts,
+    rebuild,
+)
+from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.static import Static
+from shardax._core.object import Object
+from shardax._core.state.filters import Filter, to_predicates
+from shardax._core.variable import Variable
+
+# --- Taken ---
+
+
+class Place(NamedTuple):
+    """A slot, and where it is."""
+
+    path: Path
+    slot: Slot
+
+
+class Taken:
+    """A tree taken apart into objects and slots.
+
+    Args:
+        tree: A Module, Variable, or pytree of these.
+
+    Attributes:
+        walk: The objects, with paths from the top of the tree.
+        variables: Positions of the Variables among them.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        leaves, self._treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_part)
+        self.walk = Walk()
+        self._leaves = [
+            (self._encoded(keys, leaf) if has_parts(leaf) else leaf) for keys, leaf in leaves
+        ]
+        self._paths = [plain_path(keys) for keys, _ in leaves]
+        definitions = enumerate(self.walk.definitions)
+        self.variables = [i for i, each in definitions if type(each) is VariableDef]
+
+    def _encoded(self, keys: Sequence[Any], leaf: Any) -> _Encoded:
+        return _Encoded(self.walk.encode(leaf, plain_path(keys)))
+
+    def bare(self) -> set[int]:
+        """Returns the positions of Variables that are leaves of the tree, in no Module."""
+        children = (leaf.child for leaf in self._leaves if type(leaf) is _Encoded)
+        return {child.position for child in children if type(child) is Ref}
+
+    def places(self) -> Iterator[Place]:
+        """Yields every slot, in order."""
+        for path, leaf in zip(self._paths, self._leaves, strict=True):
+            if type(leaf) is _Encoded:
+                yield from _places(leaf.child, path)
+        for path, definition in zip(self.walk.paths, self.walk.definitions, strict=True):
+            if type(definition) is not VariableDef:
+                yield from _below(definition, path)
+
+    def rebuilt(
+        self,
+        variables: Mapping[int, Any],
+        decoder: Callable[[Sequence[Any]], Decoder] = Decoder,
+    ) -> Any:
+        """Returns the tree with new Modules and containers.
+
+        Args:
+            variables: What to put in the places of Variables, by position; the others stay.
+            decoder: Turns children into values.
+        """
+        given = {i: variables.get(i, self.walk.objects[i]) for i in self.variables}
+        decode = rebuild(self.walk, given, owner_here(), decoder)
+        return self._treedef.unflatten(
+            [decode(leaf.child) if type(leaf) is _Encoded else leaf for leaf in self._leaves]
+        )
+
+
+class _Encoded(NamedTuple):
+    """A leaf of a tree that holds objects or slots, as a child of the graph."""
+
+    child: Any
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, (Object, Slot))
+
+
+def plain_path(keys: Sequence[Any]) -> Path:
+    """Returns the path that a JAX key path stands for."""
+    return tuple(path_step(key) for key in keys)
+
+
+def _places(child: Any, path: Path) -> Iterator[Place]:
+    if type(child) is Static:
+        if isinstance(child.value, Slot):
+            yield Place(path, child.value)
+    elif type(child) is not Ref:
+        yield from _below(child, path)
+
+
+def _below(definition: Any, path: Path) -> Iterator[Place]:
+    for key, child in definition_children(definition):
+        yield from _places(child, path if key is None else (*path, key))
+
+
+# --- Binding ---
+
+# --- taking out -----------------------------------------------------------------------------------
+
+
+def unbind(tree: Any, *filters: Filter, freeze: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """Takes Variables out of a tree.
+
+    Args:
+        tree: A Module, Variable, or any pytree that holds such.
+        *filters: Which Variables to take, those that match any; none: all. As everywhere,
+            ``sx.Param`` matches Params, and ``sx.Frozen(sx.Param)`` their frozen values.
+        freeze: Whether to return frozen values instead of the Variables themselves.
+
+    Returns:
+        (a tree with slots, the Variables in order, each once). The tree shares the Variables that
+        were not taken with the given one, which is left as it was.
+
+    Raises:
+        LabelConflictError: If a slot that the tree has already has the label of a Variable.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> slots, params = sx.unbind(layer, sx.Param, freeze=True)
+        >>> slots.kernel, [param.label for param in params]
+        (Slot(Param, .kernel), [('kernel',), ('bias',)])
+        >>> loss = lambda params: sx.bind(slots, params)(jnp.ones((1, 2))).sum()
+        >>> [gradient.shape for gradient in jax.grad(loss)(params)]
+        [(2, 3), (3,)]
+    """
+    taken = Taken(tree)
+    predicates = to_predicates(filters or (...,))
+    walk = taken.walk
+    chosen = [
+        i for i in taken.variables if any(p(walk.paths[i], walk.objects[i]) for p in predicates)
+    ]
+    owners = {place.slot.label: place.path for place in reversed(list(taken.places()))}
+    for i in chosen:
+        path = walk.paths[i]
+        if path in owners:
+            _refuse_label(path, f"a slot at {format_path(owners[path])}", format_path(path))
+        owners[path] = path
+    given, variables = {}, []
+    for i in chosen:
+        variable, path = walk.objects[i], walk.paths[i]
+        if freeze or isinstance(variable, FrozenVariable):
+            made = frozen(variable, path)
+        else:
+            made = variable
+            others = [label for label in getattr(variable, "_labels", ()) if label != path]
+            variable._labels = (*others, path)
+        given[i] = Slot(path, walk.definitions[i].type if made is variable else made.variable_type)
+        variables.append(made)
+    return taken.rebuilt(given), tuple(variables)
+
+
+def freeze(tree: Any, *filters: Filter) -> Any:
+    """Returns the tree with frozen values in place of Variables.
+
+    What two places share, they share frozen: it is one leaf, with one gradient.
+
+    Args:
+        tree: A Module, Variable, or any pytree that holds such.
+        *filters: Which Variables, those that match any; none: all.
+
+    Returns:
+        A new tree; it shares the other Variables with the given one. The label of a frozen value is
+        its path, or, for a Variable that ``unbind`` returned, the one that it has already.
+
+    Example:
+        >>> import shardax as sx
+        >>> mlp = sx.freeze(sx.nn.MLP(2, 4, rngs=sx.Rngs(0)), sx.PathContains("up"))
+        >>> mlp.up.kernel
+        FrozenVariable(float32[2, 4], lazy, Param .up.kernel, axes=('embed', 'mlp'))
+        >>> sorted(path[0] for path, _ in sx.iter_variables(mlp, sx.Param))
+        ['down', 'gate']
+    """
+    taken = Taken(tree)
+    predicates = to_predicates(filters or (...,))
+    bare = taken.bare()
+    given: dict[int, Any] = {}
+    for i in taken.variables:
+        path, variable = taken.walk.paths[i], taken.walk.objects[i]
+        if isinstance(variable, FrozenVariable):
+            continue
+        if any(predicate(path, variable) for predicate in predicates):
+            known = getattr(variable, "_labels", ()) if i in bare else ()
+            given[i] = frozen(variable, known[-1] if known else path)
+    return taken.rebuilt(given)
+
+
+def thaw(tree: Any, *filters: Filter) -> Any:
+    """Returns the tree with new mutable Variables in place of frozen values: undoes ``freeze``.
+
+    Args:
+        tree: A Module, or any pytree that holds frozen values.
+        *filters: Which, by what they become: ``sx.Param`` thaws what becomes a Param; none: all.
+
+    Returns:
+        A new tree. What two places share, they share thawed.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.thaw(sx.freeze(sx.nn.Linear(2, 3, rngs=sx.Rngs(0))))
+        >>> layer.bias[...] = jnp.ones(3)
+        >>> layer.bias.value.tolist()
+        [1.0, 1.0, 1.0]
+    """
+    taken = Taken(tree)
+    predicates = to_predicates(filters or (...,))
+    given: dict[int, Any] = {}
+    for i in taken.variables:
+        path, variable = taken.walk.paths[i], taken.walk.objects[i]
+        if isinstance(variable, FrozenVariable):
+            origin = variable._here()._metadata.origin()
+            if any(predicate(path, origin) for predicate in predicates):
+                given[i] = variable.thaw()
+    return taken.rebuilt(given)
+
+
+# --- putting in -----------------------------------------------------------------------------------
+
+
+class _Filling(Decoder):
+    """Turns children into values, with Variables for slots."""
+
+    __slots__ = ("by_label",)
+
+    def __init__(self, objects: Sequence[Any], by_label: Mapping[Path, Any]) -> None:
+        super().__init__(objects)
+        self.by_label = by_label
+
+    def __call__(self, child: Any) -> Any:
+        value = super().__call__(child)
+        return self.by_label.get(value.label, value) if type(value) is Slot else value
+
+
+def bind(tree: Any, variables: Any, allow_unused: bool = False) -> Any:
+    """Puts Variables or frozen values into the slots of a tree: the inverse of ``unbind``.
+
+    Args:
+        tree: A tree with slots; several slots of one label get one Variable.
+        variables: A tuple as ``unbind`` returns it, or any pytree of Variables and frozen values.
+            Each goes as it is to the slots of its label: what is frozen stays so (``thaw``).
+        allow_unused: Whether Variables may be left for which the tree has no slot.
+
+    Returns:
+        A new tree. Slots for which no Variable is given stay.
+
+    Raises:
+        BindError: If something is no Variable, has no label, no slot, or is of another type than
+            its slot; all are listed.
+        LabelConflictError: If two different Variables, or slots of two types, have one label.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> build = lambda key: sx.nn.Linear(2, 3, rngs=sx.Rngs(key))
+        >>> init = jax.jit(lambda key: sx.unbind(build(key), freeze=True))
+        >>> layer = sx.thaw(sx.bind(*init(jax.random.key(0))))
+        >>> layer.kernel.shape
+        (2, 3)
+    """
+    return bound(tree, variables, lambda variable: variable, allow_unused)[0]
+
+
+def bound(
+    tree: Any, variables: Any, change: Callable[[Any], Any], allow_unused: bool = False
+) -> tuple[Any, dict[Path, Any]]:
+    """Puts into the slots of a tree what ``change`` makes of each Variable; see ``bind``.
+
+    Returns:
+        (the new tree, what was put in by label).
+    """
+    taken = Taken(tree)
+    found = _matched(_open_places(taken), variables, allow_unused)
+    by_label = {label: change(variable) for label, variable in found.items()}
+    return taken.rebuilt({}, lambda objects: _Filling(objects, by_label)), by_label
+
+
+def _open_places(taken: Taken) -> dict[Path, Place]:
+    """Returns the first place of every label.
+
+    Raises:
+        LabelConflictError: If slots of one label belong to Variables of two types.
+    """
+    found: dict[Path, Place] = {}
+    for place in taken.places():
+        known = found.setdefault(place.slot.label, place)
+        if known.slot != place.slot:
+            _refuse_label(
+                place.slot.label,
+                *(f"{each.slot!r} at {format_path(each.path)}" for each in (known, place)),
+            )
+    return found
+
+
+def _matched(places: Mapping[Path, Place], variables: Any, allow_unused: bool) -> dict[Path, Any]:
+    """Returns the Variable for every label that gets one."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(
+        variables, is_leaf=lambda item: isinstance(item, Object)
+    )
+    found: dict[Path, tuple[str, Any]] = {}
+    wrong = []
+    for keys, variable in pairs:
+        where = f"variables{format_path(plain_path(keys)) if keys else ''}"
+        label = _label_for(variable, places)
+        problem = None if isinstance(label, tuple) else label
+        if isinstance(label, tuple):
+            known = found.setdefault(label, (where, variable))
+            if known[1] is not variable and not _equal(known[1], variable):
+                _refuse_label(label, known[0], where)
+            if label in places:
+                problem = _misfit(variable, places[label].slot)
+            elif not allow_unused:
+                problem = f"has the label {format_path(label)}, for which there is no slot"
+                problem += _near(label, places)
+        if problem:
+            wrong.append(f"  {where}: {_shown(variable)} {problem}")
+    if wrong:
+        raise BindError(
+            f"{len(wrong)} of {len(pairs)} Variables cannot be put into the tree; nothing was "
+            f"changed:\n" + "\n".join(wrong) + "\nGive what sx.unbind(tree) returned, or frozen "
+            "values with those labels; allow_unused=True leaves out what has no slot."
+        )
+    return {label: variable for label, (_, variable) in found.items()}
+
+
+def _label_for(variable: Any, places: Mapping[Path, Place]) -> Path | str:
+    """Returns the label by which a Variable goes into the tree, or why there is none."""
+    if isinstance(variable, FrozenVariable):
+        return variable.label
+    if not isinstance(variable, Variable):
+        return "is neither a Variable nor a frozen value"
+    labels: tuple[Path, ...] = getattr(variable, "_labels", ())
+    if not labels:
+        return (
+            "has no label: it was not taken out by sx.unbind, or not in this transform. Give "
+            "transforms frozen values, sx.unbind(tree, freeze=True)"
+        )
+    fitting = [label for label in labels if label in places]
+    if len(fitting) > 1:
+        shown = " and ".join(map(format_path, fitting))
+        return f"was taken out as {shown}, and there are slots for both: assign it yourself"
+    return fitting[0] if fitting else labels[-1]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    frozen_both = isinstance(one, FrozenVariable) and isinstance(other, FrozenVariable)
+    return frozen_both and bool(one == other)
+
+
+def _misfit(variable: Any, slot: Slot) -> str | None:
+    is_frozen = isinstance(variable, FrozenVariable)
+    kind = variable.variable_type if is_frozen else variable._describe(None).type
+    if issubclass(kind, slot.variable_type):
+        return None
+    return f"does not belong into the slot of a {slot.variable_type.__name__}"
+
+
+def _shown(variable: Any) -> str:
+    if isinstance(variable, FrozenVariable):
+        return f"the frozen {variable.variable_type.__name__}"
+    return f"the {type(variable).__name__}"
+
+
+def _near(label: Path, places: Mapping[Path, Place]) -> str:
+    near = difflib.get_close_matches(format_path(label), map(format_path, places), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _refuse_label(label: Path, one: str, other: str) -> NoReturn:
+    raise LabelConflictError(
+        f"Two have the label {format_path(label)}: {one}, and {other}. A label says which slot a "
+        f"Variable belongs to, so there must be one for each. Labels are paths: take the Variables "
+        f"out of the whole tree at once, sx.unbind(tree), rather than out of parts of it before "
+        f"these are put together."
+    )
+
+
+# --- Stateless ---
+
+
+def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Calls a model with slots as a pure function of the values that belong there.
+
+    Args:
+        tree: A callable Module with slots, or one of its methods. Variables that it still has are
+            read as they are; writing them is an error.
+        variables: Frozen values for the slots: a tuple as ``unbind(model, freeze=True)`` returns
+            it, or any pytree of frozen values.
+        *args: Arguments of the call; slots in them are filled too, by the same labels.
+        **kwargs: Likewise.
+
+    Returns:
+        (result, new frozen values, arranged like ``variables``).
+
+    Raises:
+        BindError: If the values do not fit the slots, or are not frozen.
+        FrozenVariableError: If the call writes a Variable that was left in the model.
+        StatelessCallError: If it adds or removes Variables, or changes other structure, which a
+            pure function cannot return.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> class Counter(sx.Module):
+        ...     def __init__(self):
+        ...         self.count = sx.Variable(0)
+        ...     def __call__(self, by):
+        ...         self.count += by
+        ...         return self.count * 10
+        >>> slots, values = sx.unbind(Counter(), freeze=True)
+        >>> step = jax.jit(lambda values, by: sx.stateless_call(slots, values, by))
+        >>> result, values = step(values, 2)
+        >>> result, values = step(values, 3)
+        >>> int(result), int(values[0])
+        (50, 5)
+    """
+    leaves, treedef = jax.tree.flatten(variables, is_leaf=lambda x: isinstance(x, Variable))
+    mutable = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, FrozenVariable)]
+    if mutable:
+        raise BindError(
+            f"stateless_call takes frozen values, but was given {', '.join(sorted(set(mutable)))}. "
+            f"Freeze them, sx.freeze(variables); or call the model with its Variables in place, "
+            f"sx.bind(model, variables)(...)."
+        )
+    arguments = (args, kwargs)
+    has_slots = any(True for _ in Taken(arguments).places())
+    call = (_with_frozen_rest(tree, arguments), arguments if has_slots else None)
+    filled, thawed = bound(call, leaves, lambda leaf: leaf.thaw())
+    args, kwargs = filled[1] if has_slots else arguments
+    before = _structure(filled)
+    result = filled[0](*args, **kwargs)
+    _check_unchanged(before, _structure(filled))
+    return result, treedef.unflatten([frozen(thawed[leaf.label], leaf.label) for leaf in leaves])
+
+
+def _with_frozen_rest(tree: Any, arguments: Any) -> Any:
+    """Returns the tree with its Variables frozen, but for those that are arguments too."""
+    given = set(map(id, Taken(arguments).walk.objects))
+    taken = Taken(tree)
+    items = [(i, taken.walk.objects[i], taken.walk.paths[i]) for i in taken.variables]
+    return taken.rebuilt({i: frozen(v, path) for i, v, path in items if id(v) not in given})
+
+
+def _structure(tree: Any) -> tuple[GraphDef, list[Path]]:
+    walk = Taken(tree).walk
+    return GraphDef(tuple(walk.definitions), ()), walk.paths
+
+
+def _check_unchanged(
+    before: tuple[GraphDef, list[Path]], after: tuple[GraphDef, list[Path]]
+) -> None:
+    if before[0] == after[0]:
+        return
+    old, new = (dict(zip(paths, each.objects, strict=True)) for each, paths in (before, after))
+    changed = [p for p in {**old, **new} if old.get(p) != new.get(p)]
+    made = [p for p in changed if p not in old and type(new[p]) is VariableDef]
+    shown = ", ".join(format_path(path[1:]) for path in (made or changed)[:4])
+    what = f"added the Variables {shown}" if made else f"changed the structure of {shown}"
+    raise StatelessCallError(
+        f"The functional call {what}. It returns new values for the slots that were filled, and "
+        f"nothing else, so this would be lost. Make such Variables before they are taken out "
+        f"(a first call of the model does, where layers sow or cache); or use sx.jit, which "
+        f"carries changes of structure back."
+    )

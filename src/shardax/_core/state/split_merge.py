@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functional side of models: splitting into structure and values, and back.
+
+``split`` takes a model apart into a ``GraphDef`` and one or more ``State``; ``merge`` puts one
+together; ``state`` and ``update`` read and write values by path. All take any *tree*: a Module, a
+Variable, a tracked container, or a pytree (tuple, list, dict) of these.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from shardax._core.array_ops import as_value, snapshot
+from shardax._core.containers import (
+    Dict,
+    List,
+    box,
+    unboxed,
+)
+from shardax._core.errors import FilterError, StateMismatchError, VariableValueError
+from shardax._core.frames import (
+    check_structural_write,
+    local,
+    owner_here,
+    resolve,
+)
+from shardax._core.frozen import FrozenVariable
+from shardax._core.graph.flatten import (
+    Flat,
+    GraphDef,
+    Walk,
+    build,
+    flatten,
+    flatten_roots,
+    rebuild_tuple,
+    values_of,
+)
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.module import Module
+from shardax._core.object import Object, Wrapper
+from shardax._core.state.filters import (
+    Filter,
+    first_match,
+    no_match_error,
+    to_predicates,
+)
+from shardax._core.state.state import Origin, State, merged_values
+from shardax._core.variable import ArrayAttribute, Variable
+
+T = TypeVar("T")
+
+
+def flatten_tree(tree: Any) -> Flat:
+    """Flattens a tree; a single object's flattening is remembered."""
+    return flatten(tree) if isinstance(tree, Object) else flatten_roots((_boxed(tree),))
+
+
+def _boxed(tree: Any) -> Any:
+    """Returns the tree with arrays boxed and plain containers kept plain."""
+    if isinstance(tree, (Object, str)):
+        return tree
+    if isinstance(tree, (tuple, list)):
+        items = [_boxed(item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        return {key: _boxed(item) for key, item in tree.items()}
+    return box(tree, "an entry of the tree")
+
+
+def _unboxed(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_unboxed(item) for item in tree]
+    if isinstance(tree, dict):
+        return {key: _unboxed(item) for key, item in tree.items()}
+    if isinstance(tree, tuple):
+        return rebuild_tuple(type(tree), [_unboxed(item) for item in tree])
+    return unboxed(tree)
+
+
+def _origin(definition: Any) -> Origin:
+    return Origin(definition.type, definition.metadata)
+
+
+def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
+    """Reads the values of the Variables at some positions (None: all).
+
+    Others stay lazy if they are.
+    """
+    chosen = range(len(flat.leaves)) if positions is None else list(positions)
+    paths = [flat.leaf_paths[i] for i in chosen]
+    values = values_of(flat.leaves[i] for i in chosen)
+    definitions = (flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen)
+    return State.from_flat(
+        dict(zip(paths, values, strict=True)),
+        dict(zip(paths, map(_origin, definitions), strict=True)),
+    )
+
+
+def _groups(flat: Flat, filters: tuple[Filter, ...]) -> list[list[int]]:
+    """Returns for each filter the positions of the Variables that it is the first to match."""
+    predicates = to_predicates(filters)
+    groups: list[list[int]] = [[] for _ in predicates]
+    for i, (path, variable) in enumerate(zip(flat.leaf_paths, flat.leaves, strict=True)):
+        position = first_match(predicates, path, variable)
+        if position is not None:
+            groups[position].append(i)
+    return groups
+
+
+def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
+    """Splits a model into its structure and its values.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+        *filters: One State is returned per filter; the first matching filter takes a Variable.
+            None: one State with all.
+
+    Returns:
+        (graphdef, state, ...).
+
+    Raises:
+        FilterError: If a Variable matches no filter.
+
+    Example:
+        >>> import shardax as sx
+        >>> graphdef, params, rest = sx.split(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), sx.Param, ...)
+        >>> list(params), list(rest)
+        (['kernel', 'bias'], [])
+        >>> sx.merge(graphdef, params, rest).kernel.shape
+        (2, 3)
+    """
+    flat = flatten_tree(tree)
+    if not filters:
+        return (flat.graphdef, _read(flat))
+    check_covered(flat, filters)
+    return (flat.graphdef, *(_read(flat, group) for group in _groups(flat, filters)))
+
+
+def merge(graphdef: GraphDef, *states: Any) -> Any:
+    """Makes a new model from a structure and values: the inverse of ``split``.
+
+    Args:
+        graphdef: The structure.
+        *states: States or nested mappings that together have every Variable.
+
+    Returns:
+        A new model (or tree) with new Variables.
+
+    Raises:
+        StateMismatchError: If values are missing or unexpected; all are listed.
+
+    Example:
+        >>> import shardax as sx
+        >>> graphdef, params, rest = sx.split(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), sx.Param, ...)
+        >>> sx.merge(graphdef, params, rest).kernel.shape
+        (2, 3)
+    """
+    paths = graphdef.leaf_paths
+    values = merged_values(states, paths, complete=True)
+    roots, _ = build(graphdef, [values[path] for path in paths], owner_here())
+    return _unboxed(roots[0])
+
+
+def state(tree: Any, *filters: Filter) -> Any:
+    """Returns the values of a model by path.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+        *filters: With none, everything. With one, the matching values. With several, a tuple with
+            one State each, where the first matching filter takes a value and what matches none is
+            left out.
+
+    Returns:
+        A State, or a tuple of States.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.state(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), sx.Param)
+        State(
+          .kernel: float32[2, 3]
+          .bias: float32[3]
+        )
+    """
+    flat = flatten_tree(tree)
+    if not filters:
+        return _read(flat)
+    states = tuple(_read(flat, group) for group in _groups(flat, filters))
+    return states[0] if len(states) == 1 else states
+
+
+def graphdef(tree: Any) -> GraphDef:
+    """Returns the structure of a model: hashable, equal for models that differ only in values.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+
+    Example:
+        >>> import shardax as sx
+        >>> one, two = (sx.nn.Linear(2, 3, rngs=sx.Rngs(seed)) for seed in (0, 1))
+        >>> sx.graphdef(one) == sx.graphdef(two)
+        True
+    """
+    return flatten_tree(tree).graphdef
+
+
+def update(tree: Any, *states: Any) -> None:
+    """Writes values into a model's Variables, by path. Paths not mentioned keep their values.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+        *states: States or nested mappings; later ones win.
+
+    Raises:
+        StateMismatchError: If a path does not exist in the model or is frozen, or a shape differs;
+            all are listed and nothing is changed.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> sx.update(layer, {"bias": jnp.ones(3)})
+        >>> layer.bias.value.tolist()
+        [1.0, 1.0, 1.0]
+    """
+    tree = tree if isinstance(tree, Object) else _boxed(tree)
+    flat = flatten_tree(tree)
+    given = merged_values(states, flat.leaf_paths)
+    variables = dict(zip(flat.leaf_paths, flat.leaves, strict=True))
+    loose = {id(item) for item in _directly_in(tree) if isinstance(item, ArrayAttribute)}
+    values: dict[Path, Any] = {}
+    wrong = []
+    for path, value in given.items():
+        variable = variables[path]
+        try:
+            values[path] = as_value(value, type(variable).__name__)
+            problem = _misfit(variable, values[path])
+        except VariableValueError as error:
+            problem = str(error)
+        if isinstance(variable, FrozenVariable):
+            problem = "is frozen; write into sx.thaw(model)"
+        if id(variable) in loose:
+            problem = "is a plain array outside any Module; it cannot be written, only replaced"
+        if problem:
+            wrong.append(f"  {format_path(path)}: {problem}")
+    if wrong:
+        raise StateMismatchError(
+            f"{len(wrong)} of {len(given)} values do not fit; nothing was changed:\n"
+            + "\n".join(wrong)
+            + "\nTo change a shape on purpose, assign to the Variable: model.path.value = array."
+        )
+    for path, value in values.items():
+        variables[path].value = value
+
+
+def _misfit(variable: Variable[Any], new: Any) -> str | None:
+    """Says why a value cannot replace that of a Variable, or returns None."""
+    old = resolve(variable, local.frame)._value
+    if not hasattr(old, "shape"):
+        return None
+    if not hasattr(new, "shape"):
+        return f"has shape {tuple(old.shape)}, given a {type(new).__name__}"
+    if tuple(old.shape) != tuple(new.shape):
+        return f"has shape {tuple(old.shape)}, given {tuple(new.shape)}"
+    return None
+
+
+def _directly_in(value: Any) -> Iterator[Object]:
+    """Yields the objects in a value without looking into them."""
+    if isinstance(value, Object):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _directly_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _directly_in(item)
+    elif isinstance(value, functools.partial):
+        yield from _directly_in((value.func, *value.args, *value.keywords.values()))
+    elif isinstance(value, types.MethodType):
+        yield from _directly_in(value.__self__)
+    elif isinstance(value, Wrapper):
+        yield from _directly_in(value.__wrapped__)
+
+
+def clone(tree: T) -> T:
+    """Returns a copy with new objects and equal structure, sharing and values.
+
+    Lazy values stay lazy. The JAX arrays themselves, which cannot be changed, are shared until a
+    Variable is written. Before donating the original (``donate_argnums``), make the copy with
+    ``copy.deepcopy``: its arrays have memory of their own.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+
+    Example:
+        >>> import shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> copy = sx.clone(layer)
+        >>> copy.kernel is layer.kernel, bool((copy.kernel == layer.kernel).all())
+        (False, True)
+    """
+    flat = flatten_tree(tree)
+    values = [snapshot(resolve(leaf, local.frame)._value) for leaf in flat.leaves]
+    roots, _ = build(flat.graphdef, values, owner_here())
+    return _unboxed(roots[0])
+
+
+def pop(tree: Any, *filters: Filter) -> Any:
+    """Removes the matching Variables from the model and returns their values.
+
+    Args:
+        tree: A Module, container or pytree of them.
+        *filters: At least one; with several, a tuple of States is returned.
+
+    Returns:
+        A State, or a tuple of States.
+
+    Raises:
+        FilterError: If no filter is given.
+        StateMismatchError: If a matching Variable sits in a list or tuple, where removing it would
+            shift the others; nothing is removed then.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> class Square(sx.Module):
+        ...     def __call__(self, x):
+        ...         self.sow("seen", x)
+        ...         return x**2
+        >>> square = Square()
+        >>> _ = square(jnp.float32(3))
+        >>> sx.pop(square, sx.Intermediate), hasattr(square, "seen")
+        (State(
+          .seen: ('float32[]',)
+        ), False)
+    """
+    if not filters:
+        raise FilterError(
+            "pop needs at least one filter, to say which Variables to remove: sx.pop(model, "
+            "sx.Intermediate)."
+        )
+    root = tree if isinstance(tree, Object) else _boxed(tree)
+    flat = flatten_tree(root)
+    groups = _groups(flat, filters)
+    chosen = {id(flat.leaves[i]): flat.leaf_paths[i] for group in groups for i in group}
+    removals = list(_removals(root, chosen))
+    popped = tuple(_read(flat, group) for group in groups)
+    for holder, key in removals:
+        if isinstance(holder, Module):
+            delattr(holder, key)
+        else:
+            del holder[key]
+    return popped if len(popped) != 1 else popped[0]
+
+
+def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]]:
+    """Yields (Module or Dict, key) for every place that holds a chosen Variable.
+
+    Raises:
+        StateMismatchError: If one sits where removing it would shift others, or cannot be removed.
+    """
+    walk = Walk()
+    walk.encode(root, ())
+    places = [
+        (None, None, root),
+        *((item, key, child) for item in walk.objects for key, child in _parts(item)),
+    ]
+    for holder, key, child in places:
+        found = [item for item in _directly_in(child) if id(item) in chosen]
+        if not found:
+            continue
+        if child is not found[0] or not isinstance(holder, (Module, Dict)):
+            where = (
+                "what was given"
+                if holder is None
+                else f"a {type(child if isinstance(holder, (Module, Dict)) else holder).__name__}"
+            )
+            raise StateMismatchError(
+                f"Cannot pop {format_path(chosen[id(found[0])])}: it is part of {where}, and "
+                f"removing it there would shift or break "
+                f"what is around it. Nothing was removed. Remove it yourself, or narrow the filter."
+            )
+        check_structural_write(holder, f"{key!r} of a {type(holder).__name__}")
+        yield holder, key
+
+
+def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable[Any]]]:
+    """Yields (path, Variable) pairs in order, each Variable once.
+
+    With filters, those that match any.
+
+    Example:
+        >>> import shardax as sx
+        >>> [path for path, _ in sx.iter_variables(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))]
+        [('kernel',), ('bias',)]
+    """
+    flat = flatten_tree(tree)
+    predicates = to_predicates(filters or (...,))
+    for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
+        if first_match(predicates, path, variable) is not None:
+            yield path, variable
+
+
+def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
+    """Yields (path, Module) pairs in order, each Module once, the tree itself included.
+
+    Example:
+        >>> import shardax as sx
+        >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+        >>> [type(module).__name__ for _, module in sx.iter_modules(mlp)]
+        ['MLP', 'Linear', 'Linear', 'Linear']
+    """
+    walk = Walk()
+    walk.encode(tree if isinstance(tree, Object) else _boxed(tree), ())
+    for path, item in zip(walk.paths, walk.objects, strict=True):
+        if isinstance(item, Module):
+            yield path, item
+
+
+def find_duplicates(tree: Any) -> list[list[Path]]:
+    """Returns, for each Variable reachable by several paths, the list of those paths.
+
+    Example:
+        >>> import shardax as sx
+        >>> class Tied(sx.Module):
+        ...     def __init__(self):
+        ...         self.embed = sx.Param(0.0)
+        ...         self.head = self.embed
+        >>> sx.find_duplicates(Tied())
+        [[('embed',), ('head',)]]
+    """
+    found: dict[int, list[Path]] = {}
+    root = tree if isinstance(tree, Object) else _boxed(tree)
+    for path, variable in _occurrences(root, (), ()):
+        found.setdefault(id(variable), []).append(path)
+    return [paths for paths in found.values() if len(paths) > 1]
+
+
+def _occurrences(
+    value: Any, path: Path, above: tuple[int, ...]
+) -> Iterator[tuple[Path, Variable[Any]]]:
+    """Yields every way to reach a Variable that does not pass through one object twice."""
+    if isinstance(value, Variable):
+        yield path, value
+        return
+    if id(value) in above:
+        return
+    for key, child in _parts(value):
+        below = path if key is None else (*path, key)
+        yield from _occurrences(child, below, (*above, id(value)))
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields (key, child) of an object or plain container; key None adds no step to the path."""
+    if isinstance(value, Module):
+        yield from vars(value).items()
+        yield from value._boxed.items()
+    elif isinstance(value, (List, Dict)):
+        items = value._items
+        yield from items.items() if isinstance(items, dict) else enumerate(items)
+    elif isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, (tuple, list)):
+        yield from enumerate(value)
+    elif isinstance(value, functools.partial):
+        yield from ((None, value.func), *enumerate(value.args), *value.keywords.items())
+    elif isinstance(value, types.MethodType):
+        yield None, value.__self__
+    elif isinstance(value, Wrapper):
+        yield None, value.__wrapped__
+
+
+def check_covered(flat: Flat, filters: tuple[Filter, ...]) -> list[int]:
+    """Returns for each Variable the position of the first filter that matches it.
+
+    Raises:
+        FilterError: If a Variable matches none.
+    """
+    predicates = to_predicates(filters)
+    positions = []
+    for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
+        position = first_match(predicates, path, variable)
+        if position is None:
+            raise no_match_error(path, variable, filters)
+        positions.append(position)
+    return positions

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State: the values of a model, by path.
+
+A ``State`` maps paths to values. It looks like a nested mapping (``state["layers"][0]["kernel"]``,
+``state.layers[0].kernel``) and is stored flat. It is immutable, and a pytree whose leaves are the
+values, so optimizers and ``jax.tree.map`` work on it. For each path it remembers what kind of
+Variable the value came from, so that it can be filtered by the same filters as a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardax._core.cross_process import packed
+from shardax._core.errors import StateMismatchError
+from shardax._core.graph.paths import Path, PathKey, format_path
+from shardax._core.graph.static import EMPTY, Metadata
+from shardax._core.layout_text import layout_text
+from shardax._core.object import Shown
+from shardax._core.state.filters import (
+    Filter,
+    first_match,
+    no_match_error,
+    to_predicates,
+)
+from shardax._core.variable import Variable
+
+
+class Origin(NamedTuple):
+    """What a value came from: Variable type and metadata."""
+
+    variable_type: type[Variable[Any]]
+    all_metadata: Metadata
+
+    @property
+    def axes(self) -> tuple[Any, ...] | None:
+        """Logical axis names, or None."""
+        return self.all_metadata.axes
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Metadata entries other than the axes."""
+        return self.all_metadata.entries
+
+
+_UNKNOWN = Origin(Variable, EMPTY)
+
+
+class State(Shown, Mapping[Any, Any]):
+    """Values by path; see the module's text.
+
+    Args:
+        entries: A nested mapping (or another State) of values.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> state = sx.State({"layers": {0: {"kernel": jnp.ones(2)}}})
+        >>> state["layers"][0]["kernel"].tolist(), state.layers[0].kernel.tolist()
+        ([1.0, 1.0], [1.0, 1.0])
+        >>> list(state.flat())
+        [('layers', 0, 'kernel')]
+    """
+
+    __slots__ = ("_origins", "_values")
+
+    def __init__(self, entries: Mapping[Any, Any] = {}) -> None:
+        if isinstance(entries, State):
+            values, origins = entries._values, entries._origins
+        else:
+            values = flatten_mapping(entries)
+            origins = dict.fromkeys(values, _UNKNOWN)
+        self._values: dict[Path, Any] = dict(values)
+        self._origins: dict[Path, Origin] = dict(origins)
+
+    @classmethod
+    def from_flat(
+        cls, values: Mapping[Path, Any], origins: Mapping[Path, Origin] | None = None
+    ) -> State:
+        """Makes a State from values by full path.
+
+        Args:
+            values: Path tuple to value, in order.
+            origins: What each came from; by default unknown.
+        """
+        state = object.__new__(cls)
+        state._values = dict(values)
+        state._origins = {path: (origins or {}).get(path, _UNKNOWN) for path in state._values}
+        return state
+
+    def flat(self) -> dict[Path, Any]:
+        """Returns a dict from full path to value, in order."""
+        return dict(self._values)
+
+    def origins(self) -> dict[Path, Origin]:
+        """Returns a dict from full path to the kind of Variable that the value came from."""
+        return dict(self._origins)
+
+    def __getitem__(self, key: Any) -> Any:
+        leaf = self._values.get((key,), _ABSENT)
+        if leaf is not _ABSENT:
+            return leaf
+        below = [path for path in self._values if len(path) > 1 and path[0] == key]
+        if not below:
+            raise KeyError(f"{key!r} (present: {', '.join(map(repr, self))})")
+        return State.from_flat(
+            {path[1:]: self._values[path] for path in below},
+            {path[1:]: self._origins[path] for path in below},
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(f"State has no entry {error.args[0]}") from None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(dict.fromkeys(path[0] for path in self._values if path))
+
+    def __len__(self) -> int:
+        return len({path[0] for path in self._values if path})
+
+    def __contains__(self, key: object) -> bool:
+        return any(path[:1] == (key,) for path in self._values)
+
+    def __copy__(self) -> State:
+        return State(self)
+
+    def __getstate__(self) -> Any:
+        values = {path: packed(value) for path, value in self._values.items()}
+        return values, self._origins
+
+    def __setstate__(self, state: Any) -> None:
+        self._values, self._origins = state
+
+    __eq__ = object.__eq__  # comparing arrays inside would be ambiguous; compare with jax.tree.map
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] (identity, like __eq__)
+
+    def filter(self, *filters: Filter) -> State:
+        """Returns the entries that match any of the filters.
+
+        Args:
+            *filters: See ``_core.state.filters``.
+
+        Example:
+            >>> import shardax as sx
+            >>> state = sx.state(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
+            >>> [sx.errors and path for path in state.filter(sx.PathContains("bias")).flat()]
+            [('bias',)]
+        """
+        predicates = to_predicates(filters)
+        kept = [
+            path
+            for path in self._values
+            if first_match(predicates, path, self._origins[path]) is not None
+        ]
+        return self._take(kept)
+
+    def split(self, *filters: Filter) -> tuple[State, ...]:
+        """Returns one State per filter; the first matching filter takes an entry.
+
+        Raises:
+            FilterError: If an entry matches none.
+        """
+        predicates = to_predicates(filters)
+        groups: list[list[Path]] = [[] for _ in predicates]
+        for path in self._values:
+            position = first_match(predicates, path, self._origins[path])
+            if position is None:
+                raise no_match_error(path, self._origins[path], filters)
+            groups[position].append(path)
+        return tuple(self._take(group) for group in groups)
+
+    def merge(self, *others: State) -> State:
+        """Returns a State with the entries of all; later ones win."""
+        values, origins = dict(self._values), dict(self._origins)
+        for other in others:
+            values.update(other._values)
+            origins.update(other._origins)
+        return State.from_flat(values, origins)
+
+    def to_pure_dict(self) -> dict[Any, Any]:
+        """Returns nested plain dicts of the values; of a bare Variable's State, ``{(): value}``."""
+        if () in self._values:
+            return dict(self._values)
+        nested: dict[Any, Any] = {}
+        for path, value in self._values.items():
+            place = nested
+            for step in path[:-1]:
+                place = place.setdefault(step, {})
+            place[path[-1]] = value
+        return nested
+
+    def _take(self, paths: Iterable[Path]) -> State:
+        chosen = list(paths)
+        return State.from_flat({p: self._values[p] for p in chosen}, self._origins)
+
+    def __repr__(self) -> str:
+        layout = layout_text(
+            (path, self._origins[path].axes, value) for path, value in self._values.items()
+        )
+        if layout is not None:
+            return layout
+        rows = [f"  {format_path(path)}: {_shown(value)}" for path, value in self._values.items()]
+        return "State(\n" + "\n".join(rows) + "\n)" if rows else "State()"
+
+
+_ABSENT = object()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return f"{value.dtype}{list(value.shape)}"
+    return (
+        repr(jax.tree.map(_shown, value)) if not jax.tree_util.all_leaves((value,)) else repr(value)
+    )
+
+
+def flatten_mapping(
+    entries: Mapping[Any, Any], known: Any = None, path: Path = ()
+) -> dict[Path, Any]:
+    """Flattens a nested mapping to values by path.
+
+    Args:
+        entries: Nested mappings of values; a State inside contributes its entries.
+        known: Paths at which to stop although the value is a mapping (a Variable may hold a dict),
+            or None.
+        path: Where ``entries`` stands.
+    """
+    if isinstance(entries, State):
+        return {(*path, *below): value for below, value in entries.flat().items()}
+    flat: dict[Path, Any] = {}
+    for key, value in entries.items():
+        here = (*path, key)
+        if isinstance(value, Mapping) and not (known is not None and here in known):
+            flat.update(flatten_mapping(value, known, here))
+        else:
+            flat[here] = value.value if isinstance(value, Variable) else value
+    return flat
+
+
+def _flatten(state: State) -> tuple[list[Any], tuple[tuple[Path, Origin], ...]]:
+    return list(state._values.values()), tuple(state._origins.items())
+
+
+def _flatten_with_keys(
+    state: State,
+) -> tuple[list[tuple[PathKey, Any]], tuple[tuple[Path, Origin], ...]]:
+    children, aux = _flatten(state)
+    return [
+        (PathKey(path), child) for path, child in zip(state._values, children, strict=True)
+    ], aux
+
+
+def _unflatten(aux: tuple[tuple[Path, Origin], ...], children: Iterable[Any]) -> State:
+    return State.from_flat(dict(zip((path for path, _ in aux), children, strict=True)), dict(aux))
+
+
+jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
+
+
+def merged_values(
+    states: Sequence[Any], known: Sequence[Path], complete: bool = False
+) -> dict[Path, Any]:
+    """Joins States or nested mappings into values by path, with the paths spelled as in ``known``.
+
+    Formats that only have string keys turn ``0`` into ``"0"``; such a step is understood where the
+    model has no other reading.
+
+    Args:
+        states: States or nested mappings; later ones win.
+        known: Paths of the model's Variables.
+        complete: Whether every known path must be given.
+
+    Raises:
+        StateMismatchError: If an entry fits no known path, or one is missing; all such entries are
+            listed.
+    """
+    spelled = {tuple(map(str, path)): path for path in known}
+    known_set = set(known)
+    values: dict[Path, Any] = {}
+    unexpected: list[Path] = []
+    for entries in states:
+        for path, value in flatten_mapping(entries, known_set).items():
+            place = path if path in known_set else spelled.get(tuple(map(str, path)))
+            if place is None:
+                unexpected.append(path)
+            else:
+                values[place] = value
+    missing = [path for path in known if path not in values] if complete else []
+    if unexpected or missing:
+        raise StateMismatchError(_mismatch(unexpected, missing, missing or known))
+    return values
+
+
+def _mismatch(
+    unexpected: Sequence[Path], missing: Sequence[Path], candidates: Sequence[Path]
+) -> str:
+    import difflib
+
+    names = [format_path(path) for path in candidates]
+    parts = []
+    if unexpected:
+        lines = []
+        for path in map(format_path, unexpected):
+            near = difflib.get_close_matches(path, names, n=1)
+            lines.append(f"  {path}" + (f" (did you mean {near[0]}?)" if near else ""))
+        counted = "1 entry does" if len(unexpected) == 1 else f"{len(unexpected)} entries do"
+        parts.append(f"{counted} not belong to any Variable of the model:\n" + "\n".join(lines))
+    if missing:
+        lines = [f"  {format_path(path)}" for path in missing]
+        counted = "1 value is" if len(missing) == 1 else f"{len(missing)} values are"
+        parts.append(
+            f"{counted} missing (pass every State that split returned):\n" + "\n".join(lines)
+        )
+    return "The State does not fit the model; nothing was changed. " + "\n".join(parts)

@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variables: the mutable cells of a model.
+
+A *Variable* is a cell with identity. It holds a *value* (an array, or any pytree of arrays) and
+*metadata* (axis names and whatever else the user attached). Its class is its *type*: ``Param`` for
+what is trained, ``BatchStat`` for running statistics, and so on; users subclass for their own
+kinds, and filters select by class.
+
+Identity is what makes sharing meaningful. The same Variable reached by two paths is one cell: it is
+written once, has one gradient and one entry in a checkpoint. Two Variables with equal values are
+still two.
+
+A value may be *lazy* (a recipe, see ``_core.init.lazy``) or *abstract* (a ``jax.ShapeDtypeStruct``, as
+inside a model restored or planned without arrays). Reading a lazy value materialises it; an
+abstract one has no numbers to read.
+
+Inside a lifted transform a Variable reads and writes the stand-in that the transform made for it
+(see ``_core.frames``), so the same code works whether a Variable was passed in or is reached through
+a closure.
+"""
+
+from __future__ import annotations
+
+import copy as _copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax._core import epoch
+from shardax._core.array_ops import (
+    ArrayLike,
+    as_value,
+    knows_axes,
+    leaf_of,
+    realise,
+)
+from shardax._core.cross_process import packed
+from shardax._core.errors import MetadataError, VariableValueError
+from shardax._core.frames import (
+    Frame,
+    check_trace,
+    check_unlocked,
+    local,
+    owner_here,
+    resolve,
+)
+from shardax._core.graph.flatten import VariableDef, register_variable
+from shardax._core.graph.paths import Path
+from shardax._core.graph.static import EMPTY, Metadata, check_axes
+from shardax._core.init.lazy import Init, LazyValue
+from shardax._core.object import Object
+
+if TYPE_CHECKING:
+    from shardax._core.frozen import FrozenVariable
+
+
+T = TypeVar("T")
+
+
+class _VariableType(type):
+    """Gives subclasses empty slots, so that a stray attribute is an error."""
+
+    def __new__(
+        mcs,
+        name: str,
+        bases: tuple[type, ...],
+        namespace: dict[str, Any],
+        **kwargs: Any,
+    ) -> Any:
+        namespace.setdefault("__slots__", ())
+        return super().__new__(mcs, name, bases, namespace, **kwargs)
+
+
+class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
+    """A mutable cell with identity: a value and metadata.
+
+    Args:
+        value: An array, a number, a pytree of arrays, an ``Init``, a ``jax.ShapeDtypeStruct``, or
+            another Variable (whose value is taken).
+        axes: Logical axis names, one per dimension of the array.
+        **metadata: Any hashable entries. ``tag="name"`` (or ``tags=("a", "b")``) can be selected by
+            the filter ``"name"``.
+
+    Raises:
+        VariableValueError: If the value is not made of arrays.
+        MetadataError: If ``axes`` does not fit the array's rank or metadata is not hashable.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> count = sx.Variable(jnp.zeros(3), axes=("cell",), tag="counter")
+        >>> count[...] = count + 1
+        >>> count.value.tolist(), count.axes
+        ([1.0, 1.0, 1.0], ('cell',))
+    """
+
+    __slots__ = ("__weakref__", "_labels", "_lock", "_marked", "_metadata", "_owner", "_value")
+    _labels: tuple[Path, ...]
+    """The labels under which ``_core.state.bind`` took the Variable out of trees; usually unset."""
+    _parent: Any = None
+    """The stacked Variable that this one is a view of (``_core.graph.views``), or None."""
+
+    def __init__(self, value: Any, *, axes: Any = None, **metadata: Any) -> None:
+        self._owner: Frame | None = owner_here()
+        self._lock: str | None = None
+        self._marked = False
+        if isinstance(value, Variable):
+            value = value.value
+        self._value: Any = as_value(value, type(self).__name__)
+        if isinstance(value, Init) and value.is_traced:
+            self._value = value.compute()
+        names = check_axes(axes)
+        self._metadata = EMPTY if names is None and not metadata else Metadata(names, metadata)
+        _check_rank(self, names)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        register_variable(cls)
+
+    # --- value -----------------------------------------------------------------------------------
+
+    @property
+    def value(self) -> Any:
+        """The value; reading a lazy one materialises it.
+
+        Setting checks that the write cannot be lost or leak.
+        """
+        target = self if self._owner is local.frame else resolve(self, local.frame)
+        value = target._value
+        if isinstance(value, (np.ndarray, LazyValue)):
+            value = target._value = realise(value, target._owner)
+        return value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._write(as_value(value, type(self).__name__))
+
+    def _write(self, value: Any) -> None:
+        target = self if self._owner is local.frame else resolve(self, local.frame)
+        if target._lock is not None:
+            check_unlocked(target, f"to a {type(self).__name__}")
+        check_trace(target, f"to a {type(self).__name__}")
+        target._value = value
+
+    def __getitem__(self, index: Any) -> Any:
+        value = self.value
+        return value if index is Ellipsis else value[index]
+
+    def __setitem__(self, index: Any, new: Any) -> None:
+        if isinstance(new, Variable):
+            new = new.value
+        if index is Ellipsis:
+            self.value = new
+            return
+        value = self.value
+        if hasattr(value, "at"):
+            self._write(value.at[index].set(new))
+        elif isinstance(value, (dict, list)):
+            value = _copy.copy(value)
+            value[index] = new
+            self.value = value
+        else:
+            raise VariableValueError(
+                f"Cannot write at index {index!r} of a value of type {type(value).__name__}; write "
+                f"it whole: v[...] = new."
+            )
+
+    # --- metadata --------------------------------------------------------------------------------
+
+    @property
+    def axes(self) -> tuple[Any, ...] | None:
+        """Logical axis names, one per dimension, or None."""
+        return self._here()._metadata.axes
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Read-only mapping of the metadata entries other than ``axes``."""
+        return self._here()._metadata.entries
+
+    def set_metadata(self, **changes: Any) -> None:
+        """Changes metadata entries in place; ``axes=`` renames the dimensions.
+
+        Args:
+            **changes: Entries to set.
+
+        Raises:
+            MetadataError: If an entry is not hashable or ``axes`` does not fit the rank.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> w = sx.Param(jnp.zeros((2, 3)))
+            >>> w.set_metadata(axes=("embed", "mlp"), frozen=True)
+            >>> w.axes, dict(w.metadata)
+            (('embed', 'mlp'), {'frozen': True})
+        """
+        target = self._here()
+        target._check_metadata_write(f"metadata of a {type(self).__name__}")
+        check_trace(target, f"metadata of a {type(self).__name__}")
+        metadata = target._metadata.replace(**changes)
+        _check_rank(target, metadata.axes)
+        if metadata == target._metadata:
+            return
+        target._metadata = metadata
+        if target._marked:
+            epoch.advance()
+
+    def _check_metadata_write(self, what: str) -> None:
+        """Raises if the metadata must not be changed here."""
+        if self._lock is not None:
+            check_unlocked(self, what)
+
+    # --- what is known without reading ------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array, without materialising it."""
+        return (
+            tuple(np.shape(self._leaf()))
+            if np.isscalar(self._leaf())
+            else tuple(self._leaf().shape)
+        )
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array, without materialising it."""
+        return self._leaf().dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions, without materialising."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements, without materialising."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def sharding(self) -> Any:
+        """Sharding of the array, or None while it is lazy or abstract without one."""
+        return getattr(self._leaf(), "sharding", None)
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether the value is still a recipe."""
+        return isinstance(self._here()._value, LazyValue)
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether the value is only shapes and dtypes (``jax.ShapeDtypeStruct``)."""
+        leaves = jax.tree.leaves(self._here()._value)
+        return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+
+    def _here(self) -> Self:
+        return self if self._owner is local.frame else resolve(self, local.frame)
+
+    def _leaf(self) -> Any:
+        return leaf_of(self._here()._value, type(self).__name__)
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    def replace(self, value: Any) -> Self:
+        """Returns a new Variable of the same type and metadata with another value.
+
+        Args:
+            value: As for the constructor.
+
+        Raises:
+            VariableValueError: If the value is not made of arrays.
+            MetadataError: If its rank does not fit the axes.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> w = sx.Param(jnp.zeros(2), axes=("embed",))
+            >>> w.replace(jnp.ones(2)).axes
+            ('embed',)
+        """
+        variable = self._make(
+            as_value(value, type(self).__name__), self._here()._metadata, owner_here()
+        )
+        _check_rank(variable, variable._metadata.axes)
+        return variable
+
+    def freeze(self) -> FrozenVariable[T]:
+        """Returns the value as it is now, with type and metadata, as an immutable pytree.
+
+        It shares the arrays, which cannot change. Its label is that of the Variable, if ``unbind``
+        gave it one, or else the empty path.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> w = sx.Param(jnp.zeros(2), axes=("embed",))
+            >>> frozen = w.freeze()
+            >>> w[...] = jnp.ones(2)
+            >>> frozen.value.tolist(), frozen.axes, frozen.variable_type.__name__
+            ([0.0, 0.0], ('embed',), 'Param')
+        """
+        from shardax._core.frozen import frozen  # what is frozen is a Variable, so it stands above
+
+        return frozen(self, getattr(self, "_labels", ((),))[-1])
+
+    @classmethod
+    def _make(
+        cls,
+        value: Any,
+        metadata: Metadata,
+        owner: Frame | None,
+        lock: str | None = None,
+    ) -> Self:
+        """Makes a Variable from parts that are known to be valid."""
+        variable = object.__new__(cls)
+        variable._owner = owner
+        variable._lock = lock
+        variable._marked = False
+        variable._value = value
+        variable._metadata = metadata
+        return variable
+
+    def _copy_into(self, frame: Frame) -> Self:
+        value = self._value
+        if isinstance(value, (np.ndarray, LazyValue)):
+            value = self._value = realise(value, self._owner)
+        return self._make(value, self._metadata, frame)
+
+    def _describe(self, encode: Any) -> VariableDef:
+        return VariableDef(type(self), self._metadata)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        target = self._here()
+        value = jax.tree.map(_copied_leaf, target._value)
+        copied = self._make(value, target._metadata, owner_here())
+        if hasattr(self, "_labels"):
+            copied._labels = self._labels
+        return copied
+
+    def __copy__(self) -> Self:
+        return self.__deepcopy__({})
+
+    def __getstate__(self) -> Any:
+        return (packed(self.value), self._metadata, getattr(self, "_labels", None))
+
+    def __setstate__(self, state: Any) -> None:
+        self._value, self._metadata, labels = state
+        if labels is not None:
+            self._labels = labels
+        self._owner, self._lock, self._marked = owner_here(), None, False
+
+    def __repr__(self) -> str:
+        value = self._here()._value
+        if isinstance(value, (jax.Array, np.ndarray, LazyValue, jax.ShapeDtypeStruct)):
+            shown = f"{value.dtype}{list(value.shape)}"
+        else:
+            shown = repr(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", value))
+        lazy = ", lazy" if isinstance(value, LazyValue) else ""
+        metadata = repr(self._metadata)
+        return f"{type(self).__name__}({shown}{lazy}{', ' + metadata if metadata else ''})"
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    """Copies an array; its own memory lets the copy outlive a donation of the original."""
+    if isinstance(leaf, jax.Array):
+        return jnp.copy(leaf)
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
+    if axes is None or not hasattr(variable._value, "ndim"):
+        return
+    if knows_axes(variable._value):
+        raise MetadataError(
+            f"A {type(variable).__name__} was given axes={axes} and a "
+            f"{type(variable._value).__name__}, which knows the names of its dimensions. Leave "
+            f"axes= out, or give the plain array."
+        )
+    if len(axes) != variable._value.ndim:
+        raise MetadataError(
+            f"A {type(variable).__name__} of shape {tuple(variable._value.shape)} has "
+            f"{variable._value.ndim} dimensions but was given "
+            f"{len(axes)} axis names: {axes}. Give one name per dimension, None for an unnamed one."
+        )
+
+
+register_variable(Variable)
+
+
+class Param(Variable[T]):
+    """A trained parameter; what ``grad`` and ``Optimizer`` select by default.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> w = sx.Param(jnp.float32(3))
+        >>> float(sx.grad(lambda w: w**2)(w))
+        6.0
+    """
+
+
+class BatchStat(Variable[T]):
+    """Running statistics of normalisation layers.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> mean = sx.BatchStat(jnp.zeros(2))
+        >>> mean[...] = 0.9 * mean + 0.1 * jnp.ones(2)
+        >>> mean.value.tolist()
+        [0.10000000149011612, 0.10000000149011612]
+    """
+
+
+class Cache(Variable[T]):
+    """Values kept between calls, such as the keys and values of attention while decoding.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> seen = sx.Cache(jnp.zeros(4, jnp.int32))
+        >>> seen[1] = 7
+        >>> seen.value.tolist()
+        [0, 7, 0, 0]
+    """
+
+
+class Intermediate(Variable[T]):
+    """Values recorded while a model runs (``Module.sow``).
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> class Square(sx.Module):
+        ...     def __call__(self, x):
+        ...         self.sow("seen", x)
+        ...         return x**2
+        >>> square = Square()
+        >>> _ = square(jnp.float32(3))
+        >>> [float(x) for x in sx.pop(square, sx.Intermediate)["seen"]]
+        [3.0]
+    """
+
+
+class Perturbation(Variable[T]):
+    """Zeros added to activations so that their gradients can be read (``Module.perturb``).
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> zero = sx.Perturbation(jnp.zeros(()))
+        >>> float(sx.grad(lambda zero: (3 + zero) ** 2, wrt=sx.Perturbation)(zero))
+        6.0
+    """
+
+
+class RngState(Variable[T]):
+    """Key and counter of a random stream.
+
+    Example:
+        >>> import shardax as sx
+        >>> [path for path, _ in sx.iter_variables(sx.Rngs(dropout=0), sx.RngState)]
+        [('dropout', 'key'), ('dropout', 'count')]
+    """
+
+
+class OptState(Variable[T]):
+    """State of an optimizer.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, shardax as sx
+        >>> optimizer = sx.train.Optimizer(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), optax.sgd(0.1))
+        >>> [path for path, _ in sx.iter_variables(optimizer, sx.OptState)]
+        [('step',)]
+    """
+
+
+class MetricState(Variable[T]):
+    """Running sums of a metric.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> total = sx.MetricState(jnp.float32(0))
+        >>> total += 2
+        >>> float(total)
+        2.0
+    """
+
+
+class ArrayAttribute(Variable[T]):
+    """The hidden Variable behind an array that was assigned to an attribute as it is.
+
+    Plain arrays have no identity; this gives the place one, so that arrays in attributes are read,
+    written, lifted and saved exactly as Variables are. Users see the array.
+    """

@@ -1,0 +1,554 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places: where something stands in a tree, for selections (``_select.selection``).
+
+A *tree* is a Module, a Variable, or any pytree with or without these. A *place* is somewhere in it:
+an attribute, an item, a dict entry, or part of a Variable's value, such as ``.layers[0].w.value``.
+What has identity is one place, by however many paths it is reached: an object, a plain list or
+dict. Such a thing is a *holder*; every other place is known by the nearest holder above it and the
+*local* path from there. So a selection made before values were written is still right afterwards.
+
+What stands at the place of an array attribute is the array; the hidden Variable around it is only
+its holder. Looking for places reads no lazy value: it is seen as the recipe that it is.
+
+Splitting a tree: the places that belong to what is selected, and those that make up the rest.
+
+Besides a selected place itself, what is *held* by it belongs to it: an object within it, also where
+the object is reached by another path. The exception are objects that lead to a selected place, such
+as a parent that a layer refers to: these are what lies between, and belong to neither.
+
+Surveys: which holders of a tree lead to some chosen places.
+
+A *survey* walks a whole tree once and keeps a *node* for every holder (``_select.places``) with
+the nodes directly above and below it, so that sharing and cycles are edges like any others. A node
+*leads* to a chosen place if it has one between itself and the next holders, or a node below leads
+to one. What leads somewhere must be copied by an edit; what does not can be shared.
+
+The plain text of a selection: the tree with what is selected marked, the rest folded.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardax._core.containers import _ARRAYS, _HIDDEN, Dict, unbox
+from shardax._core.errors import ShardaxError
+from shardax._core.graph.flatten import has_parts, rebuild_tuple
+from shardax._core.graph.paths import (
+    Path,
+    PathKey,
+    format_path,
+    path_step,
+)
+from shardax._core.init.lazy import LazyValue
+from shardax._core.object import Object, Wrapper
+from shardax._core.state.split_merge import _parts
+from shardax._core.state.state import State
+from shardax._core.variable import Variable
+
+
+class SelectionError(ShardaxError, ValueError):
+    """A selection cannot be made as asked, or what was selected cannot be edited so."""
+
+
+class EmptySelectionError(SelectionError):
+    """A selection was edited that has no places."""
+
+
+class SelectionCountError(SelectionError):
+    """A selection has more places than were asked for, or fewer."""
+
+
+class SelectionPathError(SelectionError, LookupError):
+    """There is no place at a path, or it is not among what is selected."""
+
+
+class SelectionIndexError(SelectionError, IndexError):
+    """A selection was asked for a place by a number that it does not have."""
+
+
+class StaleSelectionError(SelectionError, LookupError):
+    """What was selected is no longer in the tree."""
+
+
+class CombineError(SelectionError):
+    """Parts of a tree do not make a whole: something is missing, or they differ."""
+
+
+# --- Select places ---
+
+_WITH_PARTS = (Object, list, dict, tuple, functools.partial, types.MethodType, Wrapper)
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), types.FunctionType})
+"""Types of configuration that has no parts, for speed."""
+
+ABSENT: Any = object()
+"""What ``descend`` finds where there is nothing."""
+
+
+class Place(NamedTuple):
+    """Somewhere in a tree.
+
+    Attributes:
+        path: The way here from the root.
+        stored: What the holder stores here.
+        holder: The nearest thing with identity, here or above.
+        local: The way here from the holder; empty for the holder itself.
+        inside: Whether this is in a Variable's value, where lists and dicts have no identity.
+        wrapped: How many wrappers have the same path and holder: what a bound method or a partial
+            is around has no step of its own.
+        above: ``id`` of every holder above.
+    """
+
+    path: Path
+    stored: Any
+    holder: Any
+    local: Path
+    inside: bool = False
+    wrapped: int = 0
+    above: tuple[int, ...] = ()
+
+    @property
+    def is_holder(self) -> bool:
+        """Whether what stands here has identity (the root counts as if it had)."""
+        return not self.local and not self.wrapped
+
+    @property
+    def named(self) -> bool:
+        """Whether the path leads just here, so that this can be selected."""
+        return not self.wrapped
+
+    @property
+    def content(self) -> Any:
+        """What stands here, without materialising it: the array of an array attribute."""
+        return content_of(self.stored) if isinstance(self.stored, _HIDDEN) else self.stored
+
+    def key(self, every_path: bool) -> Hashable:
+        """What two places that are the same have in common.
+
+        The root is a place of its own, apart from attributes that lead back to it.
+
+        Args:
+            every_path: Whether what is reached by two paths is two places.
+        """
+        known = (id(self.holder), self.local, self.wrapped, not self.path)
+        return (self.path, *known) if every_path else known
+
+
+def root_place(tree: Any) -> Place:
+    """Returns the place of the whole tree."""
+    return Place((), tree, tree, ())
+
+
+def content_of(variable: Variable[Any]) -> Any:
+    """Returns a Variable's value as seen from here; a lazy one as its recipe."""
+    value = variable._here()._value
+    return variable.value if isinstance(value, np.ndarray) else value
+
+
+def children(place: Place, into_values: bool = True) -> list[Place]:
+    """Returns the places directly below one.
+
+    Args:
+        place: A place.
+        into_values: Whether a Variable's value, and an array attribute, are looked for and into.
+    """
+    stored = place.stored
+    if type(stored) in _LEAVES or (isinstance(stored, Variable) and not into_values):
+        return []
+    inside = place.inside or isinstance(stored, Variable)
+    above = (*place.above, id(place.holder)) if place.is_holder else place.above
+    found: list[Place] = []
+    for steps, child in parts(place.content):
+        if not into_values and isinstance(child, _HIDDEN):
+            continue
+        path = (*place.path, *steps)
+        if not inside and isinstance(child, (Object, list, dict)):
+            found.append(Place(path, child, child, (), False, 0, above))
+        else:
+            local = (*place.local, *steps)
+            wrapped = 0 if steps else place.wrapped + 1
+            found.append(Place(path, child, place.holder, local, inside, wrapped, above))
+    return found
+
+
+def parts(value: Any) -> list[tuple[Path, Any]]:
+    """Returns (steps, what is stored) for everything directly in a value."""
+    if isinstance(value, Variable):
+        return [(("value",), content_of(value))]
+    if isinstance(value, State):
+        return [((key,), value[key]) for key in value]
+    if isinstance(value, _WITH_PARTS):
+        return [(() if key is None else (key,), child) for key, child in _parts(value)]
+    if value is None or jax.tree_util.all_leaves((value,)):
+        return []
+    below, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
+    return [(_steps(keys), child) for keys, child in below]
+
+
+def _steps(keys: Iterable[Any]) -> Path:
+    steps: list[Hashable] = []
+    for entry in keys:
+        steps.extend(entry.path if isinstance(entry, PathKey) else [path_step(entry)])
+    return tuple(steps)
+
+
+def shown(value: Any) -> Any:
+    """Returns what is stored as the user sees it, with nothing materialised."""
+    if isinstance(value, _HIDDEN):
+        return content_of(value)
+    if isinstance(value, tuple) and has_parts(value):
+        items = [shown(item) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            return rebuild_tuple(type(value), items)
+    return value
+
+
+def read(place: Place) -> Any:
+    """Returns what stands at a place now, materialised; ``ABSENT`` if the place is gone."""
+    if isinstance(place.holder, Variable):
+        is_hidden = isinstance(place.holder, _HIDDEN)
+        if is_hidden or place.local:
+            _ = place.holder.value  # what is lazy becomes real
+        if is_hidden:
+            return descend(place.holder.value, place.local)
+    return unbox(descend(place.holder, place.local))
+
+
+def descend(value: Any, path: Path | str) -> Any:
+    """Returns what is stored below a value at a path, or ``ABSENT``."""
+    if not path:
+        return value
+    for steps, child in parts(value):
+        rest = rest_of(path, steps)
+        if rest is not None:
+            found = descend(child, rest)
+            if found is not ABSENT:
+                return found
+    return ABSENT
+
+
+def locate(place: Place, path: Path | str) -> Place | None:
+    """Returns the place at a path, or its text, below another place, or None."""
+    if not path and place.named:
+        return place
+    for child in children(place):
+        rest = rest_of(path, child.path[len(place.path) :])
+        if rest is not None:
+            found = locate(child, rest)
+            if found is not None:
+                return found
+    return None
+
+
+def rest_of(path: Path | str, steps: Path) -> Path | str | None:
+    """Returns what of a path, or of its text, is left after some steps; None if it has others.
+
+    Steps keep ``1`` and ``True`` apart.
+    """
+    if isinstance(path, str):
+        text = format_path(steps) if steps else ""
+        return path[len(text) :] if path.startswith(text) else None
+    first = path[: len(steps)]
+    same = first == steps and all(type(a) is type(b) for a, b in zip(first, steps, strict=True))
+    return path[len(steps) :] if same else None
+
+
+def search(
+    starts: Iterable[Place],
+    test: Callable[[Place], bool],
+    *,
+    every_path: bool,
+    innermost: bool = False,
+    into_values: bool = True,
+    barred: Collection[Hashable] = (),
+) -> list[Place]:
+    """Returns the places at and below some others that pass a test, in order, each once.
+
+    Args:
+        starts: Where to look.
+        test: Says whether a place is wanted.
+        every_path: Whether what is reached by two paths is two places.
+        innermost: Whether, of wanted places within one another, the inner ones are returned.
+        into_values: Whether to look into the values of Variables.
+        barred: Keys of places that are not to be looked at, nor below.
+    """
+    found: list[Place] = []
+    known: dict[Hashable, bool] = {}
+
+    def visit(place: Place) -> bool:
+        """Returns whether something wanted is here or below."""
+        key = place.key(every_path)
+        if key in known:
+            return known[key]
+        if key in barred or (place.is_holder and id(place.holder) in place.above):
+            return False
+        known[key] = False  # until it is known better: what leads back here is no second place
+        wanted = not innermost and place.named and test(place)
+        if not wanted:
+            below = [visit(child) for child in children(place, into_values)]
+            known[key] = any(below)
+            wanted = innermost and not known[key] and place.named and test(place)
+        if wanted:
+            known[key] = True
+            found.append(place)
+        return known[key]
+
+    for start in starts:
+        visit(start)
+    return found
+
+
+# --- Select survey ---
+
+
+class Node:
+    """A holder as a survey met it.
+
+    Attributes:
+        place: Where it was met first.
+        below: The holders directly below, by path.
+        above: The holders directly above, one for every way down to here.
+        chosen: Whether a chosen place lies between here and the next holders.
+        leads: Whether one lies anywhere below.
+    """
+
+    __slots__ = ("above", "below", "chosen", "leads", "place")
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.below: dict[Path, Node] = {}
+        self.above: list[Node] = []
+        self.chosen = False
+        self.leads = False
+
+
+class Survey:
+    """A walk over a tree that looks for chosen places.
+
+    Args:
+        root: The tree.
+        chosen: The places, which do not lie within each other.
+        kept: Keys of chosen places below which to go on looking.
+        every_path: Whether what is reached by two paths is two places.
+
+    Attributes:
+        root: The node of the tree itself, which counts as a holder.
+        nodes: All nodes, in order.
+        met: Keys of the chosen places that were found.
+    """
+
+    def __init__(
+        self,
+        root: object,
+        chosen: Collection[Place],
+        every_path: bool,
+        kept: Collection[Hashable] = (),
+    ) -> None:
+        self.every_path = every_path
+        self.chosen = {place.key(every_path) for place in chosen}
+        self.met: set[Hashable] = set()
+        self.nodes: list[Node] = []
+        self._kept = kept
+        self._holders = {id(place.holder) for place in chosen if place.local}
+        start = root_place(root)
+        if self._is_chosen(start) and start.key(every_path) not in kept:
+            self.root = Node(start)
+        else:
+            self.root = self._visit(start, {})
+        self.spread([node for node in self.nodes if node.chosen])
+
+    def _is_chosen(self, place: Place) -> bool:
+        key = place.key(self.every_path)
+        if key in self.chosen:
+            self.met.add(key)
+            return True
+        return False
+
+    def _visit(self, place: Place, known: dict[int, Node]) -> Node:
+        node = known.get(id(place.holder))
+        if node is None:
+            node = Node(place)
+            self.nodes.append(node)
+            if self.every_path:  # only what is above is known: anything else is another place
+                known = {**known, id(place.holder): node}
+            else:
+                known[id(place.holder)] = node
+            self._scan(node, place, known)
+        return node
+
+    def _scan(self, node: Node, place: Place, known: dict[int, Node]) -> None:
+        for child in children(place, self.looks_into(node)):
+            if self._is_chosen(child):
+                node.chosen = True
+                if child.key(self.every_path) not in self._kept:
+                    continue
+            if child.is_holder:
+                below = self._visit(child, known)
+                node.below[child.path] = below
+                below.above.append(node)
+            else:
+                self._scan(node, child, known)
+
+    def looks_into(self, node: Node) -> bool:
+        """Whether what is below a node matters: not for a Variable without a chosen place in it."""
+        return not isinstance(node.place.stored, Variable) or id(node.place.holder) in self._holders
+
+    def spread(self, nodes: Iterable[Node]) -> None:
+        """Notes that some nodes, and so all above them, lead to where one wants to go."""
+        waiting = list(nodes)
+        for node in waiting:
+            node.leads = True
+        while waiting:
+            for above in waiting.pop().above:
+                if not above.leads:
+                    above.leads = True
+                    waiting.append(above)
+
+
+# --- Select split ---
+
+
+def split_places(
+    tree: Any, places: Sequence[Place], every_path: bool
+) -> tuple[list[Place], list[Place]]:
+    """Returns the outermost places of what is selected, and of the rest.
+
+    Args:
+        tree: The tree.
+        places: What is selected.
+        every_path: Whether what is reached by two paths is two places.
+    """
+    root = (root_place(tree),)
+    keys = _held(places, Survey(tree, places, every_path))
+    held = search(root, lambda place: place.key(every_path) in keys, every_path=every_path)
+    survey = Survey(tree, held, every_path)
+    leading = _leading(survey)
+
+    def leads(place: Place) -> bool:
+        """Whether something held is at or below a place."""
+        if place.key(every_path) in survey.chosen:
+            return True
+        if place.is_holder:
+            return _holder_key(place, every_path) in leading
+        return any(map(leads, children(place)))
+
+    rest = search(root, lambda place: not leads(place), every_path=every_path, barred=survey.chosen)
+    return held, rest
+
+
+def _held(places: Sequence[Place], survey: Survey) -> set[Hashable]:
+    """Returns the keys of what is selected and of the objects that are held by it."""
+    held = set(survey.chosen)
+    if survey.every_path:  # by path, nothing is reached from elsewhere
+        return held
+    leading = _leading(survey)
+    waiting = list(places)
+    for place in waiting:
+        for child in children(place, into_values=False):
+            if child.is_holder:
+                key = child.key(survey.every_path)
+                if key in held or _holder_key(child, survey.every_path) in leading:
+                    continue
+                held.add(key)
+            waiting.append(child)
+    return held
+
+
+def _leading(survey: Survey) -> set[Hashable]:
+    return {_holder_key(n.place, survey.every_path) for n in survey.nodes if n.leads}
+
+
+def _holder_key(place: Place, every_path: bool) -> Hashable:
+    return place.path if every_path else id(place.holder)
+
+
+# --- Select text ---
+
+_MAX_LINES = 100
+_MAX_WIDTH = 80
+_MARK, _NO_MARK, _INDENT = "> ", "  ", "  "
+
+
+def selection_text(tree: Any, places: Collection[Place], every_path: bool) -> str:
+    """Returns the text of ``repr(selection)``.
+
+    Args:
+        tree: The tree.
+        places: What is selected.
+        every_path: Whether an object is selected at the given paths only.
+
+    Returns:
+        A line that counts, and below it the tree: what is selected is marked with ``>``, and what
+        holds nothing selected is shown in one line.
+    """
+    count = f"{len(places)} place{'' if len(places) == 1 else 's'}"
+    lines = list(_Text(places, every_path).lines(root_place(tree), "", 0))
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[:_MAX_LINES], f"{_NO_MARK}... {len(lines) - _MAX_LINES} more lines"]
+    return "\n".join((f"Selection of {count} in a {type(tree).__name__}:", *lines))
+
+
+class _Text:
+    """The places to mark, what leads to them, and what was shown already."""
+
+    def __init__(self, places: Collection[Place], every_path: bool) -> None:
+        anywhere = [] if every_path else places
+        self._objects = {id(place.holder) for place in anywhere if place.is_holder}
+        self._paths = {place.path for place in places}
+        self._leading = {path[:end] for path in self._paths for end in range(len(path))}
+        self._shown: dict[int, Path] = {}
+
+    def lines(self, place: Place, label: str, depth: int) -> Iterator[str]:
+        """Yields the lines for one place and what is below it."""
+        marked = place.path in self._paths or (
+            place.path != () and place.is_holder and id(place.holder) in self._objects
+        )
+        margin = (_MARK if marked else _NO_MARK) + _INDENT * depth + label
+        content = place.content
+        name = type(content).__name__
+        if place.is_holder and isinstance(content, Object):
+            first = self._shown.setdefault(id(content), place.path)
+            if first != place.path:
+                yield f"{margin}<same {name} as {format_path(first)}>"
+                return
+        if marked or place.path not in self._leading:
+            yield f"{margin}{_folded(place)}"
+            return
+        is_variable = isinstance(content, Variable)
+        yield margin + (repr(content) if is_variable else f"{name}(")
+        for child in children(place):
+            yield from self.lines(child, _label(content, child.path[len(place.path) :]), depth + 1)
+        if not is_variable:
+            yield f"{_NO_MARK}{_INDENT * depth})"
+
+
+def _folded(place: Place) -> str:
+    """Returns what stands at a place in one line, without what is below it."""
+    content = place.content
+    if isinstance(content, _ARRAYS):
+        lazy = ", lazy" if isinstance(content, LazyValue) else ""
+        return f"{content.dtype}{list(content.shape)}{lazy}"
+    if not isinstance(content, Variable):
+        below = children(place)
+        if below or isinstance(content, Object):
+            return f"{type(content).__name__}({'...' if below else ''})"
+    text = " ".join(repr(content).split())
+    return text if len(text) <= _MAX_WIDTH else f"{text[: _MAX_WIDTH - 3]}..."
+
+
+def _label(content: Any, steps: Path) -> str:
+    """Returns what is written before a part of a container."""
+    if len(steps) != 1:  # what a method wraps has no step
+        return f"{format_path(steps)}=" if steps else ""
+    (step,) = steps
+    if isinstance(content, (dict, Dict)):
+        return f"{step!r}: "
+    if isinstance(step, int):
+        fields = getattr(content, "_fields", ())
+        return f"{fields[step]}=" if step < len(fields) else ""
+    return f"{step}="

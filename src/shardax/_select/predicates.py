@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of places: filters and functions, as selections take them.
+
+A *test* says whether a place is wanted. One is given as a filter (``_core.state.filters``: a type, a
+metadata tag, ``...``, ``sx.PathContains``, ``sx.Not``), or as a function: of one argument, the
+value, or of two, the path and the value, as filters are.
+
+Accessors: functions that say which parts of a value are meant, ``lambda m: m.layers[0].attn``.
+
+An accessor is given a *stand-in*, which knows its place. Attributes, items and entries of a
+stand-in are stand-ins for the places below, so nothing is read or materialised on the way, and
+configuration can be pointed at like anything else. What is not stored, such as a property, a method
+or a Module's own indexing, is asked of the real value; an object that it returns is looked up.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, ValuesView
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardax._core.containers import Dict, List
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.static import exact_key
+from shardax._core.graph.views import _LOCK
+from shardax._core.init.lazy import LazyValue
+from shardax._core.object import Object
+from shardax._core.state.filters import to_predicate
+from shardax._select.places import (
+    Place,
+    SelectionError,
+    children,
+    read,
+    search,
+    shown,
+)
+
+# --- Select predicates ---
+
+Test = Callable[[Place], bool]
+
+
+def to_test(item: Any) -> Test:
+    """Turns a filter or function into a test of places.
+
+    Args:
+        item: A filter, a class, a union of classes, or a function of a value or of path and value.
+
+    Raises:
+        FilterError: If it is neither.
+    """
+    classes = classes_in(item)
+    if classes is not None:
+        return lambda place: is_instance(place, classes)
+    wanted = with_path(item) if _is_function(item) else to_predicate(item)
+
+    def test(place: Place) -> bool:
+        try:
+            return bool(wanted(place.path, shown(place.stored)))
+        except Exception as error:
+            error.add_note(f"(while a selection was looking at {format_path(place.path)})")
+            raise
+
+    return test
+
+
+def _is_function(item: Any) -> bool:
+    return callable(item) and not isinstance(item, type)
+
+
+def with_path(function: Callable[..., Any]) -> Callable[[Path, Any], Any]:
+    """Returns a function of path and value from one of the value, or of both.
+
+    Raises:
+        SelectionError: If it takes neither one argument nor two.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have none
+        return lambda path, value: function(value)
+    for count in (1, 2):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return function if count == 2 else (lambda path, value: function(value))
+    raise SelectionError(
+        f"{function!r} takes the arguments {signature}, but a selection calls it with the value, "
+        f"or with (path, value). Write it as lambda value: ... or lambda path, value: ..."
+    )
+
+
+def classes_in(item: Any) -> tuple[type, ...] | None:
+    """Returns the classes of a class, a union, or a tuple of these; None for anything else."""
+    if isinstance(item, type) and not isinstance(item, types.GenericAlias):
+        return (item,)
+    if isinstance(item, types.UnionType) or typing.get_origin(item) is typing.Union:
+        found = [classes_in(part) for part in typing.get_args(item)]
+    elif isinstance(item, tuple) and item:
+        found = [classes_in(part) for part in item]
+    else:
+        return None
+    return None if None in found else tuple(_flat(found))
+
+
+def _flat(groups: list[Any]) -> Iterator[type]:
+    for group in groups:
+        yield from group
+
+
+def is_instance(place: Place, classes: tuple[type, ...]) -> bool:
+    """Whether an instance of some classes stands at a place; a lazy value is an array."""
+    value = shown(place.stored)
+    return isinstance(value, classes) or (isinstance(value, LazyValue) and jax.Array in classes)
+
+
+def may_be_values(classes: tuple[type, ...]) -> bool:
+    """Whether instances of some classes could be found in the values of Variables."""
+    return not all(issubclass(item, Object) for item in classes)
+
+
+def equals(wanted: Any) -> Test:
+    """Returns a test for what equals a value exactly: in type at every depth, in dtype and shape.
+
+    Args:
+        wanted: Configuration, an array with values, or an object, which equals only itself.
+    """
+    if isinstance(wanted, Object):
+        return lambda place: place.stored is wanted
+    if isinstance(wanted, (jax.Array, np.ndarray, np.generic)):
+        return lambda place: _same_array(shown(place.stored), wanted)
+    try:
+        key = exact_key(wanted)
+    except TypeError as error:
+        raise SelectionError(
+            f"Nothing in a model can be compared with {wanted!r} of type {type(wanted).__name__} "
+            f"({error}). Use at_subtrees_where(lambda value: ...)."
+        ) from error
+
+    def test(place: Place) -> bool:
+        try:
+            return exact_key(place.stored) == key
+        except TypeError:
+            return False
+
+    return test
+
+
+def _same_array(value: Any, wanted: Any) -> bool:
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return False
+    same_form = value.dtype == wanted.dtype and value.shape == wanted.shape
+    return same_form and (value is wanted or bool((value == wanted).all()))
+
+
+# --- Select accessor ---
+
+
+def accessed(place: Place, accessor: Callable[[Any], Any]) -> list[Place]:
+    """Returns the places that an accessor points at.
+
+    Args:
+        place: What the accessor is given.
+        accessor: Returns one part, or a list, tuple or other iterable of parts.
+
+    Raises:
+        SelectionError: If it returns something that is not part of what it was given.
+    """
+    try:
+        return list(_places(place, accessor(StandIn(place))))
+    except Exception as error:
+        error.add_note(f"(while an accessor was looking into {format_path(place.path)})")
+        raise
+
+
+def _places(start: Place, result: Any) -> Iterator[Place]:
+    if type(result) is StandIn:
+        yield place_of(result)
+    elif isinstance(result, Object):
+        yield _found(start, result)
+    elif isinstance(result, (list, tuple, Iterator, ValuesView)):
+        for item in result:
+            yield from _places(start, item)
+    else:
+        raise SelectionError(
+            f"The accessor returned {result!r} of type {type(result).__name__}, which is not a "
+            f"part of what it was given. Return a part, as in lambda m: m.layers[0].kernel, or "
+            f"several, lambda m: (m.a, m.b)."
+        )
+
+
+def _found(start: Place, item: Object) -> Place:
+    found = search(
+        (start,), lambda place: place.stored is item, every_path=False, into_values=False
+    )
+    if found:
+        return found[0]
+    if item._lock is _LOCK or getattr(item, "_parent", None) is not None:
+        raise SelectionError(
+            "The accessor returned a view of one layer of a stack, which is no part of the model: "
+            "the stack holds all its layers as one. Select in that, lambda m: m.stack.stacked, "
+            "which means every layer; or take the layers apart, sx.nn.unstack_layers(stack), and "
+            "select among them; or select in the view, sx.select(stack[i])."
+        )
+    raise SelectionError(
+        f"The accessor returned a {type(item).__name__} that is not in the "
+        f"{type(start.stored).__name__} at {format_path(start.path)}. Return a part of what the "
+        f"accessor is given."
+    )
+
+
+def place_of(stand_in: Any) -> Place:
+    """Returns the place that a stand-in stands for."""
+    return object.__getattribute__(stand_in, "_place")
+
+
+def _value(item: Any) -> Any:
+    return read(place_of(item)) if type(item) is StandIn else item
+
+
+class StandIn:
+    """What an accessor gets: stands for a place, and compares as what is there."""
+
+    __slots__ = ("_place",)
+
+    def __init__(self, place: Place) -> None:
+        object.__setattr__(self, "_place", place)
+
+    @property  # so that isinstance asks about what is there
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (never set)
+        return type(place_of(self).content)
+
+    def __getattr__(self, name: str) -> Any:
+        place = place_of(self)
+        content = place.content
+        fields = getattr(content, "_fields", ())
+        if isinstance(content, tuple) and name in fields:
+            return self[fields.index(name)]
+        if isinstance(content, (dict, Dict)):
+            if name in ("keys", "values", "items"):
+                return getattr(_entries(place), name)
+        else:
+            below = _below(place).get((str, name))
+            if below is not None:
+                return StandIn(below)
+        return getattr(_value(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise SelectionError(
+            f"The accessor set .{name}; it only says which part is meant. Edit what is selected: "
+            f"sx.select(model).at(lambda m: m.{name}).set(value)."
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        place = place_of(self)
+        content = place.content
+        if isinstance(content, (list, List, tuple)):
+            return list(_entries(place).values())[key]
+        below = _below(place).get((type(key), key)) if not isinstance(key, slice) else None
+        return StandIn(below) if below is not None else _value(self)[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        place = place_of(self)
+        if isinstance(place.content, (list, List, tuple)):
+            return iter(_entries(place).values())
+        return iter(_value(self))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _value(self)(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(_value(self))
+
+    def __contains__(self, item: Any) -> bool:
+        return _value(item) in _value(self)
+
+    def __bool__(self) -> bool:
+        return bool(_value(self))
+
+    def __index__(self) -> int:
+        return _value(self).__index__()
+
+    def __eq__(self, other: object) -> bool:
+        return _value(self) == _value(other)
+
+    def __lt__(self, other: Any) -> bool:
+        return _value(self) < _value(other)
+
+    def __le__(self, other: Any) -> bool:
+        return _value(self) <= _value(other)
+
+    def __gt__(self, other: Any) -> bool:
+        return _value(self) > _value(other)
+
+    def __ge__(self, other: Any) -> bool:
+        return _value(self) >= _value(other)
+
+    def __hash__(self) -> int:
+        return hash(_value(self))
+
+    def __repr__(self) -> str:
+        return f"<what stands at {format_path(place_of(self).path)}>"
+
+
+def _below(place: Place) -> dict[tuple[type, Any], Place]:
+    """Returns the places directly below one, by the type and value of the step there."""
+    found = {}
+    for child in children(place):
+        steps = child.path[len(place.path) :]
+        if len(steps) == 1:
+            found[type(steps[0]), steps[0]] = child
+    return found
+
+
+def _entries(place: Place) -> dict[Any, StandIn]:
+    return {key: StandIn(below) for (_, key), below in _below(place).items()}

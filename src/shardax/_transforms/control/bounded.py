@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounded loops over plain pytrees: a while loop with an upper limit on its steps.
+
+The limit makes room for two things that a plain while loop cannot have. One is a *history*: one
+*row* per step, in arrays whose size is known before the program runs; rows past the steps that were
+taken hold *padding*. The other is a reverse-mode derivative, which must know how much it will have
+to remember.
+
+Loops that are not differentiated run as one ``while``. It writes rows into a buffer, so its cost
+follows the steps that are taken. Under ``vmap`` it goes on while any *lane* does, and a lane that
+is finished keeps its state.
+
+Loops that are differentiated run as a scan over *blocks* of the square root of the limit, and in
+each a scan over its steps; steps and whole blocks after the end are skipped. Of a step only what
+goes in is kept, and the step is run again when its derivative is computed. (Keeping more would cost
+more: what a branch keeps is kept for every step, also the weights that it uses and does not
+change.) ``"store"`` keeps what goes into every step. ``"recompute"`` keeps what goes into every
+block, and, for the block whose derivative is being computed, what goes into its steps: twice the
+square root of the limit, for one more run of every step.
+
+``bounded_while_loop``: a while loop over Modules that takes at most a given number of steps.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from shardax._core._jax import Tracer
+from shardax._core.graph.flatten import is_object
+from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.variable import Variable
+from shardax._transforms.control.loop_body import Body, form, result_kinds, vary_alike
+from shardax._transforms.control.while_loop import (
+    Reader,
+    carry_back,
+    carry_of,
+    condition_of,
+)
+from shardax._transforms.errors import BoundedLoopError
+from shardax._transforms.lift.call import Call, check_operands, retry_captured
+
+# --- Bounded ---
+
+Differentiable = Literal["no", "store", "recompute"]
+
+
+class WhileResult(NamedTuple):
+    """What a bounded loop returns.
+
+    Attributes:
+        final: The carry after the last step.
+        history: Rows of the carry after each step: arrays with a first dimension of size
+            ``max_steps``, or None.
+        length: The number of steps taken, int32 of shape ().
+        converged: Whether the loop ended because its condition no longer held, bool of shape ();
+            False means that it reached the limit and would have gone on.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> result = sx.bounded_while_loop(lambda x: x < 9, lambda x: 2 * x, 1, max_steps=3)
+        >>> int(result.final), int(result.length), bool(result.converged)
+        (8, 3, False)
+    """
+
+    final: Any
+    history: Any
+    length: Any
+    converged: Any
+
+
+class Loop(NamedTuple):
+    """What a bounded loop runs.
+
+    Attributes:
+        condition: Returns, for a carry, whether to go on: a boolean of shape ().
+        body: Returns the next carry.
+        row: Returns a carry's row of the history: a pytree of arrays.
+        max_steps: The most steps to take.
+        padding: A row of padding.
+    """
+
+    condition: Callable[[Any], Any]
+    body: Callable[[Any], Any]
+    row: Callable[[Any], Any]
+    max_steps: int
+    padding: Any
+
+
+class _Progress(NamedTuple):
+    """The carry, how many steps led to it, and whether to go on."""
+
+    active: Any
+    length: Any
+    carry: Any
+
+
+def run_bounded(loop: Loop, init: Any, differentiable: Differentiable) -> WhileResult:
+    """Runs a bounded loop.
+
+    Args:
+        loop: What to run.
+        init: The first carry, as ``settled`` returns it.
+        differentiable: ``"no"`` for no reverse-mode derivative; ``"store"`` and ``"recompute"`` as
+            in the module's docstring.
+    """
+    active = loop.condition(init)
+    start = _Progress(active, vary_alike(jnp.zeros((), jnp.int32), active), init)
+    if loop.max_steps == 0:
+        last, history = start, _repeated(loop.padding, 0)
+    elif differentiable == "no":
+        last, history = _run_buffered(loop, start)
+    else:
+        last, history = _run_blocks(loop, start, differentiable == "store")
+    return WhileResult(last.carry, history, last.length, jnp.logical_not(last.active))
+
+
+def settled(body: Callable[[Any], Any], init: Any) -> Any:
+    """Returns the first carry as arrays, Python numbers in the dtypes that the body gives them."""
+    arrays = jax.tree.map(jnp.asarray, init)
+    for _ in range(len(jax.tree.leaves(arrays)) + 1):  # one number may change what another becomes
+        kinds = jax.eval_shape(body, arrays)
+        before, arrays = arrays, jax.tree.map(_with_dtype, arrays, kinds)
+        if all(map(operator.is_, jax.tree.leaves(before), jax.tree.leaves(arrays))):
+            break
+    return arrays
+
+
+def _with_dtype(leaf: Any, kind: Any) -> Any:
+    weakness = [getattr(jax.typeof(item), "weak_type", False) for item in (leaf, kind)]
+    if leaf.dtype == kind.dtype and weakness[0] == weakness[1]:
+        return leaf
+    return jax.lax.convert_element_type(leaf, kind.dtype)
+
+
+# --- one while, rows in a buffer ------------------------------------------------------------------
+
+
+def _run_buffered(loop: Loop, start: _Progress) -> tuple[_Progress, Any]:
+    def proceed(state: Any) -> Any:
+        step, progress, _ = state
+        return any_lane(progress.active) & (step < loop.max_steps)
+
+    def advance(state: Any) -> Any:
+        step, (active, length, carry), buffers = state
+        mine = own_lane(active)
+        new = loop.body(carry)
+        rows = _select(mine, loop.row(new), loop.padding)
+        buffers = jax.tree.map(
+            lambda buffer, row: jax.lax.dynamic_update_index_in_dim(buffer, row, step, 0),
+            buffers,
+            rows,
+        )
+        progress = _Progress(
+            active & loop.condition(new),
+            jnp.where(mine, step + 1, length),  # without lanes the counter itself
+            _select(mine, new, carry),
+        )
+        return step + 1, progress, buffers
+
+    buffers = _repeated(loop.padding, loop.max_steps)
+    _, last, history = jax.lax.while_loop(
+        proceed, advance, (jnp.zeros((), jnp.int32), start, buffers)
+    )
+    return last, history
+
+
+def _select(mine: Any, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(mine, a, b), new, old)
+
+
+def _repeated(rows: Any, count: int) -> Any:
+    return jax.tree.map(lambda row: jax.lax.broadcast(row, (count,)), rows)
+
+
+@jax.custom_batching.custom_vmap
+def any_lane(active: Any) -> Any:
+    """Whether any lane is active, however many ``vmap`` are around: one answer for all."""
+    return active
+
+
+@any_lane.def_vmap
+def _any_lane_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
+    return any_lane(active.any(axis=0)), False
+
+
+@jax.custom_batching.custom_vmap
+def own_lane(active: Any) -> Any:
+    """Whether this lane is active, given that any is.
+
+    Without ``vmap`` there is one lane, so the answer is a constant, and the compiler drops what is
+    selected by it.
+    """
+    return jnp.ones((), jnp.bool_)
+
+
+@own_lane.def_vmap
+def _own_lane_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
+    return active, True
+
+
+# --- scans over blocks of steps -------------------------------------------------------------------
+
+_GOES_IN = "shardax: what goes into a step of a bounded loop"
+
+
+def _run_blocks(loop: Loop, start: _Progress, store: bool) -> tuple[_Progress, Any]:
+    size = math.isqrt(loop.max_steps - 1) + 1
+    count = -(-loop.max_steps // size)
+    one_step = _step_of(loop, exact=count * size == loop.max_steps)
+
+    def take_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
+        return jax.lax.scan(one_step, progress, first + jnp.arange(size, dtype=jnp.int32))
+
+    def skip_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
+        return progress, _repeated(loop.padding, size)
+
+    def one_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
+        return jax.lax.cond(any_lane(progress.active), take_block, skip_block, progress, first)
+
+    kept = jax.checkpoint_policies.save_only_these_names(_GOES_IN) if store else None
+    checkpointed = jax.checkpoint(one_block, prevent_cse=False, policy=kept)
+    firsts = jnp.arange(count, dtype=jnp.int32) * size
+    last, rows = jax.lax.scan(checkpointed, start, firsts)
+    return last, jax.tree.map(
+        lambda row: row.reshape(count * size, *row.shape[2:])[: loop.max_steps], rows
+    )
+
+
+def _step_of(loop: Loop, exact: bool) -> Callable[[_Progress, Any], tuple[_Progress, Any]]:
+    """Returns one step, for a scan; unless ``exact``, some steps are past the limit."""
+
+    def take(progress: _Progress) -> tuple[_Progress, Any]:
+        new = loop.body(progress.carry)
+        return _Progress(loop.condition(new), progress.length + 1, new), loop.row(new)
+
+    def skip(progress: _Progress) -> tuple[_Progress, Any]:
+        return progress, loop.padding
+
+    def one_step(progress: _Progress, step: Any) -> tuple[_Progress, Any]:
+        goes_on = progress.active if exact else progress.active & (step < loop.max_steps)
+
+        def take_own(progress: _Progress) -> tuple[_Progress, Any]:
+            return jax.lax.cond(own_lane(goes_on), take, skip, progress)
+
+        return jax.lax.cond(any_lane(goes_on), take_own, skip, progress)
+
+    # What a checkpointed function keeps is what goes into it; around the choice, not inside, since
+    # what is kept inside a branch is kept by every turn of the scan.
+    checkpointed = jax.checkpoint(one_step, prevent_cse=False)
+
+    def named_step(progress: _Progress, step: Any) -> tuple[_Progress, Any]:
+        return checkpointed(checkpoint_name(progress, _GOES_IN), step)
+
+    return named_step
+
+
+# --- Bounded while ---
+
+_HISTORY = 2
+"""Position of the history function among the functions of a call."""
+
+
+def bounded_while_loop(
+    cond_fun: Callable[[Any], Any],
+    body_fun: Callable[[Any], Any],
+    init: Any,
+    *,
+    max_steps: int,
+    history: Callable[[Any], Any] | None = None,
+    differentiable: Differentiable = "no",
+    padding: Any = 0,
+) -> WhileResult:
+    """Runs a function over Modules while a condition holds, but at most ``max_steps`` times.
+
+    Carry, condition and body are as for ``while_loop``. Under ``vmap`` each lane has a length of
+    its own.
+
+    Args:
+        cond_fun: Called as ``cond_fun(carry)``; returns a boolean of shape ().
+        body_fun: Called as ``body_fun(carry)``; returns the next carry.
+        init: The first carry: arrays, Modules, Variables and pytrees of these.
+        max_steps: The most steps to take, a Python integer of at least 0.
+        history: Called with the carry after each step; returns arrays, Variables or a pytree of
+            these, one row of the history. It only reads. None keeps no history.
+        differentiable: ``"no"``: forward mode only, and the cost follows the steps that are taken.
+            ``"store"``: also reverse mode; keeps the carry of every step, so memory grows with
+            ``max_steps``. ``"recompute"``: also reverse mode; memory for carries grows with the
+            square root of ``max_steps``, for one more run of every step.
+        padding: What rows past the last step hold: a number or array for all, or a pytree prefix
+            of a row.
+
+    Returns:
+        A ``WhileResult``: ``final``, the last carry; ``history``, arrays with a first dimension of
+        size ``max_steps``; ``length``, the number of steps taken; ``converged``, whether the
+        condition no longer holds. If it is False, the limit was reached.
+
+    Raises:
+        BoundedLoopError: If ``max_steps``, ``differentiable``, ``history`` or ``padding`` is not
+            valid.
+        CarryError: As for ``while_loop``.
+        DecisionError: As for ``while_loop``; also if the history function writes.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> newton = lambda x: (x + 2 / x) / 2
+        >>> result = sx.bounded_while_loop(lambda x: abs(x**2 - 2) > 1e-3, newton, jnp.float32(1),
+        ...                                max_steps=5, history=lambda x: x, padding=jnp.nan)
+        >>> [round(float(x), 4) for x in result.history], int(result.length)
+        ([1.5, 1.4167, 1.4142, nan, nan], 3)
+        >>> round(float(result.final), 4), bool(result.converged)
+        (1.4142, True)
+    """
+    steps = _check_options(max_steps, history, differentiable)
+    functions = [body_fun, cond_fun] if history is None else [body_fun, cond_fun, history]
+
+    def attempt(captured: list[Variable[Any]]) -> WhileResult:
+        call = Call("bounded_while_loop", functions, [init], {}, captured=captured)
+        check_operands(call)
+        body = Body(call, carry_of, call.labels[0])
+        body.discover(body.values, body.plain)
+        condition = condition_of(body)
+        while body.differ_like(jax.eval_shape(condition, body.start())):
+            pass
+
+        def advance(around: Any) -> Any:
+            return body.step(around)[0]
+
+        start = settled(advance, body.start())
+        row = _no_row if history is None else Reader(body, _HISTORY, "history", _row_of)
+        rows = padding_row(padding, result_kinds(row, start))
+        loop = Loop(condition, advance, row, steps, rows)
+        result = run_bounded(loop, start, differentiable)
+        return result._replace(final=carry_back(body, result.final))
+
+    return retry_captured(attempt)
+
+
+def _check_options(max_steps: Any, history: Any, differentiable: Any) -> int:
+    if isinstance(max_steps, (Tracer, jax.Array)):
+        raise BoundedLoopError(
+            "max_steps of sx.bounded_while_loop is an array, but it is the size of the history and "
+            "must be known before the program runs. Give a Python integer; inside sx.jit, make it "
+            "a static argument."
+        )
+    is_integer = isinstance(max_steps, (int, np.integer)) and not isinstance(max_steps, bool)
+    if not is_integer or max_steps < 0:
+        raise BoundedLoopError(
+            f"max_steps of sx.bounded_while_loop is {max_steps!r}; give an integer of at least 0."
+        )
+    modes = get_args(Differentiable)
+    if differentiable not in modes:
+        raise BoundedLoopError(
+            f"differentiable={differentiable!r} is not known; use one of "
+            f"{', '.join(map(repr, modes))}."
+        )
+    if history is not None and not callable(history):
+        raise BoundedLoopError(
+            f"history of sx.bounded_while_loop is a {type(history).__name__}; give a function of "
+            f"the carry that returns arrays, or None."
+        )
+    return operator.index(max_steps)
+
+
+def _no_row(around: Any) -> None:
+    return None
+
+
+def _row_of(result: Any) -> Any:
+    """Returns what a history function returned as arrays."""
+
+    def as_array(path: Any, leaf: Any) -> Any:
+        value = leaf.value if isinstance(leaf, Variable) else leaf
+        if isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+            return jnp.asarray(value)
+        where = format_path(tuple(path_step(key) for key in path)) if path else "itself"
+        raise BoundedLoopError(
+            f"The history function of sx.bounded_while_loop returned a {type(leaf).__name__} at "
+            f"{where}. A row of the history holds arrays: return the values to keep, "
+            f"lambda model: model.kernel.value."
+        )
+
+    return jax.tree_util.tree_map_with_path(as_array, result, is_leaf=is_object)
+
+
+# --- padding --------------------------------------------------------------------------------------
+
+
+def padding_row(padding: Any, kinds: Any) -> Any:
+    """Returns a row of padding.
+
+    Args:
+        padding: As given by the caller.
+        kinds: Shapes and dtypes of a row.
+
+    Raises:
+        BoundedLoopError: If the padding does not fit, naming the place.
+    """
+    given = jax.tree.map(
+        lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, padding, is_leaf=is_object
+    )
+    try:
+        spread = jax.tree.broadcast(given, kinds)
+    except ValueError as error:
+        raise BoundedLoopError(
+            f"padding={padding!r} of sx.bounded_while_loop is not a prefix of a row of the "
+            f"history, which is {form(kinds)}. Give one number for all, or the containers of a row "
+            f"with one number each."
+        ) from error
+
+    def fill(path: Any, value: Any, kind: Any) -> Any:
+        return _filled(tuple(path_step(key) for key in path), value, kind)
+
+    return jax.tree_util.tree_map_with_path(fill, spread, kinds)
+
+
+def _filled(path: Path, value: Any, kind: Any) -> Any:
+    where = f" at {format_path(path)}" if path else ""
+    array = value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
+    if not _holds(array, kind.dtype):
+        shown = f"{value!r}" if array.ndim == 0 and not isinstance(value, Tracer) else array.dtype
+        raise BoundedLoopError(
+            f"padding={shown} cannot stand in the history{where}, which has dtype {kind.dtype}. "
+            f"Give a padding of that dtype, or convert what the history function returns."
+        )
+    try:
+        row = jnp.broadcast_to(jnp.asarray(array, kind.dtype), kind.shape)
+    except ValueError as error:
+        raise BoundedLoopError(
+            f"padding of shape {array.shape} does not fit a row of the history{where}, which has "
+            f"shape {kind.shape}."
+        ) from error
+    return vary_alike(_laid_out_alike(row, kind), kind)
+
+
+def _laid_out_alike(row: Any, kind: Any) -> Any:
+    """Returns an array in the layout of another, which Explicit mesh axes count to the type."""
+    sharding = jax.typeof(kind).sharding
+    if all(entry is None for entry in sharding.spec):
+        return row
+    return jax.sharding.reshard(row, sharding)
+
+
+def _holds(array: Any, dtype: Any) -> bool:
+    """Whether an array of the given dtype can hold the padding; floats may round."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if is_key or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array.dtype == dtype
+    if isinstance(array, Tracer) or array.dtype.kind not in "biufc":
+        return bool(jnp.can_cast(array.dtype, dtype, "same_kind"))
+    values = np.asarray(array)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return True
+    if jnp.issubdtype(dtype, jnp.floating):
+        return not np.iscomplexobj(values)
+    with np.errstate(invalid="ignore"):
+        return bool(np.all(values.astype(dtype) == values))

@@ -1,0 +1,531 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cond`` and ``switch``: functions over Modules of which one is run.
+
+A *branch* is one of the functions. All are traced, once each, and one is run. A Variable that any
+branch writes leaves all of them; one that does not write it hands on the value it was given.
+
+Agreement of branches: one program comes out of a choice, whichever branch is taken.
+
+The *outcome* of a branch is all that it leaves behind: its result, what it wrote, how it changed
+the structure of the objects it was given, what it made. The outcomes of all branches must agree in
+everything but numbers. What a branch does not write keeps the value it had.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from shardax._core.graph.flatten import (
+    GraphDef,
+    ModuleDef,
+    Ref,
+    VariableDef,
+    definition_children,
+    definition_paths,
+    is_object,
+)
+from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.static import Static
+from shardax._core.object import Object
+from shardax._core.variable import Variable
+from shardax._transforms.control.loop_body import describe_change, form, result_kinds, vary_alike
+from shardax._transforms.errors import BranchError
+from shardax._transforms.lift.call import (
+    Call,
+    Inside,
+    as_integer,
+    as_predicate,
+    check_operands,
+    retry_captured,
+)
+from shardax._transforms.lift.engine import (
+    Carried,
+    Record,
+    carry_in,
+    check_no_leak,
+    check_result,
+)
+
+# --- Agree ---
+
+
+class Place(NamedTuple):
+    """Stands for a leaf of a result: an array, or the object at a position of the graph."""
+
+    position: int | None = None
+
+
+class Outcome(NamedTuple):
+    """What one branch leaves.
+
+    Attributes:
+        label: How the caller knows the branch.
+        record: What it did.
+        outline: Its result with a ``Place`` for every leaf.
+        arrays: Shapes of the arrays in the result.
+        written: Shapes of the values of written Variables, by position.
+        fresh: Shapes of the values of new Variables.
+    """
+
+    label: str
+    record: Record
+    outline: Any
+    arrays: Sequence[Any]
+    written: dict[int, Any]
+    fresh: Sequence[Any]
+
+
+def outline_of(result: Any, record: Record) -> Any:
+    """Returns a result with a ``Place`` for every leaf."""
+    leaves, treedef = jax.tree.flatten(result, is_leaf=is_object)
+    roots = () if record.result is None else record.result.roots
+    positions = dict(roots)
+    assert all(place in positions for place, x in enumerate(leaves) if isinstance(x, Object))
+    return treedef.unflatten([Place(positions.get(place)) for place in range(len(leaves))])
+
+
+def check_agreement(call: Call, outcomes: Sequence[Outcome], before: Sequence[Any]) -> None:
+    """Raises if branches leave different things behind.
+
+    Args:
+        call: The call.
+        outcomes: One per branch.
+        before: The values of the Variables before the choice.
+
+    Raises:
+        BranchError: Naming the place and what each of two branches leaves there.
+    """
+    first = outcomes[0]
+    for other in outcomes[1:]:
+        _check_structure(call, first, other)
+        _check_result(call, first, other)
+        _check_new(call, first, other)
+        _check_written(call, first, other, before)
+
+
+def _check_structure(call: Call, first: Outcome, other: Outcome) -> None:
+    graphdef, paths = call.graph.flat.graphdef, call.graph.flat.paths
+    for position, old in enumerate(graphdef.objects):
+        mine = first.record.updates.get(position, old)
+        theirs = other.record.updates.get(position, old)
+        if mine == theirs:
+            continue
+        changes = [
+            describe_change(old, new) if new != old else "nothing changes" for new in (mine, theirs)
+        ]
+        if changes[0] == changes[1]:
+            changes = [
+                _describe_attributes(call, outcome, new, against)
+                for outcome, new, against in ((first, mine, theirs), (other, theirs, mine))
+            ]
+        told = [
+            f"in {outcome.label} {change}"
+            for outcome, change in zip((first, other), changes, strict=True)
+        ]
+        raise BranchError(
+            f"The branches of sx.{call.name} change the {old.type.__name__} at "
+            f"{format_path(paths[position])} differently: {told[0]}; {told[1]}. One program comes "
+            f"out of both, so they must leave one structure. Make the same change in every branch "
+            f"(sow the same names, set the same attributes in the same order), or change it before "
+            f"the choice and only write values inside."
+        )
+
+
+def _describe_attributes(call: Call, outcome: Outcome, new: Any, against: Any) -> str:
+    """Returns what the attributes are in which the definition of a Module differs from another."""
+    mine, theirs = (
+        {key: child for key, child in definition_children(item) if isinstance(key, str)}
+        if isinstance(item, ModuleDef)
+        else {}
+        for item in (new, against)
+    )
+    shown = [
+        f".{name} is {_describe_child(call, outcome, child)}"
+        for name, child in mine.items()
+        if child != theirs.get(name)
+    ]
+    if shown:
+        return ", ".join(shown)
+    return f"the order is {', '.join(mine)}" if mine else "it is another"
+
+
+def _describe_child(call: Call, outcome: Outcome, child: Any) -> str:
+    if isinstance(child, Ref):
+        return _describe(call, outcome, Place(child.position))
+    return repr(child.value)[:40] if isinstance(child, Static) else "another container"
+
+
+def _check_new(call: Call, first: Outcome, other: Outcome) -> None:
+    """Compares the objects that were made, whose positions follow those of the given ones."""
+    paths = [_paths_after(call, outcome) for outcome in (first, other)]
+    count = len(call.graph.flat.graphdef.objects)
+    values = [iter(first.fresh), iter(other.fresh)]
+    for position in range(count, count + max(len(first.record.fresh), len(other.record.fresh))):
+        told = []
+        for outcome, fresh in zip((first, other), values, strict=True):
+            made = outcome.record.fresh[position - count : position - count + 1]
+            kind = f"a {made[0].type.__name__}" if made else "nothing"
+            if position in outcome.record.foreign:
+                kind += " from outside"
+            elif made and type(made[0]) is VariableDef:
+                kind += f" {form(next(fresh))}"
+            told.append((made, kind))
+        same = [o.record.foreign.get(position) for o in (first, other)]
+        if told[0] == told[1] and same[0] is same[1]:
+            continue
+        where = format_path(paths[0].get(position) or paths[1].get(position) or ())
+        raise BranchError(
+            f"The branches of sx.{call.name} leave different objects at {where}: {first.label} "
+            f"{told[0][1]}, {other.label} {told[1][1]}"
+            f"{'' if told[0][1] != told[1][1] else ', but another one'}. Make the same in every "
+            f"branch, with the same shapes, dtypes and metadata, or make it before the choice."
+        )
+
+
+def _paths_after(call: Call, outcome: Outcome) -> dict[int, Path]:
+    """Returns the path of every object as it is after a branch; new ones may be in the result."""
+    graphdef, record = call.graph.flat.graphdef, outcome.record
+    objects = [record.updates.get(i, old) for i, old in enumerate(graphdef.objects)]
+    returned = [
+        (path, place.position)
+        for path, place in _places(outcome.outline)
+        if place.position is not None
+    ]
+    whole = GraphDef(
+        (*objects, *record.fresh),
+        (*graphdef.roots, *(Ref(position) for _, position in returned)),
+    )
+    return definition_paths(whole, [*call.names, *(("result", *path) for path, _ in returned)])
+
+
+def _places(outline: Any) -> list[tuple[Path, Place]]:
+    pairs = jax.tree_util.tree_leaves_with_path(outline, is_leaf=_is_place)
+    return [(tuple(path_step(key) for key in keys), place) for keys, place in pairs]
+
+
+def _is_place(item: Any) -> bool:
+    return isinstance(item, Place)
+
+
+def _check_result(call: Call, first: Outcome, other: Outcome) -> None:
+    found = _difference(first.outline, other.outline, ())
+    if found is not None:
+        path, mine, theirs = found
+        raise BranchError(
+            f"The branches of sx.{call.name} return different structures{_at(path)}: {first.label} "
+            f"{mine}, {other.label} {theirs}. Return the same containers with the same keys from "
+            f"every branch."
+        )
+    arrays = iter(zip(first.arrays, other.arrays, strict=True))
+    for (path, mine), (_, theirs) in zip(
+        _places(first.outline), _places(other.outline), strict=True
+    ):
+        if mine != theirs:
+            raise BranchError(
+                f"The branches of sx.{call.name} return different objects{_at(path)}: "
+                f"{first.label} {_describe(call, first, mine)}, {other.label} "
+                f"{_describe(call, other, theirs)}. An object is chosen while tracing, before it "
+                f"is known which branch is taken. Return the same object from every branch and "
+                f"write values into it, or return arrays."
+            )
+        if mine.position is not None:
+            continue
+        one, two = (form(item) for item in next(arrays))
+        if one != two:
+            raise BranchError(
+                f"The branches of sx.{call.name} return different types{_at(path)}: {first.label} "
+                f"{one}, {other.label} {two}. Convert in one of them: x.astype(dtype), x.reshape("
+                f"shape)."
+            )
+
+
+def _describe(call: Call, outcome: Outcome, place: Place) -> str:
+    if place.position is None:
+        return "an array"
+    paths = call.graph.flat.paths
+    if place.position < len(paths):
+        kind = call.graph.flat.graphdef.objects[place.position].type.__name__
+        return f"the {kind} at {format_path(paths[place.position])}"
+    made = outcome.record.fresh[place.position - len(paths)]
+    return f"a new {made.type.__name__}"
+
+
+def _check_written(call: Call, first: Outcome, other: Outcome, before: Sequence[Any]) -> None:
+    for position in sorted({*first.written, *other.written}):
+        forms, told = [], []
+        for outcome in (first, other):
+            is_written = position in outcome.written
+            shown = form(outcome.written[position] if is_written else before[position])
+            forms.append(shown)
+            told.append(f"{outcome.label} {'writes' if is_written else 'leaves it as'} {shown}")
+        if forms[0] != forms[1]:
+            kind = type(call.graph.leaves[position]).__name__
+            raise BranchError(
+                f"The {kind} at {format_path(call.graph.flat.leaf_paths[position])} leaves the "
+                f"branches of sx.{call.name} in different forms: {told[0]}, {told[1]}. Keep one "
+                f"structure, shape and dtype: v[...] = new.astype(v.dtype)."
+            )
+
+
+def _at(path: Path) -> str:
+    return f" at {format_path(path)} of the result" if path else ""
+
+
+def _difference(first: Any, other: Any, path: Path) -> tuple[Path, str, str] | None:
+    """Returns the outermost place where two outlines have another structure."""
+    trees = [jax.tree.structure(item, is_leaf=_is_place) for item in (first, other)]
+    if trees[0] == trees[1]:
+        return None
+    children = [dict(_one_level(item)) for item in (first, other)]
+    if type(first) is type(other) and list(children[0]) == list(children[1]):
+        for key, child in children[0].items():
+            found = _difference(child, children[1][key], (*path, key))
+            if found is not None:
+                return found
+    told = [_container(item, below) for item, below in zip((first, other), children, strict=True)]
+    if told[0] == told[1]:
+        told[1] += " with other static fields"
+    return path, told[0], told[1]
+
+
+def _one_level(tree: Any) -> list[tuple[Any, Any]]:
+    if _is_place(tree):
+        return []
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda item: item is not tree)
+    return [(path_step(keys[0]), child) for keys, child in pairs]
+
+
+def _container(item: Any, children: dict[Any, Any]) -> str:
+    if _is_place(item):
+        return "an array" if item.position is None else "an object"
+    if item is None:
+        return "None"
+    if isinstance(item, dict):
+        return f"a {type(item).__name__} with keys {', '.join(map(repr, children)) or '(none)'}"
+    return f"a {type(item).__name__} of {len(children)}"
+
+
+# --- Branch ---
+
+
+def cond(
+    pred: Any,
+    true_fun: Callable[..., Any],
+    false_fun: Callable[..., Any],
+    *operands: Any,
+) -> Any:
+    """Runs one of two functions over Modules, as ``jax.lax.cond`` does.
+
+    Branches may write Variables, passed or reached through a closure, draw random numbers, and
+    return the Modules they were given. Both are traced; inside ``vmap`` both are run and the
+    results selected, as in JAX.
+
+    Args:
+        pred: A boolean of shape (); a number counts as true unless it is zero.
+        true_fun: Called as ``true_fun(*operands)`` if the predicate is true.
+        false_fun: Called if it is false.
+        *operands: Arrays, Modules, Variables and pytrees of these.
+
+    Returns:
+        The result of the branch that was taken.
+
+    Raises:
+        DecisionError: If the predicate is not one boolean or real number.
+        BranchError: If branches differ in what they return, in the form of a Variable, or in how
+            they change the structure of the Modules.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> total = sx.Variable(jnp.float32(0))
+        >>> def add(total, x):
+        ...     total += x
+        ...     return x
+        >>> results = [float(sx.cond(x > 0, add, lambda total, x: -x, total, x))
+        ...            for x in jnp.array([1.0, -2.0, 3.0])]
+        >>> results, float(total)
+        ([1.0, 2.0, 3.0], 4.0)
+    """
+    _check_callable("cond", {"true_fun": true_fun, "false_fun": false_fun})
+    decision = as_predicate(pred, "pred of sx.cond")
+
+    def choose(branches: Sequence[Callable[[], Any]]) -> Any:
+        return jax.lax.cond(decision, *branches)
+
+    labels = ["true_fun", "false_fun"]
+    return _run("cond", [true_fun, false_fun], labels, operands, decision, choose)
+
+
+def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """Runs one of several functions over Modules, as ``jax.lax.switch`` does; see ``cond``.
+
+    Args:
+        index: An integer of shape (); one that is out of range counts as the nearest in range.
+        branches: The functions, each called as ``branch(*operands)``.
+        *operands: Arrays, Modules, Variables and pytrees of these.
+
+    Returns:
+        The result of the branch that was taken.
+
+    Raises:
+        DecisionError: If the index is not one integer.
+        BranchError: As for ``cond``; also if there are no branches.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> experts = [sx.Param(jnp.float32(i)) for i in (10, 20, 30)]
+        >>> apply = [lambda x, e=expert: e * x for expert in experts]
+        >>> [float(sx.switch(i, apply, jnp.float32(2))) for i in (0, 1, 7)]
+        [20.0, 40.0, 60.0]
+    """
+    functions = list(branches)
+    labels = [f"branches[{i}]" for i in range(len(functions))]
+    if not functions:
+        raise BranchError("sx.switch was given no branches; give a sequence of at least one.")
+    _check_callable("switch", dict(zip(labels, functions, strict=True)))
+    decision = as_integer(index, "index of sx.switch")
+
+    def choose(branches: Sequence[Callable[[], Any]]) -> Any:
+        return jax.lax.switch(decision, branches)
+
+    return _run("switch", functions, labels, operands, decision, choose)
+
+
+def _check_callable(name: str, functions: dict[str, Any]) -> None:
+    for label, function in functions.items():
+        if not callable(function):
+            raise BranchError(
+                f"{label} of sx.{name} is a {type(function).__name__}, which cannot be called. A "
+                f"branch is a function of the operands: lambda *operands: value."
+            )
+
+
+def _run(
+    name: str,
+    functions: Sequence[Callable[..., Any]],
+    labels: Sequence[str],
+    operands: Sequence[Any],
+    decision: Any,
+    choose: Callable[..., Any],
+) -> Any:
+    def attempt(captured: list[Variable[Any]]) -> Any:
+        call = Call(name, functions, operands, {}, captured=captured)
+        return _Choice(call, labels).run(decision, choose)
+
+    return retry_captured(attempt)
+
+
+class _Choice:
+    """One call of ``cond`` or ``switch``."""
+
+    def __init__(self, call: Call, labels: Sequence[str]) -> None:
+        check_operands(call)
+        self.call = call
+        self.labels = labels
+        self.values = call.graph.values()
+        self.done: dict[int, tuple[Record, Any, Any]] = {}
+        self.union: tuple[int, ...] = ()
+        # Compiled as a unit so that JAX traces it once, for its shapes and for the choice.
+        self.ones = [
+            jax.jit(functools.partial(self._one, which), inline=True)
+            for which in range(len(labels))
+        ]
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _one(self, which: int, values: list[Any], plain: tuple[Any, ...]) -> Any:
+        """Runs a branch; returns (arrays of its result, written values by position, new values)."""
+
+        def leave(inside: Inside) -> Any:
+            inside.require_inputs()
+            check_result(inside.result, self.call.name)
+            carried = inside.carry_out(inside.result)
+            record = carried.record
+            leaves, treedef = jax.tree.flatten(carried.result)
+            self.done[which] = record, outline_of(inside.result, record), treedef
+            return (
+                leaves,
+                dict(zip(record.written, carried.written, strict=True)),
+                carried.fresh,
+            )
+
+        return self.call.run(values, plain, {}, leave, which=which)
+
+    def _branch(self, which: int, targets: Sequence[_Target], values: Any, plain: Any) -> Any:
+        """Runs a branch and returns, flat, what leaves every branch."""
+        leaves, written, fresh = self.ones[which](values, plain)
+        everything = self._joined(leaves, written, fresh, values)
+        return [
+            target.convert(leaf)
+            for target, leaf in zip(targets, jax.tree.leaves(everything), strict=True)
+        ]
+
+    def _joined(self, leaves: Any, written: dict[int, Any], fresh: Any, values: Any) -> Any:
+        return leaves, [written.get(p, values[p]) for p in self.union], fresh
+
+    # --- outside ---------------------------------------------------------------------------------
+
+    def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
+        """Traces the branches, runs the one that is chosen, and carries back what it did.
+
+        Args:
+            decision: What decides. Inside ``shard_map``, where it may differ between shards, so may
+                all that leaves; JAX does not count it in.
+            choose: Runs one of the branches on arrays.
+        """
+        differ = functools.partial(vary_alike, other=decision)
+        inputs = jax.tree.map(differ, (self.values, self.call.arguments.plain))
+        outcomes = []
+        for which, label in enumerate(self.labels):
+            leaves, written, fresh = result_kinds(self.ones[which], *inputs)
+            record, outline, _ = self.done[which]
+            outcomes.append(Outcome(label, record, outline, leaves, written, fresh))
+        check_agreement(self.call, outcomes, self.values)
+        self.union = tuple(sorted({position for item in outcomes for position in item.written}))
+        rows = [
+            self._joined(item.arrays, item.written, item.fresh, self.values) for item in outcomes
+        ]
+        columns = zip(*map(jax.tree.leaves, rows), strict=True)
+        targets = [_Target(types, decision) for types in columns]
+        # Values are closed over, not passed: JAX then takes in those that a branch uses, so that a
+        # large model of which little is used costs nothing when the choice is differentiated.
+        branches = [
+            functools.partial(self._branch, which, targets, *inputs)
+            for which in range(len(self.labels))
+        ]
+        flat = choose(branches)
+        leaves, written, fresh = jax.tree.unflatten(jax.tree.structure(rows[0]), flat)
+        record, _, treedef = self.done[0]
+        record.written = self.union
+        carried = Carried(treedef.unflatten(leaves), written, fresh, record)
+        check_no_leak(self.call.graph, carried)
+        return carry_in(self.call.graph, carried)
+
+
+class _Target:
+    """The type in which one array leaves every branch.
+
+    Shape and dtype agree. What may differ without meaning anything is whether JAX counts the dtype
+    as weak, and, in ``shard_map``, along which mesh axes the array is known to be the same.
+
+    Args:
+        types: The array, or its shape, as each branch leaves it.
+        decision: What decides.
+    """
+
+    def __init__(self, types: Sequence[Any], decision: Any) -> None:
+        found = [jax.typeof(item) for item in types]
+        self.dtype = found[0].dtype
+        self.weak = all(getattr(item, "weak_type", False) for item in found)
+        self.others = [*types, decision]
+
+    def convert(self, leaf: Any) -> Any:
+        """Returns the array in the type, inside a branch."""
+        if getattr(jax.typeof(leaf), "weak_type", False) and not self.weak:
+            leaf = jax.lax.convert_element_type(leaf, self.dtype)
+        for other in self.others:
+            leaf = vary_alike(leaf, other)
+        return leaf

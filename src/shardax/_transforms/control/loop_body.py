@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repetition: what the loops (``scan``, ``while_loop``, ``fori_loop``, ...) share.
+
+The *body* of a loop is the user's function, run once per *iteration*. What goes *around* from one
+iteration to the next is what the body writes: plain arrays that it returns, and the values of
+Variables. Variables that it only reads are constants of the loop, which cost no memory per step
+when the loop is differentiated.
+
+Which Variables the body writes is found by tracing it for its shapes. The body is compiled as a
+unit (``jax.jit``), so JAX keeps that trace and the loop does not run the user's code again.
+
+What goes around must keep its *form*: its pytree structure, shapes and dtypes.
+
+Kinds: shape, dtype and layout type of what a function would return, inside transforms.
+
+Over *mixed* meshes, with both Auto and Explicit axes, an array's type says how it is laid out over
+the Explicit ones. ``jax.eval_shape`` then says nothing about layouts, since it could not say all.
+Loops and branches compare types, and need what is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from shardax._core._jax import varying_axes
+from shardax._core.graph.flatten import GraphDef, is_object
+from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.object import Object
+from shardax._transforms.errors import CarryError
+from shardax._transforms.lift.call import Call, Inside
+from shardax._transforms.lift.engine import Carried, check_result, same_value
+
+# --- Kinds ---
+
+
+def result_kinds(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns what ``jax.eval_shape`` does, with layouts over Explicit axes also of mixed meshes.
+
+    Args:
+        function: A pure function; if it is a ``jax.jit`` of one, the trace is kept by JAX.
+        *args: Its arguments, or their shapes.
+
+    Returns:
+        A pytree of ``jax.ShapeDtypeStruct``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> result_kinds(jnp.sin, jnp.ones(3))
+        ShapeDtypeStruct(shape=(3,), dtype=float32)
+    """
+    traceable: Any = function if hasattr(function, "trace") else jax.jit(function)
+    traced = traceable.trace(*args)
+    shapes, treedef = jax.tree.flatten(traced.out_info)
+    kinds = [_typed(*pair) for pair in zip(shapes, traced.jaxpr.out_avals, strict=True)]
+    return treedef.unflatten(kinds)
+
+
+def _typed(shape: jax.ShapeDtypeStruct, kind: Any) -> jax.ShapeDtypeStruct:
+    layout = getattr(kind, "sharding", None)
+    if shape.sharding is not None or layout is None or layout.mesh.empty:
+        return shape
+    explicit = AxisType.Explicit in layout.mesh.axis_types
+    return shape.update(sharding=layout) if explicit else shape
+
+
+# --- Repeat ---
+
+
+class Body:
+    """The body of one loop.
+
+    Args:
+        call: The call; its functions take what goes around, and whatever else the loop gives them.
+        carry: Returns, inside, (what was given that goes around, what came back for it).
+        label: How messages call what goes around: the parameter's name.
+        around_plain: Positions, among the plain leaves of the arguments, of those that go around.
+
+    Attributes:
+        graphdef: The structure that one iteration sees, where its metadata differ.
+        plain: All plain leaves of the arguments.
+        around: Positions of the Variables that go around, known after ``discover``.
+        carried: What left the last trace; its record is how to carry back.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        carry: Callable[[Inside], tuple[Any, Any]],
+        label: str,
+        around_plain: Sequence[int] | None = None,
+    ) -> None:
+        self.call = call
+        self.carry = carry
+        self.label = label
+        self.graphdef: GraphDef | None = None
+        self.values = call.graph.values()
+        self.plain, self.plain_tree = call.arguments.plain_leaves()
+        self.around_plain = range(len(self.plain)) if around_plain is None else around_plain
+        self.around: tuple[int, ...] = ()
+        self.around_paths: list[Path] = []
+        self.carried: Carried | None = None
+        # A unit, so that JAX traces it once, for its shapes and for the loop; put into the program
+        # of the loop, which is then smaller and quicker to differentiate.
+        self.one = jax.jit(self._one, inline=True)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _one(self, values: list[Any], plain: list[Any]) -> tuple[list[Any], dict[int, Any], Any]:
+        """Runs one iteration.
+
+        Returns:
+            (plain leaves that go around, values of written Variables that go around, what else
+            leaves).
+        """
+        positional, named = self.plain_tree.unflatten(plain)
+        return self.call.run(values, positional, named, self._leave, graphdef=self.graphdef)
+
+    def _leave(self, inside: Inside) -> tuple[list[Any], dict[int, Any], Any]:
+        name = self.call.name
+        inside.require_inputs()
+        check_result(inside.result, name)
+        given, returned = self.carry(inside)
+        returned = jax.tree.map(inside.here, returned, is_leaf=is_object)
+        paths, leaves = matching_leaves(given, returned, self.label, name)
+        self.around_paths = paths
+        carried = inside.carry_out(self.outgoing(inside))
+        self.carried, extra, apart = self.leave_more(inside, carried)
+        written = zip(self.carried.record.written, self.carried.written, strict=True)
+        return leaves, {p: v for p, v in written if p not in apart}, extra
+
+    def outgoing(self, inside: Inside) -> Any:
+        """Returns the result as it leaves the loop: here, as the body returned it."""
+        return inside.result
+
+    def leave_more(self, inside: Inside, carried: Carried) -> tuple[Carried, Any, Collection[int]]:
+        """Decides what leaves every iteration besides what goes around: here, nothing.
+
+        Args:
+            inside: What is known after the function ran.
+            carried: What it did.
+
+        Returns:
+            (what it did, what else leaves, positions of written Variables that do not go around).
+
+        Raises:
+            CarryError: If the body changed the structure of its Modules.
+        """
+        refuse_changes(self.call, carried, carried.record.updates)
+        refuse_new(self.call, carried)
+        return carried, None, ()
+
+    # --- outside ---------------------------------------------------------------------------------
+
+    def discover(self, values: Sequence[Any], plain: Sequence[Any]) -> Any:
+        """Finds which Variables go around, and checks that their form stays.
+
+        Args:
+            values: Values as one iteration sees them (or ``jax.ShapeDtypeStruct``).
+            plain: Plain leaves, likewise.
+
+        Returns:
+            Shapes of what else leaves an iteration.
+
+        Raises:
+            CarryError: Naming what changes its form.
+        """
+        leaves, written, extra = result_kinds(self.one, list(values), list(plain))
+        self.around = tuple(sorted(written))
+        paths = self.call.graph.flat.leaf_paths
+        for position in self.around:
+            kind = type(self.call.graph.leaves[position]).__name__
+            what = f"The {kind} at {format_path(paths[position])}"
+            check_form(what, values[position], written[position], self.call.name)
+        for path, index, after in zip(self.around_paths, self.around_plain, leaves, strict=True):
+            check_form(f"The array at {format_path(path)}", plain[index], after, self.call.name)
+        if self._vary([written[position] for position in self.around], leaves):
+            return self.discover(*self.inputs(self.start(), others=(values, plain)))
+        return extra
+
+    def _vary(self, written: Sequence[Any], leaves: Sequence[Any]) -> bool:
+        """Makes what goes around differ between shards where the body makes it differ.
+
+        Inside ``shard_map``, JAX counts this to the type, which must be the same in all iterations.
+        """
+        changed = False
+        for inputs, positions, after in (
+            (self.values, self.around, written),
+            (self.plain, self.around_plain, leaves),
+        ):
+            for position, kind in zip(positions, after, strict=True):
+                before = inputs[position]
+                inputs[position] = jax.tree.map(vary_alike, before, kind)
+                changed |= not same_value(before, inputs[position])
+        return changed
+
+    def differ_like(self, decision: Any) -> bool:
+        """Makes what goes around differ between shards where what ends the loop does.
+
+        Inside ``shard_map`` shards may then run for different numbers of iterations, which JAX does
+        not count to the types of what comes out.
+
+        Args:
+            decision: What ends the loop, or its shape.
+
+        Returns:
+            Whether anything differs that did not before.
+        """
+        values, plain = jax.tree.map(lambda _: decision, self.start())
+        changed = self._vary(values, plain)
+        if changed:
+            self.discover(self.values, self.plain)
+        return changed
+
+    def start(self) -> tuple[list[Any], list[Any]]:
+        """Returns what goes into the first iteration: (values of Variables, plain leaves)."""
+        return (
+            [self.values[position] for position in self.around],
+            [self.plain[index] for index in self.around_plain],
+        )
+
+    def step(
+        self,
+        around: tuple[Sequence[Any], Sequence[Any]],
+        values: Mapping[int, Any] | None = None,
+        plain: Mapping[int, Any] | None = None,
+    ) -> tuple[tuple[list[Any], list[Any]], Any]:
+        """Runs one iteration, inside the loop.
+
+        Args:
+            around: What goes around, as ``start`` returns it.
+            values: This iteration's values of other Variables, by position.
+            plain: This iteration's plain leaves, by position.
+
+        Returns:
+            (what goes around, what else leaves).
+        """
+        all_values, all_plain = self.inputs(around, values, plain)
+        leaves, written, extra = self.one(all_values, all_plain)
+        after = [written[position] for position in self.around], leaves
+        return jax.tree.map(vary_alike, after, tuple(around)), extra
+
+    def inputs(
+        self,
+        around: tuple[Sequence[Any], Sequence[Any]],
+        values: Mapping[int, Any] | None = None,
+        plain: Mapping[int, Any] | None = None,
+        others: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns all values and plain leaves that an iteration sees.
+
+        Args:
+            around: As for ``step``.
+            values: As for ``step``.
+            plain: As for ``step``.
+            others: Values and plain leaves for everything else; by default those of the call.
+        """
+        all_values, all_plain = map(list, others or (self.values, self.plain))
+        for position, value in [
+            *zip(self.around, around[0], strict=True),
+            *(values or {}).items(),
+        ]:
+            all_values[position] = value
+        for index, leaf in [
+            *zip(self.around_plain, around[1], strict=True),
+            *(plain or {}).items(),
+        ]:
+            all_plain[index] = leaf
+        return all_values, all_plain
+
+    def finish(self, around: tuple[Sequence[Any], Sequence[Any]]) -> Carried:
+        """Returns what to carry back after a loop whose body returns only what goes around."""
+        assert self.carried is not None
+        record = self.carried.record
+        final = dict(zip(self.around, around[0], strict=True))
+        treedef = jax.tree.structure(self.carried.result)
+        written = [final[position] for position in record.written]
+        return Carried(treedef.unflatten(around[1]), written, [], record)
+
+
+def vary_alike(leaf: Any, other: Any) -> Any:
+    """Returns an array as one that may differ over every mesh axis over which another one may."""
+    missing = varying_axes(other) - varying_axes(leaf)
+    return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
+
+
+def matching_leaves(
+    given: Any, returned: Any, label: str, name: str
+) -> tuple[list[Path], list[Any]]:
+    """Checks that what goes around came back as it was given.
+
+    Args:
+        given: A pytree that may hold objects.
+        returned: What the body returned for it.
+        label: The parameter's name, with which paths begin.
+        name: The transform's name, for messages.
+
+    Returns:
+        (path of every plain leaf, the plain leaves that came back).
+
+    Raises:
+        CarryError: If the pytree structure differs, or an object is another one.
+    """
+    before = _with_paths(given, label)
+    after = _with_paths(returned, label)
+    if jax.tree.structure(given, is_leaf=is_object) != jax.tree.structure(
+        returned, is_leaf=is_object
+    ):
+        raise CarryError(
+            f"What goes around in sx.{name} must come back with the structure it was given, but "
+            f"{_difference(dict(before), dict(after), given, returned)}. Return every part of it, "
+            f"in the same containers."
+        )
+    for (path, one), (_, other) in zip(before, after, strict=True):
+        if (isinstance(one, Object) or isinstance(other, Object)) and one is not other:
+            found = type(other).__name__ if isinstance(other, Object) else "array"
+            kind = type(one).__name__ if isinstance(one, Object) else "array"
+            raise CarryError(
+                f"The {kind} at {format_path(path)}, which goes around in sx.{name}, came back as "
+                f"another {found}. A Module goes around as the object it is: write "
+                f"into it (v[...] = new, sx.update(model, new)) and return it."
+            )
+    plain = [
+        (path, other)
+        for (path, one), (_, other) in zip(before, after, strict=True)
+        if not isinstance(one, Object)
+    ]
+    return [path for path, _ in plain], [leaf for _, leaf in plain]
+
+
+def _with_paths(tree: Any, label: str) -> list[tuple[Path, Any]]:
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object)
+    return [((label, *(path_step(key) for key in path)), leaf) for path, leaf in pairs]
+
+
+def _difference(before: Mapping[Path, Any], after: Mapping[Path, Any], given: Any, got: Any) -> str:
+    missing = [format_path(path) for path in before if path not in after]
+    extra = [format_path(path) for path in after if path not in before]
+    if any(missing) or any(extra):
+        parts = [
+            *([f"{', '.join(missing)} is missing"] if any(missing) else []),
+            *([f"{', '.join(extra)} is new"] if any(extra) else []),
+        ]
+        return " and ".join(parts)
+    return f"a {type(given).__name__} came back as a {type(got).__name__}"
+
+
+def form(value: Any) -> str:
+    """Returns how messages show the form of a value: ``float32[2,3]``, or a pytree of such.
+
+    Over Explicit mesh axes the layout is part of the type, and of the form.
+    """
+    shown = jax.tree.map(_leaf_form, value)
+    text = shown if isinstance(shown, str) else str(shown).replace("'", "")
+    specs = {explicit_spec(leaf) for leaf in jax.tree.leaves(value)} - {""}
+    return text + "".join(f" sharded as {spec}" for spec in sorted(specs))
+
+
+def explicit_spec(leaf: Any) -> str:
+    """Returns how an array is laid out over Explicit mesh axes, "" if it is not."""
+    spec = getattr(getattr(jax.typeof(leaf), "sharding", None), "spec", None)
+    return "" if spec is None or all(entry is None for entry in spec) else str(spec)
+
+
+def _leaf_form(leaf: Any) -> str:
+    return f"{jnp.result_type(leaf)}[{','.join(map(str, jnp.shape(leaf)))}]"
+
+
+def check_form(what: str, before: Any, after: Any, name: str) -> None:
+    """Raises if the form of what goes around changed.
+
+    Args:
+        what: What it is, for the message.
+        before: Its value before an iteration.
+        after: Its value (or shape) afterwards.
+        name: The transform's name.
+
+    Raises:
+        CarryError: Naming it and both forms.
+    """
+    if jax.tree.structure(before) == jax.tree.structure(after) and all(
+        _same_type(a, b)
+        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    ):
+        return
+    explicit = any(explicit_spec(leaf) for leaf in jax.tree.leaves((before, after)))
+    hint = ", jax.sharding.reshard(new, spec)" if explicit else ""
+    raise CarryError(
+        f"{what} changes its form in the body of sx.{name}: from {form(before)} to {form(after)}. "
+        f"All iterations share one program, so what goes from one to the next keeps structure, "
+        f"shape and dtype. Start with the form it will have, or convert what is written: "
+        f"new.astype(old.dtype){hint}."
+    )
+
+
+def _same_type(before: Any, after: Any) -> bool:
+    if jnp.shape(before) != jnp.shape(after) or explicit_spec(before) != explicit_spec(after):
+        return False
+    old, new = jnp.result_type(before), jnp.result_type(after)
+    # What starts as a Python number takes the dtype of what the body makes of it, as in JAX.
+    weak = isinstance(before, (bool, int, float, complex)) or getattr(before, "weak_type", False)
+    return old == new or (weak and jnp.result_type(before, after) == new)
+
+
+def refuse_changes(
+    call: Call, carried: Carried, changed: Sequence[int] | Mapping[int, Any]
+) -> None:
+    """Raises if a body changed the structure of its Modules.
+
+    Args:
+        call: The call.
+        carried: What the body did.
+        changed: Positions of the objects whose change cannot be carried.
+
+    Raises:
+        CarryError: Naming the first such object and what changed.
+    """
+    record = carried.record
+    for index in changed:
+        path = format_path(call.graph.flat.paths[index])
+        old, new = call.graph.flat.graphdef.objects[index], record.updates[index]
+        raise CarryError(
+            f"The body of sx.{call.name} changes the structure of the {old.type.__name__} at "
+            f"{path}: {describe_change(old, new)}. The body is traced once for all iterations, so "
+            f"the change would happen once. Make it before the loop; in the body, write values of "
+            f"Variables (v[...] = new)."
+        )
+
+
+def refuse_new(call: Call, carried: Carried) -> None:
+    """Raises if a body returned new objects.
+
+    Raises:
+        CarryError: Always, if there are any.
+    """
+    if carried.record.fresh:
+        raise CarryError(
+            f"The body of sx.{call.name} returned a new object where what goes around must come "
+            f"back as it was given. Write into the given Module and return it."
+        )
+
+
+def describe_change(old: Any, new: Any) -> str:
+    """Returns, for messages, how the definition of an object changed."""
+    before, after = getattr(old, "attributes", None), getattr(new, "attributes", None)
+    if before is None or after is None:
+        same = getattr(old, "metadata", None) == getattr(new, "metadata", None)
+        return "its items change" if same else "its metadata change"
+    first = dict([*before, *old.boxed])
+    second = dict([*after, *new.boxed])
+    changes = [
+        *(f".{name} is new" for name in second if name not in first),
+        *(f".{name} is removed" for name in first if name not in second),
+        *(f".{name} is set" for name in first if name in second and first[name] != second[name]),
+    ]
+    return ", ".join(changes) or "its type or order of attributes changes"

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``scan``: a function over Modules, run once per slice of its arguments, as one small program.
+
+Each argument has an *entry* that says what an iteration sees of it:
+
+- ``Carry``: it goes from one iteration to the next. An argument that is carried must be returned in
+  the place where ``out_axes`` has ``Carry``, a Module as the object that it is.
+- an axis: each iteration sees its own slice along that axis. Slices of Variables that are written
+  are put together along it again.
+- ``None``: every iteration sees the same. A Variable is one object in all iterations, so what one
+  writes into it the next one reads, just as in a Python loop.
+
+So for a Variable ``Carry`` and ``None`` mean the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardax._core.graph.flatten import ModuleDef, VariableDef
+from shardax._core.variable import Variable
+from shardax._transforms.control.loop_body import Body, refuse_changes, result_kinds
+from shardax._transforms.errors import CarryError, PrefixError
+from shardax._transforms.lift.call import (
+    Call,
+    Inside,
+    retry_captured,
+    wraps,
+)
+from shardax._transforms.lift.engine import Carried, carry_in, check_no_leak
+from shardax._transforms.lift.prefix import (
+    Carry,
+    FilterMapping,
+    Layout,
+    Leaving,
+    appended,
+    check_axes_only,
+    is_axis,
+    per_argument,
+    refuse_foreign,
+)
+from shardax._transforms.vmap.axes import (
+    MappedBoxes,
+    SplitStreams,
+    check_new_axis,
+    common_size,
+    entering,
+    lane_structure,
+    mapped_name,
+    name_new_dimensions,
+    refuse_split,
+)
+
+
+def scan(
+    function: Callable[..., Any] | None = None,
+    *,
+    in_axes: Any = (Carry, 0),
+    out_axes: Any = (Carry, 0),
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    metadata: Mapping[str, Any] | None = None,
+) -> Any:
+    """Makes a function over Modules run once per slice of its arguments, as ``jax.lax.scan`` does.
+
+    The function is traced once, whatever the number of iterations. What is sown
+    (``Module.sow``) leaves stacked, with one row per iteration.
+
+    Args:
+        function: A function, method or callable Module. Left out: returns a decorator.
+        in_axes: One entry for all positional arguments, or a tuple of one each: ``Carry`` (at most
+            one argument), an axis, ``None``; for a Module also ``StateAxes`` or a ``State`` of
+            entries, for a container the same container with axes. Keyword arguments have axis 0.
+        out_axes: A prefix of the result: ``Carry`` at the top level, for the carried argument, and
+            axes along which the rest is stacked.
+        length: The number of iterations, if no argument has an axis.
+        reverse: Whether to go through the slices from the last to the first.
+        unroll: As in ``jax.lax.scan``.
+        metadata: ``{sx.partition.PARTITION_NAME: "layers"}`` names the scanned dimension in the
+            ``axes`` of Variables and in boxes. Without it, a new dimension is unnamed.
+
+    Returns:
+        A function of the same arguments.
+
+    Raises:
+        CarryError: If ``Carry`` is given twice, nested, or only on one side; when called, if what
+            goes from one iteration to the next changes its structure, shape or dtype.
+        PrefixError: If a prefix does not fit.
+        AxisSizeError: When called, if an array has no such axis, or sizes differ.
+        BoxError: When called, if a box cannot lose or gain the dimension; names its path.
+        PartitioningUnspecifiedError: When called, if a box must have a name for it.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> total = sx.Variable(jnp.float32(0))
+        >>> @sx.scan
+        ... def add(total, x):
+        ...     total += x
+        ...     return total, total * 10
+        >>> same, rows = add(total, jnp.arange(4.0))
+        >>> same is total, float(total), rows.tolist()
+        (True, 6.0, [0.0, 10.0, 30.0, 60.0])
+    """
+    options = {"length": length, "reverse": reverse, "unroll": unroll}
+    if function is None:
+        given = {"in_axes": in_axes, "out_axes": out_axes, "metadata": metadata, **options}
+        return functools.partial(scan, **given)
+    has_carry = _check_axes(in_axes, out_axes)
+    name = mapped_name(metadata, "scan")
+
+    @wraps(function)
+    def scanned(*args: Any, **kwargs: Any) -> Any:
+        def attempt(captured: list[Variable[Any]]) -> Any:
+            call = Call("scan", [function], args, kwargs, captured=captured)
+            loop = _Scan(call, in_axes, out_axes, has_carry, name, args, kwargs)
+            return loop.run(length, reverse, unroll)
+
+        return retry_captured(attempt)
+
+    return scanned
+
+
+# --- the option's form ----------------------------------------------------------------------------
+
+
+def _check_axes(in_axes: Any, out_axes: Any) -> bool:
+    """Checks both prefixes and returns whether an argument is carried."""
+    check_axes_only(in_axes, "in_axes", carry=True)
+    check_axes_only(out_axes, "out_axes", carry=True)
+    into, out = _count_carry(in_axes, "in_axes"), _count_carry(out_axes, "out_axes")
+    if into != out:
+        has, lacks = ("in_axes", "out_axes") if into else ("out_axes", "in_axes")
+        raise CarryError(
+            f"{has} of sx.scan has sx.Carry, but {lacks} has none. What is carried comes in as an "
+            f"argument and goes out in the result: in_axes=(sx.Carry, 0), out_axes=(sx.Carry, 0)."
+        )
+    entries = jax.tree.leaves(out_axes, is_leaf=lambda entry: entry is None)
+    if any(entry is None for entry in entries):
+        raise PrefixError(
+            "out_axes of sx.scan gives None, but every iteration has a result of its own, so there "
+            "is no one value to return. Give it an axis, carry it, or write it into a Variable."
+        )
+    return into
+
+
+def _count_carry(prefix: Any, name: str) -> bool:
+    """Returns whether ``Carry`` stands at the top level of a prefix; it stands nowhere else."""
+    top = list(prefix) if isinstance(prefix, (tuple, list)) else [prefix]
+    count = sum(entry is Carry for entry in top)
+    if count > 1:
+        raise CarryError(
+            f"{name} of sx.scan has sx.Carry {count} times. One argument is carried; put what goes "
+            f"around together in a tuple or dict."
+        )
+    for entry in top:
+        if entry is not Carry and any(leaf is Carry for leaf in jax.tree.leaves(entry)):
+            raise CarryError(
+                f"{name} of sx.scan has sx.Carry inside {entry!r}. A whole argument is carried; to "
+                f"carry some Variables of a Module, use sx.StateAxes({{filter: sx.Carry, ...}})."
+            )
+        if name == "out_axes" and isinstance(entry, FilterMapping) and Carry in entry.values():
+            raise CarryError(
+                "out_axes of sx.scan has sx.Carry in a filter mapping. Variables are carried where "
+                "their Module comes in; out_axes says how new ones are stacked."
+            )
+    return count == 1
+
+
+# --- one call -------------------------------------------------------------------------------------
+
+
+class _ScanBody(Body):
+    """The body of a scan: besides what goes around, slices and results leave every iteration."""
+
+    def __init__(self, scan: _Scan, around_plain: Sequence[int]) -> None:
+        label = "" if scan.carry_position is None else scan.call.labels[scan.carry_position]
+        super().__init__(scan.call, scan.carry_of, label, around_plain)
+        self.scan = scan
+
+    def outgoing(self, inside: Inside) -> Any:
+        """Returns the result with boxes that have the scanned dimension."""
+        return self.scan.boxes.leave(inside.result, self.scan.leaving(inside))
+
+    def leave_more(self, inside: Inside, carried: Carried) -> tuple[Carried, Any, Collection[int]]:
+        """Lets rows of the result leave every iteration, and of sliced, sown and new Variables."""
+        carried, rows = self.scan.rows_of(inside, carried)
+        return carried, rows, {*self.scan.sliced, *self.scan.grown}
+
+
+class _Scan:
+    """One call of a function made by ``scan``."""
+
+    def __init__(
+        self,
+        call: Call,
+        in_axes: Any,
+        out_axes: Any,
+        has_carry: bool,
+        partition_name: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.call = call
+        self.out_axes = out_axes
+        self.partition_name = partition_name
+        prefixes = per_argument(in_axes, call.labels, "in_axes")
+        self.carry_position = prefixes.index(Carry) if has_carry else None
+        if prefixes.count(Carry) > 1:
+            raise CarryError(
+                f"in_axes=sx.Carry is for a function of one argument, but the call has "
+                f"{len(prefixes)} ({', '.join(call.labels)}). Give one entry each: in_axes="
+                f"(sx.Carry, 0)."
+            )
+        self.layout = Layout(call, args, kwargs, prefixes, 0, None, "in_axes")
+        axes = self.layout.leaves
+        around = [i for i, entry in enumerate(self.layout.plain) if entry is Carry]
+        self.body = _ScanBody(self, around)
+        self.streams = SplitStreams(call, self.body.values, lambda p: is_axis(axes[p]))
+        self.sliced = {p: 0 if p in self.streams else a for p, a in enumerate(axes) if is_axis(a)}
+        self.sliced_plain = {i: a for i, a in enumerate(self.layout.plain) if is_axis(a)}
+        self.body.graphdef = lane_structure(self.layout, self.streams, partition_name)
+        self.boxes = MappedBoxes(self.layout, partition_name)
+        call.enter = self.boxes.enter
+        self.moved: dict[int, Any] = {}
+        self.grown: frozenset[int] = frozenset()
+        self.result_axes: list[Any] = []
+        self.axes_of_new: list[int] = []
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def carry_of(self, inside: Inside) -> tuple[Any, Any]:
+        """Returns what was given for the carried argument, and what came back."""
+        if self.carry_position is None:
+            return None, None
+        given, result = inside.args[self.carry_position], inside.result
+        if self.out_axes is Carry:
+            return given, result
+        place = [entry is Carry for entry in self.out_axes].index(True)
+        if not isinstance(result, (tuple, list)) or len(result) != len(self.out_axes):
+            shown = f"{type(result).__name__}" + (
+                f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
+            )
+            raise CarryError(
+                f"With out_axes={self.out_axes!r} the body of sx.scan returns a tuple of "
+                f"{len(self.out_axes)}, the carry at position {place}, but it returned a {shown}."
+            )
+        return given, result[place]
+
+    def leaving(self, inside: Inside) -> Leaving:
+        """Returns the entry of everything that leaves an iteration."""
+        return self.layout.leaving(inside, self.out_axes, "out_axes")
+
+    def rows_of(self, inside: Inside, carried: Carried) -> tuple[Carried, Any]:
+        """Returns what an iteration did, and the rows that leave it."""
+        refuse_foreign(carried.record, "scan")
+        leaving = self.leaving(inside)
+        carried, self.moved = self.streams.settle(carried)
+        record = carried.record
+        places = [leaving.by_id.get(key, ((), None)) for key in record.fresh_ids]
+        new = [axis for _, axis in places]
+        self._check_changes(inside, carried, new)
+        written = [(self.layout.leaf_paths[p], self.layout.leaves[p]) for p in record.written]
+        leaves = jax.tree.leaves(carried.result)
+        values = [*leaves, *carried.written, *carried.fresh]
+        for (path, axis), value in zip([*leaving.labels, *written, *places], values, strict=True):
+            check_new_axis(value, axis, path, "scan")
+        self.axes_of_new = [axis if is_axis(axis) else 0 for axis in new]
+        name_new_dimensions(
+            self.layout, self.streams, record, self.axes_of_new, self.partition_name
+        )
+        self.result_axes = leaving.plain
+        rows = [leaf for leaf, axis in zip(leaves, leaving.plain, strict=True) if axis is not Carry]
+        slices = {
+            position: value
+            for position, value in zip(record.written, carried.written, strict=True)
+            if position in self.sliced
+        }
+        sown = appended(inside, record, lambda position: position not in self.sliced)
+        self.grown = frozenset(sown)
+        return carried, (rows, slices, sown, carried.fresh)
+
+    def _check_changes(self, inside: Inside, carried: Carried, new: Sequence[Any]) -> None:
+        """Raises if the body changed structure in a way that differs from a loop in Python."""
+        record = carried.record
+        objects = inside.graphdef.objects
+        count = len(objects)
+        entries = iter(zip(new, carried.fresh, strict=True))
+        stackable = set()
+        for offset, definition in enumerate(record.fresh):
+            if type(definition) is VariableDef:
+                axis, value = next(entries)
+                if is_axis(axis) or isinstance(value, tuple):
+                    stackable.add(count + offset)
+            else:
+                stackable.add(count + offset)
+        refused = [
+            index
+            for index, changed in record.updates.items()
+            if not _only_adds(objects[index], changed, stackable)
+        ]
+        if refused:
+            refuse_changes(self.call, carried, refused)
+
+    # --- outside ---------------------------------------------------------------------------------
+
+    def run(self, length: int | None, reverse: bool, unroll: int | bool) -> Any:
+        """Runs the loop and carries back what it did."""
+        body = self.body
+        size = self._find_size(length)
+        values = self.streams.lanes(body.values, size)
+        slices = (
+            {p: _to_front(values[p], axis) for p, axis in self.sliced.items()},
+            {i: _to_front(body.plain[i], axis) for i, axis in self.sliced_plain.items()},
+        )
+        first = jax.tree.map(_first_row, slices)
+        body.discover(*body.inputs(body.start(), *first))
+
+        def one(around: Any, part: Any) -> Any:
+            return body.step(around, *part)
+
+        around, rows = jax.lax.scan(
+            one, body.start(), slices, length=size, reverse=reverse, unroll=unroll
+        )
+        carried = self._assemble(around, rows)
+        check_no_leak(self.call.graph, carried)
+        return carry_in(self.call.graph, carried)
+
+    def _find_size(self, length: int | None) -> int:
+        rows = entering(self.layout, self.streams, self.body.values, self.body.plain)
+        size = common_size(rows, length, "scan")
+        refuse_split(rows, "scan")
+        return size
+
+    def _assemble(self, around: Any, rows: Any) -> Carried:
+        """Puts together what went around and what left every iteration."""
+        assert self.body.carried is not None
+        carried = self.body.carried
+        record = carried.record
+        results, slices, sown, fresh = rows
+        final = dict(zip(self.body.around, around[0], strict=True))
+        for position, stacked in slices.items():
+            final[position] = _from_front(stacked, self.sliced[position])
+        for position, stacked in sown.items():
+            final[position] = (*self.body.values[position], *stacked)
+        carry_leaves, row_leaves = iter(around[1]), iter(results)
+        leaves = [
+            next(carry_leaves) if axis is Carry else _from_front(next(row_leaves), axis)
+            for axis in self.result_axes
+        ]
+        treedef = jax.tree.structure(carried.result)
+        new = [
+            _from_front(value, axis) for value, axis in zip(fresh, self.axes_of_new, strict=True)
+        ]
+        written = [final[position] for position in record.written]
+        whole = Carried(treedef.unflatten(leaves), written, new, record)
+        return self.streams.restore(whole, self.moved)
+
+
+def _only_adds(old: Any, new: Any, stackable: set[int]) -> bool:
+    """Whether a Module only gained attributes that have a row per iteration."""
+    if type(old) is not ModuleDef or type(new) is not ModuleDef:
+        return False
+    for before, after in ((old.attributes, new.attributes), (old.boxed, new.boxed)):
+        known = dict(before)
+        for name, child in after:
+            if name in known:
+                if known[name] != child:
+                    return False
+            elif getattr(child, "position", None) not in stackable:
+                return False
+        if not set(known) <= {name for name, _ in after}:
+            return False
+    return True
+
+
+def _first_row(leaf: Any) -> Any:
+    """The type of one row, without computing it."""
+    if not leaf.shape[0]:
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    return result_kinds(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), leaf)
+
+
+def _to_front(value: Any, axis: int) -> Any:
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, axis, 0) if axis else leaf, value)
+
+
+def _from_front(value: Any, axis: int) -> Any:
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, axis) if axis else leaf, value)

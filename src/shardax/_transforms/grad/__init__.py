@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derivatives: ``grad``, ``vjp``, ``jvp``, ``custom_vjp``, ``remat``."""

@@ -1,0 +1,689 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``custom_vjp``: functions over Modules with a derivative that their author gives.
+
+A *rule* is two functions. ``fwd`` takes the arguments of the function and returns (result,
+residuals); it runs in place of the function when that is differentiated. ``bwd`` takes the
+residuals and the cotangent of the result and returns one gradient per argument.
+
+JAX may run ``fwd`` and ``bwd`` long after the call, when the transforms around it are over: a
+compiled function is differentiated when its trace has ended. What they use must be known by then.
+So ``fwd`` is *explored* first, that is, traced once for what it captures and writes. Captured
+Variables become inputs of the call; ``bwd`` gets what it needs from ``fwd``, as residuals.
+
+One call of a function with a derivative of its author's.
+
+The call's inputs are of two kinds. *Moving* ones have a gradient by the rule: chosen Variables, and
+the plain parts of differentiable arguments. *Still* ones do not: other Variables, captured ones,
+arguments in ``nondiff_argnums``. If a transform around the call differentiates one of the latter,
+its gradient would be lost, so that is an error (``still_here``).
+
+Residuals: what a forward rule hands to its backward rule.
+
+They may hold Modules and Variables beside arrays, and static values (numbers of Python, strings).
+On the way from one rule to the other only arrays exist; structure and static values go with them as
+the static part of one pytree node, ``Packed``. The backward rule gets copies of its own.
+
+Liveness: which inputs of a program its results depend on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from shardax._core import _jax
+from shardax._core._jax import Tracer
+from shardax._core.cross_process import PickledByName
+from shardax._core.frames import Frame, local
+from shardax._core.graph.flatten import GraphDef, build, is_object
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.object import Object
+from shardax._core.state.state import State
+from shardax._core.variable import Param, Variable
+from shardax._transforms.errors import ClosureError, DifferentiationError, OutputError
+from shardax._transforms.grad.targets import (
+    DiffState,
+    Tangents,
+    Target,
+    dtype_of,
+    is_differentiable,
+    replaced,
+)
+from shardax._transforms.grad.vjp import refuse_objects
+from shardax._transforms.lift.arguments import put_together, take_apart
+from shardax._transforms.lift.call import (
+    Call,
+    Captured,
+    Inside,
+    path_of,
+    retry_captured,
+    wraps,
+)
+from shardax._transforms.lift.engine import (
+    Carried,
+    Graph,
+    Record,
+    carry_in,
+    check_no_leak,
+    check_result,
+)
+from shardax._transforms.lift.prefix import expand
+
+# --- Residuals ---
+
+
+class Packed:
+    """Anything made of arrays, objects and static values, as a pytree of its arrays.
+
+    Attributes:
+        values: The values of all Variables.
+        plain: The other arrays.
+        graphdef: The structure of the objects.
+        template: How objects, arrays and static values stand together.
+    """
+
+    __slots__ = ("graphdef", "plain", "template", "values")
+
+    def __init__(self, values: Any, plain: Any, graphdef: GraphDef, template: Any) -> None:
+        self.values = values
+        self.plain = plain
+        self.graphdef = graphdef
+        self.template = template
+
+    def unpack(self, frame: Frame) -> Any:
+        """Returns what was packed, with new objects that a frame owns."""
+        roots, _ = build(self.graphdef, self.values, frame)
+        return put_together(self.template, self.plain, roots)
+
+
+def pack(item: Any) -> Packed:
+    """Packs an item with the values that its Variables have in the current frame.
+
+    Raises:
+        StaticArgumentError: If it holds something that is not hashable and no array.
+    """
+    roots: list[Any] = []
+    template, plain = take_apart(item, roots, auto_static=True, static_numbers=True)
+    graph = Graph(roots)
+    return Packed(graph.values(), plain, graph.flat.graphdef, template)
+
+
+def _flatten(packed: Packed) -> tuple[tuple[Any, Any], tuple[GraphDef, Any]]:
+    return (packed.values, packed.plain), (packed.graphdef, packed.template)
+
+
+def _unflatten(static: tuple[GraphDef, Any], children: Iterable[Any]) -> Packed:
+    values, plain = children
+    return Packed(values, plain, *static)
+
+
+jax.tree_util.register_pytree_node(Packed, _flatten, _unflatten)
+
+
+# --- Liveness ---
+
+
+def used_inputs(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
+    """Returns, for each input of a program, whether a result may depend on it.
+
+    Programs inside an equation are looked into where their inputs and outputs are those of the
+    equation, as for compiled, rematerialised and custom functions.
+
+    Args:
+        jaxpr: The program.
+        wanted: Which results count; by default all.
+    """
+    flags = [True] * len(jaxpr.outvars) if wanted is None else wanted
+    live = {id(item) for item, flag in zip(jaxpr.outvars, flags, strict=True) if flag}
+    for equation in reversed(jaxpr.eqns):
+        results = [id(item) in live for item in equation.outvars]
+        if not any(results) and not equation.effects:
+            continue
+        inner = _same_shape(equation)
+        needed = [True] * len(equation.invars)
+        if inner is not None and not equation.effects:
+            needed = used_inputs(inner, results)
+        live |= {id(item) for item, flag in zip(equation.invars, needed, strict=True) if flag}
+    return [id(item) in live for item in jaxpr.invars]
+
+
+def _same_shape(equation: Any) -> Any:
+    """Returns the one program inside an equation that has its inputs and outputs, or None."""
+    if equation.primitive.name in _REPEATED:
+        return None
+    found = []
+    for value in equation.params.values():
+        inner = getattr(value, "jaxpr", value)
+        if hasattr(inner, "eqns") and hasattr(inner, "invars"):
+            found.append(inner)
+    if len(found) != 1:
+        return None
+    same = (len(found[0].invars), len(found[0].outvars))
+    return found[0] if same == (len(equation.invars), len(equation.outvars)) else None
+
+
+_REPEATED = frozenset({"scan", "while"})
+"""What one round does not use, another may: their results are also inputs."""
+
+
+# --- Custom call ---
+
+
+class Rule(Protocol):
+    """What is to be known of the function and its derivative; see ``custom_vjp.CustomVjp``."""
+
+    function: Callable[..., Any]
+    nondiff_argnums: Any
+    wrt: Any
+    fwd: Callable[..., Any] | None
+    bwd: Callable[..., Any] | None
+    state_cotangents: bool
+
+
+class RuleFrame(Frame):
+    """The frame of a function or its ``fwd``; knows the rule, so that it is not explored anew."""
+
+    __slots__ = ("rule",)
+
+    def __init__(self, rule: Rule, name: str) -> None:
+        super().__init__(name)
+        self.rule = rule
+
+
+class BackwardFrame(Frame):
+    """The frame of ``bwd``, which runs when the call is over and sees nothing of around it."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        super().__init__(name)
+        self.function = function
+
+    def adopt(self, outer: Any) -> Any:
+        """See ``Frame.adopt``."""
+        known = format_path(path_of([self.function], outer)).removeprefix(".")
+        raise ClosureError(
+            f"bwd of sx.custom_vjp uses the {type(outer).__name__} {known}, which it was not "
+            f"given. It may run long after the call, when that value is another. Let fwd return "
+            f"it among the residuals."
+        )
+
+
+class RuleCall:
+    """One call.
+
+    Args:
+        rule: The function and its derivative.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        captured: Variables used without being passed in, as inputs.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        captured: Sequence[Variable[Any]],
+    ) -> None:
+        assert rule.fwd is not None
+        self.rule = rule
+        self.nondiff, chosen = _arguments(rule, len(args))
+        given = {**{i: args[i] for i in self.nondiff}, **kwargs}
+        static = {key for key, value in given.items() if not _holds_data(value)}
+        self.static = {key: value for key, value in given.items() if key in static}
+        make_frame = functools.partial(RuleFrame, rule)
+        functions = [rule.function, rule.fwd]
+        self.call = Call(
+            "custom_vjp", functions, args, kwargs, make_frame, captured, static, auto_static=True
+        )
+        self.targets = [Target(self.call, item) for item in chosen]
+        self.indices = sorted({entry.leaf for target in self.targets for entry in target.entries})
+        self.positions = [target.position for target in self.targets if target.has_plain]
+        self.record: Record | None = None
+        self.emit: frozenset[int] = frozenset()
+        self.known: list[tuple[Any, int]] = []
+        self.written_paths: list[Path] = list(self.call.graph.flat.leaf_paths)
+        self.fresh_paths: list[Path] = []
+        self.like: Any = None
+        self.varying: Any = None
+
+    # --- the call ---------------------------------------------------------------------------------
+
+    def run(self) -> Any:
+        values, arguments = self.call.graph.values(), self.call.arguments
+        plain, named = list(arguments.plain), arguments.plain_named
+        self.like = jax.tree.map(_like, (values, plain))
+        moving = ([values[i] for i in self.indices], [plain[p] for p in self.positions])
+        self.varying = jax.tree.map(_jax.varying_axes, moving)
+        still = (
+            replaced(values, self.indices, [None] * len(self.indices)),
+            replaced(plain, self.positions, [None] * len(self.positions)),
+            named,
+        )
+        used = self._explore(moving, still)
+        transformed = jax.custom_vjp(functools.partial(self._run, 0, self._leave))
+        transformed.defvjp(functools.partial(self._run, 1, self._leave_forward), self._backward)
+        result, written, fresh = transformed(moving, self._guarded(still, used))
+        if not self.rule.state_cotangents:
+            written, fresh = jax.lax.stop_gradient((written, fresh))
+        assert self.record is not None
+        carried = Carried(result, written, fresh, self.record)
+        check_no_leak(self.call.graph, carried)
+        out = carry_in(self.call.graph, carried)
+        known, self.known = self.known, []
+        self.call.release(known)
+        return out
+
+    def _explore(self, moving: Any, still: Any) -> list[bool]:
+        """Learns what ``fwd`` captures and writes; returns which still arrays it uses."""
+        count = len(jax.tree.leaves(still))
+        frame = local.frame
+        while frame is not None:
+            if isinstance(frame, RuleFrame) and frame.rule is self.rule:
+                return [True] * count  # fwd calls the function itself, as is usual
+            frame = frame.parent
+
+        def leave(inside: Inside) -> Any:
+            carried, packed = self._forward(inside)
+            self.known, self.emit = inside.known(), frozenset(carried.record.written)
+            return carried, packed
+
+        try:
+            program = jax.make_jaxpr(functools.partial(self._run, 1, leave))(moving, still)
+        except Captured:
+            raise
+        except Exception:  # noqa: BLE001 (it is raised again, should fwd really run)
+            return [True] * count
+        used = used_inputs(program.jaxpr)
+        return used[len(used) - count :]
+
+    def _guarded(self, still: Any, used: Sequence[bool]) -> Any:
+        """Returns the still inputs such that differentiating a used one is an error."""
+        values, plain, named = still
+        leaves, treedef = jax.tree.flatten(still)
+        names: list[str] = []
+        for position, value in enumerate(values):
+            kind = type(self.call.graph.leaves[position]).__name__
+            where = f"the {kind} at {format_path(self.written_paths[position])}"
+            names += [where] * len(jax.tree.leaves(value))
+        labelled = [*zip(self.call.labels, plain, strict=True), *sorted(named.items())]
+        for label, part in labelled:
+            names += [f"the argument {label!r}"] * len(jax.tree.leaves(part))
+        return treedef.unflatten(
+            [
+                still_here(leaf, name) if needed else leaf
+                for leaf, name, needed in zip(leaves, names, used, strict=True)
+            ]
+        )
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _run(self, which: int, leave: Callable[[Inside], Any], moving: Any, still: Any) -> Any:
+        values = replaced(still[0], self.indices, moving[0])
+        plain = replaced(still[1], self.positions, moving[1])
+        return self.call.run(values, plain, still[2], leave, which)
+
+    def _leave(self, inside: Inside) -> Any:
+        carried = self._carry_out(inside, inside.result)
+        self._agree(inside, carried.record)
+        if not self.known:
+            self.known = inside.known()
+        return carried.result, carried.written, carried.fresh
+
+    def _leave_forward(self, inside: Inside) -> Any:
+        carried, packed = self._forward(inside)
+        self._agree(inside, carried.record)
+        return (carried.result, carried.written, carried.fresh), packed
+
+    def _forward(self, inside: Inside) -> tuple[Carried, Packed]:
+        result = inside.result
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise OutputError(
+                f"fwd of sx.custom_vjp must return (result, residuals), but it returned a "
+                f"{type(result).__name__}."
+            )
+        nondiff = [inside.args[i] for i in self.nondiff if i not in self.static]
+        packed = pack([nondiff, result[1]])
+        return self._carry_out(inside, result[0]), packed
+
+    def _carry_out(self, inside: Inside, result: Any) -> Carried:
+        refuse_objects(result, "custom_vjp")
+        check_result(result, "custom_vjp")
+        if inside.frame.adopted:
+            raise Captured([item.outer for item in inside.frame.adopted])
+        return inside.carry_out(result, self.emit)
+
+    def _agree(self, inside: Inside, record: Record) -> None:
+        """Takes the first run as what happened; later ones must do the same."""
+        first = self.record
+        if first is None:
+            self.record, self.emit = record, frozenset(record.written)
+            self.fresh_paths = _fresh_paths(inside, record)
+            return
+        same = (first.written, first.updates, first.fresh) == (
+            record.written,
+            record.updates,
+            record.fresh,
+        )
+        if not same:
+            extra = [
+                format_path(self.written_paths[position])
+                for position in record.written
+                if position not in first.written
+            ]
+            what = f"writes {', '.join(extra)}" if extra else "changes structure or metadata"
+            raise DifferentiationError(
+                f"fwd of sx.custom_vjp {what}, which the function itself does not in the same way. "
+                f"Here the function was traced before it was differentiated, so both must agree. "
+                f"Let fwd call the function, or write the same Variables in both."
+            )
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def _backward(self, packed: Packed, cotangents: Any) -> Any:
+        bwd, (of_result, of_written, of_fresh) = self.rule.bwd, cotangents
+        assert bwd is not None
+        with BackwardFrame(bwd, "custom_vjp") as frame:
+            given, residuals = packed.unpack(frame)
+            remaining = iter(given)
+            nondiff = [
+                self.static[i] if i in self.static else next(remaining) for i in self.nondiff
+            ]
+            extra = [self._of_state(of_written, of_fresh)] if self.rule.state_cotangents else []
+            return self._arrange(bwd(*nondiff, residuals, of_result, *extra)), None
+
+    def _of_state(self, of_written: Sequence[Any], of_fresh: Sequence[Any]) -> State:
+        assert self.record is not None
+        paths = [self.written_paths[position] for position in self.record.written]
+        pairs = [
+            *zip(paths, of_written, strict=True),
+            *zip(self.fresh_paths, of_fresh, strict=True),
+        ]
+        return State.from_flat(
+            {
+                path: value
+                for path, value in pairs
+                if any(is_differentiable(leaf) for leaf in jax.tree.leaves(value))
+            }
+        )
+
+    def _arrange(self, gradients: Any) -> tuple[list[Any], list[Any]]:
+        """Returns what ``bwd`` returned like the moving inputs."""
+        labels = [target.label for target in self.targets]
+        if not isinstance(gradients, (tuple, list)) or len(gradients) != len(labels):
+            count = f" of {len(gradients)}" if isinstance(gradients, (tuple, list)) else ""
+            raise DifferentiationError(
+                f"bwd of sx.custom_vjp must return a tuple with one gradient for each of "
+                f"({', '.join(labels)}), but it returned a {type(gradients).__name__}{count}."
+            )
+        values, plain = self.like
+        tangents = Tangents("gradient", values, strict=False)
+        parts: dict[int, Any] = {}
+        for target, given in zip(self.targets, gradients, strict=True):
+            like = plain[target.position]
+            leaves = target.place(given, like, tangents)
+            parts[target.position] = jax.tree.structure(like).unflatten(leaves)
+        nothing = {index: jax.tree.map(lambda _: None, values[index]) for index in self.indices}
+        of_values = [tangents.by_index.get(index, nothing[index]) for index in self.indices]
+        of_plain = [parts[position] for position in self.positions]
+        return jax.tree.map(
+            _with_varying, self.varying, (of_values, of_plain), is_leaf=lambda item: item is None
+        )
+
+
+def _arguments(rule: Rule, count: int) -> tuple[list[int], list[DiffState]]:
+    """Returns the positions without gradient, and what is differentiated in the others."""
+    given = rule.nondiff_argnums
+    items = list(given) if isinstance(given, (tuple, list)) else [given]
+    filters: dict[int, Any] = {}
+    nondiff: list[int] = []
+    for item in items:
+        argnum = item.argnum if isinstance(item, DiffState) else int(item)
+        if not -count <= argnum < count:
+            raise DifferentiationError(
+                f"nondiff_argnums names the argument {argnum}, but the call has {count}."
+            )
+        if argnum % count in filters or argnum % count in nondiff:
+            raise DifferentiationError(f"nondiff_argnums names the argument {argnum} twice.")
+        if isinstance(item, DiffState):
+            filters[argnum % count] = item.filter
+        else:
+            nondiff.append(argnum % count)
+    chosen = [
+        DiffState(position, filters.get(position, rule.wrt))
+        for position in range(count)
+        if position not in nondiff
+    ]
+    return sorted(nondiff), chosen
+
+
+def _holds_data(value: Any) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=is_object)
+    return any(isinstance(leaf, Object) or hasattr(leaf, "dtype") for leaf in leaves)
+
+
+def _like(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype_of(leaf))
+
+
+def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
+    """Returns a gradient that varies over the manual mesh axes over which its input does.
+
+    An input that all shards share has one gradient, the sum of what they give.
+    """
+    if gradient is None:
+        return None
+    found = _jax.varying_axes(gradient)
+    if found - axes:
+        gradient = jax.lax.psum(gradient, tuple(sorted(found - axes)))
+    if axes - found:
+        gradient = jax.lax.pcast(gradient, tuple(sorted(axes - found)), to="varying")
+    return gradient
+
+
+def _fresh_paths(inside: Inside, record: Record) -> list[Path]:
+    """Returns the path of each new Variable, from the name of the argument it is attached to."""
+    names = [*zip(inside.call.labels, inside.args, strict=True), *sorted(inside.kwargs.items())]
+    found = {
+        id(leaf): path
+        for label, arg in names
+        for path, leaf, _ in expand(None, arg, "", (label,))
+        if isinstance(leaf, Variable)
+    }
+    return [found.get(key, (str(place),)) for place, key in enumerate(record.fresh_ids)]
+
+
+def still_here(value: Any, name: str) -> Any:
+    """Returns a value that it is an error to differentiate.
+
+    Args:
+        value: An array.
+        name: What it is, for the message.
+    """
+    if not isinstance(value, Tracer) or not is_differentiable(value):
+        return value
+
+    @jax.custom_jvp
+    def same(value: Any) -> Any:
+        return value
+
+    @same.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise DifferentiationError(
+            f"A gradient is asked for {name}, which a function made by sx.custom_vjp uses but "
+            f"whose rule gives none: it would be lost. Make it differentiable (pass it as an "
+            f"argument, outside nondiff_argnums, with wrt=... or sx.DiffState(argnum, filter) "
+            f"choosing it) and let bwd return its gradient, or None; or cut it before the call "
+            f"with jax.lax.stop_gradient."
+        )
+
+    return same(value)
+
+
+# --- Custom vjp ---
+
+
+def custom_vjp(
+    function: Callable[..., Any] | None = None,
+    *,
+    nondiff_argnums: Any = (),
+    wrt: Any = Param,
+) -> Any:
+    """Makes a function over Modules whose derivative is given by ``defvjp``.
+
+    Values that the function, or ``fwd`` in its place, writes into Variables are carried back. They
+    carry no gradient, unless ``bwd`` asks for it (``defvjp(..., state_cotangents=True)``).
+
+    Args:
+        function: A function, method or callable Module that returns arrays. Left out: returns a
+            decorator.
+        nondiff_argnums: Positions of arguments without a gradient: static values, functions,
+            Modules, arrays. ``bwd`` gets them first. A ``DiffState`` in their place says which
+            Variables of that argument have one.
+        wrt: Filter of the Variables that have a gradient in other Module arguments.
+
+    Returns:
+        A function of the same arguments, with a method ``defvjp``. Arguments may be passed by name,
+        but keyword-only ones have no gradient.
+
+    Raises:
+        DifferentiationError: When called without ``defvjp``, or when something is differentiated
+            for which the rule gives no gradient.
+        TangentError: When differentiated, if a gradient that ``bwd`` returned fits nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> @sx.custom_vjp
+        ... def apply(layer, x):
+        ...     return layer(x)
+        >>> def fwd(layer, x):
+        ...     return layer(x), (layer, x)
+        >>> def bwd(residuals, ct):
+        ...     layer, x = residuals
+        ...     return {"kernel": jnp.outer(x, ct).clip(-1, 1)}, layer.kernel.value @ ct
+        >>> apply.defvjp(fwd, bwd)
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> loss = lambda layer, x: apply(layer, x).sum()
+        >>> sx.grad(loss)(layer, jnp.array([0.5, 2.0]))["kernel"].tolist()
+        [[0.5, 0.5, 0.5], [1.0, 1.0, 1.0]]
+    """
+    if function is None:
+        return functools.partial(custom_vjp, nondiff_argnums=nondiff_argnums, wrt=wrt)
+    return CustomVjp(function, nondiff_argnums, wrt)
+
+
+class CustomVjp(PickledByName):
+    """A function made by ``custom_vjp``.
+
+    Args:
+        function: The user's function.
+        nondiff_argnums: As for ``custom_vjp``.
+        wrt: As for ``custom_vjp``.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> @sx.custom_vjp
+        ... def straight_through(x):
+        ...     return jnp.round(x)
+        >>> straight_through.defvjp(lambda x: (jnp.round(x), None), lambda residuals, ct: (ct,))
+        >>> float(sx.grad(straight_through)(1.7))
+        1.0
+    """
+
+    def __init__(self, function: Callable[..., Any], nondiff_argnums: Any, wrt: Any) -> None:
+        wraps(function)(self)
+        self.function = function
+        self.nondiff_argnums = nondiff_argnums
+        self.wrt = wrt
+        self.fwd: Callable[..., Any] | None = None
+        self.bwd: Callable[..., Any] | None = None
+        self.state_cotangents = False
+
+    def defvjp(
+        self,
+        fwd: Callable[..., Any],
+        bwd: Callable[..., Any],
+        *,
+        state_cotangents: bool = False,
+    ) -> None:
+        """Gives the derivative.
+
+        Args:
+            fwd: Takes the arguments of the function; returns (result, residuals). Residuals may
+                hold arrays, Variables, Modules (as ``fwd`` left them) and static values. It may
+                write Variables, and should write those that the function does: when the function is
+                differentiated, what ``fwd`` writes is what is carried back.
+            bwd: Called as ``bwd(*nondiff, residuals, cotangent)`` with the cotangent arranged like
+                the result. Returns a tuple with one gradient per argument that is not in
+                ``nondiff_argnums``: for a Module a ``State`` or nested mapping by path, for a
+                Variable an array, for anything else the same pytree; ``None``, and what is left
+                out, is zero. The Modules it gets are copies of its own, and what it writes into
+                them goes nowhere.
+            state_cotangents: Whether ``bwd`` also gets the cotangents of what ``fwd`` wrote, as a
+                last argument: a ``State`` by path, the first step being the argument's name.
+                Without it, gradients stop at written values.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> @sx.custom_vjp(wrt=sx.Cache)
+            ... def put(cache, x):
+            ...     cache[...] = 2 * x
+            ...     return x
+            >>> def fwd(cache, x):
+            ...     return put(cache, x), None
+            >>> def bwd(residuals, ct, written):
+            ...     return None, ct + 2 * written["cache"]
+            >>> put.defvjp(fwd, bwd, state_cotangents=True)
+            >>> cache = sx.Cache(jnp.zeros(()))
+            >>> def loss(x):
+            ...     put(cache, x)
+            ...     return 10 * cache.value
+            >>> float(sx.grad(loss)(1.0))
+            20.0
+        """
+        self.fwd, self.bwd, self.state_cotangents = fwd, bwd, bool(state_cotangents)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self.fwd is None or self.bwd is None:
+            raise DifferentiationError(
+                f"{self!r} has no derivative yet. Give it one before the first call: "
+                f"f.defvjp(fwd, bwd)."
+            )
+        positional, named = by_position(self.function, args, kwargs)
+
+        def attempt(captured: list[Variable[Any]]) -> Any:
+            return RuleCall(self, positional, named, captured).run()
+
+        return retry_captured(attempt)
+
+    def __repr__(self) -> str:
+        return f"<custom_vjp of {getattr(self.function, '__qualname__', self.function)}>"
+
+
+def by_position(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call with as many as possible by position, defaults among them.
+
+    Args:
+        function: The function.
+        args: Arguments given by position.
+        kwargs: Arguments given by name.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return tuple(args), dict(kwargs)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args, bound.kwargs

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of functions over Modules.
+
+What is differentiated is chosen by argument and, for a Module, by filter (``targets``): its
+``Param`` Variables unless told otherwise.
+
+``safe_where``: a choice for each element, whose derivative is that of the chosen side alone.
+
+``jnp.where(x > 0, jnp.log(x), 0.0)`` computes the logarithm of every element, and its derivative,
+too. Where an element is left out, the derivative is multiplied by zero; but at zero that of the
+logarithm is infinite, and zero times infinity is NaN. The cure is old: choose before the function
+as well as after it, so that it never sees the elements that are left out. It sees a *stand-in*
+there, a number at which it is harmless.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax._core.array_ops import knows_axes
+from shardax._core.variable import Param, Variable
+from shardax._transforms.errors import ArgumentError, DecisionError, DifferentiationError
+from shardax._transforms.grad.targets import DiffState as DiffState
+from shardax._transforms.grad.targets import Target, check_differentiable, replaced
+from shardax._transforms.lift.call import Once, wraps
+from shardax._transforms.lift.error_context import explained_reverse_mode
+
+# --- Autodiff ---
+
+
+def _value_and_grad(
+    function: Callable[..., Any],
+    chosen: Sequence[DiffState],
+    has_aux: bool,
+    options: dict[str, Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any, list[Any]]:
+    """Returns (value, aux, one gradient per chosen argument)."""
+    once = Once("grad", function, args, kwargs)
+    targets = [Target(once.call, item) for item in chosen]
+    for target in targets:
+        target.check_chosen()
+        check_differentiable(once.call, target, options["allow_int"], options["holomorphic"])
+    values, plain = once.graph.values(), list(once.arguments.plain)
+    indices = sorted({entry.leaf for target in targets for entry in target.entries})
+    positions = [target.position for target in targets if target.has_plain]
+
+    def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
+        all_values = replaced(values, indices, some_values)
+        all_plain = replaced(plain, positions, some_plain)
+        return once.run(all_values, all_plain, once.arguments.plain_named, split)
+
+    def split(result: Any) -> tuple[Any, Any]:
+        if not has_aux:
+            return _scalar(result, options["holomorphic"]), None
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise DifferentiationError(
+                f"With has_aux=True the function must return (value, aux), but it returned "
+                f"{type(result).__name__}."
+            )
+        return _scalar(result[0], options["holomorphic"]), result[1]
+
+    transformed = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **options)
+    with explained_reverse_mode():
+        (value, leaving), (value_grads, plain_grads) = transformed(
+            [values[i] for i in indices], [plain[p] for p in positions]
+        )
+    aux = once.finish(leaving)
+    by_index = dict(zip(indices, value_grads, strict=True))
+    by_position = dict(zip(positions, plain_grads, strict=True))
+    gradients = [target.gradient(by_index, by_position.get(target.position)) for target in targets]
+    return value, aux, gradients
+
+
+def _scalar(value: Any, holomorphic: bool) -> Any:
+    """Returns the number that is differentiated.
+
+    Raises:
+        DifferentiationError: If the function returned something else.
+    """
+    number = value.value if isinstance(value, Variable) else value
+    if knows_axes(number):
+        (number,) = jax.tree.leaves(number)
+    wanted = jnp.complexfloating if holomorphic else jnp.floating
+    is_array = isinstance(number, (jax.Array, np.ndarray, np.generic, float, complex))
+    if is_array and jnp.ndim(number) == 0 and jnp.issubdtype(jnp.result_type(number), wanted):
+        return number
+    shown = (
+        f"{jnp.result_type(number)}{list(jnp.shape(number))}"
+        if is_array
+        else f"a {type(value).__name__}"
+    )
+    raise DifferentiationError(
+        f"Only a function that returns one {'complex' if holomorphic else 'real'} number has a "
+        f"gradient, but it returned {shown}. Reduce it (loss.mean(), loss.sum()), return more "
+        f"with has_aux=True as (loss, aux), or use jax.jacobian for arrays."
+    )
+
+
+def _chosen(argnums: Any, wrt: Any) -> tuple[list[DiffState], bool]:
+    """Returns the arguments to differentiate and whether the caller gave a sequence of them."""
+    many = isinstance(argnums, (tuple, list))
+    items = [
+        item if isinstance(item, DiffState) else DiffState(int(item), wrt)
+        for item in (argnums if many else [argnums])
+    ]
+    positions = [item.argnum for item in items]
+    if len(set(positions)) != len(positions):
+        raise DifferentiationError(
+            f"argnums names an argument twice: {positions}. Join the filters instead: "
+            f"sx.DiffState({positions[0]}, (sx.Param, ...))."
+        )
+    return items, many
+
+
+def value_and_grad(
+    function: Callable[..., Any] | None = None,
+    *,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    wrt: Any = Param,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Any:
+    """Makes a function that returns the value and the gradient of a scalar function over Modules.
+
+    Values that the function writes into Variables are carried back, as by every lifted transform.
+
+    Args:
+        function: Returns a real scalar, or (scalar, aux) with ``has_aux``. Left out: returns a
+            decorator.
+        argnums: Position of the argument to differentiate, a ``DiffState``, or a sequence of these.
+        has_aux: Whether the function returns (value, aux); aux may hold Modules and Variables.
+        wrt: Filter of the Variables to differentiate in Module arguments given by position alone.
+        holomorphic: As in ``jax.value_and_grad``.
+        allow_int: As in ``jax.value_and_grad``.
+
+    Returns:
+        A function of the same arguments that returns (value, gradient), or ((value, aux),
+        gradient). The gradient of a Module is a ``State``; of a Variable, an array like its value;
+        of anything else, as in JAX. A sequence of argnums gives a tuple.
+
+    Raises:
+        DifferentiationError: When called, if nothing matches the filter or a matching Variable is
+            not of a differentiable dtype.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 1, rngs=sx.Rngs(0))
+        >>> layer.kernel[...] = jnp.ones((2, 1))
+        >>> loss = lambda layer, x: layer(x).sum()
+        >>> value, grads = sx.value_and_grad(loss)(layer, jnp.array([1.0, 2.0]))
+        >>> float(value), grads["kernel"].ravel().tolist()
+        (3.0, [1.0, 2.0])
+    """
+    if function is None:
+        return functools.partial(
+            value_and_grad,
+            argnums=argnums,
+            has_aux=has_aux,
+            wrt=wrt,
+            holomorphic=holomorphic,
+            allow_int=allow_int,
+        )
+    chosen, many = _chosen(argnums, wrt)
+    options = {"holomorphic": holomorphic, "allow_int": allow_int}
+
+    @wraps(function)
+    def value_and_grad_function(*args: Any, **kwargs: Any) -> Any:
+        value, aux, gradients = _value_and_grad(function, chosen, has_aux, options, args, kwargs)
+        return ((value, aux) if has_aux else value), (tuple(gradients) if many else gradients[0])
+
+    return value_and_grad_function
+
+
+def grad(
+    function: Callable[..., Any] | None = None,
+    *,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    wrt: Any = Param,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Any:
+    """Makes a function that returns the gradient of a scalar function; see ``value_and_grad``.
+
+    Args:
+        function: As for ``value_and_grad``.
+        argnums: As for ``value_and_grad``.
+        has_aux: As for ``value_and_grad``; the result is then (gradient, aux).
+        wrt: As for ``value_and_grad``.
+        holomorphic: As in ``jax.grad``.
+        allow_int: As in ``jax.grad``.
+
+    Returns:
+        A function of the same arguments that returns the gradient, or (gradient, aux).
+
+    Raises:
+        DifferentiationError: As for ``value_and_grad``.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> w = sx.Param(jnp.float32(3))
+        >>> float(sx.grad(lambda w: w**2)(w))
+        6.0
+    """
+    if function is None:
+        return functools.partial(
+            grad,
+            argnums=argnums,
+            has_aux=has_aux,
+            wrt=wrt,
+            holomorphic=holomorphic,
+            allow_int=allow_int,
+        )
+    chosen, many = _chosen(argnums, wrt)
+    options = {"holomorphic": holomorphic, "allow_int": allow_int}
+
+    @wraps(function)
+    def grad_function(*args: Any, **kwargs: Any) -> Any:
+        _, aux, gradients = _value_and_grad(function, chosen, has_aux, options, args, kwargs)
+        gradient = tuple(gradients) if many else gradients[0]
+        return (gradient, aux) if has_aux else gradient
+
+    return grad_function
+
+
+# --- Safe where ---
+
+
+def safe_where(
+    condition: Any,
+    function: Callable[..., Any],
+    *operands: Any,
+    otherwise: Any,
+    stand_in: complex,
+) -> jax.Array:
+    """Applies a function where a condition holds; elsewhere it has no part in value or derivative.
+
+    The function is computed for all elements, as by ``jnp.where``, but on the stand-in where the
+    condition does not hold. To leave the computation out, use ``cond``.
+
+    Args:
+        condition: Booleans of shape (...), as ``jnp.where`` takes them.
+        function: Takes the operands, gives an array; element for element, or along dimensions in
+            which the condition has size 1.
+        *operands: Arrays or Variables of shape (...), each broadcast with the condition.
+        otherwise: What stands where the condition does not hold: a number, an array, or a function
+            of the operands, which in turn sees the stand-in where the condition holds.
+        stand_in: A number at which the function (and ``otherwise``, if that is one) and its
+            derivatives are finite; 1 for a logarithm, a root or a division.
+
+    Returns:
+        The array of chosen values; dtype as of ``jnp.where``.
+
+    Raises:
+        DecisionError: If the condition is not boolean.
+        ArgumentError: If there are no operands, or one cannot hold the stand-in without changing
+            its dtype.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> x = jnp.array([0.0, 2.0])
+        >>> wrong = lambda x: jnp.where(x > 0, jnp.log(x), 0.0).sum()
+        >>> right = lambda x: sx.safe_where(x > 0, jnp.log, x, otherwise=0.0, stand_in=1.0).sum()
+        >>> jax.grad(wrong)(x).tolist(), jax.grad(right)(x).tolist()
+        ([nan, 0.5], [0.0, 0.5])
+    """
+    chosen = jnp.asarray(condition)
+    if chosen.dtype != jnp.bool_:
+        raise DecisionError(
+            f"The condition of sx.safe_where must be boolean, but has dtype {chosen.dtype}. "
+            f"Compare it: x != 0."
+        )
+    if not operands:
+        raise ArgumentError(
+            "sx.safe_where was given no operands. What the function finds in a closure cannot be "
+            "kept from it; pass it: sx.safe_where(x > 0, jnp.log, x, otherwise=0, stand_in=1)."
+        )
+    arrays = [jnp.asarray(operand) for operand in operands]
+    for position, array in enumerate(arrays):
+        if jnp.result_type(array, stand_in) != array.dtype:
+            raise ArgumentError(
+                f"Operand {position} of sx.safe_where has dtype {array.dtype} and cannot hold the "
+                f"stand-in {stand_in!r}. Give another stand-in, or convert the operand."
+            )
+    value = function(*(jnp.where(chosen, array, stand_in) for array in arrays))
+    if callable(otherwise):
+        otherwise = otherwise(*(jnp.where(chosen, stand_in, array) for array in arrays))
+    return jnp.where(chosen, value, otherwise)

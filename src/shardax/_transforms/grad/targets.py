@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets: what of an argument is differentiated, and how gradients stand for it.
+
+What is differentiated is chosen by argument and, for a Module, by filter. Its *tangents*
+(gradients, directions) are arranged like the argument: a ``State`` for a Module, with the paths of
+the chosen Variables; an array for a Variable; for anything else, the same pytree.
+
+A Variable that is reached twice is one, so it has one gradient: the sum over all its uses.
+
+Tangents: directions and gradients that a caller gives for Variables and arrays.
+
+They must have the shapes of what they belong to, and its dtypes; integers and random keys have
+none. What was not given is zero, and stands as None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax._core.errors import StateMismatchError
+from shardax._core.graph.flatten import flatten
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.init.lazy import LazyValue
+from shardax._core.object import Object
+from shardax._core.state.filters import to_predicate
+from shardax._core.state.state import (
+    Origin,
+    State,
+    flatten_mapping,
+    merged_values,
+)
+from shardax._core.variable import Param, Variable
+from shardax._transforms.errors import DifferentiationError, InconsistentAliasingError, TangentError
+from shardax._transforms.lift.arguments import (
+    Fixed,
+    Mixed,
+    Root,
+    leaf_paths,
+    plain_paths,
+    root_places,
+)
+from shardax._transforms.lift.call import Call
+
+# --- Tangents ---
+
+
+class Tangents:
+    """Tangents on their way to the Variables they belong to.
+
+    Args:
+        noun: What they are, for messages.
+        values: One value per Variable of the graph, or its shapes and dtypes.
+        strict: Whether a tangent for integers is an error; else it is left out.
+
+    Attributes:
+        by_index: The tangent of each Variable that was given one, by its place in the graph; None
+            where one of its arrays has none.
+    """
+
+    def __init__(self, noun: str, values: Sequence[Any], strict: bool) -> None:
+        self.noun = noun
+        self.values = values
+        self.strict = strict
+        self.by_index: dict[int, Any] = {}
+        self._given: dict[int, tuple[Path, Any]] = {}
+
+    def put(self, index: int, given: Any, path: Path) -> None:
+        """Takes the tangent of one Variable.
+
+        Raises:
+            InconsistentAliasingError: If another was given by another path.
+            TangentError: If it does not fit.
+        """
+        if given is None:
+            return
+        first, known = self._given.setdefault(index, (path, given))
+        if known is not given:
+            raise InconsistentAliasingError(
+                f"One Variable was given two {self.noun}s, by two paths:\n  {format_path(first)}\n"
+                f"  {format_path(path)}\nA shared Variable is one Variable and has one. Give their "
+                f"sum at one of the paths."
+            )
+        leaves, treedef = jax.tree.flatten(self.values[index])
+        try:
+            parts = treedef.flatten_up_to(given)
+        except (ValueError, TypeError) as error:
+            raise TangentError(
+                f"The {self.noun} for {format_path(path)} is not arranged like its value: {error}"
+            ) from error
+        fitted = [self.fit(part, leaf, path) for part, leaf in zip(parts, leaves, strict=True)]
+        self.by_index[index] = treedef.unflatten(fitted)
+
+    def fit(self, given: Any, like: Any, path: Path) -> Any:
+        """Returns a tangent for one array, or None.
+
+        Raises:
+            TangentError: If shape or dtype do not fit.
+        """
+        if given is None:
+            return None
+        if not (hasattr(given, "dtype") or isinstance(given, (bool, int, float, complex))):
+            raise TangentError(
+                f"The {self.noun} for {format_path(path)} is of type {type(given).__name__}, but "
+                f"must be an array like the value itself."
+            )
+        dtype = dtype_of(given)
+        if not is_differentiable(like):
+            if not self.strict or dtype == jax.dtypes.float0:
+                return None
+            raise TangentError(
+                f"There is a {self.noun} for {format_path(path)}, which has dtype "
+                f"{dtype_of(like)} and so no derivative. Leave it out, or give None."
+            )
+        shape, wanted = jnp.shape(given), dtype_of(like)
+        weak = not hasattr(given, "dtype") or (
+            isinstance(given, jax.Array) and jax.typeof(given).weak_type
+        )
+        fits = dtype == wanted or (weak and jnp.promote_types(dtype, wanted) == wanted)
+        if shape == tuple(jnp.shape(like)) and fits:
+            return given if dtype == wanted else jnp.asarray(given, wanted)
+        raise TangentError(
+            f"The {self.noun} for {format_path(path)} is {dtype}{list(shape)}, but must be "
+            f"{wanted}{list(jnp.shape(like))}, like the value itself."
+        )
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether an array, or its shape and dtype, is of numbers that have derivatives."""
+    return jnp.issubdtype(dtype_of(leaf), jnp.inexact)
+
+
+def dtype_of(leaf: Any) -> Any:
+    """Returns the dtype of an array, its shape, or a Python number."""
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+# --- Targets ---
+
+
+@dataclass(frozen=True)
+class DiffState:
+    """Which argument to differentiate, and which of its Variables.
+
+    Attributes:
+        argnum: Position of the argument.
+        filter: Filter of the Variables (``_core.state.filters``).
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> stats = sx.BatchStat(jnp.float32(3))
+        >>> float(sx.grad(lambda v: v.value**2, argnums=sx.DiffState(0, sx.BatchStat))(stats))
+        6.0
+    """
+
+    argnum: int
+    filter: Any = Param
+
+
+def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """Returns a list with other items at some places."""
+    changed = list(items)
+    for place, item in zip(places, new, strict=True):
+        changed[place] = item
+    return changed
+
+
+class Entry(NamedTuple):
+    """A chosen Variable: its path below the object, its place in the graph, what it is."""
+
+    path: Path
+    leaf: int
+    origin: Origin
+
+
+class Choice(NamedTuple):
+    """One object of a differentiated argument.
+
+    Attributes:
+        where: Its path, from the argument's name on.
+        is_variable: Whether it is a Variable, and no Module.
+        type_name: Its type, for messages.
+        entries: The chosen Variables.
+        others: Paths of the others.
+    """
+
+    where: Path
+    is_variable: bool
+    type_name: str
+    entries: list[Entry]
+    others: list[Path]
+
+
+class Target:
+    """One differentiated argument: which Variables of the graph, and which plain part.
+
+    Args:
+        call: The call.
+        chosen: The argument, and a filter.
+
+    Attributes:
+        position: Position of the argument.
+        label: The name of its parameter.
+        choices: Its objects.
+        has_plain: Whether it has a plain part.
+
+    Raises:
+        DifferentiationError: If there is no such argument.
+    """
+
+    def __init__(self, call: Call, chosen: DiffState) -> None:
+        arguments = call.arguments
+        count = len(arguments.templates)
+        if not -count <= chosen.argnum < count:
+            raise DifferentiationError(
+                f"argnums={chosen.argnum} is out of range: the call has {count} positional "
+                f"arguments. Arguments to differentiate must be passed by position."
+            )
+        self.argnum, self.filter = chosen.argnum, chosen.filter
+        self.position = chosen.argnum % count
+        self.template = arguments.templates[self.position]
+        self.label = call.labels[self.position]
+        self.has_plain = not isinstance(self.template, (Root, Fixed))
+        predicate = to_predicate(chosen.filter)
+        index = {id(leaf): i for i, leaf in enumerate(call.graph.flat.leaves)}
+        self.choices = [
+            _choose(arguments.roots[root], where, predicate, index)
+            for root, where in root_places(self.label, self.template)
+        ]
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The chosen Variables of all its objects."""
+        return [entry for choice in self.choices for entry in choice.entries]
+
+    def check_chosen(self) -> None:
+        """Raises if the argument holds nothing to differentiate.
+
+        Raises:
+            DifferentiationError: Naming argument and filter.
+        """
+        if self.entries or self.has_plain or not self.choices:
+            return
+        shown = getattr(self.filter, "__name__", repr(self.filter))
+        raise DifferentiationError(
+            f"The argument {self.label!r} ({self.choices[0].type_name}) has no Variable that the "
+            f"filter {shown} matches, so there is nothing to differentiate. Choose others with "
+            f"wrt=... or argnums=sx.DiffState({self.argnum}, filter)."
+        )
+
+    def plain_places(self, plain: Any) -> list[Path]:
+        """Returns the path of each leaf of the plain part, from the argument's name on."""
+        if isinstance(self.template, Mixed):
+            paths: Sequence[Path] = plain_paths(self.template)
+        else:
+            paths = leaf_paths(jax.tree.structure(plain))
+        return [(self.label, *path) for path in paths]
+
+    def gradient(self, by_index: Mapping[int, Any], plain: Any) -> Any:
+        """Arranges tangents like the argument.
+
+        Args:
+            by_index: The tangent of each chosen Variable, by its place in the graph.
+            plain: Those of the plain part, like it.
+        """
+        found: list[Any] = []
+        for choice in self.choices:
+            if choice.is_variable:
+                found.append(by_index[choice.entries[0].leaf])
+                continue
+            values = {path: by_index[leaf] for path, leaf, _ in choice.entries}
+            origins = {path: origin for path, _, origin in choice.entries}
+            found.append(State.from_flat(values, origins))
+        if isinstance(self.template, Root):
+            return found[0]
+        if isinstance(self.template, Mixed):
+            parts = [(place, found[n]) for n, (place, _) in enumerate(self.template.roots)]
+            parts += [(place, None) for place, _ in self.template.static]
+            leaves = list(plain)
+            for place, item in sorted(parts, key=lambda part: part[0]):
+                leaves.insert(place, item)
+            return self.template.treedef.unflatten(leaves)
+        return plain
+
+    def place(self, given: Any, plain: Any, tangents: Tangents) -> list[Any]:
+        """The inverse of ``gradient``: takes tangents apart, checking that they fit.
+
+        Args:
+            given: Arranged like the argument; None, and what is missing, is zero.
+            plain: The plain part of the argument.
+            tangents: Takes those of Variables.
+
+        Returns:
+            The tangent of each leaf of the plain part, or None.
+
+        Raises:
+            TangentError: If something does not fit; naming the path.
+        """
+        leaves, treedef = jax.tree.flatten(plain)
+        if given is None:
+            return [None] * len(leaves)
+        if isinstance(self.template, Root):
+            parts, rest = [given], []
+        elif isinstance(self.template, Mixed):
+            every = self._up_to(self.template.treedef, given, tangents.noun)
+            parts = [every[place] for place, _ in self.template.roots]
+            taken = {place for place, _ in (*self.template.roots, *self.template.static)}
+            rest = [item for place, item in enumerate(every) if place not in taken]
+        else:
+            parts, rest = [], self._up_to(treedef, given, tangents.noun)
+        for choice, part in zip(self.choices, parts, strict=True):
+            if part is not None:
+                self._place_object(choice, part, tangents)
+        places = self.plain_places(plain)
+        return [
+            tangents.fit(item, leaf, path)
+            for item, leaf, path in zip(rest, leaves, places, strict=True)
+        ]
+
+    def _up_to(self, treedef: Any, given: Any, noun: str) -> list[Any]:
+        try:
+            return treedef.flatten_up_to(given)
+        except (ValueError, TypeError) as error:
+            raise TangentError(
+                f"The {noun} for the argument {self.label!r} is not arranged like it: {error}"
+            ) from error
+
+    def _place_object(self, choice: Choice, given: Any, tangents: Tangents) -> None:
+        if choice.is_variable:
+            value = given.value if isinstance(given, Variable) else given
+            tangents.put(choice.entries[0].leaf, value, choice.where)
+            return
+        where = format_path(choice.where)
+        if not isinstance(given, Mapping) or isinstance(given, Object):
+            raise TangentError(
+                f"The {tangents.noun} for the {choice.type_name} at {where} is of type "
+                f"{type(given).__name__}; it must be a State or a nested mapping by path, such as "
+                f"sx.grad returns, or None."
+            )
+        known = {path: leaf for path, leaf, _ in choice.entries}
+        for path in flatten_mapping(given, known):
+            if path in choice.others:
+                raise TangentError(
+                    f"There is a {tangents.noun} for {where}{format_path(path)}, which the "
+                    f"filter does not choose to be differentiated. Leave it out, or choose it: "
+                    f"sx.DiffState({self.position}, filter)."
+                )
+        try:
+            values = merged_values([given], list(known))
+        except StateMismatchError as error:
+            raise TangentError(f"The {tangents.noun} for {where}: {error}") from error
+        for path, value in values.items():
+            tangents.put(known[path], value, (*choice.where, *path))
+
+
+def _choose(
+    root: Any, where: Path, predicate: Callable[[Path, Any], bool], index: Mapping[int, int]
+) -> Choice:
+    flat = flatten(root)
+    entries, others = [], []
+    whole = isinstance(root, Variable)
+    for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
+        if whole or predicate(path, leaf):
+            entries.append(Entry(path, index[id(leaf)], Origin(type(leaf), leaf._metadata)))
+        else:
+            others.append(path)
+    return Choice(where, whole, type(root).__name__, entries, others)
+
+
+def check_differentiable(call: Call, target: Target, allow_int: bool, holomorphic: bool) -> None:
+    """Raises if a chosen array holds numbers that have no gradient.
+
+    Raises:
+        DifferentiationError: Naming the path.
+    """
+    wanted = jnp.complexfloating if holomorphic else jnp.inexact
+    if allow_int:
+        return
+    plain = call.arguments.plain[target.position]
+    places = target.plain_places(plain) if target.has_plain else []
+    for path, leaf in zip(places, jax.tree.leaves(plain), strict=True):
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int)):
+            continue  # floats have gradients, and what is not a number JAX refuses itself
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, wanted):
+            raise DifferentiationError(
+                f"The array at {format_path(path)} has dtype {dtype}, which has no gradient. Pass "
+                f"it as an argument of its own that argnums leaves out, convert it to a float, or "
+                f"pass allow_int=True."
+            )
+    for choice in target.choices:
+        for path, leaf, origin in choice.entries:
+            held = call.graph.leaves[leaf]._value
+            for value in [held] if isinstance(held, LazyValue) else jax.tree.leaves(held):
+                if not jnp.issubdtype(value.dtype, wanted):
+                    raise DifferentiationError(
+                        f"The {origin.variable_type.__name__} at "
+                        f"{format_path((*choice.where, *path))} has dtype {value.dtype}, which has "
+                        f"no gradient. Leave it out by a filter (wrt=...), give it a Variable type "
+                        f"of its own, or pass allow_int=True."
+                    )

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``eval_shape``: what a function would return, computing and changing nothing.
+
+``make_jaxpr``: the program that a function over Modules stands for, without running it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardax._core.frames import Adopted, Frame, owner_here
+from shardax._core.graph.flatten import build
+from shardax._core.init.lazy import LazyValue
+from shardax._transforms.errors import StaticArgumentError
+from shardax._transforms.grad.remat import check_static
+from shardax._transforms.lift.call import Once, wraps
+from shardax._transforms.lift.engine import Graph, abstract, check_result
+from shardax._transforms.lift.functions import resolve_arguments
+
+# --- Shapes ---
+
+
+class AbstractFrame(Frame):
+    """A frame that makes up values for Variables without any that were not passed in.
+
+    Lazy values are computed and abstract ones filled as part of the trace, which allocates nothing.
+    """
+
+    __slots__ = ()
+
+    def adopt(self, outer: Any) -> Any:
+        """See ``Frame.adopt``."""
+        value = outer._value
+        if isinstance(value, LazyValue):
+            value = value.compute()
+        elif any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)):
+            value = jax.tree.map(_filled, value)
+        else:
+            return super().adopt(outer)
+        stand_in = type(outer)._make(value, outer._metadata, self)
+        self.adopted.append(Adopted(outer, stand_in, stand_in._value))
+        return stand_in
+
+
+def _filled(leaf: Any) -> Any:
+    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
+def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns the shapes and dtypes of what a function would return.
+
+    Args:
+        function: A function over Modules; it may write Variables, but the given Modules are not
+            changed.
+        *args: Its arguments: Modules (lazy ones stay lazy), arrays, or ``jax.ShapeDtypeStruct``.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The result with ``jax.ShapeDtypeStruct`` in place of arrays. A Module in it is an abstract
+        copy: it knows shapes, dtypes and axes, and counts as the model for ``partition_specs``,
+        ``shardings``, ``checkpoint.restore`` and the like.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> batch = jax.ShapeDtypeStruct((8, 2), jnp.float32)
+        >>> sx.eval_shape(lambda layer, x: layer(x), layer, batch).shape, layer.kernel.is_lazy
+        ((8, 3), True)
+    """
+    once = Once("eval_shape", function, args, kwargs, AbstractFrame)
+
+    def pure(values: Any, plain: Any, plain_named: Any) -> Any:
+        return once.run(values, plain, plain_named, lambda result: (None, result))[1]
+
+    leaving = jax.eval_shape(pure, *abstract_inputs(once))
+    return once.finish_on(abstract_copy(once), leaving)
+
+
+def abstract_inputs(once: Once) -> tuple[Any, ...]:
+    """Returns what a call's pure function takes, lazy values as ``jax.ShapeDtypeStruct``."""
+    plain, named = list(once.arguments.plain), once.arguments.plain_named
+    return abstract(once.graph.leaves), plain, named
+
+
+def abstract_copy(once: Once) -> Graph:
+    """Returns a copy of a call's objects without arrays, for what the function did to them."""
+    shapes = jax.eval_shape(lambda values: values, abstract(once.graph.leaves))
+    return Graph(build(once.call.graphdef, shapes, owner_here())[0])
+
+
+# --- Jaxprs ---
+
+
+def make_jaxpr(
+    function: Callable[..., Any] | None = None,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    return_shape: bool = False,
+) -> Any:
+    """Makes a function that returns the program of a function over Modules.
+
+    Nothing is computed and nothing is changed: the given Modules keep their values and structure,
+    lazy ones stay lazy.
+
+    Args:
+        function: A function, method or callable Module. Left out: returns a decorator.
+        static_argnums: Positions of arguments that are passed on as they are.
+        return_shape: Whether to return also what ``sx.eval_shape`` does.
+
+    Returns:
+        A function of the same arguments (arrays may be ``jax.ShapeDtypeStruct``) that returns a
+        closed jaxpr of ``jax``, or (jaxpr, shape). Its inputs are the values of all Variables
+        that were passed in, in the order of ``sx.state`` for a single Module, each shared one
+        once; then the other arrays, keyword arguments last, by name. Its outputs are the arrays of
+        the result, the new values of Variables that were written, the values of new Variables, and
+        those written through a closure. What is only read through a closure is a constant of the
+        program.
+
+    Raises:
+        StaticArgumentError: If there is no such argument, or when called, if one is a Module or
+            not hashable.
+        OutputError: When called, if the result holds something else than arrays and objects.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> jaxpr = sx.make_jaxpr(lambda layer, x: layer(x))(layer, jnp.ones(2))
+        >>> [v.aval.str_short() for v in jaxpr.jaxpr.invars], layer.kernel.is_lazy
+        (['float32[2,3]', 'float32[3]', 'float32[2]'], True)
+    """
+    if function is None:
+        return functools.partial(
+            make_jaxpr, static_argnums=static_argnums, return_shape=return_shape
+        )
+    positions, names = resolve_arguments(
+        function, static_argnums, (), "static", StaticArgumentError
+    )
+    static = {*positions, *names}
+
+    @wraps(function)
+    def jaxpr_of(*args: Any, **kwargs: Any) -> Any:
+        check_static(function, static, args, kwargs)
+        once = Once("make_jaxpr", function, args, kwargs, AbstractFrame, static)
+
+        def pure(values: Any, plain: Any, plain_named: Any) -> Any:
+            return once.run(values, plain, plain_named, split)[1]
+
+        def split(result: Any) -> tuple[None, Any]:
+            check_result(result, "make_jaxpr")
+            return None, result
+
+        jaxpr, shapes = jax.make_jaxpr(pure, return_shape=True)(*abstract_inputs(once))
+        return (jaxpr, once.finish_on(abstract_copy(once), shapes)) if return_shape else jaxpr
+
+    return jaxpr_of

@@ -1,0 +1,691 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``jit``: compiled functions over Modules, at the cost of ``jax.jit`` on bare arrays.
+
+A *plan* is what one structure of arguments compiles to: a ``jax.jit`` of the pure function on flat
+lists of values. A *call entry* remembers, for particular objects, the plan and the flat list of
+their Variables, valid while the structure epoch stays. So a steady call checks one integer, gathers
+values, calls the plan's function, and stores what the trace wrote.
+
+Two things are found while tracing. *Captured* Variables, which the function uses without being
+given them, become hidden inputs: sources in closures and globals are known beforehand, anything
+else is noticed by the trace, which then runs again. And the ``Record`` of what the function did
+leaves the compiled program as a node of its output tree, so that each executable carries its own.
+
+Compiled methods, bound to their object.
+
+``jax.jit`` binds its methods too, but loses ``lower`` and the like on the way; a ``BoundJit`` keeps
+everything that the compiled function offers.
+
+Call entries: what a compiled function remembers about a call, to repeat it at no cost.
+
+An entry belongs to particular objects, and is valid while the structure epoch stays
+(``_core.epoch``).
+
+What a compiled function remembers: plans, at the cost of a trace, and calls, of a flattening.
+
+Both are bounded. A plan that is needed for one thing more takes the place of the one that was used
+least recently, and what that compiled is let go. Calls are forgotten all together, since each is
+found anew without tracing.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardax._core import epoch
+from shardax._core.cross_process import PickledByName
+from shardax._core.frames import local
+from shardax._core.graph.flatten import has_objects, walk_objects
+from shardax._core.graph.paths import Path
+from shardax._core.init.lazy import LazyValue
+from shardax._core.object import Object, Wrapper
+from shardax._core.variable import Variable
+from shardax._transforms.errors import OutputError, StaticArgumentError
+from shardax._transforms.jit import retraces as explain
+from shardax._transforms.jit.abstract_eval import eval_shape
+from shardax._transforms.jit.specialization import (
+    ArgumentLayout,
+    Options,
+    Plan,
+    Replan,
+    with_resolved_donation,
+)
+from shardax._transforms.lift import arguments as automatic
+from shardax._transforms.lift.arguments import Arguments, root_names
+from shardax._transforms.lift.call import Captured
+from shardax._transforms.lift.engine import (
+    Carried,
+    Graph,
+    carry_in,
+    check_no_leak,
+)
+from shardax._transforms.lift.error_context import explain_error
+from shardax._transforms.lift.functions import (
+    ARRAY_TYPES,
+    Signature,
+    Source,
+    all_dynamic,
+    argument_path,
+    find_sources,
+    note_types,
+    objects_in,
+    parameter_name,
+    resolve_arguments,
+    separate_static,
+)
+
+# --- Bound ---
+
+
+class BoundJit(Wrapper):
+    """A jitted method bound to its object: a ``Jit`` with its first argument given."""
+
+    __slots__ = ("__func__", "__self__")
+
+    def __init__(self, function: Any, instance: Any) -> None:
+        self.__func__ = function
+        self.__self__ = instance
+
+    @property
+    def __wrapped__(self) -> Any:
+        return types.MethodType(self.__func__, self.__self__)
+
+    def _wrapping(self) -> Any:
+        return self.__func__
+
+    def _wrap(self, wrapped: Any) -> Any:
+        return BoundJit(wrapped.__func__, wrapped.__self__)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
+        """See ``Jit.trace``."""
+        return self.__func__.trace(self.__self__, *args, **kwargs)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        """See ``Jit.lower``."""
+        return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+        """See ``Jit.eval_shape``."""
+        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
+
+    def __repr__(self) -> str:
+        return f"<bound {self.__func__!r}>"
+
+
+# --- Entry ---
+
+
+class CallEntry:
+    """What a steady call needs, for particular objects.
+
+    Attributes:
+        epoch: Structure epoch at which this was made.
+        kept: Variables whose values are passed.
+        donated: Variables whose values are passed and donated.
+        leaves: All of them, in graph order.
+        roots: Called, each returns a root; held weakly, so that remembering a call keeps no model
+            alive.
+        plan: The plan.
+        last: The record of the last call and the Variables it wrote.
+        spans: Where the dynamic leaves of each argument stand, in quick calls
+            (``_transforms.lift.arguments``).
+    """
+
+    __slots__ = (
+        "donated",
+        "epoch",
+        "kept",
+        "last",
+        "leaves",
+        "plan",
+        "roots",
+        "spans",
+    )
+
+    def __init__(self, plan: Plan, graph: Graph) -> None:
+        self.plan = plan
+        self.epoch = graph.flat.epoch
+        self.leaves: list[Any] = graph.leaves
+        self.kept, self.donated = plan.partition(graph.leaves)
+        self.roots = [_weak(root) for root in graph.roots]
+        self.last: tuple[Any, list[Any]] = (None, [])
+        self.spans: Any = None
+
+    def graph(self) -> Graph:
+        """Flattens the roots anew; for calls that trace or change structure."""
+        return Graph([root() for root in self.roots], self.plan.names)
+
+    def keep_weakly(self, graph: Graph, forget: Callable[[Any], None]) -> None:
+        """Prepares for being remembered: lets go of everything that the caller may drop.
+
+        Args:
+            graph: The roots of the call.
+            forget: Called when one of them is gone.
+        """
+        self.roots = [
+            weakref.ref(root, forget) if isinstance(root, Object) else _weak(root)
+            for root in graph.roots
+        ]
+        bare = {id(root) for root in graph.roots if isinstance(root, Variable)}
+        if bare:  # these have no Module that keeps them alive, and whose end would be noticed
+            self.leaves = [weakref.proxy(v) if id(v) in bare else v for v in graph.leaves]
+            self.kept, self.donated = self.plan.partition(self.leaves)
+
+
+def _weak(root: Any) -> Callable[[], Any]:
+    return weakref.ref(root) if isinstance(root, Object) else lambda: root
+
+
+# --- Memory ---
+
+MAX_PLANS = 512
+"""How many plans one compiled function remembers."""
+_MAX_CALLS = 4096
+_MAX_CALLS_WITH_SOURCES = 64
+"""How many calls; fewer where objects from closures, which may be many, are part of the key."""
+
+
+class Memory:
+    """The plans and calls of one compiled function.
+
+    Attributes:
+        plans: Plans by what they are found by.
+        calls: Call entries by what a call is told by.
+        ticks: Counts calls; ``Plan.used`` is the count at a plan's last call.
+    """
+
+    def __init__(self) -> None:
+        self.plans: dict[Any, Plan] = {}
+        self.calls: dict[Any, CallEntry] = {}
+        self.ticks = itertools.count(1)
+
+    def add(self, plan: Plan) -> None:
+        """Remembers a plan; if there are many, forgets the one that was used least recently."""
+        while len(self.plans) >= MAX_PLANS:
+            oldest = min([*self.plans.values()], key=operator.attrgetter("used"))
+            self.plans.pop(oldest.key, None)
+            for key, entry in [*self.calls.items()]:
+                if entry.plan is oldest:
+                    self.calls.pop(key, None)
+        self.plans[plan.key] = plan
+
+    def remember(self, key: Any, entry: CallEntry, graph: Graph, few: bool) -> None:
+        """Remembers a call until one of its objects is gone.
+
+        Args:
+            key: What it is told by.
+            entry: What it needs.
+            graph: Its roots.
+            few: Whether to remember few calls.
+        """
+        if len(self.calls) >= (_MAX_CALLS_WITH_SOURCES if few else _MAX_CALLS):
+            self.calls.clear()
+
+        calls = self.calls  # not self: the callback must keep no plan alive
+
+        def forget(_: Any) -> None:
+            calls.pop(key, None)
+
+        entry.keep_weakly(graph, forget)
+        self.calls[key] = entry
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        for plan in self.plans.values():
+            plan.clear_cache()
+        self.plans.clear()
+        self.calls.clear()
+
+
+# --- Jit ---
+
+
+class Jit(PickledByName, Wrapper):
+    """A compiled function over Modules; made by ``jit``. See there for what it does.
+
+    Attributes:
+        __wrapped__: The original function.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> double = sx.jit(lambda v: v * 2)
+        >>> type(double) is sx.Jit, double(sx.Param(jnp.ones(2))).tolist()
+        (True, [2.0, 2.0])
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], options: Options, wrapping: Any = None
+    ) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.__wrapped__ = function
+        self.options = with_resolved_donation(options, function)
+        self.static_positions, self.static_names = resolve_arguments(
+            function,
+            options.static_argnums,
+            options.static_argnames,
+            "static",
+            StaticArgumentError,
+        )
+        self.sources: list[Source] | None = (
+            None  # looked for at the first call: names may be bound later
+        )
+        self.captured: list[weakref.ref[Any]] = []
+        self.memory = Memory()
+        self.plans, self.calls = self.memory.plans, self.memory.calls
+        self._wrapping_key = wrapping or self.options.key()
+        self._simple = not (self.static_positions or self.static_names)
+        self._auto = self.options.auto_static
+        self._static_types = self.options.static_types
+        self._ticks = self.memory.ticks
+
+    # --- calling ---------------------------------------------------------------------------------
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if not self._simple or kwargs or local.frame is not None:
+            return self._call_by_template(args, kwargs)
+        if self._auto and not all_dynamic(args, self._static_types):
+            return self._call_by_template(args, kwargs)
+        key: list[Any] = []
+        plain: list[Any] = []
+        traced = False
+        for arg in args:
+            if type(arg) in ARRAY_TYPES:
+                key.append(0)
+                plain.append(arg)
+            elif isinstance(arg, Object):
+                key.append(id(arg))
+                plain.append(None)
+            elif has_objects(arg):
+                return self._call_by_template(args, kwargs)
+            else:
+                traced = traced or note_types(arg)
+                key.append(0)
+                plain.append(arg)
+        if self.sources is None:
+            self.sources = find_sources(self.__wrapped__)
+        for source in self.sources:
+            key.append(-1)
+            key.extend([id(item) for item in objects_in(source.read())])
+        entry = self.calls.get(tuple(key))
+        if entry is None or traced or entry.epoch != epoch.current:
+            return self._call_slowly(args, kwargs, tuple(key))
+        local.call = entry
+        plan = entry.plan
+        plan.used = next(self._ticks)
+        try:
+            result, written, fresh, record = plan.run(
+                [v._value for v in entry.kept], [v._value for v in entry.donated], plain
+            )
+        except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
+            return self._recover(error, entry, args, kwargs)
+        finally:
+            local.call = None
+        known, targets = entry.last
+        if record is not known:
+            targets = [entry.leaves[position] for position in record.written]
+            entry.last = (record, targets)
+        if not record.simple or (written and type(written[0]) not in ARRAY_TYPES):
+            return self._finish_slowly(entry, Carried(result, written, fresh, record))
+        for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
+            variable._value = value
+        return result
+
+    def _call_by_template(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls with keywords, static arguments or objects inside containers.
+
+        Takes the arguments apart, which costs something per argument but nothing per Variable.
+        """
+        if local.frame is not None:
+            return self._call_slowly(args, kwargs)
+        if self._auto and self._simple:
+            call = automatic.quick_call(args, kwargs, self._static_types)
+            if call is not None:
+                return self._call_quickly(call, args, kwargs)
+        signature = self._separate_static(args, kwargs)
+        arguments = self._take_apart(signature)
+        key = (
+            tuple(map(id, arguments.roots)),
+            tuple(map(id, self.hidden_objects())),
+            (arguments.templates, arguments.named, signature.static),
+        )
+        entry = self.calls.get(key)
+        if entry is None or entry.epoch != epoch.current:
+            return self._call_slowly(args, kwargs, key)
+        return self._repeat(entry, list(arguments.plain), arguments.plain_named, args, kwargs)
+
+    def _call_quickly(
+        self, call: automatic.QuickCall, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Calls with leaves that are static, found by type."""
+        if self.sources or self.captured:
+            call.key.extend(map(id, self.hidden_objects()))
+        key = tuple(call.key)
+        entry = self.calls.get(key)
+        if entry is None or entry.epoch != epoch.current:
+            return self._call_slowly(args, kwargs, key)
+        if entry.spans is None:
+            plan = entry.plan
+            entry.spans = automatic.spans_of(plan.templates, plan.named, call.args, kwargs)
+        plain, named = automatic.pack(call, kwargs, entry.spans)
+        return self._repeat(entry, plain, named, args, kwargs)
+
+    def _repeat(
+        self,
+        entry: CallEntry,
+        plain: list[Any],
+        named: Mapping[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Makes a call whose like was made before."""
+        local.call = entry
+        plan = entry.plan
+        plan.used = next(self._ticks)
+        kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
+        try:
+            result, written, fresh, record = plan.run(kept, donated, plain, named)
+        except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
+            return self._recover(error, entry, args, kwargs)
+        finally:
+            local.call = None
+        if not record.simple or (written and type(written[0]) not in ARRAY_TYPES):
+            return self._finish_slowly(entry, Carried(result, written, fresh, record))
+        for position, value in zip(record.written, written, strict=True):
+            entry.leaves[position]._value = value
+        return result
+
+    def _finish_slowly(self, entry: CallEntry, carried: Carried) -> Any:
+        """Carries back structure, pytree values, or notices tracers of a plain JAX transform."""
+        graph = entry.graph()
+        if note_types(carried.written):
+            check_no_leak(graph, carried)
+        return carry_in(graph, carried)
+
+    def _call_slowly(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None) -> Any:
+        """Calls without a remembered entry, and remembers one if ``key`` says under what."""
+        while True:
+            plan, graph, arguments = self.prepare(args, kwargs)
+            entry = local.call = self.entry(plan, graph)
+            try:
+                carried = plan.call(graph.values(), arguments)
+                break
+            except Captured as found:
+                self.capture(found.objects)
+            except Replan:
+                self.plans.pop(plan.key, None)
+            except Exception as error:
+                explain_error(error, plan, graph)
+                raise
+            finally:
+                local.call = None
+        check_no_leak(graph, carried)
+        if key is not None and local.frame is None:
+            self.memory.remember(key, entry, graph, few=bool(self.sources))
+        return carry_in(graph, carried)
+
+    def _recover(
+        self,
+        error: Exception,
+        entry: CallEntry,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Calls again after a retrace found captured objects, or where values became lazy.
+
+        Otherwise explains the error.
+        """
+        if isinstance(error, Captured):
+            self.capture(error.objects)
+        elif isinstance(error, Replan):
+            self.plans.pop(entry.plan.key, None)
+        elif not any(isinstance(v._value, LazyValue) for v in entry.leaves):
+            explain_error(error, entry.plan, entry.graph())
+            raise error
+        self.calls.clear()
+        return self._call_slowly(args, kwargs)
+
+    def capture(self, objects: Sequence[Any]) -> None:
+        """Makes objects that a trace used without being given them hidden inputs of later calls."""
+        before = {id(item) for item in self.hidden_objects()}
+        self.sources = find_sources(self.__wrapped__)  # names may have been bound since
+        self.captured = [ref for ref in self.captured if ref() is not None]
+        hidden = self.hidden_objects()
+        reached = {id(item) for item in (*walk_objects(hidden), *Graph(hidden).leaves)}
+        missed = [item for item in objects if id(item) not in reached]
+        self.captured.extend(weakref.ref(item) for item in missed)
+        if not missed and before == {id(item) for item in hidden}:
+            raise OutputError(
+                f"{self!r} used {len(objects)} objects that were not passed in, and could not make "
+                f"them inputs ({', '.join(sorted({type(item).__name__ for item in objects}))}). "
+                f"Pass them as arguments."
+            )
+
+    # --- preparing -------------------------------------------------------------------------------
+
+    def prepare(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Plan, Graph, Arguments]:
+        """Finds or makes the plan for a call.
+
+        Returns:
+            (plan, the roots flattened together, the arguments taken apart).
+        """
+        signature = self._separate_static(args, kwargs)
+        arguments = self._take_apart(signature)
+        hidden = self.hidden()
+        labels = [parameter_name(self.__wrapped__, i) for i in self._dynamic_positions(args)]
+        names = [
+            (),
+            *root_names(labels, arguments),
+            *(name for name, _ in hidden),
+        ]
+        graph = Graph([self.__wrapped__, *arguments.roots, *(item for _, item in hidden)], names)
+        key = (
+            graph.flat.graphdef,
+            (len(arguments.roots), *(len(list(objects_in(s.read()))) for s in self.sources or ())),
+            arguments.templates,
+            arguments.named,
+            signature.static,
+        )
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = Plan(
+                self.__wrapped__,
+                self.options,
+                key,
+                graph,
+                arguments,
+                self._layout(args, signature),
+                names,
+            )
+            explain.planned(self, plan)
+            self.memory.add(plan)
+        plan.used = next(self._ticks)
+        return plan, graph, arguments
+
+    def entry(self, plan: Plan, graph: Graph) -> CallEntry:
+        """Returns what a call of ``plan`` on these objects needs."""
+        return CallEntry(plan, graph)
+
+    def hidden_objects(self) -> list[Any]:
+        """Returns the objects that the function uses without being given them, as far as known."""
+        return [item for _, item in self.hidden()]
+
+    def hidden(self) -> list[tuple[Path, Any]]:
+        """Returns (path, object) of what the function uses without being given it.
+
+        The path begins with the name by which the function knows the object.
+        """
+        if self.sources is None:
+            self.sources = find_sources(self.__wrapped__)
+        found: list[tuple[Path, Any]] = []
+        for source in self.sources:
+            items = list(objects_in(source.read()))
+            found.extend(
+                ((source.name,) if len(items) == 1 else (source.name, i), item)
+                for i, item in enumerate(items)
+            )
+        alive = [item for ref in self.captured if (item := ref()) is not None]
+        found.extend((("closure", i), item) for i, item in enumerate(alive))
+        return found
+
+    def _layout(self, args: Sequence[Any], signature: Signature) -> ArgumentLayout:
+        positional = [
+            (i, parameter_name(self.__wrapped__, i)) for i in self._dynamic_positions(args)
+        ]
+        static = [(place, item.value) for place, item in signature.static if isinstance(place, int)]
+        named = {place: item.value for place, item in signature.static if isinstance(place, str)}
+        return ArgumentLayout(positional, static, named, self.options)
+
+    def _dynamic_positions(self, args: Sequence[Any]) -> list[int]:
+        return [i for i in range(len(args)) if i not in self.static_positions]
+
+    def _take_apart(self, signature: Signature) -> Arguments:
+        return self.options.take_apart(signature.args, signature.kwargs, self.path_of)
+
+    def path_of(self, key: int | str) -> Path:
+        """Returns the path of an argument by its name, or by its position among dynamic ones."""
+        if isinstance(key, int):
+            dynamic = (i for i in itertools.count() if i not in self.static_positions)
+            key = next(itertools.islice(dynamic, key, None))
+        return argument_path(self.__wrapped__, key)
+
+    def _separate_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+        if not (self.static_positions or self.static_names):
+            return Signature(tuple(args), dict(kwargs), ())
+        places = (self.static_positions, self.static_names)
+        return separate_static(self.__wrapped__, *places, args, kwargs)
+
+    # --- the rest of the interface ----------------------------------------------------------------
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Traces the function for these arguments without compiling; returns a ``Traced``."""
+        from shardax._transforms.jit.stages import (
+            trace_jit,  # stages use Jit, so they stand above it
+        )
+
+        return trace_jit(self, args, kwargs)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the function for these arguments, lazy Modules as they are."""
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Returns the shapes and dtypes of the result, computing and changing nothing."""
+        signature = self._separate_static(args, kwargs)
+        layout = self._layout(args, signature)
+        given = self._take_apart(signature)
+
+        def call(roots: Any, plain: Any, plain_named: Any) -> Any:
+            dynamic, named = given.restore(plain, plain_named, roots)
+            return self.__wrapped__(*layout.insert_static(dynamic), **named, **layout.static_named)
+
+        return eval_shape(call, given.roots, list(given.plain), given.plain_named)
+
+    def clear_cache(self) -> None:
+        """Forgets everything compiled so far."""
+        self.memory.clear()
+
+    def _cache_size(self) -> int:
+        return sum(len(plan.signatures) for plan in self.plans.values())
+
+    def _wrapping(self) -> Any:
+        return self._wrapping_key
+
+    def _wrap(self, wrapped: Any) -> Any:
+        return Jit(wrapped, self.options, self._wrapping_key)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else BoundJit(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<sx.jit of {getattr(self.__wrapped__, '__qualname__', self.__wrapped__)!s}>"
+
+
+def jit(
+    function: Callable[..., Any] | None = None,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    static: str | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    keep_unused: bool = False,
+    inline: bool = False,
+    compiler_options: dict[str, Any] | None = None,
+) -> Any:
+    """Compiles a function over Modules; what it writes into Variables is stored back.
+
+    Modules and Variables may stand anywhere in the arguments, in the result, or be used through
+    closures. Structural changes (attributes added, removed, swapped) are carried back too, and
+    objects that come back are the caller's own: ``f(m) is m``. A call whose structure was seen
+    before costs what ``jax.jit`` costs on the bare arrays.
+
+    Args:
+        function: A function, method, ``functools.partial`` or callable Module. Left out: returns a
+            decorator.
+        in_shardings: A prefix of the positional arguments (without static ones). For a Module: one
+            sharding, a ``State`` of shardings, or a ``StateSharding``. Variables that are written
+            keep theirs.
+        out_shardings: A prefix of the result, likewise.
+        static_argnums: Positions of arguments to compile for by value. Types count at every depth:
+            1, True and 1.0 differ.
+        static_argnames: The same by name.
+        static: ``"auto"`` makes every leaf of the arguments static that is no array, number, Module
+            or Variable: strings, functions, flags. ``"numbers"`` makes Python's numbers static,
+            too. Every call decides anew. None: only what the other two options name.
+        donate_argnums: Positions of arguments whose memory may be reused. Variables of a donated
+            Module stay usable, since all are returned.
+        donate_argnames: The same by name.
+        keep_unused: As in ``jax.jit``.
+        inline: As in ``jax.jit``.
+        compiler_options: As in ``jax.jit``.
+
+    Returns:
+        A ``Jit`` with ``trace``, ``lower``, ``eval_shape`` and ``clear_cache``.
+
+    Raises:
+        StaticArgumentError: When called with a static argument that is not hashable, is a Module,
+            or is compared by identity and has attributes that are not hashable.
+        PrefixError: When a sharding prefix does not fit its argument.
+        InconsistentAliasingError: When a shared Variable is given two shardings.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> counter = sx.Variable(jnp.zeros((), jnp.int32))
+        >>> @sx.jit
+        ... def count(counter, by):
+        ...     counter += by
+        ...     return counter * 2
+        >>> int(count(counter, 3)), int(counter)
+        (6, 3)
+    """
+    options = Options(
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        static=static,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        keep_unused=keep_unused,
+        inline=inline,
+        compiler_options=compiler_options,
+    )
+    if function is None:
+        return functools.partial(Jit, options=options)
+    return Jit(function, options)

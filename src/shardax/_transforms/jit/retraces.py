@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explaining retraces: why a compiled function was traced again.
+
+A function is traced anew when the structure of its arguments, a static value, or a shape or dtype
+differs from every earlier call. ``explain_retraces`` tells which, by path, compared with the most
+similar earlier call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardax._core.graph.flatten import (
+    GraphDef,
+    ModuleDef,
+    Ref,
+    VariableDef,
+    definition_children,
+    definition_paths,
+)
+from shardax._core.graph.paths import Path, format_path
+from shardax._transforms.lift.arguments import Mixed, leaf_paths
+from shardax._transforms.lift.functions import parameter_name
+
+
+@dataclass(frozen=True)
+class Retrace:
+    """One retrace.
+
+    Attributes:
+        function: Name of the compiled function.
+        reasons: What differs from the most similar earlier call, a line each.
+    """
+
+    function: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.function} was traced again because:\n" + "\n".join(
+            f"  {reason}" for reason in self.reasons
+        )
+
+
+_listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = contextvars.ContextVar(
+    "shardax_retrace_listeners", default=()
+)
+
+
+@contextlib.contextmanager
+def explain_retraces(file: Any = None) -> Iterator[list[Retrace]]:
+    """Reports every retrace of a compiled function within a ``with`` block.
+
+    Args:
+        file: Where to print each explanation; by default ``sys.stderr``. False: nowhere.
+
+    Yields:
+        A list that collects the ``Retrace`` objects.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> f = sx.jit(lambda x: x + 1)
+        >>> _ = f(jnp.zeros(2))
+        >>> with sx.explain_retraces(file=False) as retraces:
+        ...     _ = f(jnp.zeros(3))
+        >>> retraces[0].reasons
+        ('.x: float32[2] -> float32[3]',)
+    """
+    found: list[Retrace] = []
+    token = _listeners.set((*_listeners.get(), (found, sys.stderr if file is None else file)))
+    try:
+        yield found
+    finally:
+        _listeners.reset(token)
+
+
+def _report(function: Any, reasons: Sequence[str]) -> None:
+    name = getattr(function, "__qualname__", None) or repr(function)
+    retrace = Retrace(
+        name,
+        tuple(reasons)
+        or ("nothing that shardax can see (JAX's own settings, or its cache was cleared)",),
+    )
+    for found, file in _listeners.get():
+        found.append(retrace)
+        if file:
+            print(retrace, file=file)
+
+
+def planned(jit: Any, plan: Any) -> None:
+    """Told that no plan fits a call and one was made."""
+    if not _listeners.get() or not jit.plans:
+        return
+    differences = [plan_differences(old, plan) for old in list(jit.plans.values())]
+    _report(jit.__wrapped__, min(differences, key=len))
+
+
+def traced(
+    plan: Any, values: Sequence[Any], plain: Sequence[Any], named: Mapping[str, Any]
+) -> None:
+    """Told that a plan's function is being traced for these values."""
+    entries = [
+        (format_path(path), value) for path, value in zip(plan.leaf_paths, values, strict=True)
+    ]
+    labels = [label for _, label in plan.layout.positional]
+    entries += [(f".{label}", item) for label, item in zip(labels, plain, strict=True)]
+    entries += [(f".{name}", item) for name, item in named.items()]
+    signature = {
+        name + jax.tree_util.keystr(key): _kind(leaf)
+        for name, value in entries
+        for key, leaf in jax.tree_util.tree_leaves_with_path(value)
+    }
+    earlier = plan.signatures
+    if _listeners.get() and earlier:
+        differences = [_signature_differences(old, signature) for old in earlier]
+        _report(plan.function, min(differences, key=len))
+    earlier.append(signature)
+
+
+def _kind(leaf: Any) -> str:
+    aval = jax.typeof(leaf)
+    weak = " (weakly typed)" if getattr(aval, "weak_type", False) else ""
+    return f"{aval.str_short()}{weak}"
+
+
+def _signature_differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
+    names = list(dict.fromkeys([*old, *new]))
+    return [
+        f"{n}: {old.get(n, 'absent')} -> {new.get(n, 'absent')}"
+        for n in names
+        if old.get(n) != new.get(n)
+    ]
+
+
+def plan_differences(old: Any, new: Any) -> list[str]:
+    """Describes how the calls that two plans are for differ, by path.
+
+    Args:
+        old: An earlier plan.
+        new: The plan that was made.
+    """
+    reasons = structure_differences(old.graphdef, new.graphdef, old.names, new.names)
+    static = list(static_leaf_differences(old, new, [label for _, label in new.layout.positional]))
+    reasons += static
+    if old.key[1:4] != new.key[1:4] and not static:
+        reasons.append("the arguments have other containers, or objects stand elsewhere in them")
+    before, after = dict(old.key[4]), dict(new.key[4])
+    for place in dict.fromkeys([*before, *after]):
+        if before.get(place) != after.get(place):
+            name = parameter_name(new.function, place) if isinstance(place, int) else place
+            reasons.append(
+                f"static argument {name!r}: {_exact(before.get(place))} -> "
+                f"{_exact(after.get(place))}"
+            )
+    return reasons
+
+
+def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterator[str]:
+    """Yields how the static leaves of two calls differ, where their containers are the same.
+
+    Args:
+        old: Plan or arguments of the earlier call.
+        new: Plan or arguments of the later one.
+        labels: Name of each positional argument.
+    """
+    if len(old.templates) != len(new.templates):
+        return
+    pairs = [*zip(labels, old.templates, new.templates, strict=True)]
+    before = dict(old.named)
+    pairs += [(name, before.get(name), template) for name, template in new.named]
+    for label, first, second in pairs:
+        if not (isinstance(first, Mixed) and isinstance(second, Mixed)) or first[:2] != second[:2]:
+            continue
+        paths, earlier = leaf_paths(second.treedef), dict(first.static)
+        for leaf, value in second.static:
+            if value != earlier.get(leaf):
+                where = format_path((label, *paths[leaf]))
+                yield f"{where}: {_exact(earlier.get(leaf))} -> {_exact(value)}"
+
+
+def _exact(value: Any) -> str:
+    if value is None:
+        return "absent"
+    inner = getattr(value, "value", value)
+    return f"{inner!r} ({type(inner).__name__})"
+
+
+def structure_differences(
+    old: GraphDef, new: GraphDef, old_names: Sequence[Path] = (), new_names: Sequence[Path] = ()
+) -> list[str]:
+    """Describes how two structures differ, a line per place, by path.
+
+    Args:
+        old: The earlier structure.
+        new: The later one.
+        old_names: Path of each root of the earlier one.
+        new_names: Path of each root of the later one.
+    """
+    if old == new:
+        return []
+    before, after = _by_path(old, old_names), _by_path(new, new_names)
+    reasons = []
+    for path in dict.fromkeys([*before, *after]):
+        if before.get(path) != after.get(path):
+            reasons.append(
+                f"{format_path(path)}: {_entry(before.get(path))} -> {_entry(after.get(path))}"
+            )
+    return reasons or ["objects are shared in another way"]
+
+
+def _entry(value: Any) -> str:
+    if value is None:
+        return "absent"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
+        shown = "" if value[1] is None else repr(value[1])
+        return value[0].__name__ + (f"({shown})" if shown else "")
+    return _exact(value)
+
+
+def _by_path(graphdef: GraphDef, names: Sequence[Path]) -> dict[Any, Any]:
+    """Returns what stands at each path: (type, metadata) of objects, static values as they are."""
+    paths = definition_paths(graphdef, names)
+    found: dict[Any, Any] = {}
+    for index, path in paths.items():
+        definition = graphdef.objects[index]
+        if type(definition) is VariableDef:
+            found[path] = (definition.type, definition.metadata)
+            continue
+        found[path] = (
+            definition.type,
+            None if type(definition) is ModuleDef else len(definition.items),
+        )
+        for key, child in definition_children(definition):
+            if hasattr(child, "value"):
+                found[(*path, key)] = child
+            elif type(child) is Ref and paths[child.position] != (*path, key):
+                found[(*path, key)] = f"same as {format_path(paths[child.position])}"
+    return found

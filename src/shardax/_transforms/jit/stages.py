@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of compilation, as in JAX, for functions over Modules.
+
+Each wraps JAX's own stage and offers everything that it does. What JAX reports per argument is
+arranged as the user passed it: a Module appears as a ``State`` with one entry per Variable. A
+``Compiled`` is called like the function (without static arguments), on any objects of the structure
+it was compiled for, and writes state back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from shardax._core.frames import local
+from shardax._core.graph.flatten import (
+    GraphDef,
+    Ref,
+    VariableDef,
+    definition_paths,
+    flatten,
+)
+from shardax._core.graph.paths import Path, path_step
+from shardax._core.state.state import Origin, State
+from shardax._transforms.errors import StructureMismatchError
+from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
+from shardax._transforms.jit.specialization import Plan, Replan
+from shardax._transforms.lift.arguments import Arguments, put_together, root_names
+from shardax._transforms.lift.call import Captured
+from shardax._transforms.lift.engine import (
+    Carried,
+    Graph,
+    abstract,
+    carry_in,
+    check_no_leak,
+)
+from shardax._transforms.lift.error_context import explain_places, explain_values, in_user_terms
+
+_INPUTS = "flat"
+"""What the function that JAX compiles (see ``Plan``) calls its inputs."""
+
+
+def trace_jit(jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """Traces a ``Jit`` for some arguments; lazy values stay lazy.
+
+    Args:
+        jit: The compiled function.
+        args: Positional arguments: Modules, arrays or ``jax.ShapeDtypeStruct``.
+        kwargs: Keyword arguments.
+    """
+    while True:
+        plan, graph, arguments = jit.prepare(args, kwargs)
+        local.call = jit.entry(plan, graph)
+        try:
+            full = plan.pack(abstract(graph.leaves), arguments)
+            return Traced(
+                jit,
+                plan,
+                plan.jitted(full).trace(*full),
+                _ArgumentView(plan, graph, arguments),
+            )
+        except Captured as found:
+            jit.capture(found.objects)
+        except Replan:
+            jit.plans.pop(plan.key, None)
+        except Exception as error:
+            explain_places(error, plan)
+            raise
+        finally:
+            local.call = None
+
+
+class _ArgumentView:
+    """Arranges what JAX reports per flat input as the user passed the arguments."""
+
+    def __init__(self, plan: Plan, graph: Graph, arguments: Arguments) -> None:
+        index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
+        self.plan = plan
+        self.roots: list[tuple[dict[Path, int], dict[Path, Origin]]] = []
+        for root in arguments.roots:
+            flat = flatten(root)
+            pairs = list(zip(flat.leaf_paths, flat.leaves, strict=True))
+            origins = {path: Origin(type(leaf), leaf._metadata) for path, leaf in pairs}
+            self.roots.append(({path: index[id(leaf)] for path, leaf in pairs}, origins))
+
+    def __call__(self, tree: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) from a tree shaped like the pure function's arguments."""
+        if len(tree) == 2 and isinstance(tree[1], dict):
+            tree = tree[0]
+        kept, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
+        named: dict[str, Any] = {}
+        if len(tree) > 3:
+            for position in self.plan.layout.donated:
+                plain[position] = tree[3][position]
+            named = {**tree[4], **tree[5]}
+        values = [
+            next(donated if i in self.plan.donated_leaves else kept)
+            for i in range(len(self.plan.graphdef.leaves))
+        ]
+        states = [
+            State.from_flat({path: values[i] for path, i in indices.items()}, origins)
+            for indices, origins in self.roots
+        ]
+        args = tuple(
+            put_together(t, p, states, with_static=False)
+            for t, p in zip(self.plan.templates, plain, strict=True)
+        )
+        return args, {
+            name: put_together(t, named[name], states, with_static=False)
+            for name, t in self.plan.named
+        }
+
+
+def _result_view(plan: Plan, tree: Any) -> Any:
+    """Returns the user's result from a tree shaped like a ``Carried``.
+
+    A Module appears as the State of what the function returns of it.
+    """
+    result, written, fresh, record = tree
+    if record.result is None:
+        return result
+    objects = [*plan.graphdef.objects, *record.fresh]
+    for position, definition in record.updates.items():
+        objects[position] = definition
+    values = {
+        plan.graphdef.leaves[p]: value for p, value in zip(record.written, written, strict=True)
+    }
+    new = [
+        len(plan.graphdef.objects) + i
+        for i, item in enumerate(record.fresh)
+        if type(item) is VariableDef
+    ]
+    values.update(zip(new, fresh, strict=True))
+    leaves = list(result)
+    for place, position in record.result.roots:
+        paths = definition_paths(GraphDef(tuple(objects), (Ref(position),)))
+        chosen = {path: i for i, path in paths.items() if i in values}
+        origins = {path: Origin(objects[i].type, objects[i].metadata) for path, i in chosen.items()}
+        found = State.from_flat({path: values[i] for path, i in chosen.items()}, origins)
+        leaves.insert(place, found)
+    return record.result.treedef.unflatten(leaves)
+
+
+class _Stage:
+    """What the stages share: JAX's stage, and the arrangement of arguments and results."""
+
+    def __init__(self, jit: Any, plan: Plan, stage: Any, view: _ArgumentView, record: Any) -> None:
+        self._jit = jit
+        self._plan = plan
+        self._stage = stage
+        self._view = view
+        self._record = record
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._stage, name)
+
+    @property
+    def args_info(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) as the user passed them, with JAX's ``ArgInfo`` for each array."""
+        return self._view(self._stage.args_info)
+
+    @property
+    def in_avals(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) as the user passed them, with an abstract value for each array."""
+        return self._view(self._stage.in_avals)
+
+    @property
+    def input_paths(self) -> dict[str, Path]:
+        """Where the inputs of the program are among the arguments, by JAX's names of them.
+
+        Compiled programs call their parameters by these names (``flat[0][3]``). A path begins with
+        the position or name of the argument.
+        """
+        flat = self._stage.in_avals
+        names = jax.tree.map_with_path(
+            lambda path, _: f"{_INPUTS}{jax.tree_util.keystr(path[1:])}", flat
+        )
+        args, kwargs = self._view(names)
+        found: dict[str, Path] = {}
+        for tree in (dict(enumerate(args)), kwargs):
+            leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda v: isinstance(v, State))
+            for path, leaf in leaves:
+                below = leaf.flat() if isinstance(leaf, State) else {(): leaf}
+                start = tuple(map(path_step, path))
+                for rest, name in below.items():
+                    found.setdefault(name, (*start, *rest))
+        return found
+
+    @property
+    def out_info(self) -> Any:
+        """The result with shape and dtype for each array."""
+        return self._result(self._stage.out_info)
+
+    @property
+    def in_tree(self) -> Any:
+        """Structure of ``args_info``."""
+        return jax.tree.structure(self.args_info)
+
+    @property
+    def out_tree(self) -> Any:
+        """Structure of ``out_info``."""
+        return jax.tree.structure(self.out_info)
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """Positions, among the leaves of ``args_info``, of what is donated."""
+        leaves = jax.tree.leaves(self.args_info)
+        return tuple(i for i, info in enumerate(leaves) if info.donated)
+
+    def _result(self, tree: Any) -> Any:
+        return _result_view(self._plan, (*tree[:3], self._record))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._jit!r}>"
+
+
+class Traced(_Stage):
+    """A traced function: its program as a jaxpr, not lowered yet. Made by ``jit(f).trace(...)``.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> traced = sx.jit(lambda v, x: v * x).trace(sx.Param(jnp.ones(3)), jnp.ones(3))
+        >>> traced.out_info.shape, len(traced.jaxpr.eqns)
+        ((3,), 1)
+    """
+
+    def __init__(self, jit: Any, plan: Plan, stage: Any, view: _ArgumentView) -> None:
+        super().__init__(jit, plan, stage, view, stage.out_info[3])
+
+    @property
+    def out_avals(self) -> Any:
+        """The result with an abstract value for each array."""
+        return self._result(self._stage.out_avals)
+
+    def lower(self, **options: Any) -> Lowered:
+        """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
+        return Lowered(
+            self._jit,
+            self._plan,
+            self._stage.lower(**options),
+            self._view,
+            self._record,
+        )
+
+
+class Lowered(_Stage):
+    """A lowered function: StableHLO, not compiled yet.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> lowered = sx.jit(lambda v, x: v * x).lower(sx.Param(jnp.ones(3)), jnp.ones(3))
+        >>> "stablehlo.multiply" in lowered.as_text()
+        True
+    """
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
+        """Compiles for the devices of the arguments.
+
+        Args:
+            compiler_options: As JAX's ``Lowered.compile``.
+        """
+        options = {} if compiler_options is None else {"compiler_options": compiler_options}
+        return Compiled(
+            self._jit,
+            self._plan,
+            self._stage.compile(**options),
+            self._view,
+            self._record,
+        )
+
+
+class Compiled(_Stage):
+    """A compiled function. Calling it runs the program and writes state back.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> def add(v, x):
+        ...     v += x
+        >>> first, second = sx.Param(jnp.zeros(2)), sx.Param(jnp.zeros(2))
+        >>> compiled = sx.jit(add).lower(first, jnp.ones(2)).compile()
+        >>> compiled(second, jnp.ones(2))
+        >>> first.value.tolist(), second.value.tolist()
+        ([0.0, 0.0], [1.0, 1.0])
+    """
+
+    @property
+    def input_shardings(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) as the user passed them, with a sharding for each array."""
+        return self._view(self._stage.input_shardings)
+
+    @property
+    def output_shardings(self) -> Any:
+        """The result with a sharding for each array."""
+        return self._result(self._stage.output_shardings)
+
+    @property
+    def input_formats(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) as the user passed them, with layout and sharding of each array."""
+        return self._view(self._stage.input_formats)
+
+    @property
+    def output_formats(self) -> Any:
+        """The result with a format for each array."""
+        return self._result(self._stage.output_formats)
+
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The same as calling it."""
+        return self(*args, **kwargs)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program.
+
+        Args:
+            *args: As for the function, without static arguments; objects may be others than those
+                it was compiled for.
+            **kwargs: Likewise.
+
+        Raises:
+            StructureMismatchError: If the structure of the arguments differs from what was
+                compiled; the message says where.
+        """
+        arguments = self._plan.options.take_apart(args, kwargs, self._jit.path_of)
+        hidden = self._jit.hidden()
+        names = [(), *self._root_names(arguments), *(name for name, _ in hidden)]
+        roots = [self._jit.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
+        graph = Graph(roots, names)
+        self._check(arguments, graph, names)
+        full = self._plan.pack(graph.values(), arguments)
+        try:
+            carried = Carried(*self._stage(*full))
+        except Exception as error:
+            explain_values(error, self._plan, graph)
+            if "flat[" not in str(error):
+                raise
+            raise StructureMismatchError(in_user_terms(str(error), self._plan)) from error
+        check_no_leak(graph, carried)
+        return carry_in(graph, carried)
+
+    def _root_names(self, arguments: Arguments) -> list[Path]:
+        labels = [label for _, label in self._plan.layout.positional]
+        given = len(arguments.templates)
+        labels += [f"args[{i}]" for i in range(len(labels), given)]
+        return root_names(labels[:given], arguments)
+
+    def _check(self, arguments: Arguments, graph: Graph, names: Sequence[Path]) -> None:
+        plan = self._plan
+        differences = structure_differences(plan.graphdef, graph.flat.graphdef, plan.names, names)
+        if not differences and (arguments.templates, arguments.named) == (
+            plan.templates,
+            plan.named,
+        ):
+            return
+        labels = [label for _, label in plan.layout.positional]
+        differences += static_leaf_differences(plan, arguments, labels)
+        if len(arguments.templates) != len(plan.templates) or len(arguments.named) != len(
+            plan.named
+        ):
+            expected = ", ".join(labels) or "no positional arguments"
+            differences.insert(
+                0,
+                f"{len(arguments.templates)} positional arguments given, compiled for "
+                f"{len(plan.templates)} ({expected})",
+            )
+        listed = (
+            "\n".join(f"  {line}" for line in differences)
+            or "  the arguments have other containers"
+        )
+        raise StructureMismatchError(
+            f"This Compiled of {self._jit!r} was called with arguments of another structure than "
+            f"it was compiled for (compiled -> "
+            f"given):\n{listed}\nStatic arguments are not passed to a Compiled. To accept any "
+            f"structure, call the jitted function instead; it "
+            f"compiles again when needed."
+        )

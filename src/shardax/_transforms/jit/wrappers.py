@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules around another Module, which call it in some way of their own.
+
+The Module inside is the *body*. An attribute that is not the wrapper's own is the body's, read and
+written, so that a wrapper can take a layer's place. Paths lead through it: what was at ``.kernel``
+is at ``.body.kernel``.
+
+``Jitted``: a Module around another one, whose call is compiled.
+
+What is compiled belongs to the body's class and the options, not to one object: layers of one
+structure share their programs, and so do copies of a model. While something else is being compiled
+around it, a ``Jitted`` calls its body directly and becomes part of that program.
+
+``Remat``: a Module around another one, which is run again when it is differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardax._core._jax import is_eager, trace_state
+from shardax._core.frames import local
+from shardax._core.graph.static import exact_key
+from shardax._core.module import Module
+from shardax._transforms.errors import LayerConfigError, StaticArgumentError
+from shardax._transforms.grad.remat import remat
+from shardax._transforms.jit.jit import Jit, jit
+from shardax._transforms.jit.specialization import Options, with_resolved_donation
+from shardax._transforms.lift.functions import as_tuple
+
+# --- Around ---
+
+
+class Around(Module):
+    """Base of Modules around another one.
+
+    Args:
+        module: The body, a Module that can be called.
+
+    Attributes:
+        body: It itself, not a copy.
+
+    Raises:
+        LayerConfigError: If it is no Module, or cannot be called.
+    """
+
+    body: Any
+    _own = frozenset({"body"})
+    """Names of the wrapper's own attributes."""
+
+    def __init__(self, module: Module) -> None:
+        if not isinstance(module, Module) or not callable(module):
+            raise LayerConfigError(
+                f"sx.{type(self).__name__} goes around a Module that can be called, but was given "
+                f"{module!r} of type {type(module).__name__}. For a function, use sx.jit(f) or "
+                f"sx.remat(f); for a method, put it around the Module that has it."
+            )
+        self.body = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            body = self.__dict__.get("body")
+            if body is None or name.startswith("__"):
+                raise
+        return getattr(body, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._own or hasattr(Module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.body, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._own:
+            super().__delattr__(name)
+        else:
+            delattr(self.body, name)
+
+
+# --- Jitted ---
+
+_UNSTAGED = frozenset({"grad", "jvp", "value_and_grad", "vjp", "vmap"})
+"""Transforms that run a function's operations one by one unless something is compiled inside."""
+
+
+class Jitted(Around):
+    """A Module whose call is compiled.
+
+    Args:
+        module: The body, a Module that can be called.
+        **jit_options: Options of ``jit``, positions being those of the arguments of the call.
+            ``static`` is ``"auto"`` unless given: strings, functions and flags in the arguments
+            are compiled for by value.
+
+    Attributes:
+        body: It itself, not a copy. Its attributes are also those of the wrapper.
+
+    Raises:
+        LayerConfigError: If it is no Module, or cannot be called.
+        StaticArgumentError: If it has no such argument as an option names, or an option is not
+            hashable.
+        DonationError: Likewise.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+        >>> layer = sx.Jitted(mlp)
+        >>> layer.body is mlp, layer.up is mlp.up, layer(jnp.ones((1, 2))).shape
+        (True, True, (1, 2))
+        >>> [path for path, _ in sx.iter_variables(layer)][0]
+        ('body', 'gate', 'kernel')
+    """
+
+    _own = frozenset({"body", "compiler"})
+
+    def __init__(self, module: Module, **jit_options: Any) -> None:
+        super().__init__(module)
+        self.compiler = Compiler({"static": "auto", **jit_options})
+        self.compiler.check(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the body, compiled, or as a part of what is being compiled around it."""
+        if self.compiler.is_inlined and _is_staged():
+            return self.body(*args, **kwargs)
+        return self.compiler.compiled(type(self.body), len(args))(self.body, *args, **kwargs)
+
+
+class Compiler:
+    """Options of ``jit``, as configuration.
+
+    Args:
+        options: The options.
+
+    Attributes:
+        is_inlined: Whether a call inside another compiled function needs no program of its own,
+            which it does where shardings are declared.
+
+    Raises:
+        StaticArgumentError: If an option is not hashable.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+        declared = [self.options.get(name) for name in ("in_shardings", "out_shardings")]
+        self.is_inlined = declared == [None, None]
+        self._key = tuple((name, _key(name, options[name])) for name in sorted(options))
+        self._hash = hash(self._key)
+
+    def check(self, body: Any) -> None:
+        """Raises if an option does not fit the body's arguments; see ``Jitted``."""
+        with_resolved_donation(Options(**self.options), body)
+
+    def compiled(self, kind: type, count: int) -> Jit:
+        """Returns the compiled call of a class.
+
+        Args:
+            kind: The class.
+            count: The number of positional arguments.
+        """
+        key = (kind, self, None if self.is_inlined else count)
+        found = _compiled.get(key)
+        if found is None:
+            found = _compiled[key] = jit(kind.__call__, **self._shifted(count))
+        return found
+
+    def _shifted(self, count: int) -> dict[str, Any]:
+        """Returns the options for a function that takes the body as its first argument."""
+        shifted = dict(self.options)
+        for name in ("static_argnums", "donate_argnums"):
+            places = as_tuple(shifted.get(name))
+            shifted[name] = tuple(place + 1 if place >= 0 else place for place in places)
+        declared = shifted.get("in_shardings")
+        if declared is not None:
+            several = type(declared) in (tuple, list)
+            shifted["in_shardings"] = (None, *(declared if several else [declared] * count))
+        return shifted
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Compiler) and self._hash == other._hash and self._key == other._key
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __deepcopy__(self, memo: Any) -> Compiler:
+        return self
+
+    def __reduce__(self) -> Any:
+        return (Compiler, (self.options,))
+
+    def __repr__(self) -> str:
+        return f"jit({', '.join(f'{name}={option!r}' for name, option in self.options.items())})"
+
+
+_compiled: dict[Any, Jit] = {}
+"""Compiled calls by class and options. Classes of Modules live on anyway, being pytrees to JAX."""
+
+
+def _key(name: str, option: Any) -> Any:
+    """Returns what an option compares by.
+
+    Raises:
+        StaticArgumentError: If it is not hashable.
+    """
+    try:
+        return exact_key(tuple(sorted(option.items())) if isinstance(option, dict) else option)
+    except TypeError as error:
+        raise StaticArgumentError(
+            f"The option {name}={option!r} of sx.Jitted is not hashable ({error}). Options are "
+            f"part of a model's structure. Use tuples instead of lists."
+        ) from error
+
+
+def _is_staged() -> bool:
+    """Whether a program is being made around this call, of which it becomes a part.
+
+    A plain JAX transform counts as such, because it most often is ``jax.jit``.
+    """
+    if is_eager():
+        return False
+    frame = local.frame
+    if frame is None or frame.trace != trace_state():
+        return True
+    while frame is not None:
+        if frame.name not in _UNSTAGED:
+            return True
+        frame = frame.parent
+    return False
+
+
+# --- Rematted ---
+
+
+class Remat(Around):
+    """A Module whose call keeps its inputs for the gradient, and computes the rest anew.
+
+    Args:
+        module: The body, a Module that can be called. Strings, functions and flags may be among its
+            arguments.
+        policy: As for ``remat``: what is kept all the same.
+        prevent_cse: As for ``remat``.
+
+    Attributes:
+        body: It itself, not a copy. Its attributes are also those of the wrapper.
+
+    Raises:
+        LayerConfigError: If it is no Module, or cannot be called.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+        >>> layer = sx.Remat(mlp, policy=jax.checkpoint_policies.dots_saveable)
+        >>> loss = lambda layer: layer(jnp.ones((1, 2))).sum()
+        >>> grads, plain = sx.grad(loss)(layer), sx.grad(loss)(mlp)
+        >>> layer.body is mlp, bool((grads.body.up.kernel == plain.up.kernel).all())
+        (True, True)
+    """
+
+    _own = frozenset({"body", "policy", "prevent_cse"})
+
+    def __init__(
+        self,
+        module: Module,
+        policy: Callable[..., bool] | None = None,
+        prevent_cse: bool = True,
+    ) -> None:
+        super().__init__(module)
+        self.policy = policy
+        self.prevent_cse = prevent_cse
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the body."""
+        call = remat(self.body, policy=self.policy, prevent_cse=self.prevent_cse, static="auto")
+        return call(*args, **kwargs)

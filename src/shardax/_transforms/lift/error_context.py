@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of JAX about a compiled function, told in terms of the arguments that the user passed.
+
+A plan calls JAX with flat lists of values, so JAX names a *place* like ``flat[0][3]``. Here such a
+place gets its name back: ``model.layers[0].kernel``. Mistakes that are common get an error of their
+own; any other error keeps its type and text, and a note says which argument each place is.
+
+The same for what JAX says of a loop that cannot be differentiated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from shardax._core._jax import Tracer
+from shardax._core.errors import AbstractValueError
+from shardax._core.graph.paths import Path, format_path
+from shardax._transforms.errors import (
+    ArgumentError,
+    DifferentiationError,
+    DonationError,
+    PrefixError,
+)
+from shardax._transforms.lift.arguments import Mixed, plain_paths
+
+_PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
+_TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
+
+
+def explain_error(error: Exception, plan: Any, graph: Any) -> None:
+    """Raises a clearer error for what JAX says about values, or adds a note to the one it raised.
+
+    Args:
+        error: What JAX, or the user's function, raised.
+        plan: The plan that was called.
+        graph: The objects of the call.
+
+    Raises:
+        AbstractValueError: If Variables hold only shapes.
+        DonationError: If donated arrays are used again, or one is donated twice.
+        ArgumentError: As ``explain_places``.
+        PrefixError: As ``explain_places``.
+    """
+    explain_values(error, plan, graph)
+    if isinstance(error, ValueError):
+        _explain_shardings(error, plan, graph)
+    explain_places(error, plan)
+
+
+def explain_places(error: Exception, plan: Any) -> None:
+    """Does what ``explain_error`` does where values may be absent on purpose: while tracing.
+
+    Raises:
+        ArgumentError: If an argument is neither arrays nor objects.
+        PrefixError: If a sharding does not fit the array it is for.
+    """
+    text = str(error)
+    if "flat[" not in text:
+        return
+    told = in_user_terms(text, plan)
+    kind = _TYPE.search(text)
+    if "Error interpreting argument" in text and kind is not None:
+        place = _PLACE.search(text)
+        name = place_name(place, plan) if place else "an argument"
+        raise ArgumentError(
+            f"{name} of {_shown(plan.function)} is a {kind.group(1)}, which is neither an array or "
+            f"number nor a Module, Variable or pytree of these. If it is configuration, make it "
+            f"static: sx.jit(f, static_argnames=...). If it holds arrays or Modules, register its "
+            f"class as a pytree (jax.tree_util.register_dataclass) or make it a sx.Module."
+        ) from error
+    if "sharding" in text and isinstance(error, ValueError):
+        raise PrefixError(told) from error
+    notes = [f"{place.group(0)} is {place_name(place, plan)}" for place in _PLACE.finditer(text)]
+    error.add_note(f"In the call of {_shown(plan.function)}: {', '.join(dict.fromkeys(notes))}.")
+
+
+def in_user_terms(text: str, plan: Any) -> str:
+    """Replaces every place in a message of JAX by its name."""
+    return _PLACE.sub(lambda place: place_name(place, plan), text)
+
+
+def place_name(place: re.Match[str], plan: Any) -> str:
+    """Returns what the user calls a place in the flat arguments, such as ``model.kernel``."""
+    group, index, name, leaf = place.groups()
+    below = "" if leaf is None else f"[{leaf}]"
+    if group in "01":
+        donated = [i in plan.donated_leaves for i in range(len(plan.leaf_paths))]
+        own = [i for i, flag in enumerate(donated) if flag == (group == "1")]
+        return format_path(plan.leaf_paths[own[int(index)]]).removeprefix(".") + below
+    if name is not None:
+        template = dict(plan.named)[name]
+    else:
+        template, name = plan.templates[int(index)], plan.layout.positional[int(index)][1]
+    if leaf is None or not isinstance(template, Mixed):
+        return name + below
+    return name + format_path(plain_paths(template)[int(leaf)])
+
+
+def _shown(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+def explain_values(error: Exception, plan: Any, graph: Any) -> None:
+    """Raises if the error comes from values that Variables hold: none, deleted, or one twice.
+
+    Raises:
+        AbstractValueError: If Variables hold only shapes.
+        DonationError: If donated arrays are used again, or one is donated twice.
+    """
+    pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
+    absent = [path for path, v in pairs if v.is_abstract]
+    if absent and isinstance(error, TypeError):
+        raise AbstractValueError(
+            f"{len(absent)} Variables hold only shapes, not arrays: {_listed(absent)}. "
+            f"Materialise the model first (sx.shard, or restore a "
+            f"checkpoint), or look at shapes only with sx.eval_shape."
+        ) from error
+    gone = [
+        path for path, v in pairs if any(_is_deleted(leaf) for leaf in jax.tree.leaves(v._value))
+    ]
+    if gone and ("delete" in str(error) or "donate" in str(error)):
+        raise DonationError(
+            f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. "
+            f"A donated array may be used only once; if two "
+            f"models share arrays (sx.clone does), copy them first: sx.update(copy, "
+            f"jax.tree.map(jnp.copy, sx.state(copy)))."
+        ) from error
+    if plan.donated_leaves and "donate" in str(error):
+        owners: dict[int, list[Path]] = {}
+        for path, variable in pairs:
+            for leaf in jax.tree.leaves(variable._value):
+                owners.setdefault(id(leaf), []).append(path)
+        twice = [paths for paths in owners.values() if len(paths) > 1]
+        if twice:
+            raise DonationError(
+                f"Two Variables hold one and the same array, which cannot be donated twice: "
+                f"{'; '.join(_listed(paths) for paths in twice)}. Copy one of them: v[...] = "
+                f"jnp.copy(v)."
+            ) from error
+
+
+def _explain_shardings(error: ValueError, plan: Any, graph: Any) -> None:
+    """Raises if declared shardings do not fit the Variables they are for, listing all of them."""
+    misfits = []
+    shardings = plan.leaf_shardings
+    for path, variable, sharding in zip(
+        graph.flat.leaf_paths, graph.leaves, shardings, strict=True
+    ):
+        for leaf in jax.tree.leaves(variable._value) if hasattr(sharding, "shard_shape") else ():
+            try:
+                sharding.shard_shape(leaf.shape)
+            except ValueError as reason:
+                misfits.append(f"  {format_path(path)}, shape {leaf.shape}: {reason}")
+            except IndexError:  # what JAX raises for arrays with too few dimensions
+                misfits.append(f"  {format_path(path)}, shape {leaf.shape}: {sharding} has more")
+    if misfits:
+        raise PrefixError(
+            f"in_shardings does not fit {len(misfits)} Variables; nothing was changed:\n"
+            + "\n".join(misfits)
+            + "\nGive these a sharding of their own: sx.StateSharding({filter: ..., ...: ...})."
+        ) from error
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    shown = ", ".join(format_path(path) for path in paths[:8])
+    return shown + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
+
+
+@contextlib.contextmanager
+def explained_reverse_mode() -> Iterator[None]:
+    """Says, where reverse mode meets a while loop, which loops have a reverse-mode derivative.
+
+    Raises:
+        DifferentiationError: If it does.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
+            raise
+        raise DifferentiationError(
+            "What is differentiated goes through a while loop, which has no reverse-mode "
+            "derivative: nobody knows how many steps it would have to remember. Give it a limit, "
+            "sx.bounded_while_loop(..., max_steps=100, differentiable='recompute'); if the number "
+            "of steps is known, use sx.fori_loop with Python integers, or sx.scan; if the gradient "
+            "shall not go through it, jax.lax.stop_gradient."
+        ) from error

@@ -1,0 +1,783 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefixes: one entry of a caller's option, spread over every Variable it covers.
+
+Options such as ``in_shardings`` and ``in_axes`` are given per argument. For an argument that is a
+Module, an *entry* may be one value for all its Variables, a ``State`` or nested mapping with one
+value per path, or a *filter mapping* (``StateSharding``, ``StateAxes``): an ordered mapping from
+filters to values, of which the first that matches a Variable gives its value.
+
+A Variable that is reached twice is one Variable, so it must get one value; if two entries disagree,
+that is an error.
+
+Aliases: the further paths of Variables that one model reaches in several ways.
+
+Flattening gives every Variable the path by which it was met first. Whoever chooses by path must
+hear of the others, too: a choice by ``.head.kernel`` means the tied ``.embed.kernel`` as well.
+
+Layouts of mapped calls: which entry each Variable and each plain array of a call got.
+
+A *mapped* call runs its function on parts of its arguments: ``vmap`` on lanes, ``scan`` on
+iterations, ``shard_map`` on shards. The caller's prefixes say how each argument is taken apart and
+how results are put together, one *entry* per array: an axis, a spec, ``None``, ``Carry``.
+
+Before the run, ``Layout`` spreads the in-prefix over the arguments. In the run, ``leaving`` spreads
+both prefixes over what the function left behind, so that a new Variable, too, has an entry: that of
+its place in the result, or of the argument that it was attached to. A Variable that stands in
+arguments and result must get one entry; two different ones are an error with both paths.
+
+JAX's transforms want out-entries before the run, when what leaves is not known yet. But which
+entries can occur is known: those of the two prefixes. So values leave sorted by entry
+(``Sorted``), one list for each entry that can occur.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+
+from shardax._core.errors import FilterError
+from shardax._core.graph.flatten import (
+    GraphDef,
+    MappingDef,
+    MethodDef,
+    PartialDef,
+    Ref,
+    TupleDef,
+    VariableDef,
+    WrapperDef,
+    definition_children,
+    flatten,
+)
+from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.object import Object
+from shardax._core.state.filters import (
+    PathContains,
+    first_match,
+    no_match_error,
+    to_predicates,
+)
+from shardax._core.state.state import State, flatten_mapping
+from shardax._core.variable import Variable
+from shardax._transforms.errors import InconsistentAliasingError, OutputError, PrefixError
+from shardax._transforms.lift.call import Call, Inside
+from shardax._transforms.lift.engine import Carried, Record, same_value
+
+# --- Aliases ---
+
+
+def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
+    """Returns (position among the Variables, path) of further ways to reach Variables.
+
+    From every shared place there is one way to each Variable that can be reached from there, so
+    that there are not more than shared places times Variables, and every Variable with a further
+    way has one here. No way leads back to an object that it came through. Remembered on the
+    structure.
+    """
+    if graphdef._aliases is None:
+        graphdef._aliases = _find(graphdef)
+    return graphdef._aliases
+
+
+def _find(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
+    walk = _Walk(graphdef)
+    positions = {index: position for position, index in enumerate(graphdef.leaves)}
+    found: list[tuple[int, Path]] = []
+    for target, path, came_through in walk.edges:
+        reached = dict(walk.ways(target, path, set(came_through)))
+        found += sorted((positions[i], way) for i, way in reached.items() if i in positions)
+    return tuple(found)
+
+
+class _Walk:
+    """One walk over definitions, in the order in which objects were walked.
+
+    Attributes:
+        edges: (object, path, objects on the way) of each way to an object that is not the first,
+            but for ways back to an object that they came through.
+    """
+
+    def __init__(self, graphdef: GraphDef) -> None:
+        self.graphdef = graphdef
+        self.met: set[int] = set()
+        self.edges: list[tuple[int, Path, tuple[int, ...]]] = []
+        for root in graphdef.roots:
+            for position, path in _objects(root, ()):
+                self.visit(position, path, ())
+
+    def visit(self, position: int, path: Path, above: tuple[int, ...]) -> None:
+        """Visits an object, reached through those above."""
+        if position in self.met:
+            if position not in above:
+                self.edges.append((position, path, above))
+            return
+        self.met.add(position)
+        for below, way in _objects_in(self.graphdef, position, path):
+            self.visit(below, way, (*above, position))
+
+    def ways(self, position: int, path: Path, met: set[int]) -> Iterator[tuple[int, Path]]:
+        """Yields each object that can be reached from one, itself first, with a way there.
+
+        Args:
+            position: The object.
+            path: The way to it.
+            met: Objects to go around; those that were reached are added.
+        """
+        if position in met:
+            return
+        met.add(position)
+        yield position, path
+        for below, way in _objects_in(self.graphdef, position, path):
+            yield from self.ways(below, way, met)
+
+
+def _objects_in(graphdef: GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the objects that an object holds, also in immutable containers, and their paths."""
+    for key, child in definition_children(graphdef.objects[position]):
+        yield from _objects(child, path if key is None else (*path, key))
+
+
+def _objects(child: Any, path: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the object that a child is, or those in it."""
+    if type(child) is MethodDef:
+        child = child.owner
+    if type(child) is Ref:
+        yield child.position, path
+    elif type(child) in (TupleDef, MappingDef, PartialDef, WrapperDef):
+        for key, below in definition_children(child):
+            yield from _objects(below, path if key is None else (*path, key))
+
+
+# --- Prefix ---
+
+
+class FilterMapping(Mapping[Any, Any]):
+    """An ordered mapping from filters to values; the first match gives a Variable's value.
+
+    Args:
+        entries: A mapping or iterable of (filter, value) pairs; ``...`` last covers what remains. A
+            ``State`` of values is taken path by path.
+
+    Raises:
+        FilterError: If ``...`` is not last or something is not a filter.
+    """
+
+    __slots__ = ("_filters", "_predicates", "_values")
+
+    def __init__(self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] | State) -> None:
+        if isinstance(entries, State):
+            pairs: list[tuple[Any, Any]] = [
+                (ExactPath(path), value) for path, value in entries.flat().items()
+            ]
+        else:
+            pairs = list(entries.items() if isinstance(entries, Mapping) else entries)
+        self._filters = tuple(item for item, _ in pairs)
+        self._values = tuple(value for _, value in pairs)
+        self._predicates = to_predicates(self._filters)
+
+    def lookup(self, path: Path, variable: Any) -> Any:
+        """Returns the value for a Variable.
+
+        Args:
+            path: Its path below the argument.
+            variable: The Variable.
+
+        Raises:
+            FilterError: If no filter matches it; the message names the path.
+        """
+        position = first_match(self._predicates, path, variable)
+        if position is None:
+            raise no_match_error(path, variable, self._filters)
+        return self._values[position]
+
+    def __getitem__(self, key: Any) -> Any:
+        for item, value in zip(self._filters, self._values, strict=True):
+            if item is key or item == key:
+                return value
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._filters)
+
+    def __len__(self) -> int:
+        return len(self._filters)
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        assert isinstance(other, FilterMapping)
+        return self._predicates == other._predicates and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash((type(self), tuple(self._predicates), self._values))
+
+    def __repr__(self) -> str:
+        pairs = ", ".join(
+            f"{_name(k)}: {v!r}" for k, v in zip(self._filters, self._values, strict=True)
+        )
+        return f"{type(self).__name__}({{{pairs}}})"
+
+
+def _name(item: Any) -> str:
+    return item.__name__ if isinstance(item, type) else "..." if item is ... else repr(item)
+
+
+class ExactPath(PathContains):
+    """Matches the Variable at exactly one path."""
+
+    def __call__(self, path: Path, variable: Any) -> bool:
+        return path == self.key
+
+
+class StateSharding(FilterMapping):
+    """Shardings of a Module argument by filter, for ``in_shardings`` and ``out_shardings``.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.StateSharding({sx.Param: "some sharding", ...: None})
+        StateSharding({Param: 'some sharding', ...: None})
+    """
+
+
+class _CarryType:
+    """The type of ``Carry``, an entry of its own kind."""
+
+    def __repr__(self) -> str:
+        return "Carry"
+
+    def __reduce__(self) -> str:
+        return "Carry"
+
+
+Carry = _CarryType()
+"""Entry of what goes from one iteration of a loop to the next (``scan``)."""
+
+
+class StateAxes(FilterMapping):
+    """Axes of a Module argument by filter, for ``vmap`` and ``scan``.
+
+    An entry is an axis (an int), ``None`` for one value that all lanes share, or, in ``scan``,
+    ``Carry``.
+
+    Raises:
+        PrefixError: If an entry is something else.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> axes = sx.StateAxes({sx.PathContains("kernel"): None, ...: 0})
+        >>> layer.bias[...] = jnp.zeros((4, 3))
+        >>> sx.vmap(lambda m, x: m(x), in_axes=(axes, 0))(layer, jnp.ones((4, 2))).shape
+        (4, 3)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] | State) -> None:
+        super().__init__(entries)
+        for item, value in zip(self._filters, self._values, strict=True):
+            if value is not None and value is not Carry and not is_axis(value):
+                raise PrefixError(
+                    f"StateAxes gives {value!r} for {_name(item)}; an entry is an axis (an int), "
+                    f"None for what all lanes share, or sx.Carry in sx.scan."
+                )
+
+
+def is_axis(entry: Any) -> bool:
+    """Whether an entry is an axis: an integer that is no bool."""
+    return isinstance(entry, int) and not isinstance(entry, bool)
+
+
+def check_axes_only(prefix: Any, name: str, carry: bool = False) -> None:
+    """Checks a prefix of axes before anything is called.
+
+    Args:
+        prefix: What the caller gave.
+        name: The option's name, for messages.
+        carry: Whether ``Carry`` is an entry.
+
+    Raises:
+        PrefixError: If an entry is neither an axis nor None nor such.
+    """
+    for leaf in jax.tree.leaves(prefix):
+        if isinstance(leaf, StateSharding):
+            raise PrefixError(f"{name} takes axes, but was given a StateSharding; use StateAxes.")
+        values = leaf.values() if isinstance(leaf, FilterMapping) else [leaf]
+        for value in values:
+            if not (is_axis(value) or value is None or (carry and value is Carry)):
+                allowed = (
+                    "an axis (an int), None or sx.Carry" if carry else "an axis (an int) or None"
+                )
+                hint = " (sx.Carry is for sx.scan)" if value is Carry else ""
+                raise PrefixError(f"{name} gives {value!r}{hint}; an entry is {allowed}.")
+
+
+def check_shardings_only(prefix: Any, name: str) -> None:
+    """Checks a prefix of shardings before anything is called.
+
+    Args:
+        prefix: What the caller gave.
+        name: The option's name, for messages.
+
+    Raises:
+        PrefixError: If an entry is neither a sharding nor a spec nor None.
+    """
+    kinds = (jax.sharding.Sharding, jax.sharding.PartitionSpec, Object, StateSharding)
+    for leaf in jax.tree.leaves(prefix, is_leaf=lambda item: isinstance(item, Object)):
+        if isinstance(leaf, StateAxes):
+            raise PrefixError(
+                f"{name} takes shardings, but was given a StateAxes; use StateSharding."
+            )
+        if isinstance(leaf, StateSharding):
+            for value in leaf.values():
+                check_shardings_only(value, name)
+        elif not isinstance(leaf, kinds) and not hasattr(leaf, "sharding"):  # a Format has one
+            raise PrefixError(
+                f"{name} gives {leaf!r}; an entry is a jax.sharding.Sharding, a PartitionSpec or "
+                f"None, for a Module also a State of these or sx.StateSharding."
+            )
+
+
+def check_plain(prefix: Any, tree: Any, name: str, where: Path = ()) -> None:
+    """Checks that a prefix fits something that holds no objects.
+
+    Raises:
+        PrefixError: If it does not, or has filters in it, which choose among Variables.
+    """
+    refuse_filters(prefix, name, where)
+    for _ in expand(prefix, tree, name, where):
+        pass
+
+
+def per_argument(prefix: Any, labels: Sequence[str], name: str) -> list[Any]:
+    """Returns one prefix per positional argument.
+
+    Args:
+        prefix: One entry for all arguments, or a tuple or list of one entry each.
+        labels: The arguments' names.
+        name: The option's name, for messages.
+
+    Raises:
+        PrefixError: If a tuple of another length was given.
+    """
+    if (
+        not isinstance(prefix, (tuple, list))
+        or hasattr(prefix, "_fields")  # a NamedTuple describes an argument of its own type
+        or isinstance(prefix, jax.sharding.PartitionSpec)
+    ):
+        return [prefix] * len(labels)
+    if len(prefix) == len(labels):
+        return list(prefix)
+    raise PrefixError(
+        f"{name} has {_count(prefix, 'entry', 'entries')}, but the call has "
+        f"{_count(labels, 'positional argument', 'positional arguments')} ({', '.join(labels)}). "
+        f"Give one entry per argument, or one for all."
+    )
+
+
+def _count(items: Sequence[Any], one: str, many: str) -> str:
+    return f"{len(items)} {one if len(items) == 1 else many}"
+
+
+def expand(
+    prefix: Any,
+    tree: Any,
+    name: str,
+    where: Path = (),
+    known: Mapping[int, Any] = MappingProxyType({}),
+) -> Iterator[tuple[Path, Any, Any]]:
+    """Spreads a prefix over a tree.
+
+    Args:
+        prefix: A prefix of ``tree``; at an object, an entry as defined at the top of this module.
+        tree: A pytree that may hold objects.
+        name: The option's name, for messages.
+        where: Path of ``tree``.
+        known: Entries of some Variables by ``id``, whatever the prefix says of them.
+
+    Yields:
+        (path, Variable or plain leaf, entry) for every Variable of every object and every plain
+        leaf. A Variable that an object reaches by several paths is yielded for each of them if
+        entries are chosen by path.
+
+    Raises:
+        PrefixError: If the prefix does not fit.
+    """
+    if isinstance(tree, Object):
+        yield from _expand_object(prefix, tree, name, where, known)
+        return
+    if _is_entry(prefix):
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
+        for key_path, leaf in leaves:
+            below = (*where, *(path_step(key) for key in key_path))
+            if isinstance(leaf, Object):
+                yield from expand(prefix, leaf, name, below, known)
+            else:
+                refuse_filters(prefix, name, below)
+                yield below, leaf, prefix
+        return
+    children = _one_level(tree)
+    parts = dict(_one_level(prefix))
+    if type(prefix) is not type(tree) or [key for key, _ in children] != list(parts):
+        kind, at = _place(name, where)
+        raise PrefixError(
+            f"{name} does not fit the {kind}{at}: it has {_shape(prefix)} where the {kind} has "
+            f"{_shape(tree)}. Give one entry for the whole {kind}, or the same containers with one "
+            f"entry each."
+        )
+    for key, child in children:
+        yield from expand(parts[key], child, name, (*where, key), known)
+
+
+def _place(name: str, where: Path) -> tuple[str, str]:
+    """Returns what an option is about, by its name, and where in it, for messages."""
+    kind = "result" if name.startswith("out_") else "argument"
+    return kind, f" at {format_path(where)}" if where else ""
+
+
+def _is_entry(prefix: Any) -> bool:
+    return prefix is None or jax.tree_util.all_leaves((prefix,))
+
+
+def refuse_filters(prefix: Any, name: str, where: Path) -> None:
+    """Checks that the prefix of something that holds no objects has no filter mapping in it.
+
+    Raises:
+        PrefixError: If it has; filters choose among Variables.
+    """
+    for leaf in jax.tree.leaves(prefix):
+        if isinstance(leaf, FilterMapping):
+            kind, at = _place(name, where)
+            raise PrefixError(
+                f"{name} gives a {type(leaf).__name__} for the {kind}{at}, which holds no "
+                f"Variables to choose among. Give plain arrays one entry, and only Modules a "
+                f"{type(leaf).__name__}."
+            )
+
+
+def _one_level(tree: Any) -> list[tuple[Hashable, Any]]:
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+    return [(path_step(path[0]), child) for path, child in pairs if path]
+
+
+def _shape(tree: Any) -> str:
+    kind = type(tree).__name__
+    if isinstance(tree, Mapping):
+        return f"a {kind} of {', '.join(map(repr, tree)) or 'nothing'}"
+    if isinstance(tree, (tuple, list)):
+        return f"a {kind} of {len(tree)}"
+    return f"an array {tree.dtype}{list(tree.shape)}" if hasattr(tree, "dtype") else f"a {kind}"
+
+
+def _expand_object(
+    prefix: Any, root: Object, name: str, where: Path, known: Mapping[int, Any]
+) -> Iterator[tuple[Path, Any, Any]]:
+    flat = flatten(root)
+    entry_of = _chooser(prefix, root, name, where)
+    for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
+        if id(variable) in known:
+            yield (*where, *path), variable, known[id(variable)]
+        else:
+            yield (*where, *path), variable, entry_of(path, variable)
+    for position, path in alias_paths(flat.graphdef) if isinstance(prefix, Mapping) else ():
+        variable = flat.leaves[position]
+        if id(variable) not in known:
+            with contextlib.suppress(PrefixError):  # a further path need not be chosen
+                yield (*where, *path), variable, entry_of(path, variable)
+
+
+def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Path, Any], Any]:
+    """Returns the function that gives a Variable below an object, with its path, its entry."""
+    kind, at = _place(name, where)
+    if isinstance(prefix, FilterMapping):
+
+        def by_filter(path: Path, variable: Any) -> Any:
+            try:
+                return prefix.lookup(path, variable)
+            except FilterError as error:
+                raise PrefixError(f"{name} for the {kind}{at}: {error}") from error
+
+        return by_filter
+    if isinstance(prefix, Mapping):
+        by_path = flatten_mapping(prefix)
+
+        def at_path(path: Path, variable: Any) -> Any:
+            if path in by_path:
+                return by_path[path]
+            raise PrefixError(
+                f"{name} has no entry for the {type(variable).__name__} at "
+                f"{format_path((*where, *path))}."
+            )
+
+        return at_path
+    if isinstance(prefix, (Variable, Object)) or not _is_entry(prefix):
+        raise PrefixError(
+            f"{name} for the {kind}{at}, a {type(root).__name__}, is a {type(prefix).__name__}. "
+            f"Give one entry, a State of entries, or a filter mapping."
+        )
+    return lambda path, variable: prefix
+
+
+def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int, tuple[Path, Any]]:
+    """Checks that every Variable got one entry, and returns (path, entry) by ``id`` of Variable.
+
+    Raises:
+        InconsistentAliasingError: If a Variable reached by two paths got two different entries.
+    """
+    found: dict[int, tuple[Path, Any]] = {}
+    for path, leaf, entry in entries:
+        if not isinstance(leaf, Variable):
+            continue
+        first = found.setdefault(id(leaf), (path, entry))
+        if first[1] is not entry and first[1] != entry:
+            raise InconsistentAliasingError(
+                f"One {type(leaf).__name__} is reached by two paths with different {name}:\n  "
+                f"{format_path(first[0])}: {first[1]}\n"
+                f"  {format_path(path)}: {entry}\nA shared Variable is one Variable and needs one "
+                f"entry. Give both paths the same, "
+                f"or untie them with sx.clone."
+            )
+    return found
+
+
+# --- Layout ---
+
+
+class Layout:
+    """The entries of one call.
+
+    Args:
+        call: The call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        prefixes: One prefix per positional argument.
+        named: The entry of all keyword arguments, or a dict with one prefix for each.
+        outside: The entry of Variables that the functions are bound to, or that they captured.
+        name: The option's name, for messages.
+
+    Attributes:
+        leaves: One entry per Variable of the graph.
+        plain: One entry per plain leaf, positional arguments first, then by name.
+        plain_paths: The path of each plain leaf.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        prefixes: Sequence[Any],
+        named: Any,
+        outside: Any,
+        name: str,
+    ) -> None:
+        self.call = call
+        self.prefixes = prefixes
+        self.named = named
+        self.name = name
+        entries = list(self._spread(args, kwargs, {}))
+        self.by_id = consistent(entries, name)
+        self.leaves = [
+            self.by_id.get(id(leaf), ((), outside))[1] for leaf in call.graph.flat.leaves
+        ]
+        plain = [(path, entry) for path, leaf, entry in entries if not isinstance(leaf, Variable)]
+        self.plain = [entry for _, entry in plain]
+        self.plain_paths = [path for path, _ in plain]
+
+    def _spread(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], known: Mapping[int, Any]
+    ) -> Iterable[tuple[Path, Any, Any]]:
+        for label, prefix, arg in zip(self.call.labels, self.prefixes, args, strict=True):
+            yield from expand(prefix, arg, self.name, (label,), known)
+        for keyword in sorted(kwargs):
+            prefix = self.named[keyword] if isinstance(self.named, dict) else self.named
+            yield from expand(prefix, kwargs[keyword], self.name, (keyword,), known)
+
+    @property
+    def leaf_paths(self) -> list[Path]:
+        """The path of each Variable of the graph."""
+        return self.call.graph.flat.leaf_paths
+
+    def leaving(self, inside: Inside, out_prefix: Any, out_name: str) -> Leaving:
+        """Returns the entry of everything that leaves.
+
+        Args:
+            inside: What is known after the function ran.
+            out_prefix: The caller's prefix of the result.
+            out_name: The option's name, for messages.
+        """
+        of_result = [
+            (("result", *path), leaf, entry)
+            for path, leaf, entry in expand(out_prefix, inside.result, out_name)
+        ]
+        leaves = enumerate(self.call.graph.flat.leaves)
+        given = {  # keep the entries they came with, also where the function moved them
+            id(inside.variable(position)): self.by_id[id(leaf)][1]
+            for position, leaf in leaves
+            if id(leaf) in self.by_id
+        }
+        around = list(self._spread(inside.args, inside.kwargs, given))
+        entries = consistent([*around, *of_result], f"{self.name} and {out_name}")
+        plain = [(path, entry) for path, leaf, entry in of_result if not isinstance(leaf, Variable)]
+        return Leaving(entries, plain, frozenset(id(leaf) for _, leaf, _ in around))
+
+
+class Leaving(NamedTuple):
+    """Entries of what leaves.
+
+    Attributes:
+        by_id: (path, entry) by ``id`` of a Variable inside.
+        labels: (path, entry) of each plain leaf of the result; the path begins with "result".
+        attached: ``id`` of what the arguments hold.
+    """
+
+    by_id: dict[int, tuple[Path, Any]]
+    labels: list[tuple[Path, Any]]
+    attached: frozenset[int]
+
+    @property
+    def plain(self) -> list[Any]:
+        """The entry of each plain leaf of the result."""
+        return [entry for _, entry in self.labels]
+
+
+def entries_in(prefix: Any) -> list[Any]:
+    """Returns the distinct entries that a prefix can give."""
+    leaves = jax.tree.leaves(prefix, is_leaf=lambda item: item is None)
+    found: list[Any] = []
+    for leaf in leaves:
+        values = list(leaf.values()) if isinstance(leaf, FilterMapping) else [leaf]
+        found.extend(value for value in values if not any(value == item for item in found))
+    return found
+
+
+class Sorted:
+    """Values on their way out, one list per entry.
+
+    Args:
+        entries: The entries that can occur, in the order of the lists.
+    """
+
+    def __init__(self, entries: Iterable[Hashable]) -> None:
+        self.entries = list(dict.fromkeys(entries))
+        self.order: list[int] = []
+
+    def sort(self, pairs: Iterable[tuple[Hashable, Any]]) -> tuple[list[Any], ...]:
+        """Sorts (entry, value) pairs, inside the transform."""
+        place = {entry: position for position, entry in enumerate(self.entries)}
+        lists: tuple[list[Any], ...] = tuple([] for _ in self.entries)
+        self.order = []
+        for entry, value in pairs:
+            self.order.append(place[entry])
+            lists[place[entry]].append(value)
+        return lists
+
+    def restore(self, lists: Sequence[Sequence[Any]]) -> list[Any]:
+        """Returns the values in their first order, outside the transform."""
+        remaining = [iter(values) for values in lists]
+        return [next(remaining[place]) for place in self.order]
+
+
+class Parts:
+    """The three kinds of values in a ``Carried``, as one flat list and back.
+
+    Args:
+        carried: What leaves the pure function.
+    """
+
+    def __init__(self, carried: Carried) -> None:
+        self.record = carried.record
+        leaves, self.treedef = jax.tree.flatten(carried.result)
+        self.counts = (len(leaves), len(carried.written))
+        self.values = [*leaves, *carried.written, *carried.fresh]
+
+    def assemble(self, values: Sequence[Any]) -> Carried:
+        """Returns the ``Carried`` with other values."""
+        result, written = self.counts
+        return Carried(
+            self.treedef.unflatten(values[:result]),
+            list(values[result : result + written]),
+            list(values[result + written :]),
+            self.record,
+        )
+
+
+def drop_written(carried: Carried, positions: Container[int]) -> Carried:
+    """Returns, inside the transform, what leaves without some of the written Variables.
+
+    Args:
+        carried: What leaves; its record is changed.
+        positions: Positions of the Variables.
+    """
+    pairs = zip(carried.record.written, carried.written, strict=True)
+    kept = [(position, value) for position, value in pairs if position not in positions]
+    carried.record.written = tuple(position for position, _ in kept)
+    return carried._replace(written=[value for _, value in kept])
+
+
+def add_written(carried: Carried, more: Mapping[int, Any]) -> Carried:
+    """Returns, outside the transform, what left with more written Variables.
+
+    Args:
+        carried: What left; its record is changed.
+        more: Values by position of the Variable.
+    """
+    carried.record.written = (*carried.record.written, *more)
+    return carried._replace(written=[*carried.written, *more.values()])
+
+
+def appended(
+    inside: Inside, record: Record, is_shared: Callable[[int], bool]
+) -> dict[int, tuple[Any, ...]]:
+    """Returns what was appended to the tuples of shared Variables, as ``Module.sow`` does.
+
+    Such values have a part per lane or iteration, though the tuple that was there before has none.
+
+    Args:
+        inside: What is known after the function ran.
+        record: What it did.
+        is_shared: Whether the Variable at a position is shared.
+    """
+    found: dict[int, tuple[Any, ...]] = {}
+    for position in record.written:
+        before, after = inside.bound[position], inside.variable(position)._value
+        if not is_shared(position) or not (isinstance(before, tuple) and type(after) is tuple):
+            continue
+        count = len(before)
+        if len(after) > count and same_value(before, after[:count]):
+            found[position] = after[count:]
+    return found
+
+
+def refuse_foreign(record: Record, name: str) -> None:
+    """Raises if objects that were not passed in stand in the result.
+
+    Args:
+        record: What the function did.
+        name: The transform's name, for messages.
+
+    Raises:
+        OutputError: Naming the type.
+    """
+    for item in record.foreign.values():
+        raise OutputError(
+            f"The function given to sx.{name} returned (or attached to an argument) a "
+            f"{type(item).__name__} that was not passed in, so it is one object and has no part "
+            f"of its own in each run. Pass it as an argument, or return sx.clone of it."
+        )
+
+
+def map_metadata(graphdef: GraphDef, change: Callable[[int, VariableDef], VariableDef]) -> GraphDef:
+    """Returns the structure with changed definitions of Variables.
+
+    Args:
+        graphdef: The structure.
+        change: Called with the position among the Variables and the definition.
+    """
+    objects = list(graphdef.objects)
+    for position, index in enumerate(graphdef.leaves):
+        objects[index] = change(position, objects[index])
+    return GraphDef(tuple(objects), graphdef.roots)

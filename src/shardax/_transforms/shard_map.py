@@ -1,0 +1,717 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``shard_map``: a function over Modules, run once on each part of a mesh.
+
+Every run sees its own *shard* of what a spec splits, with the shard's shape, and the whole of what
+no spec splits; runs talk to each other by collectives (``jax.lax.psum`` and the like). A Variable
+has one spec, by which it is taken apart and put together again, so a written one ends where it was
+declared to be. JAX keeps track of the mesh axes over which a value *varies*, that is, over which
+its shards may differ; where a spec does not name such an axis, there would be several values for
+one place, which is refused.
+
+A Variable that the function captured becomes a hidden input that all shards see whole, because
+``jax.shard_map`` cannot take all arrays through a closure.
+
+Specs and meshes of ``shard_map``: what is allowed, and bringing arrays to where specs say.
+
+A *region* is what one call of ``shard_map`` runs over: a mesh, and the mesh axes that become
+*manual* in it, which is all of them unless ``axis_names`` says otherwise. A *shard* is the part of
+an array that one place of the region has.
+
+A spec is kept in one form (``canonical``), so that two ways to write the same layout, ``P("data")``
+and ``P("data", None)``, are one entry.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardax._core import _jax
+from shardax._core._jax import Tracer
+from shardax._core.errors import AbstractValueError
+from shardax._core.frames import resolve
+from shardax._core.graph.flatten import VariableDef, flatten
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.init.lazy import Init, compute_all
+from shardax._core.variable import Variable
+from shardax._transforms.errors import (
+    ArgumentError,
+    AxisSizeError,
+    MeshError,
+    NoMeshError,
+    PrefixError,
+    SharedWriteError,
+)
+from shardax._transforms.lift.call import (
+    Call,
+    Captured,
+    Inside,
+    SealedFrame,
+    retry_captured,
+    stands_for,
+    wraps,
+)
+from shardax._transforms.lift.engine import (
+    Record,
+    carry_in,
+    check_no_leak,
+    check_result,
+)
+from shardax._transforms.lift.functions import find_sources, objects_in, parameters_of
+from shardax._transforms.lift.prefix import (
+    FilterMapping,
+    Layout,
+    Leaving,
+    Parts,
+    Sorted,
+    StateAxes,
+    refuse_foreign,
+)
+from shardax._transforms.vmap.axes import SplitStreams
+
+# --- Shard specs ---
+
+AnyMesh = Mesh | AbstractMesh
+WHOLE = PartitionSpec()
+"""The spec of an array that every shard sees whole."""
+
+
+# --- specs ----------------------------------------------------------------------------------------
+
+
+def canonical(prefix: Any, name: str) -> Any:
+    """Returns a prefix of specs with every spec in its one form; None is ``P()``.
+
+    Args:
+        prefix: A spec, None, a ``StateSharding`` or ``State`` of specs, or containers of these.
+        name: The option's name, for messages.
+
+    Raises:
+        PrefixError: If an entry is something else.
+    """
+
+    def convert(leaf: Any) -> Any:
+        if leaf is None:
+            return WHOLE
+        if isinstance(leaf, FilterMapping) and not isinstance(leaf, StateAxes):
+            return type(leaf)([(item, canonical(value, name)) for item, value in leaf.items()])
+        if not isinstance(leaf, PartitionSpec):
+            raise PrefixError(
+                f"{name} gives {leaf!r}; an entry is a PartitionSpec (None for P()), for a Module "
+                f"also a State of specs, such as sx.partition_specs(model), or sx.StateSharding."
+            )
+        if PartitionSpec.UNCONSTRAINED in tuple(leaf):
+            raise PrefixError(
+                f"{name} gives {leaf}; inside sx.shard_map every dimension is split over mesh axes "
+                f"or whole, so none can be left to the compiler. Leave mesh axes to it instead, "
+                f"with axis_names=..."
+            )
+        return _without_end(leaf)
+
+    return jax.tree.map(convert, prefix, is_leaf=lambda item: item is None)
+
+
+def _without_end(spec: PartitionSpec) -> PartitionSpec:
+    """Returns the spec without None at its end."""
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    if len(entries) == len(tuple(spec)):
+        return spec
+    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
+
+
+def specs_in(prefix: Any) -> list[PartitionSpec]:
+    """Returns the specs that a canonical prefix can give."""
+    found: list[PartitionSpec] = []
+    for leaf in jax.tree.leaves(prefix):
+        found.extend(
+            spec
+            for value in (leaf.values() if isinstance(leaf, FilterMapping) else [leaf])
+            for spec in jax.tree.leaves(value)
+        )
+    return found
+
+
+def dimension_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """Returns the mesh axes of each dimension."""
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+
+
+def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
+    """Returns all mesh axes that a spec names."""
+    return tuple(axis for axes in dimension_axes(spec) for axis in axes)
+
+
+def spread(entry: Any, value: Any, path: Path, name: str) -> list[PartitionSpec]:
+    """Returns one spec per array of a value.
+
+    Args:
+        entry: A spec, or a prefix of specs of a value that is a pytree.
+        value: An array, or a pytree of arrays.
+        path: Path of the value.
+        name: The option's name, for messages.
+
+    Raises:
+        PrefixError: If the entry does not fit.
+    """
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(entry, value))
+    except ValueError as error:
+        raise PrefixError(
+            f"{name} does not fit the value at {format_path(path)}: it has {entry} where the value "
+            f"is {jax.tree.structure(value)}. Give one spec for the whole value."
+        ) from error
+
+
+class Assigned(NamedTuple):
+    """Arguments, each with its entry.
+
+    Attributes:
+        args: The positional arguments; also those given by name that have their place among them.
+        kwargs: The others.
+        prefixes: One prefix per positional argument.
+        named: One prefix per other argument, by name.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    prefixes: list[Any]
+    named: dict[str, Any]
+
+
+def assign(
+    function: Callable[..., Any], specs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Assigned:
+    """Finds the entry of every argument: an argument given by name has that of its position.
+
+    Args:
+        function: The user's function.
+        specs: ``in_specs``: one entry for everything, or a tuple of one per positional parameter.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+
+    Raises:
+        PrefixError: If ``in_specs`` has no entry for an argument, or one for no parameter.
+        TypeError: If the function does not take these arguments.
+    """
+    parameters = parameters_of(function)
+    if parameters is not None and kwargs:
+        bound = inspect.Signature(parameters).bind(*args, **kwargs)
+        args, kwargs = bound.args, bound.kwargs
+    if not isinstance(specs, (tuple, list)):
+        named = dict.fromkeys(kwargs, specs)
+        return Assigned(tuple(args), dict(kwargs), [specs] * len(args), named)
+    positional = [
+        p.name for p in parameters or () if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    most = max(len(positional), len(args))
+    if not len(args) <= len(specs) <= most:
+        shown = f" ({', '.join(positional)})" if positional else ""
+        raise PrefixError(
+            f"in_specs has {len(specs)} entries, but the function was given {len(args)} positional "
+            f"arguments{shown}. Give one entry per parameter, or one for everything."
+        )
+    named = {}
+    for keyword in kwargs:
+        if keyword not in positional:
+            raise PrefixError(
+                f"in_specs has one entry per positional parameter, so there is none for the "
+                f"argument {keyword!r}, which can only be given by name. Make it positional, or "
+                f"give one entry for everything."
+            )
+        if positional.index(keyword) >= len(specs):
+            raise PrefixError(
+                f"in_specs has {len(specs)} entries, so there is none for the argument {keyword!r} "
+                f"at position {positional.index(keyword)}."
+            )
+        named[keyword] = specs[positional.index(keyword)]
+    return Assigned(tuple(args), dict(kwargs), list(specs[: len(args)]), named)
+
+
+# --- regions --------------------------------------------------------------------------------------
+
+
+class Region(NamedTuple):
+    """Where one call runs.
+
+    Attributes:
+        mesh: The mesh; without devices where JAX hides them.
+        axes: The mesh axes that become manual, in the order of the mesh.
+    """
+
+    mesh: AnyMesh
+    axes: tuple[str, ...]
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether this is inside another ``shard_map``, over other axes."""
+        return AxisType.Manual in self.mesh.axis_types
+
+    @property
+    def types(self) -> dict[str, AxisType]:
+        """The type of every mesh axis."""
+        return dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+
+    def check(self, path: Path, leaf: Any, spec: PartitionSpec, name: str) -> None:
+        """Checks that an array can be taken apart by a spec.
+
+        Args:
+            path: Path of the array.
+            leaf: The array.
+            spec: Its spec.
+            name: The option's name, for messages.
+
+        Raises:
+            AbstractValueError: If it has no numbers.
+            ArgumentError: If it is no array.
+            AxisSizeError: If it has no such dimension, or one that cannot be divided.
+        """
+        where = format_path(path)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise AbstractValueError(
+                f"The value at {where} is abstract ({leaf.dtype}{list(leaf.shape)}): it has a "
+                f"shape but no numbers. Materialise the model first, for instance with "
+                f"sx.shard(model, mesh, rules), or use sx.eval_shape."
+            )
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+            raise ArgumentError(
+                f"The argument of sx.shard_map at {where} is {leaf!r} of type "
+                f"{type(leaf).__name__}, which is neither an array nor a Module. Bind it "
+                f"beforehand with functools.partial, or keep it as configuration of a Module."
+            )
+        self.check_shape(path, np.shape(leaf), spec, name)
+
+    def check_shape(
+        self, path: Path, shape: tuple[int, ...], spec: PartitionSpec, name: str
+    ) -> None:
+        """Checks that an array of a shape can be taken apart by a spec, as ``check`` does."""
+        where, parts = format_path(path), dimension_axes(spec)
+        if len(parts) > len(shape):
+            raise AxisSizeError(
+                f"{name} gives {spec} for the array at {where}, which has shape {shape} and so no "
+                f"dimension {len(parts) - 1}. Give it P() if all shards see it whole."
+            )
+        for dimension, axes in enumerate(parts):
+            count = math.prod(self.mesh.shape[axis] for axis in axes)
+            if shape[dimension] % count:
+                sizes = " and ".join(f"{axis!r} of size {self.mesh.shape[axis]}" for axis in axes)
+                raise AxisSizeError(
+                    f"{name} gives {spec} for the array at {where}, but its dimension {dimension} "
+                    f"of shape {shape} cannot be divided over the mesh axis {sizes}. Pad it to a "
+                    f"multiple of {count}, or give another spec."
+                )
+
+    def place(self, leaf: Any, spec: PartitionSpec) -> Any:
+        """Returns an array where ``jax.shard_map`` can take it apart.
+
+        JAX refuses arrays that are committed to other devices than the mesh's, and over Explicit
+        axes those that are not laid out by their spec already.
+        """
+        kinds = self.types
+        typed = {*self.axes} == {*kinds} and set(kinds.values()) == {AxisType.Explicit}
+        if isinstance(leaf, Tracer):
+            if not typed:
+                return leaf
+            return jax.sharding.reshard(leaf, NamedSharding(self.mesh, spec))
+        if not isinstance(self.mesh, Mesh):
+            return leaf
+        wanted = NamedSharding(self.mesh, spec)
+        if isinstance(leaf, jax.Array):
+            now = leaf.sharding
+            same_mesh = isinstance(now, NamedSharding) and now.mesh == self.mesh
+            if now == wanted or (same_mesh and not typed):
+                return leaf
+        return jax.device_put(leaf, wanted)
+
+
+def _abstract(mesh: AnyMesh) -> AbstractMesh:
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+
+
+def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> Region:
+    """Returns the region of a call.
+
+    Args:
+        mesh: The mesh, or None for the one in scope (``jax.set_mesh``).
+        axis_names: The mesh axes to make manual; empty for all that are not manual yet.
+
+    Raises:
+        NoMeshError: If there is no mesh.
+        MeshError: If it is no mesh, another one than in scope, or has no such axes.
+    """
+    inside = jax.sharding.get_abstract_mesh()
+    if mesh is None:
+        if inside.empty:
+            raise NoMeshError(
+                "sx.shard_map needs a mesh: none was given and none is in scope. Pass one, "
+                "sx.shard_map(f, mesh=mesh, ...), or put one in scope: with jax.set_mesh(mesh): ..."
+            )
+        found = _with_devices(inside)
+    elif not isinstance(mesh, (Mesh, AbstractMesh)) or mesh.empty:
+        raise MeshError(
+            f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh with axes. Make one of the "
+            f"devices at hand, for instance mesh = jax.make_mesh((8,), ('data',)), or pass None to "
+            f"use the mesh in scope."
+        )
+    elif inside.empty or _abstract(mesh) == inside:
+        found = mesh
+    elif dict(inside.shape) == dict(mesh.shape) and AxisType.Manual in inside.axis_types:
+        found = inside  # the same mesh, seen from inside the shard_map around this call
+    else:
+        raise MeshError(
+            f"sx.shard_map was given {mesh}, which differs from the mesh in scope here, {inside}. "
+            f"Pass the same mesh, or none to take the one in scope."
+        )
+    pairs = list(zip(found.axis_names, found.axis_types, strict=True))
+    free = [axis for axis, kind in pairs if kind is not AxisType.Manual]
+    wanted = frozenset(axis_names)
+    if not wanted <= set(free):
+        raise MeshError(
+            f"axis_names={sorted(wanted)} is not a part of the mesh axes {free} that can become "
+            f"manual here."
+        )
+    return Region(found, tuple(axis for axis in free if not wanted or axis in wanted))
+
+
+def _with_devices(inside: AbstractMesh) -> AnyMesh:
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # JAX refuses to name devices while it traces
+        return inside
+    # Inside shard_map the abstract mesh says more.
+    return mesh if isinstance(mesh, Mesh) and mesh.abstract_mesh == inside else inside
+
+
+def check_axes(region: Region, specs: Iterable[PartitionSpec], name: str) -> None:
+    """Checks that specs name axes that are manual in a region, each once.
+
+    Raises:
+        PrefixError: If one does not.
+    """
+    for spec in specs:
+        named = axes_of(spec)
+        unknown = [axis for axis in named if axis not in region.axes]
+        if unknown:
+            raise PrefixError(
+                f"{name} gives {spec}, but the mesh axes to split over here are "
+                f"{list(region.axes)} of {region.mesh}."
+            )
+        if len(set(named)) < len(named):
+            raise PrefixError(f"{name} gives {spec}, which names a mesh axis twice.")
+
+
+# --- Shard map ---
+
+_REASON = (
+    "so all shards would write the one Variable. Pass the Module that holds it as an argument, "
+    "with its spec in in_specs."
+)
+
+
+class _Options(NamedTuple):
+    """What the caller of ``shard_map`` asked for, specs in their one form."""
+
+    mesh: AnyMesh | None
+    in_specs: Any
+    out_specs: Any
+    axis_names: frozenset[str]
+    check_vma: bool
+
+
+def shard_map(
+    function: Callable[..., Any] | None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: Iterable[str] = frozenset(),
+    check_vma: bool = True,
+) -> Any:
+    """Makes a function over Modules run once on each part of a mesh.
+
+    Arrays and Variables enter by their specs, each run seeing its shard. What is written into a
+    Variable is stored back by the spec of that Variable. A random stream whose spec names mesh axes
+    is split, so that shards along these axes draw different numbers; under ``P()`` all draw the
+    same ones. What a method is bound to, and what a function takes from a closure, is whole in
+    every shard, and what it captured cannot be written.
+
+    Args:
+        function: A function, method or callable Module. Left out: returns a decorator.
+        mesh: The mesh, its axes Auto or Explicit; None for the one in scope (``jax.set_mesh``).
+        in_specs: One entry for all arguments, or a tuple of one per positional parameter; an
+            argument given by name has the entry of its position. An entry is a ``PartitionSpec``
+            (None is ``P()``), for a Module also a State of specs, such as
+            ``sx.partition_specs(model)``, or a ``StateSharding``; for a container the same
+            container with entries.
+        out_specs: A prefix of the result, likewise.
+        axis_names: The mesh axes to split over; the others are left to the compiler. Empty: all.
+        check_vma: As in ``jax.shard_map``: whether JAX keeps track of what varies. Without it,
+            nobody checks that what a spec does not split is equal in all shards.
+
+    Returns:
+        A function of the same arguments.
+
+    Raises:
+        PrefixError: If an entry is no spec. When called, if specs do not fit the arguments, or name
+            axes that the mesh does not have.
+        NoMeshError: When called, if there is no mesh.
+        MeshError: When called, if the mesh is not the one in scope, or lacks an axis.
+        AxisSizeError: When called, if an array has no such dimension, or one that cannot be
+            divided.
+        SharedWriteError: When called, if shards give different values for one place.
+        InconsistentAliasingError: When called, if a Variable gets two different specs.
+        ForeignMutationError: When called, if a captured Variable is written.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> seen = sx.BatchStat(jnp.zeros(()))
+        >>> def centre(seen, x):
+        ...     seen[...] = jax.lax.pmean(x.mean(), "data")
+        ...     return x - seen
+        >>> specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+        >>> centred = sx.shard_map(centre, mesh=mesh, **specs)
+        >>> centred(seen, jnp.arange(4.0)).tolist(), float(seen)
+        ([-1.5, -0.5, 0.5, 1.5], 1.5)
+    """
+    if function is None:
+        return functools.partial(
+            shard_map,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check_vma=check_vma,
+        )
+    if isinstance(axis_names, str):
+        raise PrefixError(
+            f"axis_names={axis_names!r} is one string; give a set: {{{axis_names!r}}}."
+        )
+    options = _Options(
+        mesh,
+        canonical(in_specs, "in_specs"),
+        canonical(out_specs, "out_specs"),
+        frozenset(axis_names),
+        check_vma,
+    )
+
+    @wraps(function)
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        region = find_region(mesh, options.axis_names)
+        check_axes(region, specs_in(options.in_specs), "in_specs")
+        check_axes(region, specs_in(options.out_specs), "out_specs")
+        assigned = assign(function, options.in_specs, args, kwargs)
+        return retry_captured(
+            lambda known: _Shards(function, options, region, assigned, known).run()
+        )
+
+    return sharded
+
+
+class _ShardFrame(SealedFrame):
+    """A frame in which captured Variables must be inputs."""
+
+    __slots__ = ()
+
+    def adopt(self, outer: Any) -> Any:
+        """See ``Frame.adopt``; also asks for the Variables that are likely to be read next."""
+        found = {id(outer): outer}
+        for source in (source for f in self.functions for source in find_sources(f)):
+            for item in objects_in(source.read()):
+                leaves = flatten(item).leaves
+                if any(leaf is outer or stands_for(outer, leaf) for leaf in leaves):
+                    alike = [resolve(v, self.parent) for v in leaves if type(v) is type(outer)]
+                    found.update((id(variable), variable) for variable in alike)
+        raise Captured(list(found.values()))
+
+
+class _Shards:
+    """One call of a function made by ``shard_map``."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: _Options,
+        region: Region,
+        given: Assigned,
+        captured: Sequence[Variable[Any]],
+    ) -> None:
+        def make_frame(name: str) -> _ShardFrame:
+            return _ShardFrame(name, [function], _REASON)
+
+        self.options = options
+        self.region = region
+        self.call = Call("shard_map", [function], given.args, given.kwargs, make_frame, captured)
+        self.layout = Layout(
+            self.call, given.args, given.kwargs, given.prefixes, given.named, WHOLE, "in_specs"
+        )
+        self._materialise()
+        self.values = self.call.graph.values()
+        self.streams = SplitStreams(self.call, self.values, self._splits)
+        self.sorted = Sorted([*specs_in(options.in_specs), *specs_in(options.out_specs), WHOLE])
+        # set inside:
+        self.parts: Parts | None = None
+        self.trees: list[Any] = []
+        self.moved: dict[int, Any] = {}
+
+    def _splits(self, position: int) -> bool:
+        entry = self.layout.leaves[position]
+        return isinstance(entry, PartitionSpec) and bool(axes_of(entry))
+
+    def _materialise(self) -> None:
+        """Writes the lazy values of Variables in the arguments straight into their shards."""
+        mesh, layout = self.region.mesh, self.layout
+        if not (isinstance(mesh, Mesh) and _jax.is_eager()):
+            return
+        rows = [
+            (path, variable, entry)
+            for path, leaf, variable, entry in zip(
+                layout.leaf_paths,
+                self.call.graph.flat.leaves,
+                self.call.graph.leaves,
+                layout.leaves,
+                strict=True,
+            )
+            if id(leaf) in layout.by_id and isinstance(variable._value, Init)
+        ]
+        for path, variable, spec in rows:
+            self.region.check_shape(path, variable._value.shape, spec, "in_specs")
+        places = [NamedSharding(mesh, spec) for _, _, spec in rows]
+        arrays = compute_all([variable._value for _, variable, _ in rows], places)
+        for (_, variable, _), array in zip(rows, arrays, strict=True):
+            variable._value = array
+
+    def run(self) -> Any:
+        """Runs all shards and carries back what they did."""
+        entering, specs, treedef = self._entering()
+        mapped = jax.shard_map(
+            functools.partial(self._pure, treedef),
+            mesh=self.region.mesh,
+            in_specs=(specs,),
+            out_specs=tuple(self.sorted.entries),
+            axis_names=frozenset(self.options.axis_names),
+            check_vma=self.options.check_vma,
+        )
+        if self.region.is_inner:  # JAX does not run one shard_map in another without compiling
+            mapped = jax.jit(mapped)
+        left = iter(self.sorted.restore(mapped(entering)))
+        assert self.parts is not None
+        carried = self.parts.assemble(
+            [tree.unflatten([next(left) for _ in range(tree.num_leaves)]) for tree in self.trees]
+        )
+        carried = self.streams.restore(carried, self.moved)
+        check_no_leak(self.call.graph, carried)
+        return carry_in(self.call.graph, carried)
+
+    def _entering(self) -> tuple[list[Any], list[PartitionSpec], Any]:
+        """Returns the arrays that enter, in place; their specs; and how to put them together."""
+        arguments, layout = self.call.arguments, self.layout
+        plain = (list(arguments.plain), arguments.plain_named)
+        rows: list[tuple[Path, Any, PartitionSpec]] = []
+        drawn = self.streams.draw(self.values)
+        values = list(self.values)
+        for position, (path, entry) in enumerate(
+            zip(layout.leaf_paths, layout.leaves, strict=True)
+        ):
+            if position in self.streams:
+                values[position] = drawn.get(position, jnp.zeros((), jnp.uint32))
+                entry = WHOLE
+            value = values[position]
+            leaves = jax.tree.leaves(value)
+            specs = spread(entry, value, path, "in_specs")
+            rows += [(path, leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+        rows += zip(layout.plain_paths, jax.tree.leaves(plain), layout.plain, strict=True)
+        for path, leaf, spec in rows:
+            self.region.check(path, leaf, spec, "in_specs")
+        placed = [self.region.place(leaf, spec) for _, leaf, spec in rows]
+        return placed, [spec for _, _, spec in rows], jax.tree.structure((values, plain))
+
+    def _pure(self, treedef: Any, entering: list[Any]) -> tuple[list[Any], ...]:
+        values, (positional, named) = treedef.unflatten(entering)
+        for stream in self.streams.streams:
+            shard = jax.lax.axis_index(axes_of(self.layout.leaves[stream.key]))
+            values[stream.key] = jax.random.fold_in(values[stream.key], shard)
+        return self.call.run(values, positional, named, self._leave)
+
+    def _leave(self, inside: Inside) -> tuple[list[Any], ...]:
+        """Sorts what leaves a shard by spec."""
+        check_result(inside.result, "shard_map")
+        leaving = self.layout.leaving(inside, self.options.out_specs, "out_specs")
+        carried, self.moved = self.streams.settle(inside.carry_out(inside.result))
+        refuse_foreign(carried.record, "shard_map")
+        self.parts = Parts(carried)
+        self.trees = [jax.tree.structure(value) for value in self.parts.values]
+        pairs: list[tuple[PartitionSpec, Any]] = []
+        places = self._places(carried.record, leaving)
+        for (kind, path, entry), value in zip(places, self.parts.values, strict=True):
+            specs = spread(entry, value, path, "in_specs or out_specs")
+            for leaf, spec in zip(jax.tree.leaves(value), specs, strict=True):
+                self._check_leaving(kind, path, leaf, spec)
+                pairs.append((spec, leaf))
+        return self.sorted.sort(pairs)
+
+    def _places(self, record: Record, leaving: Leaving) -> Iterator[tuple[str, Path, Any]]:
+        """Yields (kind, path, entry) of every value that leaves."""
+        for path, entry in leaving.labels:
+            yield "result", path, entry
+        for position in record.written:
+            yield "written", self.layout.leaf_paths[position], self.layout.leaves[position]
+        types = [item.type.__name__ for item in record.fresh if type(item) is VariableDef]
+        for key, name in zip(record.fresh_ids, types, strict=True):
+            yield f"new {name}", *leaving.by_id.get(key, ((), WHOLE))
+
+    def _check_leaving(self, kind: str, path: Path, leaf: Any, spec: PartitionSpec) -> None:
+        """Checks that shards can be put together to one array.
+
+        Raises:
+            AxisSizeError: If there is no dimension to put them together along.
+            SharedWriteError: If they differ where there is one place for them.
+        """
+        if len(spec) > jnp.ndim(leaf):
+            raise AxisSizeError(
+                f"sx.shard_map puts the {kind} value at {format_path(path)} together by {spec}, "
+                f"but it has shape {jnp.shape(leaf)} in each shard and so no dimension "
+                f"{len(spec) - 1}. Add one, x[None], or reduce it and give P()."
+            )
+        varying = _jax.varying_axes(leaf) & set(self.region.axes) - set(axes_of(spec))
+        if varying:
+            self._refuse(kind, path, spec, [axis for axis in self.region.axes if axis in varying])
+
+    def _refuse(self, kind: str, path: Path, spec: PartitionSpec, axes: list[str]) -> NoReturn:
+        over = ", ".join(map(repr, axes))
+        named = axes[0] if len(axes) == 1 else tuple(axes)
+        reduced = f"jax.lax.pmean(x, {named!r})"
+        where = format_path(path)
+        if kind == "result":
+            raise SharedWriteError(
+                f"out_specs of sx.shard_map gives {spec} for the value at {where}, but it differs "
+                f"between shards over the mesh axes {over}. Reduce it, {reduced} or psum, or name "
+                f"these axes in out_specs."
+            )
+        if kind.startswith("new"):
+            name = kind.removeprefix("new ")
+            place = f"at {where}" if path else "attached to what the function is bound to"
+            raise SharedWriteError(
+                f"The new {name} {place} has the spec {spec} (that of the Module that it was "
+                f"attached to, or of its place in the result), but its value differs between "
+                f"shards over the mesh axes {over}. Reduce it, {reduced}, or give it a spec of its "
+                f"own by its type, in the entry of that Module: "
+                f"sx.StateSharding([({name}, P({named!r})), (..., P())])."
+            )
+        position = self.layout.leaf_paths.index(path)
+        raise SharedWriteError(
+            f"The {type(self.call.graph.leaves[position]).__name__} at {where} has the spec {spec} "
+            f"in in_specs, but was written with a value that differs between shards over the mesh "
+            f"axes {over}. Write a value that is equal in all of them, {reduced} or psum, or name "
+            f"these axes in its spec."
+        )

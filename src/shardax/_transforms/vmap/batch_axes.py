@@ -1,0 +1,601 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Automatic batching: which axes of a nested problem are its batch.
+
+A *problem* is a tree of arrays, Modules and configuration, in which some arrays hold one part for
+each of *size* lanes, and others are shared. Given the size, ``batch_axes`` finds the axis of each
+array, and says of each why.
+
+A *declaration* (``where``) comes first: a filter and an entry, which is an axis, ``None`` for what
+lanes share, the logical name of the batched dimension, or ``...`` for "batched, find the axis".
+What nobody declared is *guessed*: an array with exactly one dimension of that size is batched
+along it. A size is weak evidence, so a guess is refused where it may well be wrong: two dimensions
+of that size; a batch of one; the state of a model (Variables, boxes, a State), whose sizes are
+about the model and match by chance. Random streams are no guess: every lane gets its own, as in
+``vmap``.
+
+Parts of a problem: what can have an axis of its own in ``vmap``, found before anything runs.
+
+A *part* is a Variable (once, with all paths that reach it), an entry of a State, a box or a named
+array with what is in it, or any other leaf of a tree. A part knows shapes and names but no values:
+lazy Variables stay lazy, and trees of ``jax.ShapeDtypeStruct`` do as well as arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardax._core.errors import FilterError
+from shardax._core.frames import local, resolve
+from shardax._core.graph.flatten import flatten
+from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.init.lazy import LazyValue
+from shardax._core.layout_text import columns
+from shardax._core.object import Object
+from shardax._core.state.filters import PathContains, first_match, to_predicates
+from shardax._core.state.state import Origin, State
+from shardax._core.variable import ArrayAttribute, Variable
+from shardax._transforms.errors import AmbiguousBatchError, AxisSizeError, PrefixError
+from shardax._transforms.lift.prefix import ExactPath, StateAxes, alias_paths, consistent, is_axis
+from shardax._transforms.vmap.axes import is_box, streams_of
+
+# --- Batch parts ---
+
+Place = int | dict[Path, int] | tuple[State, range]
+"""Where the parts of a leaf are: its position; for an object those of its Variables by path; for a
+State those of its entries."""
+
+
+class Part(NamedTuple):
+    """One part of a problem.
+
+    Attributes:
+        paths: All paths that reach it, the first one first.
+        item: The Variable, box, named array or leaf; of a State, what the entry came from.
+        kind: Its type, or that of the Variable it came from.
+        arrays: Its arrays, as shapes and dtypes; none if it is no array.
+        names: Logical names of its dimensions, or None.
+        is_state: Whether it belongs to a model, and is not an array of data.
+        is_stream: Whether it is the key or the counter of a random stream.
+    """
+
+    paths: tuple[Path, ...]
+    item: Any
+    kind: type
+    arrays: tuple[jax.ShapeDtypeStruct, ...]
+    names: tuple[Any, ...] | None
+    is_state: bool
+    is_stream: bool = False
+
+    @property
+    def what(self) -> str:
+        """Type, dtype and shape, for people."""
+        shown = ", ".join(f"{array.dtype}{list(array.shape)}" for array in self.arrays)
+        if not self.arrays:
+            return self.kind.__name__
+        plain = not (self.is_state or self.is_named) or self.kind is ArrayAttribute
+        return shown if plain else f"{self.kind.__name__} {shown}"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is an array with named dimensions, of which ``vmap`` maps none."""
+        return _is_named(self.item)
+
+    def candidates(self, size: int) -> list[int]:
+        """Returns the axes along which every array in it has a size and may be mapped."""
+        found = [
+            {axis for axis, each in enumerate(array.shape) if each == size} for array in self.arrays
+        ]
+        axes = set[int].intersection(*found) if found else set[int]()
+        if self.is_named and self.names is not None:
+            axes -= {axis for axis, name in enumerate(self.names) if name is not None}
+        return sorted(axes)
+
+
+class Problem:
+    """Trees taken apart together, so that a Variable that several of them hold is one part.
+
+    Args:
+        trees: (path, pytree of objects, arrays and anything else) of each.
+
+    Attributes:
+        parts: Their parts, in order.
+    """
+
+    def __init__(self, trees: Iterable[tuple[Path, Any]]) -> None:
+        self.parts: list[Part] = []
+        self._known: dict[int, int] = {}
+        self._trees = [self._take_apart(where, tree) for where, tree in trees]
+
+    def _take_apart(self, where: Path, tree: Any) -> tuple[Any, list[Place]]:
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_whole)
+        places: list[Place] = []
+        for key_path, leaf in pairs:
+            path = (*where, *map(path_step, key_path))
+            if isinstance(leaf, Object):
+                places.append(self._add_object(leaf, path))
+            elif isinstance(leaf, State):
+                places.append((leaf, self._add_state(leaf, path)))
+            else:
+                places.append(len(self.parts))
+                self.parts.append(_part_of_leaf(leaf, path))
+        return treedef, places
+
+    def _add_object(self, root: Object, where: Path) -> dict[Path, int]:
+        """Adds the Variables of an object; returns the position of the part by path below it."""
+        flat = flatten(root)
+        streams = {at for s in streams_of(flat.graphdef) for at in (s.key, s.count)}
+        further: dict[int, list[Path]] = {}
+        for position, path in alias_paths(flat.graphdef):
+            further.setdefault(position, []).append(path)
+        places: dict[Path, int] = {}
+        for position, (path, leaf) in enumerate(zip(flat.leaf_paths, flat.leaves, strict=True)):
+            paths = tuple((*where, *each) for each in (path, *further.get(position, ())))
+            index = self._known.setdefault(id(leaf), len(self.parts))
+            if index == len(self.parts):
+                self.parts.append(_part_of_variable(leaf, paths, position in streams))
+            else:
+                part = self.parts[index]
+                self.parts[index] = _part_of_variable(leaf, (*part.paths, *paths), part.is_stream)
+            places[path] = index
+        return places
+
+    def _add_state(self, state: State, where: Path) -> range:
+        """Adds the entries of a State; returns the positions of their parts."""
+        first, origins = len(self.parts), state.origins()
+        self.parts += [
+            _part_of_entry(value, origins[path], (*where, *path))
+            for path, value in state.flat().items()
+        ]
+        return range(first, len(self.parts))
+
+    def prefixes(self, axes: Sequence[int | None]) -> list[Any]:
+        """Returns a prefix of each tree with the axes of its parts.
+
+        Args:
+            axes: One axis, or None, per part.
+        """
+        return [
+            treedef.unflatten(_entry(place, axes) for place in places)
+            for treedef, places in self._trees
+        ]
+
+
+def _entry(place: Place, axes: Sequence[int | None]) -> Any:
+    if isinstance(place, int):
+        return axes[place]
+    if isinstance(place, tuple):
+        state, positions = place
+        found = zip(state.flat(), (axes[position] for position in positions), strict=True)
+        return State.from_flat(dict(found), state.origins())
+    entries = {path: axes[position] for path, position in place.items()}
+    if len(set(entries.values())) <= 1:
+        return next(iter(entries.values()), None)
+    return StateAxes([(ExactPath(path), axis) for path, axis in entries.items()])
+
+
+def _is_named(item: Any) -> bool:
+    return hasattr(type(item), "partition_axes")  # see shardax.named.base
+
+
+def _is_whole(item: Any) -> bool:
+    return isinstance(item, (Object, State)) or is_box(item) or _is_named(item)
+
+
+def _part_of_variable(leaf: Variable[Any], paths: tuple[Path, ...], is_stream: bool) -> Part:
+    here = resolve(leaf, local.frame)
+    return Part(paths, leaf, type(leaf), _arrays_in(here._value), here.axes, True, is_stream)
+
+
+def _part_of_entry(value: Any, origin: Origin, path: Path) -> Part:
+    return Part((path,), origin, origin.variable_type, _arrays_in(value), origin.axes, True)
+
+
+def _part_of_leaf(leaf: Any, path: Path) -> Part:
+    names = leaf.partition_axes if _is_named(leaf) else None
+    if is_box(leaf):
+        names = getattr(leaf, "names", None)
+    return Part((path,), leaf, type(leaf), _arrays_in(leaf), names, is_box(leaf))
+
+
+def _arrays_in(value: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    leaves = [value] if isinstance(value, LazyValue) else jax.tree.leaves(value)
+    shaped = [leaf for leaf in leaves if hasattr(leaf, "dtype") and hasattr(leaf, "shape")]
+    numbers = [leaf for leaf in leaves if isinstance(leaf, (bool, int, float, complex))]
+    return (
+        *(jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) for leaf in shaped),
+        *(jax.ShapeDtypeStruct((), jnp.result_type(leaf)) for leaf in numbers),
+    )
+
+
+def filter_text(kind: type, path: Path) -> str:
+    """Returns a filter that matches something of a type at a path, as the user would write it.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> filter_text(sx.Param, ("kernel",)), filter_text(jax.Array, ("data", "x"))
+        ('sx.Param', "sx.PathContains('x')")
+    """
+    if issubclass(kind, Variable) and kind is not ArrayAttribute:
+        return f"sx.{kind.__name__}" if kind.__module__.startswith("shardax.") else kind.__name__
+    return f"sx.PathContains({path[-1]!r})" if path else "..."
+
+
+# --- Batch axes ---
+
+Entry = Any
+"""An axis, None, a dimension's logical name, or ``...`` for one to be found."""
+
+
+class Choice(NamedTuple):
+    """What was decided: an axis, or None for shared, and why."""
+
+    axis: int | None
+    reason: str
+
+
+class BatchRow(NamedTuple):
+    """What was decided for one array, Variable or other leaf of a problem.
+
+    Attributes:
+        path: Where it stands.
+        what: Its type, and dtype and shape if it is an array.
+        axis: The axis along which it is batched; None if it is shared.
+        reason: Why.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> sx.batch_axes(jnp.ones((2, 4)), 4).rows[0].axis
+        1
+    """
+
+    path: tuple[Any, ...]
+    what: str
+    axis: int | None
+    reason: str
+
+
+class BatchAxes:
+    """The axes that were found for a problem, with the reasons; printing it shows them as a table.
+
+    Attributes:
+        size: The number of lanes.
+        axes: A prefix of the problem: an axis, or None, for each array, ``StateAxes`` for each
+            Module. For a tuple of arguments it is what ``in_axes`` of ``sx.vmap`` takes; without
+            Modules also what that of ``jax.vmap`` takes.
+        rows: One ``BatchRow`` per leaf, in the order of the problem.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> problem = {"x": jnp.ones((4, 3)), "scale": jnp.ones(3), "kind": "l2"}
+        >>> found = sx.batch_axes(problem, 4)
+        >>> found.axes
+        {'kind': None, 'scale': None, 'x': 0}
+        >>> print(found)
+        batch of 4:
+          .kind   str            shared  not an array
+          .scale  float32[3]     shared  no dimension of size 4
+          .x      float32[4, 3]  axis 0  its one dimension of size 4
+    """
+
+    def __init__(self, size: int, axes: Any, rows: Sequence[BatchRow]) -> None:
+        self.size = size
+        self.axes = axes
+        self.rows = tuple(rows)
+
+    def __repr__(self) -> str:
+        cells = [
+            (format_path(path), what, "shared" if axis is None else f"axis {axis}", reason)
+            for path, what, axis, reason in self.rows
+        ]
+        lines = columns(cells) if cells else []
+        return "\n".join([f"batch of {self.size}:", *(f"  {line}" for line in lines)])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How to find the batch of a problem: the arguments of ``batch_axes``, for ``sx.vmap``.
+
+    Attributes:
+        size: The number of lanes.
+        where: As for ``batch_axes``.
+        strict: As for ``batch_axes``.
+
+    Raises:
+        AxisSizeError: If the size is no whole number, or negative.
+        PrefixError: If ``where`` has an entry of another kind.
+        FilterError: If ``where`` has a key that is no filter.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> square = jnp.arange(16.0).reshape(4, 4)
+        >>> mix = lambda x, weights: weights @ x
+        >>> batch = sx.Batch(4, where={sx.PathContains("weights"): None, sx.PathContains("x"): 0})
+        >>> sx.vmap(mix, in_axes="auto", batch=batch)(square, jnp.eye(4)).shape
+        (4, 4)
+    """
+
+    size: int
+    where: Any = None
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        if not is_axis(self.size) or self.size < 0:
+            raise AxisSizeError(
+                f"A batch has a number of lanes, but was given {self.size!r}: "
+                f"sx.batch_axes(problem, 8)."
+            )
+        to_predicates([item for item, _ in self.declarations()])
+
+    def find(self, tree: Any) -> BatchAxes:
+        """Finds the axes of a problem; see ``batch_axes``.
+
+        Args:
+            tree: The problem.
+
+        Returns:
+            The axes and the reasons.
+        """
+        return self._found_in(Problem([((), tree)]), lambda prefixes: prefixes[0])
+
+    def find_call(
+        self, labels: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> BatchAxes:
+        """Finds the axes of a call's arguments.
+
+        Args:
+            labels: The names of the positional arguments.
+            args: These.
+            kwargs: The others.
+
+        Returns:
+            The axes, as a list with one prefix per positional argument and a dict of the others,
+            and the reasons.
+        """
+        positional = [((label,), arg) for label, arg in zip(labels, args, strict=True)]
+        problem = Problem([*positional, *(((name,), kwargs[name]) for name in kwargs)])
+        count = len(positional)
+        return self._found_in(
+            problem, lambda found: (found[:count], dict(zip(kwargs, found[count:], strict=True)))
+        )
+
+    def _found_in(self, problem: Problem, arrange: Callable[[list[Any]], Any]) -> BatchAxes:
+        chosen = _Decider(self).decide(problem.parts)
+        rows = [
+            BatchRow(part.paths[0], part.what, *choice)
+            for part, choice in zip(problem.parts, chosen, strict=True)
+        ]
+        axes = arrange(problem.prefixes([choice.axis for choice in chosen]))
+        return BatchAxes(self.size, axes, rows)
+
+    def declarations(self) -> list[tuple[Any, Entry]]:
+        """Returns ``where`` as pairs of filter and entry.
+
+        Raises:
+            PrefixError: If an entry is of another kind.
+        """
+        where = self.where
+        if where is None:
+            return []
+        if not isinstance(where, Mapping):
+            return [(where, ...), (..., None)]
+        for item, entry in where.items():
+            if not (entry is None or entry is ... or isinstance(entry, str) or is_axis(entry)):
+                raise PrefixError(
+                    f"where gives {entry!r} for {_shown(item)}; an entry is an axis (an int), None "
+                    f"for what lanes share, the logical name of a dimension, or ... for an axis to "
+                    f"be found."
+                )
+        return list(where.items())
+
+
+def batch_axes(tree: Any, size: int, where: Any = None, strict: bool = True) -> BatchAxes:
+    """Finds the axes along which the arrays of a nested problem are batched.
+
+    Args:
+        tree: A pytree of arrays, Modules, and anything else. Lazy and abstract values stay so.
+        size: The number of lanes. Of a batch of 1 nothing is guessed: declare it.
+        where: What is declared. A mapping from filters to entries, the first match counts: an axis;
+            ``None`` for what all lanes share; a name, for the dimension that has it among the
+            ``axes`` of a Variable or box, which is shared if none has; ``...`` for an axis to be
+            found. Filters are asked about arrays, too, by path. Or one filter: what it matches is
+            batched, all else is shared. None: everything is guessed.
+        strict: Whether doubt is an error. If not, the first of several dimensions is taken, and
+            state of a model that nobody declared is shared; the report says where.
+
+    Returns:
+        The axes (``.axes``, for ``in_axes``) and the reasons; ``print`` shows them.
+
+    Raises:
+        AmbiguousBatchError: If arrays could be batched or not, or in several ways; lists all of
+            them by path, with what to declare.
+        AxisSizeError: If a declared axis is missing or has another size, or nothing is batched.
+        FilterError: If ``where`` names a path that the problem does not have.
+        PrefixError: If ``where`` has an entry of another kind.
+        InconsistentAliasingError: If a Variable that is reached by two paths is declared twice,
+            differently.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> problem = {"points": jnp.ones((5, 2)), "weights": jnp.ones((2, 5)), "power": 2}
+        >>> sx.batch_axes(problem, 5, where={sx.PathContains("weights"): None}).axes
+        {'points': 0, 'power': None, 'weights': None}
+        >>> layer = sx.nn.Linear(2, 5, rngs=sx.Rngs(0))
+        >>> found = sx.batch_axes((layer, jnp.ones((5, 2))), 5, where={sx.Param: None})
+        >>> sx.vmap(lambda m, x: m(x), in_axes=found.axes)(layer, jnp.ones((5, 2))).shape
+        (5, 5)
+    """
+    return Batch(size, where, strict).find(tree)
+
+
+class _Doubt(Exception):
+    """Why nothing decides about a part."""
+
+
+class _Decider:
+    """Decides for each part of a problem; the arguments are those of ``Batch``, taken apart."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.size = batch.size
+        self.strict = batch.strict
+        declared = batch.declarations()
+        self.filters = [item for item, _ in declared]
+        self.predicates = to_predicates(self.filters)
+        self.entries = [entry for _, entry in declared]
+
+    def decide(self, parts: Sequence[Part]) -> list[Choice]:
+        """Returns what was decided for each part; see ``batch_axes`` for what it raises."""
+        self._check_paths(parts)
+        chosen: list[Choice] = []
+        doubts: list[tuple[Part, str]] = []
+        for part in parts:
+            try:
+                chosen.append(self._one(part))
+            except _Doubt as doubt:
+                doubts.append((part, str(doubt)))
+        if doubts:
+            raise AmbiguousBatchError(self._explain(doubts))
+        arrays = [part for part in parts if part.arrays and not part.is_stream]
+        if self.strict and arrays and all(choice.axis is None for choice in chosen):
+            shown = ", ".join(f"{format_path(p.paths[0])} {p.what}" for p in arrays[:6])
+            raise AxisSizeError(
+                f"Nothing is batched: no array that may be has a dimension of size {self.size} "
+                f"({shown}{', ...' if len(arrays) > 6 else ''}). Check the size; if all lanes "
+                f"really share everything, say strict=False."
+            )
+        return chosen
+
+    def _check_paths(self, parts: Sequence[Part]) -> None:
+        for item in self.filters:
+            if isinstance(item, PathContains) and not any(
+                item(path, part.item) for part in parts for path in part.paths
+            ):
+                shown = ", ".join(format_path(part.paths[0]) for part in parts[:8])
+                raise FilterError(
+                    f"where has {_shown(item)}, but no path of the problem matches it: {shown}"
+                    f"{', ...' if len(parts) > 8 else ''}. What it was meant for would be guessed."
+                )
+
+    def _declaration(self, part: Part) -> int | None:
+        """Returns the position of the declaration for a part, which holds for all its paths."""
+        found = {path: first_match(self.predicates, path, part.item) for path in part.paths}
+        given = {path: position for path, position in found.items() if position is not None}
+        entries = [(path, part.item, self.entries[position]) for path, position in given.items()]
+        consistent(entries, "entries in where")
+        return next(iter(given.values()), None)
+
+    def _one(self, part: Part) -> Choice:
+        position = self._declaration(part)
+        if position is None:
+            if part.is_stream:
+                reason = "a random stream: every lane draws its own numbers"
+                return self._checked(part, 0, reason)
+            return self._found(part, declared=False)
+        entry, name = self.entries[position], _shown(self.filters[position])
+        if entry is None:
+            return Choice(None, f"declared by {name}")
+        if entry is ...:
+            return self._found(part, declared=True)
+        if isinstance(entry, str):
+            return self._named(part, entry)
+        return self._checked(part, entry, f"declared by {name}")
+
+    def _named(self, part: Part, name: str) -> Choice:
+        """Chooses the dimension that has a logical name."""
+        if part.names is None:
+            if part.candidates(self.size):
+                raise _Doubt(f"has no axis names among which {name!r} could be")
+            return Choice(None, f"no axis names, no dimension of size {self.size}")
+        if name not in part.names:
+            return Choice(None, f"its axes {part.names} have no {name!r}")
+        if part.is_named:
+            raise _Doubt(
+                f"is a NamedArray, and vmap maps its positional dimensions alone: "
+                f"x.untag({name!r}) makes {name!r} one; sx.named.nmap maps names"
+            )
+        return self._checked(part, part.names.index(name), f"its dimension {name!r}")
+
+    def _checked(self, part: Part, axis: int, reason: str) -> Choice:
+        """Chooses an axis, if every array of the part has it and has the size there."""
+        shapes = [tuple(array.shape) for array in part.arrays]
+        splits = part.is_stream and shapes == [()]  # vmap makes one key for each lane
+        fits = all(-len(s) <= axis < len(s) and s[axis] == self.size for s in shapes)
+        if splits or (shapes and fits):
+            return Choice(axis, reason)
+        raise AxisSizeError(
+            f"The {part.what} at {format_path(part.paths[0])} is to be batched along axis {axis} "
+            f"({reason}), but has no {self.size} lanes there."
+        )
+
+    def _found(self, part: Part, declared: bool) -> Choice:
+        """Guesses by size; ``declared`` says that the part is known to be batched."""
+        if not part.arrays:
+            return Choice(None, "not an array")
+        axes = part.candidates(self.size)
+        if not axes:
+            return Choice(None, f"no dimension of size {self.size}")
+        if self.size == 1:
+            raise _Doubt("has a dimension of size 1, as many arrays do that are no batch")
+        if part.is_state and not declared:
+            if not self.strict:
+                return Choice(None, "state of a model, shared unless declared")
+            raise _Doubt(
+                f"is state of a model, and its axis {axes[0]} may have this size by chance"
+            )
+        if len(axes) > 1 and self.strict:
+            raise _Doubt(f"has {len(axes)} dimensions of this size, axes {axes}")
+        several = f"the first of its {len(axes)} dimensions of size {self.size}"
+        return Choice(axes[0], several if axes[1:] else f"its one dimension of size {self.size}")
+
+    def _explain(self, doubts: Sequence[tuple[Part, str]]) -> str:
+        lines = [f"  {format_path(p.paths[0])}: {p.what} {text}" for p, text in doubts[:12]]
+        if len(doubts) > 12:
+            lines.append(f"  and {len(doubts) - 12} more")
+        keys = dict.fromkeys(filter_text(part.kind, part.paths[0]) for part, _ in doubts[:12])
+        return (
+            f"A batch of {self.size} cannot be found by sizes alone:\n" + "\n".join(lines) + "\n"
+            f"Declare them in where, each with its axis, or None for what lanes share: "
+            f"where={{{', '.join(f'{key}: None' for key in keys)}}}."
+        )
+
+
+def _shown(item: Any) -> str:
+    """Returns a filter as the user would write it."""
+    if item is ...:
+        return "..."
+    if isinstance(item, PathContains):
+        return f"sx.PathContains({item.key!r})"
+    return item.__name__ if isinstance(item, type) else repr(item)
+
+
+def check_automatic(in_axes: str, batch: Any, axis_size: int | None) -> Batch:
+    """Returns how ``vmap`` is to find the axes of its arguments.
+
+    Args:
+        in_axes: The option, a string.
+        batch: The option: a size, a ``Batch``, or None for ``axis_size``.
+        axis_size: The option.
+
+    Raises:
+        PrefixError: If the options do not say it.
+    """
+    if in_axes != "auto":
+        raise PrefixError(
+            f"in_axes gives {in_axes!r}; an entry is an axis (an int) or None, or all of in_axes "
+            f"is 'auto', with batch= the number of lanes."
+        )
+    if batch is None:
+        batch = axis_size
+    if batch is None:
+        raise PrefixError(
+            "in_axes='auto' finds arrays by the number of lanes: sx.vmap(f, in_axes='auto', "
+            "batch=8), or batch=sx.Batch(8, where={...}) with declarations."
+        )
+    batch = batch if isinstance(batch, Batch) else Batch(batch)
+    if axis_size not in (None, batch.size):
+        raise PrefixError(f"axis_size={axis_size}, but batch has {batch.size} lanes; give one.")
+    return batch

@@ -1,0 +1,584 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of a host function, as part of a program.
+
+The arguments are taken apart into *leaves*, the arrays that travel to the host, and all else, which
+is static: a ``HostProgram``. On the host it puts the arguments together again with NumPy arrays,
+runs the function and checks what comes back.
+
+There are two ways to the host. ``jax.pure_callback`` copies the arguments into JAX arrays first, by
+threads that the running program may itself occupy: on the CPU large arguments then wait for ever
+(with one core, or with ``shard_map`` over as many devices as there are threads). So programs for
+the CPU hand over their own buffers, which are copied at once; others use ``jax.pure_callback``.
+
+Under ``vmap`` the leaves of a *vectorized* function have further leading dimensions, the *batch*.
+
+What a host function promises and what it returns.
+
+A program has to know shapes and dtypes before it runs, so a host function makes a *promise*: a
+pytree of ``jax.ShapeDtypeStruct``, given as it is or by a *shape rule*, a function of the shapes
+and dtypes of the arguments. What the function then returns is checked against it, leaf by leaf.
+
+Libraries for the host compute in 64 bits. A promise is taken in the dtypes that JAX has at the time
+(``float64`` is ``float32`` without ``jax_enable_x64``), and a result is converted to the promised
+dtype if that is of the same kind: floats may round, integers must fit.
+
+Exceptions of host functions, on their way out of a program.
+
+A program that fails raises ``jax.errors.JaxRuntimeError``: JAX knows the text of what a host
+function raised, and no more. The text carries a number here, by which the exception itself is found
+again. Some of the latest exceptions are kept for that.
+
+Modules on the host: copies that hold NumPy arrays and cannot be written.
+
+A host function that is given a Module gets a *host copy* of it: the same classes, attributes and
+configuration, with a NumPy array as the value of every Variable. It is made when the function runs
+and is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import re
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+
+from shardax._core import _jax
+from shardax._core._jax import Tracer, is_eager
+from shardax._core.frames import Frame
+from shardax._core.graph.flatten import GraphDef, VariableDef, build
+from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.static import Static
+from shardax._core.variable import ArrayAttribute, Variable
+from shardax._transforms.control.loop_body import vary_alike
+from shardax._transforms.errors import ArgumentError, ClosureError
+from shardax._transforms.grad.targets import dtype_of
+from shardax._transforms.lift.arguments import leaf_paths, put_together
+from shardax._transforms.lift.call import Call
+from shardax.host.errors import HostFunctionError, HostResultError, HostSpecError
+
+# --- Results ---
+
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
+"""Kinds of numbers; each one can stand for those before it."""
+
+
+def promise(
+    name: str, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
+    """Returns what a host function promises for arguments of some shapes and dtypes.
+
+    Args:
+        name: The function's name, for messages.
+        out: A pytree of whatever has a shape and a dtype, or a shape rule.
+        args: The positional arguments, with ``jax.ShapeDtypeStruct`` for arrays.
+        kwargs: The keyword arguments, likewise.
+
+    Returns:
+        (leaves, treedef).
+
+    Raises:
+        HostSpecError: If a leaf has no shape or a dtype that JAX does not have; names it.
+    """
+    found = out(*args, **kwargs) if is_rule(out) else out
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(found, is_leaf=_has_form)
+    return tuple(_form(name, _path(keys), leaf) for keys, leaf in pairs), treedef
+
+
+def is_rule(out: Any) -> bool:
+    """Whether ``out`` is a shape rule and no promise by itself."""
+    return callable(out) and not _has_form(out)
+
+
+def _has_form(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _form(name: str, path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
+    if not _has_form(leaf) or isinstance(leaf, type):
+        raise HostSpecError(
+            f"out of the host function {name} promises {leaf!r}{_at(path)}, which has no shape and "
+            f"dtype. Promise jax.ShapeDtypeStruct((), 'float32') for a number, "
+            f"jax.ShapeDtypeStruct(x.shape, x.dtype) for an array like x."
+        )
+    try:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        _kind(dtype)
+    except (TypeError, ValueError) as error:
+        raise HostSpecError(
+            f"out of the host function {name} promises the dtype {leaf.dtype}{_at(path)}, which a "
+            f"function on the host cannot return. Promise numbers: random keys as uint32 words "
+            f"(jax.random.key_data), texts as integers."
+        ) from error
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
+
+
+def _kind(dtype: Any) -> int:
+    for rank, kind in enumerate(_KINDS):
+        if jnp.issubdtype(dtype, kind):
+            return rank
+    raise TypeError(f"{dtype} is no dtype of numbers")
+
+
+def _at(path: Path) -> str:
+    return f" at {format_path(path)} of the result" if path else ""
+
+
+def _path(keys: Sequence[Any]) -> Path:
+    return tuple(path_step(key) for key in keys)
+
+
+# --- what is returned -----------------------------------------------------------------------------
+
+
+class Promised:
+    """A promise to hold results against.
+
+    Args:
+        name: The function's name.
+        forms: The promised leaves.
+        treedef: Their structure.
+        fills: Whether None, and what is left out of a dict, stands for zeros.
+    """
+
+    def __init__(
+        self, name: str, forms: Sequence[jax.ShapeDtypeStruct], treedef: Any, fills: bool
+    ) -> None:
+        self.name = name
+        self.tree = treedef.unflatten(list(forms))
+        self.fills = fills
+
+    def check(self, returned: Any, batch: tuple[int, ...]) -> list[np.ndarray]:
+        """Returns the leaves of a result as NumPy arrays of the promised dtypes.
+
+        Args:
+            returned: What the function returned.
+            batch: Leading dimensions that each leaf has beyond its promise.
+
+        Raises:
+            HostResultError: If a leaf is missing, too many, or of another shape or kind.
+        """
+        return [
+            self._leaf(path, form, given, (*batch, *form.shape))
+            for path, form, given in self._matched((), self.tree, returned)
+        ]
+
+    def _matched(
+        self, path: Path, promised: Any, given: Any
+    ) -> Iterator[tuple[Path, jax.ShapeDtypeStruct, Any]]:
+        if isinstance(promised, jax.ShapeDtypeStruct):
+            yield path, promised, given
+            return
+        below = _children(promised)
+        if given is None and self.fills:
+            items: Sequence[Any] = [None] * len(below)
+        elif isinstance(promised, dict) and isinstance(given, Mapping):
+            self._check_keys(path, promised, given)
+            items = [given.get(key[0]) for key, _ in below]
+        elif isinstance(promised, (tuple, list)) and isinstance(given, (tuple, list)):
+            items = given
+        elif type(given) is type(promised):
+            items = [item for _, item in _children(given)]
+        else:
+            self._refuse(path, _shown(promised), f"a {type(given).__name__}")
+        if len(items) != len(below):
+            self._refuse(path, _shown(promised), f"{len(items)} values")
+        for (step, item), value in zip(below, items, strict=True):
+            yield from self._matched((*path, *step), item, value)
+
+    def _check_keys(
+        self, path: Path, promised: Mapping[Any, Any], given: Mapping[Any, Any]
+    ) -> None:
+        missing = [] if self.fills else [key for key in promised if key not in given]
+        if missing or any(key not in promised for key in given):
+            self._refuse(path, _shown(promised), f"a dict with the keys {list(given)}")
+
+    def _leaf(self, path: Path, form: Any, given: Any, shape: tuple[int, ...]) -> np.ndarray:
+        wanted = f"{form.dtype}{list(shape)}"
+        if given is None and self.fills:
+            return np.zeros(shape, form.dtype)
+        if isinstance(given, jax.Array):
+            raise HostResultError(
+                f"The host function {self.name} returned a JAX array{_at(path)}, so it computes "
+                f"with JAX. It runs while a program does, and JAX may then wait for itself without "
+                f"end. Compute with NumPy, or call the function in the program as it is."
+            )
+        try:
+            array = np.asarray(given)
+            kind = _kind(array.dtype)
+        except Exception as error:  # any library may refuse in its own way
+            raise self._mismatch(path, wanted, f"a {type(given).__name__} ({error})") from error
+        if array.shape != shape or kind > _kind(form.dtype):
+            self._refuse(path, wanted, f"{array.dtype}{list(array.shape)}")
+        with np.errstate(over="ignore"):
+            fitted = array.astype(form.dtype, copy=False)
+        if kind == _kind(np.integer) == _kind(form.dtype) and not np.array_equal(fitted, array):
+            span = f"{array.dtype} numbers from {array.min()} to {array.max()}"
+            self._refuse(path, wanted, span)
+        return fitted
+
+    def _refuse(self, path: Path, promised: str, given: str) -> NoReturn:
+        raise self._mismatch(path, promised, given)
+
+    def _mismatch(self, path: Path, promised: str, given: str) -> HostResultError:
+        return HostResultError(
+            f"The host function {self.name} promises {promised}{_at(path)}, but returned {given}. "
+            f"Change what it returns, or what out=... promises."
+        )
+
+
+def _children(node: Any) -> list[tuple[Path, Any]]:
+    """Returns (path, child) of each child of one container."""
+    pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda item: item is not node)
+    return [(_path(keys), child) for keys, child in pairs]
+
+
+def _shown(promised: Any) -> str:
+    if isinstance(promised, dict):
+        return f"a dict with the keys {list(promised)}"
+    if promised is None:
+        return "None"
+    return f"a {type(promised).__name__} of {len(_children(promised))}"
+
+
+# --- Raised ---
+
+_KEPT = 16
+_NUMBER = re.compile(r"\[host exception (\d+)\]")
+_numbers = itertools.count(1)
+_latest: collections.OrderedDict[int, Exception] = collections.OrderedDict()
+_lock = threading.Lock()
+
+
+def wrapped(name: str, error: Exception) -> HostFunctionError:
+    """Keeps an exception and returns the error that tells of it in the program's.
+
+    Args:
+        name: The host function's name.
+        error: What it raised.
+    """
+    with _lock:
+        number = next(_numbers)
+        _latest[number] = error
+        while len(_latest) > _KEPT:
+            _latest.popitem(last=False)
+    told = "".join(traceback.format_exception(error)).rstrip()
+    return HostFunctionError(
+        f"The host function {name} raised {type(error).__name__}: {error}\n\n{told}\n\n"
+        f"The exception itself is sx.host.host_exception(error); "
+        f"`with sx.host.host_exceptions():` around the call raises it. [host exception {number}]"
+    )
+
+
+def host_exception(error: BaseException) -> Exception | None:
+    """Returns the exception of a host function that made a program fail.
+
+    Args:
+        error: What the program raised, usually a ``jax.errors.JaxRuntimeError``.
+
+    Returns:
+        The exception, with its own type and traceback; None if no host function raised, or if many
+        have since.
+
+    Example:
+        >>> import jax, numpy as np, shardax as sx
+        >>> solve = sx.host.host_function(np.linalg.inv, out=lambda a: a)
+        >>> try:
+        ...     _ = jax.jit(solve)(np.zeros((2, 2), "float32")).block_until_ready()
+        ... except jax.errors.JaxRuntimeError as error:
+        ...     print(repr(sx.host.host_exception(error)))
+        LinAlgError('Singular matrix')
+    """
+    found = _NUMBER.findall(str(error))
+    return _latest.get(int(found[-1])) if found else None
+
+
+@contextlib.contextmanager
+def host_exceptions() -> Iterator[None]:
+    """Raises what a host function raised, instead of the error of the program around it.
+
+    Programs run on after they have been called; wait for the result inside,
+    ``jax.block_until_ready(result)``, if it is not used there.
+
+    Example:
+        >>> import jax, numpy as np, shardax as sx
+        >>> solve = jax.jit(sx.host.host_function(np.linalg.inv, out=lambda a: a))
+        >>> with sx.host.host_exceptions():
+        ...     solve(np.zeros((2, 2), "float32")).block_until_ready()
+        Traceback (most recent call last):
+            ...
+        numpy.linalg.LinAlgError: Singular matrix
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, HostFunctionError) as error:
+        original = host_exception(error)
+        if original is None:
+            raise
+        raise original from None
+
+
+# --- Values ---
+
+LOCK = (
+    "Cannot write {what} inside a host function: it works on a copy, and may run any number of "
+    "times. Return the new value, and write it in the program: model.count[...] = f(model, x)."
+)
+
+
+class HostVariable(Variable[Any]):
+    """A Variable of a host copy: reading it makes no JAX array of the NumPy array in it."""
+
+    @property
+    def value(self) -> Any:
+        """The value, of NumPy arrays."""
+        return self._value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._write(value)
+
+
+class HostAttribute(HostVariable, ArrayAttribute[Any]):
+    """An array attribute of a host copy."""
+
+
+def on_host(graphdef: GraphDef) -> GraphDef:
+    """Returns the structure of the host copies of some objects."""
+    return GraphDef(tuple(_definition(item) for item in graphdef.objects), graphdef.roots)
+
+
+def _definition(item: Any) -> Any:
+    if type(item) is not VariableDef:
+        return item
+    kind = HostAttribute if issubclass(item.type, ArrayAttribute) else HostVariable
+    return VariableDef(kind, item.metadata)
+
+
+class HostFrame(Frame):
+    """The frame of a run on the host, where the program's Variables are out of reach."""
+
+    __slots__ = ()
+
+    def adopt(self, outer: Any) -> NoReturn:
+        """See ``Frame.adopt``."""
+        raise ClosureError(
+            f"The host function {self.name} uses a {type(outer).__name__} that it was not given. "
+            f"It runs while a program does, when that Variable may have an old value or none. Pass "
+            f"it, or the Module that holds it, as an argument."
+        )
+
+
+# --- Program ---
+
+VMAP_METHODS = {"sequential": "sequential", "vectorized": "expand_dims"}
+"""JAX's name for each way of batching a host function."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostProgram:
+    """A host function with the form of its arguments and results; equal ones do the same.
+
+    Attributes:
+        name: The function's name, for messages.
+        graphdef: Structure of the function and the objects in the arguments.
+        templates: How each positional argument is put together.
+        named: (name, template) of each keyword argument.
+        static: Exact keys of static arguments.
+        treedef: Structure of the leaves: (values of Variables, plain parts, those by name).
+        forms: Shape and dtype of each leaf, as the function sees it without a batch.
+        out_forms: Those of the results.
+        out_tree: Their structure.
+        vmap: ``"sequential"`` or ``"vectorized"``.
+        fills: As for ``Promised``.
+    """
+
+    name: str
+    graphdef: GraphDef
+    templates: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...]
+    static: tuple[tuple[Any, Static], ...]
+    treedef: Any
+    forms: tuple[jax.ShapeDtypeStruct, ...]
+    vmap: str
+    fills: bool
+    out_forms: tuple[jax.ShapeDtypeStruct, ...] = ()
+    out_tree: Any = None
+
+    def restore(
+        self, leaves: Sequence[Any], frame: Frame | None, host: bool = False
+    ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+        """Puts a function and its arguments together.
+
+        Args:
+            leaves: The arrays, or their forms.
+            frame: The frame that owns the new objects.
+            host: Whether the objects are host copies.
+        """
+        values, plain, plain_named = self.treedef.unflatten(list(leaves))
+        graphdef = on_host(self.graphdef) if host else self.graphdef
+        (function, *objects), _ = build(graphdef, values, frame, LOCK if host else None)
+        args = [put_together(t, p, objects) for t, p in zip(self.templates, plain, strict=True)]
+        kwargs = {name: put_together(t, plain_named[name], objects) for name, t in self.named}
+        return function, args, kwargs
+
+    def run(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Runs the function on the host.
+
+        Args:
+            leaves: Arrays of its own, which the function may keep.
+        """
+        pairs = list(zip(leaves, self.forms, strict=True))
+        batch = np.broadcast_shapes(*(leaf.shape[: leaf.ndim - len(f.shape)] for leaf, f in pairs))
+        given = [_arrived(leaf, (*batch, *form.shape), form.dtype) for leaf, form in pairs]
+        with HostFrame(self.name) as frame:
+            function, args, kwargs = self.restore(given, frame, host=True)
+            returned = function(*args, **kwargs)
+        return Promised(self.name, self.out_forms, self.out_tree, self.fills).check(returned, batch)
+
+    def run_in_program(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Like ``run``; an exception is kept, because JAX loses all but its text."""
+        try:
+            return self.run(leaves)
+        except Exception as error:
+            raise wrapped(self.name, error) from error
+
+    def stage(self, *leaves: Any) -> list[Any]:
+        """Puts the call into the program that is being traced."""
+        return jax.lax.platform_dependent(*leaves, cpu=self._by_buffers, default=self._by_callback)
+
+    def _by_buffers(self, *leaves: Any) -> list[Any]:
+        def callback(context: Any, outs: Sequence[Any], *buffers: Any) -> None:
+            results = self.run_in_program([np.asarray(buffer).copy() for buffer in buffers])
+            for out, result in zip(outs, results, strict=True):
+                np.asarray(out)[...] = result
+
+        callback.__qualname__ = self.name
+        method = VMAP_METHODS[self.vmap]
+        return buffer_callback(callback, list(self.out_forms), vmap_method=method)(*leaves)
+
+    def _by_callback(self, *leaves: Any) -> list[Any]:
+        def callback(*arrays: Any) -> list[np.ndarray]:
+            return self.run_in_program([np.array(array) for array in arrays])
+
+        callback.__qualname__ = self.name
+        method = VMAP_METHODS[self.vmap]
+        return jax.pure_callback(callback, list(self.out_forms), *leaves, vmap_method=method)
+
+
+def take(
+    name: str, call: Call, static: Sequence[tuple[Any, Static]], vmap: str, fills: bool
+) -> tuple[HostProgram, list[Any], list[Path]]:
+    """Takes a call apart.
+
+    Returns:
+        (the program, without results yet; the leaves; the Variable or argument that each is of).
+    """
+    arguments, flat = call.arguments, call.graph.flat
+    parts = (call.graph.values(), list(arguments.plain), arguments.plain_named)
+    leaves, treedef = jax.tree.flatten(parts)
+    labels = (flat.leaf_paths, [(label,) for label in call.labels])
+    where: list[Any] = [(part, key) for part, key, *_ in leaf_paths(treedef)]
+    paths = [(key,) if part == 2 else labels[part][key] for part, key in where]
+    forms = tuple(_form_on_host(name, *pair) for pair in zip(leaves, paths, strict=True))
+    program = HostProgram(
+        name,
+        flat.graphdef,
+        arguments.templates,
+        arguments.named,
+        tuple(static),
+        treedef,
+        forms,
+        vmap,
+        fills,
+    )
+    return program, leaves, paths
+
+
+def _form_on_host(name: str, leaf: Any, path: Path) -> jax.ShapeDtypeStruct:
+    dtype = dtype_of(leaf)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        words = jax.eval_shape(jax.random.key_data, leaf)
+        return jax.ShapeDtypeStruct(words.shape, words.dtype)
+    if dtype == jax.dtypes.float0:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
+        raise ArgumentError(
+            f"The host function {name} was given an array of dtype {dtype} at {format_path(path)}, "
+            f"which JAX does not have. Encode it as integers; or pass it as a tuple, which is "
+            f"handed on as it is: tuple(array.tolist())."
+        )
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jax.dtypes.canonicalize_dtype(dtype))
+
+
+def staged(program: HostProgram) -> Callable[..., list[Any]]:
+    """Returns ``program.stage`` as a function that JAX traces once.
+
+    It is made for each program, and the program is no argument of it, because JAX keeps static
+    arguments alive for good.
+    """
+    return jax.jit(lambda *leaves: program.stage(*leaves))
+
+
+def call_on_host(
+    program: HostProgram, in_program: Callable[..., list[Any]], leaves: Sequence[Any]
+) -> list[Any]:
+    """Runs a program's function: here and now if nothing is traced, else when the program runs.
+
+    Args:
+        program: The program.
+        in_program: What ``staged`` made of it.
+        leaves: Its leaves.
+
+    Returns:
+        The leaves of the result, as JAX arrays.
+    """
+    if not program.out_forms:
+        return []
+    shipped = [_shipped(leaf, form) for leaf, form in zip(leaves, program.forms, strict=True)]
+    if is_eager() and not any(isinstance(leaf, Tracer) for leaf in leaves):
+        return [jnp.array(result) for result in _run_now(program, shipped)]
+    # The results differ over every mesh axis over which an argument does. JAX takes them for equal.
+    return [
+        functools.reduce(vary_alike, [leaf for leaf in shipped if _jax.varying_axes(leaf)], result)
+        for result in in_program(*shipped)
+    ]
+
+
+def _run_now(program: HostProgram, leaves: Sequence[Any]) -> list[np.ndarray]:
+    given = [
+        np.array(leaf, None if form.dtype == jax.dtypes.float0 else form.dtype)
+        for leaf, form in zip(leaves, program.forms, strict=True)
+    ]
+    try:
+        return program.run(given)
+    except Exception as error:
+        shown = ", ".join(f"{form.dtype}{list(form.shape)}" for form in program.forms)
+        error.add_note(f"In the host function {program.name}, called with {shown or 'no arrays'}.")
+        raise
+
+
+def _shipped(leaf: Any, form: jax.ShapeDtypeStruct) -> Any:
+    """Returns a leaf as what can travel: random keys as their words."""
+    if form.dtype == jax.dtypes.float0:
+        return np.zeros(form.shape, bool)
+    if jnp.issubdtype(dtype_of(leaf), jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return leaf
+
+
+def _arrived(array: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns a leaf as the function sees it."""
+    if dtype == jax.dtypes.float0:
+        return np.zeros(shape, dtype)
+    return array if array.shape == shape else np.broadcast_to(array, shape)

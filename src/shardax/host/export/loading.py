@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``load``: an artifact as a callable that holds its state, without the source it was made of.
+
+What is loaded is a Module: its Variables are the arrays that the exported function held, by the
+text of their paths. So it can be called, compiled into larger functions, put into checkpoints and
+inspected; a call stores what the program wrote.
+
+Loaded programs: the program of an artifact, on the devices that it runs on here.
+
+A program maps lists of *words* (``host.export.signature``) to lists of words and has no state. It runs in
+one of three ways: compiled here; as part of a larger program that is being traced; or as the
+snapshot that came with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from shardax._core import variable as variable_types
+from shardax._core._jax import Tracer, is_eager
+from shardax._core.errors import PickleWriteError
+from shardax._core.module import Module
+from shardax._core.variable import Variable
+from shardax._transforms.errors import MeshError
+from shardax._transforms.jit.jit import jit
+from shardax.host.errors import (
+    ArtifactCallError,
+    ArtifactDamagedError,
+    ArtifactEnvironmentError,
+    ArtifactVersionError,
+)
+from shardax.host.export import artifact
+from shardax.host.export.artifact import read_snapshot
+from shardax.host.export.signature import (
+    ArrayForm,
+    MeshForm,
+    Signature,
+    StateEntry,
+    all_from_words,
+    from_words,
+    structure,
+    to_words,
+)
+
+# --- Loaded program ---
+
+
+class LoadedProgram:
+    """The program of an artifact; see the module's text.
+
+    Args:
+        exported: What ``jax.export`` read.
+        signature: The artifact's signature.
+        devices: The devices, as many as it was exported for.
+        mesh: The exporting mesh over these devices; None for one device.
+
+    Attributes:
+        jitted: The program as a function of words: (state, inputs) to (results, written state).
+        step: A call of a ``LoadedFunction`` with it, compiled as a whole.
+        snapshot: The program compiled beforehand, or None.
+        snapshot_unused: Why there is none.
+    """
+
+    def __init__(
+        self, exported: Any, signature: Signature, devices: Sequence[Any], mesh: Mesh | None
+    ) -> None:
+        self.exported = exported
+        self.signature = signature
+        self.devices = list(devices)
+        self.mesh = mesh
+        self.snapshot: Any = None
+        self.snapshot_unused = "not asked for: trust_snapshot=True"
+        written = [self.place_of(entry.form) for entry in signature.state if entry.written]
+        results = [None] * len(signature.output_forms)
+        self.step = jit(lambda function, inputs: function._run(inputs))
+        places = None if mesh is None else (results, written)
+        self.jitted = jax.jit(self._differentiable(exported.call), out_shardings=places)
+
+    def __deepcopy__(self, memo: Any) -> LoadedProgram:
+        return self  # it has no state
+
+    def __reduce__(self) -> Any:
+        raise PickleWriteError(
+            f"The loaded {self.signature} cannot be pickled: its program belongs to this process. "
+            "Send the path of the artifact and load it there, sx.host.load(path); its state is "
+            "sx.state(loaded)."
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.signature}>"
+
+    def _differentiable(self, call: Any) -> Any:
+        """Returns the program, made to refuse derivatives if it was exported without."""
+        program = jax.custom_jvp(lambda state, inputs: tuple(call(state, inputs)))
+
+        @program.defjvp
+        def _refuse(primals: Any, tangents: Any) -> Any:
+            raise ArtifactCallError(
+                f"{self.signature.name} was exported without derivatives. Export it with "
+                "vjp_order=1, or more for higher ones."
+            )
+
+        return program if self.signature.vjp_order == 0 else program.fun
+
+    def place_of(self, form: ArrayForm) -> NamedSharding | None:
+        """Returns where an array of the state goes; None for the default device."""
+        return None if self.mesh is None else form.sharding(self.mesh)
+
+    @property
+    def trees(self) -> tuple[Any, Any]:
+        """Structure of the program's (arguments, results)."""
+        signature = self.signature
+        count = sum(len(item.forms) for item in signature.inputs)
+        written = sum(entry.written for entry in signature.state)
+        state = [0] * len(signature.state)
+        results = [0] * len(signature.output_forms)
+        return (
+            jax.tree.structure(((state, [0] * count), {})),
+            jax.tree.structure((results, [0] * written)),
+        )
+
+    def compiled(self) -> Any:
+        """Returns the program compiled for these devices and fixed sizes."""
+        forms = [entry.form for entry in self.signature.state]
+        shapes = self.exported.in_avals
+        state = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.place_of(form))
+            for a, form in zip(shapes, forms, strict=False)
+        ]
+        inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes[len(forms) :]]
+        return self.jitted.lower(state, inputs).compile()
+
+    def run(self, state: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Runs the program on words; returns (results, new values of the written state)."""
+        given = list(state), list(inputs)
+        traced = any(isinstance(item, Tracer) for item in (*state, *inputs))
+        if self.snapshot is not None and not traced:
+            _, places = self.snapshot.input_shardings[0]
+            return self.snapshot(given[0], jax.device_put(given[1], places))
+        return self.jitted(*given)
+
+    def explained(self, error: Exception) -> Exception:
+        """Returns what JAX says about exported programs in terms of ``export``."""
+        text, name = str(error), self.signature.name
+        if "refining shapes" in text and self.signature.constraints:
+            return ArtifactCallError(
+                f"The sizes of the call break what {name} was exported under: "
+                f"{', '.join(self.signature.constraints)}. It takes {self.signature}."
+            )
+        if "atching rule" in text:
+            return ArtifactCallError(
+                f"{name} cannot be mapped by vmap: an exported program is as it is. Export it with "
+                "a dimension for the batch, dynamic={'batch': 0}, or call it in a loop (sx.scan)."
+            )
+        return error
+
+
+# --- Loading ---
+
+
+class LoadedFunction(Module):
+    """An exported function with its state; made by ``load``.
+
+    Variables are of the classes of shardax; one of a user's class is a ``Variable`` here.
+
+    Attributes:
+        variables: What it holds, as Variables by the text of their paths (``".layers[0].kernel"``).
+        program: The program that it runs.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, shardax as sx
+        >>> class Counter(sx.Module):
+        ...     def __init__(self):
+        ...         self.count = sx.Variable(jnp.zeros(()))
+        ...     def __call__(self, by):
+        ...         self.count += by
+        ...         return self.count * 10
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     loaded = sx.host.load(sx.host.export(Counter(), 1.0, to=f"{folder}/counter"))
+        >>> float(loaded(2.0)), float(loaded(3.0)), float(loaded.variables[".count"])
+        (20.0, 50.0, 5.0)
+    """
+
+    def __init__(self, program: LoadedProgram, variables: dict[str, Variable[Any]]) -> None:
+        self.program = program
+        self.variables = variables
+
+    @property
+    def signature(self) -> Signature:
+        """What it takes, returns and holds; prints as ``name(inputs) -> result``."""
+        return self.program.signature
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program and stores what it writes.
+
+        Args:
+            *args: The arguments that hold arrays, as they were passed to ``export``.
+            **kwargs: Likewise, by name.
+
+        Raises:
+            ArtifactCallError: If they do not fit the signature; nothing was run.
+        """
+        inputs = self.signature.take(args, kwargs)
+        compiled = self.program.snapshot is None and is_eager()
+        try:
+            return self.program.step(self, inputs) if compiled else self._run(inputs)
+        except (ValueError, NotImplementedError) as error:
+            raise self.program.explained(error) from error
+
+    def _run(self, inputs: Sequence[Any]) -> Any:
+        state = [to_words(variable.value) for variable in self.variables.values()]
+        results, written = self.program.run(state, inputs)
+        held = zip(self.signature.state, self.variables.values(), strict=True)
+        targets = [(entry, variable) for entry, variable in held if entry.written]
+        for (entry, variable), words in zip(targets, written, strict=True):
+            variable.value = from_words(words, entry.form)
+        leaves = all_from_words(results, self.signature.output_forms)
+        return structure(self.signature.output).unflatten(leaves)
+
+
+def load(
+    path: Any,
+    mesh: Mesh | None = None,
+    *,
+    verify: bool = True,
+    trust_snapshot: bool = False,
+) -> LoadedFunction:
+    """Loads what ``export`` wrote; runs none of the Python that it was made of.
+
+    Needs ``pip install 'shardax[export]'``. The compiler gets the program as it is in the folder,
+    so load only what comes from somebody trusted not to attack it.
+
+    Args:
+        path: The folder.
+        mesh: A mesh of as many devices as it was exported for; names and sizes of its axes may
+            differ, since only its devices are used, in order. None: the first devices here.
+        verify: Whether to compare all files with their checksums.
+        trust_snapshot: Whether to use the compiled program in the folder, if it has one that was
+            made on a machine like this. It is read with pickle: **a snapshot of unknown origin can
+            run any code**. ``loaded.program.snapshot_unused`` says why one was not used.
+
+    Returns:
+        A Module to call; its Variables are the state.
+
+    Raises:
+        ArtifactNotFoundError: If there is no artifact at ``path``.
+        ArtifactDamagedError: If a file is missing or is not what was written.
+        ArtifactVersionError: If it was written by a shardax or JAX that this one does not read.
+        ArtifactEnvironmentError: If devices, platform or 64 bits are missing here.
+        ImportError: If ``flatbuffers`` or ``safetensors`` is missing.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, shardax as sx
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     scaled = lambda x, by: x * by
+        ...     loaded = sx.host.load(sx.host.export(scaled, jnp.ones(3), 1.0, to=f"{folder}/f"))
+        >>> loaded(jnp.arange(3.0), by=2.0).tolist()
+        [0.0, 2.0, 4.0]
+    """
+    artifact.require_extras()
+    folder, entries = artifact.read_signature(path, verify)
+    signature = _parsed(folder, entries)
+    exported = _program(folder, entries)
+    devices = _devices(signature, mesh, str(folder))
+    program = LoadedProgram(exported, signature, devices, _mesh(signature, devices, mesh))
+    if trust_snapshot:
+        program.snapshot, program.snapshot_unused = read_snapshot(
+            folder, entries.get("snapshot"), devices, program.trees
+        )
+    weights = artifact.Weights(folder / artifact.WEIGHTS)
+    variables = {entry.path: _variable(entry, weights, program) for entry in signature.state}
+    return LoadedFunction(program, variables)
+
+
+def _parsed(folder: Any, entries: Any) -> Signature:
+    try:
+        return Signature.from_json(entries["signature"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactDamagedError(
+            f"{folder / artifact.SIGNATURE} cannot be read ({error!r}). Export the function anew."
+        ) from error
+
+
+def _program(folder: Any, entries: Any) -> Any:
+    """Reads the program.
+
+    Raises:
+        ArtifactVersionError: If this JAX does not read what that JAX wrote.
+    """
+    written = entries["calling_convention"]
+    lowest = jax.export.minimum_supported_calling_convention_version
+    highest = jax.export.maximum_supported_calling_convention_version
+    here = f"JAX {jax.__version__} reads calling conventions {lowest} to {highest}"
+    if not lowest <= written <= highest:
+        raise ArtifactVersionError(
+            f"The program in {folder} was exported by JAX {entries['jax']} with the calling "
+            f"convention {written}; {here}. Load it with a JAX of nearer age, or export it anew."
+        )
+    try:
+        return jax.export.deserialize(bytearray((folder / artifact.PROGRAM).read_bytes()))
+    except Exception as error:
+        raise ArtifactVersionError(
+            f"JAX {jax.__version__} cannot read the program in {folder}, which JAX "
+            f"{entries['jax']} exported: {type(error).__name__}: {error}. Load it with a JAX of "
+            "nearer age, or export it anew."
+        ) from error
+
+
+def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
+    """Returns the devices to run on.
+
+    Raises:
+        ArtifactEnvironmentError: If they are too few, too many, or of another platform, or the
+            program needs 64 bits and JAX uses 32.
+        MeshError: If ``mesh`` is not a mesh of devices.
+    """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"mesh={mesh!r} is not a mesh of devices. Make one: "
+            f"jax.make_mesh(({signature.devices},), ('x',))."
+        )
+    devices = list(jax.devices() if mesh is None else mesh.devices.flat)
+    count = signature.devices
+    if len(devices) < count or (mesh is not None and len(devices) != count):
+        raise ArtifactEnvironmentError(
+            f"{where} runs on {count} devices, and {'here' if mesh is None else 'in the mesh'} are "
+            f"{len(devices)}. Load it over {count} devices, or export it for {len(devices)}."
+        )
+    kinds = {"gpu": ("cuda", "rocm")}.get(devices[0].platform, (devices[0].platform,))
+    if not {*kinds, devices[0].platform} & {*signature.platforms}:
+        raise ArtifactEnvironmentError(
+            f"{where} was exported for {', '.join(signature.platforms)}, and the devices here are "
+            f"{devices[0].platform}. Export it with platforms={(*signature.platforms, kinds[0])}."
+        )
+    forms = [entry.form for entry in signature.state]
+    forms += [form for item in signature.inputs for form in item.forms]
+    wide = sorted({form.dtype for form in forms if form.is_wide})
+    if wide and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
+        raise ArtifactEnvironmentError(
+            f"{where} uses {', '.join(wide)}, and JAX has 32 bits here. Before anything else: "
+            "sx.configure(x64=True)."
+        )
+    return devices[:count]
+
+
+def _mesh(signature: Signature, devices: Sequence[Any], given: Any) -> Mesh | None:
+    """Returns the exporting mesh over other devices; None where one device by default will do."""
+    if signature.devices == 1 and given is None:
+        return None
+    form = signature.mesh or MeshForm(("devices",), (len(devices),), ("Auto",))
+    types = tuple(AxisType[kind] for kind in form.types)
+    arranged = np.asarray(devices, dtype=object).reshape(form.sizes)
+    return Mesh(arranged, form.names, axis_types=types)
+
+
+def _variable(
+    entry: StateEntry, weights: artifact.Weights, program: LoadedProgram
+) -> Variable[Any]:
+    form = entry.form
+    words = weights.read(entry.path, form.words(), program.place_of(form))
+    return _type_of(entry.type)(from_words(words, form), axes=entry.axes)
+
+
+def _type_of(name: str) -> type[Variable[Any]]:
+    """Returns shardax's own class of a name; a user's class may not be here: ``Variable``."""
+    found = getattr(variable_types, name, None)
+    if not isinstance(found, type) or not issubclass(found, Variable):
+        return Variable
+    return Variable if found is variable_types.ArrayAttribute else found

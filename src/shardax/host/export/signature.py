@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signatures: what an artifact says of its function, as JSON.
+
+A signature lists the *inputs* (what a caller passes), the form of the result, and the *state*: the
+arrays that the function holds, by path, and which of them a call writes. With the program and the
+arrays it is all that is needed to call the function; none of it is Python code.
+
+Array forms: what an artifact says of one array.
+
+Random keys are *words* to everything outside of JAX: the numbers they are made of, ``uint32`` with
+one dimension more. Files and exported programs have words; whoever calls has keys.
+
+Pytrees as JSON: containers, with the number of each leaf in its place.
+
+Only tuples, lists, dicts with ``str`` or ``int`` keys, and None are written, so that reading needs
+neither pickle nor the classes of whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardax._core.graph.paths import Path, format_path
+from shardax._transforms.lift.arguments import leaf_paths
+from shardax.host.errors import ArtifactCallError, ExportError
+
+# --- Array form ---
+
+
+class ArrayForm(NamedTuple):
+    """Shape, dtype and place of one array.
+
+    Attributes:
+        shape: Sizes; a dynamic dimension is the text of its name, or an expression of names.
+        dtype: Name of the dtype; of random keys such as ``key<fry>``.
+        key: Implementation of the random keys that it holds, or None.
+        spec: Mesh axes of each dimension, or None if it is not laid out over a mesh.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> print(ArrayForm.of(jnp.zeros((2, 3))), ArrayForm(("batch", 4), "int32"))
+        float32[2,3] int32[batch,4]
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: str
+    key: str | None = None
+    spec: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> ArrayForm:
+        """Returns the form of an array, a stand-in for one, or a number."""
+        shape = tuple(s if type(s) is int else str(s) for s in np.shape(value))
+        if holds_keys(value):
+            return cls(shape, str(value.dtype), _key_impl(value), _spec_of(value))
+        return cls(shape, str(jnp.result_type(value)), None, _spec_of(value))
+
+    @classmethod
+    def from_json(cls, entry: Any) -> ArrayForm:
+        """Returns the form that ``as_json`` wrote."""
+        spec = entry.get("spec")
+        spec = None if spec is None else tuple(tuple(e) if type(e) is list else e for e in spec)
+        return cls(tuple(entry["shape"]), entry["dtype"], entry.get("key"), spec)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the form as JSON values."""
+        entry: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
+        if self.key is not None:
+            entry["key"] = self.key
+        if self.spec is not None:
+            entry["spec"] = [list(e) if isinstance(e, tuple) else e for e in self.spec]
+        return entry
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether its numbers have 64 bits (or 128, if complex), which JAX has to be told of."""
+        return self.dtype in ("int64", "uint64", "float64", "complex128")
+
+    def words(self) -> jax.ShapeDtypeStruct:
+        """Returns shape and dtype of its words; all sizes must be known."""
+        shape = tuple(map(int, self.shape))
+        if self.key is None:
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+        one = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=self.key)))
+        return jax.ShapeDtypeStruct((*shape, *one.shape), one.dtype)
+
+    def sharding(self, mesh: Any) -> NamedSharding:
+        """Returns the layout of its words over a mesh."""
+        entries = self.spec or ()
+        if self.key is not None:  # words have one dimension more
+            entries = (*entries, *(None,) * (len(self.shape) - len(entries)), None)
+        return NamedSharding(mesh, PartitionSpec(*entries))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def _key_impl(keys: Any) -> str:
+    """Returns the implementation of keys; JAX tells it for arrays only, so one is traced."""
+    found: list[str] = []
+    jax.eval_shape(lambda keys: found.append(str(jax.random.key_impl(keys))), keys)
+    return found[0]
+
+
+def _spec_of(value: Any) -> tuple[Any, ...] | None:
+    sharding = getattr(value, "sharding", None)
+    return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else None
+
+
+def holds_keys(value: Any) -> bool:
+    """Whether a value is an array of random keys, or stands for one."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def plain_dtype(dtype: Any) -> Any:
+    """Returns the dtype that JAX gives to an array of a dtype: of 32 bits, if it uses these."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def to_words(value: Any) -> Any:
+    """Returns an array as programs and files have it: the words of random keys."""
+    return jax.random.key_data(value) if holds_keys(value) else value
+
+
+def from_words(words: Any, form: ArrayForm) -> Any:
+    """Returns an array as callers have it."""
+    return words if form.key is None else jax.random.wrap_key_data(words, impl=form.key)
+
+
+def all_from_words(words: Sequence[Any], forms: Sequence[ArrayForm]) -> list[Any]:
+    """Returns several arrays as callers have them."""
+    return [from_words(item, form) for item, form in zip(words, forms, strict=True)]
+
+
+# --- Json trees ---
+
+
+def to_json(treedef: Any, path: Path) -> Any:
+    """Returns a pytree structure as JSON values.
+
+    Args:
+        treedef: The structure.
+        path: Where it stands, for the message.
+
+    Raises:
+        ExportError: If it has a node that JSON cannot say; names its path.
+
+    Example:
+        >>> import jax
+        >>> to_json(jax.tree.structure({"a": 1, "b": (2, None)}), ("x",))
+        {'dict': [['a', 0], ['b', {'tuple': [1, None]}]]}
+    """
+    return _encode(treedef.unflatten(range(treedef.num_leaves)), path)
+
+
+def _encode(node: Any, path: Path) -> Any:
+    if node is None or type(node) is int:
+        return node
+    if type(node) in (tuple, list):
+        items = [_encode(item, (*path, i)) for i, item in enumerate(node)]
+        return {type(node).__name__: items}
+    if type(node) is dict and all(type(key) in (str, int) for key in node):
+        return {"dict": [[key, _encode(item, (*path, key))] for key, item in node.items()]}
+    keys = "dict with other keys than str and int" if type(node) is dict else type(node).__name__
+    raise ExportError(
+        f"Cannot export a {keys} at {format_path(path)}: whoever loads the artifact may not have "
+        "the class. Arguments and results of an exported function are arrays in tuples, lists and "
+        "dicts. Export a function that takes or returns those, such as lambda x, y: "
+        "f(Pair(x, y))._asdict()."
+    )
+
+
+def from_json(tree: Any) -> Any:
+    """Returns the pytree of leaf numbers that ``to_json`` wrote.
+
+    Example:
+        >>> from_json({"dict": [["a", 0], ["b", {"tuple": [1, None]}]]})
+        {'a': 0, 'b': (1, None)}
+    """
+    if tree is None or type(tree) is int:
+        return tree
+    ((kind, items),) = tree.items()
+    if kind == "dict":
+        return {key: from_json(item) for key, item in items}
+    return {"tuple": tuple, "list": list}[kind](from_json(item) for item in items)
+
+
+def structure(tree: Any) -> Any:
+    """Returns the treedef of what ``to_json`` wrote."""
+    return jax.tree.structure(from_json(tree))
+
+
+# --- Signature ---
+
+
+class Input(NamedTuple):
+    """One argument that a caller passes.
+
+    Attributes:
+        name: Name of the parameter.
+        by_name: Whether it is passed by name only.
+        tree: Its pytree, as JSON.
+        forms: Its arrays.
+    """
+
+    name: str
+    by_name: bool
+    tree: Any
+    forms: tuple[ArrayForm, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {shown_tree(self.tree, self.forms)}"
+
+
+class StateEntry(NamedTuple):
+    """One array that the function holds.
+
+    Attributes:
+        path: Text of its path, which is its name in the file of weights.
+        form: Its form.
+        type: Class name of its Variable; ``"Constant"`` for an array that was no Variable's.
+        axes: Axis names of its Variable, or None.
+        written: Whether a call gives it a new value.
+    """
+
+    path: str
+    form: ArrayForm
+    type: str
+    axes: tuple[Any, ...] | None
+    written: bool
+
+
+class MeshForm(NamedTuple):
+    """The mesh of an artifact: names, sizes and types of its axes, without devices."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    types: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> MeshForm:
+        """Returns the form of a mesh."""
+        types = tuple(kind.name for kind in mesh.axis_types)
+        return cls(tuple(mesh.axis_names), tuple(mesh.shape.values()), types)
+
+    @classmethod
+    def from_json(cls, entry: Any) -> MeshForm:
+        """Returns the form whose fields are in a dict of JSON values."""
+        return cls(tuple(entry["names"]), tuple(entry["sizes"]), tuple(entry["types"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What an artifact says of its function; see the module's text.
+
+    Attributes:
+        name: The function's name.
+        inputs: What a caller passes, in order.
+        output: Pytree of the result, as JSON.
+        output_forms: Arrays of the result.
+        state: Arrays that the function holds.
+        mesh: Mesh that it was exported over, or None.
+        devices: Number of devices that it runs on.
+        platforms: Platforms that it was lowered for.
+        vjp_order: How often it can be differentiated.
+        constraints: What holds for the sizes of dynamic dimensions.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = sx.host.export(layer, jnp.ones((1, 2)), to=f"{folder}/layer")
+        ...     signature = sx.host.load(path).signature
+        >>> print(signature, signature.platforms, [entry.path for entry in signature.state])
+        Linear(x: float32[1,2]) -> float32[1,3] ('cpu',) ['.kernel', '.bias']
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    output: Any
+    output_forms: tuple[ArrayForm, ...]
+    state: tuple[StateEntry, ...]
+    mesh: MeshForm | None
+    devices: int
+    platforms: tuple[str, ...]
+    vjp_order: int
+    constraints: tuple[str, ...] = ()
+
+    # --- JSON ------------------------------------------------------------------------------------
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the signature as JSON values."""
+        return {
+            "name": self.name,
+            "inputs": [
+                {**item._asdict(), "forms": [form.as_json() for form in item.forms]}
+                for item in self.inputs
+            ],
+            "output": self.output,
+            "output_forms": [form.as_json() for form in self.output_forms],
+            "state": [
+                {**entry._asdict(), "form": entry.form.as_json(), "axes": _axes(entry.axes)}
+                for entry in self.state
+            ],
+            "mesh": None if self.mesh is None else self.mesh._asdict(),
+            "devices": self.devices,
+            "platforms": list(self.platforms),
+            "vjp_order": self.vjp_order,
+            "constraints": list(self.constraints),
+        }
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Signature:
+        """Returns the signature that ``as_json`` wrote."""
+        inputs = [Input(**{**item, "forms": _forms(item["forms"])}) for item in entry["inputs"]]
+        state = [
+            StateEntry(
+                **{
+                    **item,
+                    "form": ArrayForm.from_json(item["form"]),
+                    "axes": None if item["axes"] is None else tuple(item["axes"]),
+                }
+            )
+            for item in entry["state"]
+        ]
+        mesh = entry["mesh"]
+        return cls(
+            name=entry["name"],
+            inputs=tuple(inputs),
+            output=entry["output"],
+            output_forms=_forms(entry["output_forms"]),
+            state=tuple(state),
+            mesh=None if mesh is None else MeshForm.from_json(mesh),
+            devices=entry["devices"],
+            platforms=tuple(entry["platforms"]),
+            vjp_order=entry["vjp_order"],
+            constraints=tuple(entry["constraints"]),
+        )
+
+    # --- text ------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        inputs = ", ".join(map(str, self.inputs))
+        return f"{self.name}({inputs}) -> {shown_tree(self.output, self.output_forms)}"
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Returns the arrays of a call's arguments, random keys as words.
+
+        Raises:
+            ArtifactCallError: If they are not what the function was exported for.
+        """
+        sizes: dict[str, tuple[int, str]] = {}
+        leaves: list[Any] = []
+        values = self._in_order(args, kwargs)
+        for item, wanted, value in zip(self.inputs, self._structures, values, strict=True):
+            found = jax.tree.structure(value)
+            if wanted != found:
+                raise self._refusal(f"{item.name} is made like {found}, not like {wanted}.")
+            for path, form, leaf in zip(
+                leaf_paths(wanted), item.forms, jax.tree.leaves(value), strict=True
+            ):
+                where = format_path((item.name, *path)).removeprefix(".")
+                array = self._admitted(leaf, form, where)
+                self._check_shape(array, form, where, sizes)
+                leaves.append(to_words(array))
+        return leaves
+
+    @functools.cached_property
+    def _structures(self) -> list[Any]:
+        return [structure(item.tree) for item in self.inputs]
+
+    def _in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        positional = [item.name for item in self.inputs if not item.by_name]
+        given = dict(zip(positional, args, strict=False))
+        twice = sorted(given.keys() & kwargs.keys())
+        if len(args) > len(positional) or twice:
+            what = f"{', '.join(twice)} twice" if twice else f"{len(args)} positional arguments"
+            raise self._refusal(f"The call gives {what}.")
+        given.update(kwargs)
+        names = [item.name for item in self.inputs]
+        missing = [name for name in names if name not in given]
+        unknown = [name for name in given if name not in names]
+        if missing or unknown:
+            parts = [f"lacks {', '.join(missing)}"] if missing else []
+            parts += [f"has the unknown {', '.join(unknown)}"] if unknown else []
+            raise self._refusal(f"The call {' and '.join(parts)}.")
+        return [given[name] for name in names]
+
+    def _admitted(self, leaf: Any, form: ArrayForm, where: str) -> Any:
+        """Returns an argument's array in the dtype that the program takes."""
+        if form.key is not None:
+            if ArrayForm.of(leaf)._replace(shape=(), spec=None) != form._replace(
+                shape=(), spec=None
+            ):
+                shown = f"jax.random.key(0, impl={form.key!r})"
+                raise self._refusal(f"{where} is {ArrayForm.of(leaf)}; it takes keys as {shown}.")
+            return leaf
+        wanted = jnp.dtype(form.dtype)
+        if isinstance(leaf, (bool, int, float, complex)):
+            found = jnp.result_type(leaf, wanted)
+            leaf = jnp.asarray(leaf, wanted) if found == wanted else leaf
+        else:
+            if not hasattr(leaf, "dtype"):
+                raise self._refusal(f"{where} is {leaf!r}, not an array.")
+            found = plain_dtype(leaf.dtype)
+        if found != wanted:
+            raise self._refusal(
+                f"{where} is {found}; the program takes {form.dtype}: jnp.asarray({where}, "
+                f"jnp.{form.dtype})."
+            )
+        return leaf
+
+    def _check_shape(
+        self, array: Any, form: ArrayForm, where: str, sizes: dict[str, tuple[int, str]]
+    ) -> None:
+        shape = jnp.shape(array)
+        fits = len(shape) == len(form.shape)
+        for size, wanted in zip(shape, form.shape, strict=fits):
+            if not isinstance(wanted, str):
+                fits = fits and size == wanted
+            elif wanted.isidentifier():
+                known, first = sizes.setdefault(wanted, (size, where))
+                if size != known:
+                    raise self._refusal(
+                        f"{wanted} is {known} in {first} and {size} in {where}; it is one size."
+                    )
+        if not fits:
+            raise self._refusal(f"{where} has the shape {tuple(shape)}, not that of {form}.")
+
+    def _refusal(self, what: str) -> ArtifactCallError:
+        return ArtifactCallError(f"{what} The artifact takes {self}. Nothing was run.")
+
+
+def _axes(axes: Any) -> Any:
+    if axes is None:
+        return None
+    return [name if name is None or isinstance(name, str) else repr(name) for name in axes]
+
+
+def _forms(entries: Sequence[Any]) -> tuple[ArrayForm, ...]:
+    return tuple(map(ArrayForm.from_json, entries))
+
+
+def shown_tree(tree: Any, forms: Sequence[ArrayForm]) -> str:
+    """Returns a pytree of arrays as text: ``{'a': float32[3]}``."""
+    shown = jax.tree.map(lambda i: _Shown(str(forms[i])), from_json(tree))
+    return repr(shown)
+
+
+class _Shown(str):
+    """Text whose ``repr`` is itself."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

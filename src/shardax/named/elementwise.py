@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alignment: bringing arrays of different dims to the same dims, for elementwise operations.
+
+Named dimensions meet by name, wherever they are stored; positional ones meet as in NumPy, from the
+last. A name that one operand lacks is repeated along; a name that both have has one size, also
+where that is 1, since a name says that two dimensions are the same.
+
+To *expand* an array to a *target*, which are dims that include its own, is to transpose it and to
+add dimensions of size 1. Where storage agrees with the target nothing is done.
+
+Operators of named arrays.
+
+Arithmetic, comparison and bitwise operators work element by element: dimensions meet by name
+(``shardax.named.elementwise``). They call the operator of the plain arrays, so dtypes are promoted as
+there. The other operand may be a number, a Variable, or an array without names, a JAX or NumPy
+one, on either side. Such an array has positional dimensions only, and must find as many in the
+named array: one that has more would otherwise multiply the result by dimensions that nobody named.
+
+Reductions and other methods of named arrays that work along axes.
+
+``axis`` is a name, a number (which positional dimension), or a tuple of these. Left out, it is all
+positional dimensions, names being what a function is run along (``nmap``); an array that has none
+is reduced whole. ``x.sum("batch")``, ``x.untag("batch").sum()`` and, if there is no other axis,
+``x.sum()`` are therefore the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax._core.array_ops import ArrayLike
+from shardax.named.base import Dims, NamedAxesError, Stored, positional_places, shown, transposed
+
+# --- Align ---
+
+
+class Operand(NamedTuple):
+    """An array with dims, while an operation works on it.
+
+    Attributes:
+        data: The array.
+        dims: Its dims.
+    """
+
+    data: Any
+    dims: Dims
+
+
+@functools.lru_cache(maxsize=4096)
+def joined(first: Dims, second: Dims) -> Dims:
+    """Returns the dims of the result of an elementwise operation.
+
+    They are those of the operand with more positional dimensions, the first if both have as many,
+    and names that only the other has stand in front.
+
+    Example:
+        >>> joined(("a", "b"), ("b", "c")), joined(("a",), (None, "b"))
+        (('c', 'a', 'b'), ('a', None, 'b'))
+    """
+    base, other = first, second
+    if len(positional_places(second)) > len(positional_places(first)):
+        base, other = second, first
+    return (*(name for name in other if name is not None and name not in base), *base)
+
+
+class _Moves(NamedTuple):
+    permutation: tuple[int, ...] | None
+    added: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _moves(dims: Dims, target: Dims) -> _Moves:
+    places = dict(_sources(dims, target))
+    order = tuple(places[place] for place in sorted(places))
+    added = tuple(place for place in range(len(target)) if place not in places)
+    return _Moves(None if order == tuple(range(len(dims))) else order, added)
+
+
+def _sources(dims: Dims, target: Dims) -> list[tuple[int, int]]:
+    """Pairs of a dimension of the target and the dimension of the array that it comes from."""
+    mine, its = positional_places(dims), positional_places(target)
+    return [
+        *((target.index(name), place) for place, name in enumerate(dims) if name is not None),
+        *zip(its[len(its) - len(mine) :], mine, strict=True),
+    ]
+
+
+def expand(operand: Operand, target: Dims) -> Any:
+    """Returns an array with one dimension per entry of the target, of size 1 where it had none.
+
+    Args:
+        operand: The array and its dims.
+        target: Dims that have the operand's names and at least as many positional dimensions.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> expand(Operand(jnp.ones((2, 3)), ("b", "a")), ("a", "c", "b")).shape
+        (3, 1, 2)
+    """
+    data, dims = operand
+    if dims == target:
+        return data
+    permutation, added = _moves(dims, target)
+    data = transposed(data, permutation)
+    return jax.lax.expand_dims(data, added) if added else data
+
+
+def align(operands: Sequence[Operand]) -> tuple[list[Any], Dims]:
+    """Expands arrays to the dims of an elementwise operation on all of them.
+
+    Args:
+        operands: Arrays and their dims, at least one.
+
+    Returns:
+        The arrays, and their common dims.
+
+    Raises:
+        NamedAxesError: If a name has two sizes, or positional dimensions do not broadcast.
+    """
+    dims = functools.reduce(joined, (operand.dims for operand in operands))
+    check_sizes(operands)
+    return [expand(operand, dims) for operand in operands], dims
+
+
+def check_sizes(operands: Sequence[Operand]) -> None:
+    """Checks that every name has one size, and that positional dimensions broadcast.
+
+    Raises:
+        NamedAxesError: If not; lists the axes of every operand.
+    """
+    named_sizes(operands)
+    shapes = [
+        tuple(data.shape[place] for place in positional_places(dims)) for data, dims in operands
+    ]
+    if len(set(shapes)) > 1 and not _broadcast(shapes):
+        raise NamedAxesError(
+            f"The positional dimensions do not broadcast: {listing(operands)}. They meet from the "
+            f"last, as in NumPy. Name them, x.tag(...), to say which belong together."
+        )
+
+
+def named_sizes(operands: Sequence[Operand]) -> dict[Any, int]:
+    """Returns the sizes of all names of the operands.
+
+    Raises:
+        NamedAxesError: If a name has two; lists the axes of every operand.
+    """
+    sizes: dict[Any, int] = {}
+    clashing: dict[Any, None] = {}
+    for data, dims in operands:
+        for name, size in zip(dims, data.shape, strict=True):
+            if name is not None and sizes.setdefault(name, size) != size:
+                clashing[name] = None
+    if clashing:
+        first = next(iter(clashing))
+        raise NamedAxesError(
+            f"The sizes of the axis {', '.join(map(repr, clashing))} differ: {listing(operands)}. "
+            f"A name says that two dimensions are the same; rename one of them, "
+            f"x.rename({{{first!r}: ...}}), or take the part that you mean, "
+            f"x[{{{first!r}: slice(...)}}]."
+        )
+    return sizes
+
+
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> bool:
+    for place in range(1, 1 + max(map(len, shapes))):
+        found = {shape[-place] for shape in shapes if place <= len(shape)}
+        if len(found - {1}) > 1:
+            return False
+    return True
+
+
+def listing(operands: Sequence[Operand]) -> str:
+    """Formats the axes of all operands, by position."""
+    return "; ".join(
+        f"argument {place} has {shown(dims, data.shape)}"
+        for place, (data, dims) in enumerate(operands)
+    )
+
+
+# --- Operators ---
+
+_NUMBERS = (bool, int, float, complex, np.generic)
+
+
+def operand_of(value: Any, beside: Operand) -> Any:
+    """Returns an operand for what stands beside a named array in an operation.
+
+    Args:
+        value: Anything.
+        beside: The named array.
+
+    Returns:
+        An ``Operand``; a number as it is; ``NotImplemented`` for what is neither.
+
+    Raises:
+        NamedAxesError: If it is an array with more dimensions than ``beside`` has positional ones.
+    """
+    if isinstance(value, Stored):
+        return Operand(*value._parts())
+    if isinstance(value, _NUMBERS):
+        return value
+    if isinstance(value, ArrayLike):
+        return operand_of(value.value, beside)
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        return NotImplemented
+    if value.ndim == 0:
+        return value
+    if value.ndim > len(positional_places(beside.dims)):
+        raise NamedAxesError(
+            f"An array of shape {tuple(value.shape)} has no names to meet the axes "
+            f"{shown(beside.dims, beside.data.shape)} by. Name its dimensions, "
+            f"named.wrap(array, {', '.join(map(repr, _names_like(beside, value.ndim)))}), or, for "
+            f"dimensions besides those, named.wrap(array)."
+        )
+    return Operand(jnp.asarray(value), (None,) * value.ndim)
+
+
+def _names_like(beside: Operand, count: int) -> tuple[Any, ...]:
+    """Names for an example."""
+    names = [name for name in beside.dims if name is not None]
+    return tuple((names + ["other"] * count)[:count])
+
+
+def binary(function: Callable[[Any, Any], Any], reflected: bool = False) -> Callable[..., Any]:
+    """Returns the method for a binary operator.
+
+    Args:
+        function: The operator on plain arrays.
+        reflected: Whether the named array stands on the right.
+    """
+
+    def method(self: Stored, other: Any) -> Any:
+        mine = Operand(*self._parts())
+        found = operand_of(other, mine)
+        if found is NotImplemented:
+            return NotImplemented
+        if not isinstance(found, Operand):
+            data = function(found, mine.data) if reflected else function(mine.data, found)
+            return self._make(data, mine.dims)
+        left, right = (found, mine) if reflected else (mine, found)
+        if left.dims == right.dims and left.data.shape == right.data.shape:
+            return self._make(function(left.data, right.data), left.dims)
+        (first, second), dims = align((left, right))
+        return self._make(function(first, second), dims)
+
+    return method
+
+
+def unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Returns the method for a unary operator."""
+
+    def method(self: Stored) -> Any:
+        data, dims = self._parts()
+        return self._make(function(data), dims)
+
+    return method
+
+
+def _both(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return binary(function), binary(function, reflected=True)
+
+
+class Operators(Stored):
+    """The operators."""
+
+    __slots__ = ()
+    # NumPy arrays and numbers on the left leave the operation to the reflected operators here, and
+    # NumPy's functions refuse, where they would make an array of objects.
+    __array_ufunc__ = None
+    __array_priority__ = 1000
+
+    __add__, __radd__ = _both(operator.add)
+    __sub__, __rsub__ = _both(operator.sub)
+    __mul__, __rmul__ = _both(operator.mul)
+    __truediv__, __rtruediv__ = _both(operator.truediv)
+    __floordiv__, __rfloordiv__ = _both(operator.floordiv)
+    __mod__, __rmod__ = _both(operator.mod)
+    __pow__, __rpow__ = _both(operator.pow)
+    __and__, __rand__ = _both(operator.and_)
+    __or__, __ror__ = _both(operator.or_)
+    __xor__, __rxor__ = _both(operator.xor)
+    __lshift__, __rlshift__ = _both(operator.lshift)
+    __rshift__, __rrshift__ = _both(operator.rshift)
+    __lt__, __gt__ = binary(operator.lt), binary(operator.gt)
+    __le__, __ge__ = binary(operator.le), binary(operator.ge)
+    __eq__, __ne__ = binary(operator.eq), binary(operator.ne)  # element by element, as of arrays
+    __hash__: Any = None  # equality is no truth value, so there is no hash
+    __neg__, __pos__ = unary(operator.neg), unary(operator.pos)
+    __abs__, __invert__ = unary(operator.abs), unary(operator.invert)
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return other // self, other % self
+
+    def __round__(self, digits: int | None = None) -> Any:
+        data, dims = self._parts()
+        return self._make(jnp.round(data, digits or 0), dims)
+
+
+# --- Reductions ---
+
+
+def places_of(dims: Dims, axis: Any) -> tuple[int, ...]:
+    """Returns the dimensions that an ``axis`` argument means.
+
+    Args:
+        dims: The dims of the array.
+        axis: A name, the number of a positional dimension, a tuple or list of these, or None.
+
+    Raises:
+        NamedAxesError: If there is no such axis, or one is given twice.
+
+    Example:
+        >>> places_of(("a", None, "b"), ("b", 0)), places_of(("a", None, "b"), None)
+        ((2, 1), (1,))
+    """
+    if axis is None:
+        return positional_places(dims) or tuple(range(len(dims)))
+    several = isinstance(axis, list) or (isinstance(axis, tuple) and axis not in dims)
+    places = tuple(place_of(dims, each) for each in (axis if several else (axis,)))
+    if len(set(places)) < len(places):
+        raise NamedAxesError(f"axis={axis!r} has an axis twice; the dims are {dims}.")
+    return places
+
+
+def place_of(dims: Dims, axis: Any) -> int:
+    """Returns the dimension that a name, or the number of a positional dimension, means.
+
+    Raises:
+        NamedAxesError: If there is none.
+    """
+    if axis is not None and axis in dims:
+        return dims.index(axis)
+    positional = positional_places(dims)
+    if isinstance(axis, (int, np.integer)) and not isinstance(axis, bool):
+        if -len(positional) <= axis < len(positional):
+            return positional[axis]
+        raise NamedAxesError(
+            f"There is no axis {axis}: the dims {dims} have {len(positional)} positional "
+            f"dimensions, which is what a number counts. Give the axis by its name."
+        )
+    names = ", ".join(repr(name) for name in dims if name is not None) or "none"
+    raise NamedAxesError(f"There is no axis {axis!r}; the names are {names}.")
+
+
+def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method that removes axes."""
+
+    def method(
+        self: Stored, axis: Any = None, *, keepdims: bool = False, where: Any = None, **options: Any
+    ) -> Any:
+        data, dims = self._parts()
+        places = places_of(dims, axis)
+        if where is not None:
+            options["where"] = _mask(where, Operand(data, dims))
+        options = {name: value for name, value in options.items() if value is not None}
+        if keepdims:
+            _check_keepdims(dims, places)
+            return self._make(function(data, axis=places, keepdims=True, **options), dims)
+        kept = tuple(name for place, name in enumerate(dims) if place not in places)
+        return self._make(function(data, axis=places, **options), kept)
+
+    return method
+
+
+def _mask(where: Any, reduced: Operand) -> Any:
+    mask = operand_of(where, reduced)
+    if not isinstance(mask, Operand):
+        return mask
+    check_sizes((reduced, mask))
+    extra = [name for name in mask.dims if name is not None and name not in reduced.dims]
+    if extra or len(positional_places(mask.dims)) > len(positional_places(reduced.dims)):
+        raise NamedAxesError(
+            f"where= has the dims {mask.dims}, of which the array with dims {reduced.dims} lacks "
+            f"{extra or 'positional ones'}. Multiply first: (x * mask).sum(...)."
+        )
+    return expand(mask, reduced.dims)
+
+
+def _check_keepdims(dims: Dims, places: tuple[int, ...]) -> None:
+    named = [dims[place] for place in places if dims[place] is not None]
+    if named:
+        raise NamedAxesError(
+            f"keepdims=True would leave {named} with size 1, which meets no array of another "
+            f"size. It is not needed: what lacks a name is repeated along it."
+        )
+
+
+def _along(function: Callable[..., Any], removes: bool = False) -> Callable[..., Any]:
+    """Returns the method that works along one axis, and keeps or removes it."""
+
+    def method(self: Stored, axis: Any = None, **options: Any) -> Any:
+        data, dims = self._parts()
+        places = places_of(dims, axis)
+        if len(places) != 1:
+            raise NamedAxesError(
+                f"{function.__name__} works along one axis, but axis={axis!r} is {len(places)} of "
+                f"the dims {dims}, in no order that their names give. Name one: "
+                f"x.{function.__name__}({next(iter(dims), 'name')!r})."
+            )
+        (place,) = places
+        kept = (*dims[:place], *dims[place + 1 :]) if removes else dims
+        return self._make(function(data, axis=place, **options), kept)
+
+    return method
+
+
+class Reductions(Stored):
+    """The methods that work along axes."""
+
+    __slots__ = ()
+
+    sum, prod = _reduction(jnp.sum), _reduction(jnp.prod)
+    mean, std, var = _reduction(jnp.mean), _reduction(jnp.std), _reduction(jnp.var)
+    max, min = _reduction(jnp.max), _reduction(jnp.min)
+    all, any = _reduction(jnp.all), _reduction(jnp.any)
+    argmax, argmin = _along(jnp.argmax, removes=True), _along(jnp.argmin, removes=True)
+    cumsum, cumprod = _along(jnp.cumsum), _along(jnp.cumprod)
+    sort, argsort = _along(jnp.sort), _along(jnp.argsort)

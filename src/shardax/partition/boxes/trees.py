@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees of boxes: taking all values out, putting others in, and telling all boxes of a new axis.
+
+A *boxed tree* is a pytree with boxes in it, at any place and also inside each other. Variables in
+it count as boxes (see ``shardax.partition.boxes.trees``). Everything else is left as it is.
+
+Variables as boxes, and boxes as Variables.
+
+A Variable and a box say the same of a value: what its dimensions are called. Where a box is
+expected a Variable may stand, and what comes of it is a new Variable. The conversions here lose
+nothing: a box that became a Variable carries its static attributes as the metadata entry ``"box"``,
+and a Variable that became a box, a ``VariableBox``, carries its type and metadata. A Variable that
+was made of a box is laid out like it: its axes are axes of a mesh if they were so in the box, and
+rules and a mesh that were baked into the box are its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
+
+import jax
+
+from shardax._core.array_ops import as_value
+from shardax._core.frames import local, owner_here, resolve
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.static import EMPTY, Metadata
+from shardax._core.object import Object
+from shardax._core.state.state import Origin, State
+from shardax._core.variable import Param, Variable
+from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
+from shardax.partition.boxes.boxes import BOX_ENTRY, AxisMetadata, layout_of_variable
+from shardax.partition.boxes.partitioned import LogicallyPartitioned, Partitioned
+from shardax.partition.errors import (
+    AxisNamesError,
+    ConstraintError,
+    NoRulesError,
+    PartitionCheckError,
+)
+from shardax.partition.inventory import plain_path
+from shardax.partition.mesh import resolve_mesh
+
+# --- Variable boxes ---
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableBox(LogicallyPartitioned[T]):
+    """A Variable as a box: its value and axes, and what is needed to make it a Variable again.
+
+    Attributes:
+        value: The Variable's value.
+        names: Its axes, or None.
+        mesh: That of the box that the Variable was made of, or None.
+        rules: The rules of that box; for a ``Partitioned``, by which names stand for themselves.
+        variable_type: Its class.
+        entries: Its metadata other than the axes.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> box = to_boxes(sx.BatchStat(jnp.ones(3), axes=("embed",), tag="slow"))
+        >>> box.names, box.variable_type.__name__, box.entries
+        (('embed',), 'BatchStat', tag='slow')
+    """
+
+    variable_type: type[Variable[Any]] = Param
+    entries: Metadata = EMPTY
+
+    def __init__(
+        self, value: T, names: Any, variable_type: type[Variable[Any]], entries: Metadata
+    ) -> None:
+        object.__setattr__(self, "variable_type", variable_type)
+        object.__setattr__(self, "entries", entries)
+        super().__init__(value, names, *layout_of_variable(names, entries.entries))
+
+    def _named(self, names: tuple[Any, ...]) -> Self:
+        return type(self)(self.value, names, self.variable_type, self.entries)
+
+
+def box_of(variable: Variable[Any]) -> VariableBox[Any]:
+    """Returns a Variable as a box, with its value unread: a lazy one stays lazy."""
+    target = resolve(variable, local.frame)
+    metadata = target._metadata
+    entries = Metadata(None, metadata.entries) if metadata.entries else EMPTY
+    return VariableBox(target._value, metadata.axes, type(variable), entries)
+
+
+def variable_of(box: VariableBox[Any]) -> Variable[Any]:
+    """Returns the Variable that a box stands for, as a new one."""
+    return _variable(box.variable_type, box.value, Metadata(box.names, box.entries.entries))
+
+
+def to_boxes(tree: Any) -> Any:
+    """Replaces the Variables of a pytree by boxes; the inverse of ``to_variables``.
+
+    Args:
+        tree: A Variable, or a pytree of Variables, arrays and whatever else.
+
+    Returns:
+        The pytree with a ``VariableBox`` for each Variable. A ``Param`` that ``to_variables`` made
+        of a box becomes that box again, with the value and axes that it has now.
+
+    Raises:
+        BoxError: If there is a Module or tracked container in the tree.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> to_boxes({"w": sx.Param(jnp.ones((2, 3)), axes=("embed", "mlp"))})["w"].names
+        ('embed', 'mlp')
+    """
+    return jax.tree.map(_to_box, tree, is_leaf=_variable_boxes_is_leaf)
+
+
+def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
+    """Replaces the boxes of a pytree by Variables; the inverse of ``to_boxes``.
+
+    Args:
+        tree: A box, or a pytree of boxes, arrays and whatever else.
+        variable_type: The class of the Variables made of boxes that were none before.
+
+    Returns:
+        The pytree with a new Variable for each box. Its axes are the names of the box, and it is
+        laid out as the box is, by ``shard`` and all others.
+
+    Raises:
+        VariableValueError: If a box holds something that is no array.
+        BoxError: If the box is of a kind without names, or holds another box.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> box = Partitioned(jnp.ones((2, 3)), (None, "model"))
+        >>> variable = to_variables(box)
+        >>> variable.axes, to_boxes(variable) == box
+        ((None, 'model'), True)
+    """
+    return jax.tree.map(
+        lambda leaf: _to_variable(leaf, variable_type), tree, is_leaf=_variable_boxes_is_leaf
+    )
+
+
+def _variable_boxes_is_leaf(value: Any) -> bool:
+    return isinstance(value, (AxisMetadata, Object))
+
+
+def _to_box(leaf: Any) -> Any:
+    if isinstance(leaf, Variable):
+        box = box_of(leaf)
+        original = leaf.metadata.get(BOX_ENTRY)
+        alone = box.variable_type is Param and len(leaf.metadata) == 1
+        if alone and isinstance(original, Partitioned):
+            return dataclasses.replace(original, value=box.value, names=box.names)
+        return box
+    if isinstance(leaf, Object):
+        raise BoxError(
+            f"A {type(leaf).__name__} has Variables, and its boxes would be lost in it: take them "
+            "out first, to_boxes(dict(sx.iter_variables(model)))."
+        )
+    return leaf
+
+
+def _to_variable(leaf: Any, variable_type: type[Variable[Any]]) -> Any:
+    if not isinstance(leaf, AxisMetadata):
+        return leaf
+    inner = jax.tree.leaves(leaf.value, is_leaf=lambda item: isinstance(item, AxisMetadata))
+    if not isinstance(leaf, Partitioned) or any(isinstance(item, AxisMetadata) for item in inner):
+        raise BoxError(
+            f"{leaf!r}: a Variable has axes and an array; this box has no names, or holds another "
+            "box. Make a Variable of what is in it: sx.Param(unbox(box), axes=...)."
+        )
+    if isinstance(leaf, VariableBox):
+        return variable_of(leaf)
+    empty = leaf.replace_boxed(None)
+    return _variable(variable_type, leaf.value, Metadata(leaf.names, {BOX_ENTRY: empty}))
+
+
+def _variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> Variable[Any]:
+    """Makes a Variable; its axes may be ahead of its value, as those of a box may."""
+    return kind._make(as_value(value, kind.__name__), metadata, owner_here())
+
+
+# --- Box trees ---
+
+B = TypeVar("B", bound=AxisMetadata[Any])
+
+_LOCATED = (
+    AxisNamesError,
+    BoxError,
+    ConstraintError,
+    NoRulesError,
+    PartitionCheckError,
+    PartitioningUnspecifiedError,
+)
+"""Errors of one box, to which a tree adds where it is."""
+
+
+def is_box(value: Any) -> bool:
+    """Whether a value is a box, or a Variable, which counts as one.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> is_box(sx.Param(jnp.ones(2))), is_box(jnp.ones(2))
+        (True, False)
+    """
+    return isinstance(value, (AxisMetadata, Variable))
+
+
+def unbox(tree: Any, apply_constraint: bool = True) -> Any:
+    """Takes the value out of every box of a tree, also out of boxes in boxes.
+
+    Where a mesh is known, by ``jax.set_mesh``, ``with mesh:`` or the box itself, a value is laid
+    out as its box says; so a gradient or update made of it is, too.
+
+    Args:
+        tree: A boxed tree.
+        apply_constraint: False to take the values as they are.
+
+    Returns:
+        The tree with values in place of boxes. Modules and States stay as they are.
+
+    Raises:
+        NoRulesError: If a box has logical names, a mesh is known, and there are no rules.
+        ConstraintError: If a value cannot be laid out as its box says; names its path.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> tree = {"w": sx.Partitioned(jnp.ones(2), ("model",)), "step": 3}
+        >>> unbox(tree)["w"].shape, unbox(tree)["step"]
+        ((2,), 3)
+    """
+    in_scope = apply_constraint and resolve_mesh() is not None
+
+    def unboxed(path: Path, leaf: Any) -> Any:
+        if isinstance(leaf, Variable):
+            leaf = box_of(leaf).replace_boxed(leaf.value)
+        if not isinstance(leaf, AxisMetadata):
+            return leaf
+        known = in_scope or getattr(leaf, "mesh", None) is not None
+        value = _located(path, lambda: leaf.unbox(apply_constraint and known))
+        return _map(unboxed, value, path)
+
+    return _map(unboxed, tree)
+
+
+def replace_boxed(tree: Any, values: Any) -> Any:
+    """Puts other values into the boxes of a tree; ``replace_boxed(t, unbox(t))`` is ``t``.
+
+    Args:
+        tree: A boxed tree.
+        values: The same tree without boxes, such as ``unbox`` returns it.
+
+    Returns:
+        The boxed tree with the new values; what is no box is taken from ``values``.
+
+    Raises:
+        BoxError: If ``values`` has another structure.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> tree = {"w": sx.Partitioned(jnp.ones(2), ("model",)), "step": 3}
+        >>> replace_boxed(tree, {"w": jnp.zeros(3), "step": 4})
+        {'step': 4, 'w': Partitioned(float32[3], names=('model',))}
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_leaf)
+    try:
+        others = treedef.flatten_up_to(values)
+    except ValueError as error:
+        raise BoxError(
+            f"The values do not fit the boxed tree: {error}. Give them in the form that "
+            "unbox(tree) has."
+        ) from error
+    return treedef.unflatten(map(_replaced, leaves, others))
+
+
+def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+    """Tells every box of a tree that its value was put together along a new dimension.
+
+    Args:
+        tree: A boxed tree, such as ``jax.vmap(init)(keys)`` returns it.
+        index: Where the new dimension is (``out_axes`` of the transform); negative counts from the
+            end of the new dimensions.
+        params: ``{PARTITION_NAME: "layers"}``, with the name of the new dimension or None.
+
+    Returns:
+        The tree with new boxes around the same values. A Variable becomes a new Variable.
+
+    Raises:
+        PartitioningUnspecifiedError: If ``params`` has no name; names the path of the box.
+        BoxError: If a box has no such place, or there is a Module in the tree; names the path.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> init = sx.partition.with_partitioning(jax.nn.initializers.ones, (None, "model"))
+        >>> keys = jax.random.split(jax.random.key(0), 3)
+        >>> stacked = jax.vmap(lambda key: init(key, (4, 8)))(keys)
+        >>> add_axis(stacked, 0, {sx.partition.PARTITION_NAME: "layers"})
+        Partitioned(float32[3, 4, 8], names=('layers', None, 'model'))
+    """
+    return _renamed(tree, lambda box: box.add_axis(index, params))
+
+
+def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+    """Tells every box of a tree that its value is one slice along a dimension.
+
+    The inverse of ``add_axis``, for every index.
+
+    Args:
+        tree: A boxed tree, such as the body of a scan is given it.
+        index: Which dimension went; negative counts from the end.
+        params: ``{PARTITION_NAME: "layers"}``, with the name that stands there.
+
+    Returns:
+        The tree with new boxes around the same values. A Variable becomes a new Variable.
+
+    Raises:
+        PartitioningUnspecifiedError: If ``params`` has no name; names the path of the box.
+        BoxError: If a box has no such dimension, or it has another name, or there is a Module in
+            the tree; names the path.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.Partitioned(jnp.ones((4, 8)), ("layers", None, "model"))
+        >>> remove_axis(layer, 0, {sx.partition.PARTITION_NAME: "layers"}).names
+        (None, 'model')
+    """
+    return _renamed(tree, lambda box: box.remove_axis(index, params))
+
+
+# --- walking --------------------------------------------------------------------------------------
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, (AxisMetadata, Object, State))
+
+
+def _map(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
+    """Maps over boxes, objects, States and other leaves, each with its path."""
+    return jax.tree.map_with_path(
+        lambda below, leaf: function((*path, *plain_path(below)), leaf), tree, is_leaf=_is_leaf
+    )
+
+
+def _located(path: Path, function: Callable[[], Any]) -> Any:
+    """Calls a method of the box at a path, so that its errors say where it is."""
+    try:
+        return function()
+    except PartitionCheckError as error:
+        lines = "".join(f"\n  {finding}" for finding in error.findings)
+        raise ConstraintError(
+            f"{format_path(path)}: cannot be laid out as its box says:{lines}"
+        ) from error
+    except _LOCATED as error:
+        raise type(error)(f"{format_path(path)}: {error}") from error
+
+
+def _replaced(leaf: Any, value: Any) -> Any:
+    if isinstance(leaf, Variable):
+        return variable_of(_filled(box_of(leaf), value))
+    return _filled(leaf, value) if isinstance(leaf, AxisMetadata) else value
+
+
+def _filled(box: B, value: Any) -> B:
+    inner = jax.tree.leaves(box.value, is_leaf=_is_leaf)
+    return box.replace_boxed(replace_boxed(box.value, value) if any(map(is_box, inner)) else value)
+
+
+def _renamed(tree: Any, rename: Callable[[Any], Any]) -> Any:
+    """Gives every box other names, also boxes in boxes, Variables and entries of States."""
+
+    def renamed(path: Path, leaf: Any) -> Any:
+        if isinstance(leaf, State):
+            return _renamed_state(path, leaf, rename)
+        if isinstance(leaf, Variable):
+            return variable_of(_located(path, lambda: rename(box_of(leaf))))
+        if isinstance(leaf, Object):
+            raise BoxError(
+                f"{format_path(path)}: a {type(leaf).__name__} is no box, and its Variables have "
+                "their own axes, which sx.vmap and sx.scan keep true: "
+                "sx.vmap(make, metadata={PARTITION_NAME: 'layers'})."
+            )
+        if not isinstance(leaf, AxisMetadata):
+            return leaf
+        box = _located(path, lambda: rename(leaf))
+        if any(map(is_box, jax.tree.leaves(box.value, is_leaf=_is_leaf))):
+            return box.replace_boxed(_map(renamed, box.value, path))
+        return box
+
+    return _map(renamed, tree)
+
+
+def _renamed_state(path: Path, state: State, rename: Callable[[Any], Any]) -> State:
+    origins: dict[Path, Origin] = {}
+    for below, origin in state.origins().items():
+        box = VariableBox(None, origin.axes, origin.variable_type, origin.all_metadata)
+        names = _located((*path, *below), lambda box=box: rename(box)).names
+        origins[below] = Origin(origin.variable_type, origin.all_metadata.replace(axes=names))
+    return State.from_flat(state.flat(), origins)

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constraints: saying inside a program how an array is laid out, by axis names.
+
+What a constraint does depends on the *axis types* of the mesh. Over an Auto axis the compiler is
+told (``jax.lax.with_sharding_constraint``); over an Explicit axis, whose sharding is part of the
+array's type, the array is resharded (``jax.sharding.reshard``); over a Manual axis, as inside
+``jax.shard_map``, the array is the device's own part already, and the axis is left out. One mesh
+may have all three. A constraint is never dropped without a word: where there is no mesh, that is an
+error unless it was asked to be ignored. So it is under ``use_abstract_mesh`` alone over Auto axes,
+where JAX would drop it; but JAX keeps one trace for a mesh with devices and without, so a function
+that was traced under ``jax.set_mesh`` before is not asked again.
+
+Where a program is traced, what counts is the mesh *as it is seen there*: inside ``jax.shard_map``,
+``jax.sharding.auto_axes`` and ``jax.sharding.explicit_axes`` some axes of a mesh have other types
+than outside. A dimension that is split over axes of both kinds has the Explicit ones outermost,
+whatever the order in its rule: a type can say nothing about an Auto axis, so JAX lays out what the
+type says first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardax._core._jax import Tracer, is_eager
+from shardax._core.array_ops import ArrayLike
+from shardax._core.errors import ShardaxError
+from shardax._core.graph.paths import format_path
+from shardax._transforms.errors import MeshError, NoMeshError
+from shardax.partition.checker import LaidOutArray, judge
+from shardax.partition.context import (
+    OnNoMesh,
+    current_rules,
+    is_marking,
+    mark_names,
+    resolve_on_no_mesh,
+    resolve_rules,
+)
+from shardax.partition.errors import ConstraintError, NoRulesError
+from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
+from shardax.partition.rules import (
+    UNCONSTRAINED,
+    Names,
+    Rules,
+    RulesLike,
+    Target,
+    check_names,
+    mesh_axes_of,
+    strings,
+)
+
+
+def constrain(
+    x: Any,
+    axes: Iterable[Any],
+    mesh: AnyMesh | None = None,
+    rules: RulesLike | None = None,
+    *,
+    on_no_mesh: OnNoMesh | None = None,
+) -> jax.Array:
+    """Lays an array out by the names of its dimensions, inside a program or outside.
+
+    Works in any transform of shardax or JAX, and can be differentiated.
+
+    Args:
+        x: An array (or a Variable, whose value is taken).
+        axes: One entry per dimension: a name, None (not split), ``PartitionSpec.UNCONSTRAINED``
+            (left as it is), or a tuple of names for a merged dimension.
+        mesh: The mesh; None for the one in scope, else the one that ``x`` is laid out over. Over
+            Explicit axes, JAX wants the mesh of a compiled function in scope or under its inputs.
+        rules: Rules, pairs or a mapping; None for the current rules.
+        on_no_mesh: What to do without a mesh, or without rules: ``"error"``, or ``"ignore"`` to
+            return ``x`` as it is. None: as the ``axis_rules`` in scope say, else ``"error"``. A
+            mesh without devices counts as none where nothing else says which devices are meant.
+
+    Returns:
+        The array, with the same values. Inside ``jax.shard_map`` only the mesh axes that are not
+        Manual there take part, and ``x`` is the device's own part.
+
+    Raises:
+        NoMeshError: If there is no mesh, under ``on_no_mesh="error"``.
+        NoRulesError: If there are no rules, under ``on_no_mesh="error"``.
+        MeshError: If the mesh has no devices and nothing says which to use, or is another than that
+            of the ``jax.shard_map`` around.
+        ConstraintError: If the array cannot be laid out so, or ``x`` is no array.
+        AxisNamesError: If ``axes`` is malformed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+        >>> @jax.jit
+        ... def double(x):
+        ...     return constrain(2 * x, ("batch", "embed"), mesh, {"batch": "data"})
+        >>> with jax.set_mesh(mesh):
+        ...     jax.typeof(double(jnp.ones((2, 3)))).str_short()
+        'float32[2@data,3]'
+    """
+    policy = resolve_on_no_mesh(on_no_mesh)
+    names = check_names(axes)
+    array = _as_array(x, names)
+    if len(names) != array.ndim:
+        raise ConstraintError(
+            f"{_intro(array, names)} there are {len(names)} axis names for {array.ndim} "
+            "dimensions. Give one entry per dimension, None for a dimension without a name."
+        )
+    if is_marking():
+        return mark_names(array, names)
+    where = _mesh_for(array, mesh)
+    if not _has_devices(where, array):
+        if policy == "ignore":
+            return array
+        raise _no_devices(array, names, where)
+    chosen = current_rules() if rules is None else resolve_rules(rules)
+    has_names = next(iter(strings(names)), None) is not None
+    if where is None or (rules is None and not chosen and has_names):
+        if policy == "ignore":
+            return array
+        raise _nothing_to_go_by(array, names, where)
+    manual = frozenset(_axes_of_type(where, AxisType.Manual))
+    entries = _entries(array, names, where, chosen, manual)
+    if manual and len(manual) == len(where.axis_names):
+        return array
+    try:
+        return _apply(array, entries, where)
+    except ShardaxError:
+        raise
+    except Exception as error:  # of classes that JAX keeps to itself
+        raise _refused_by_jax(array, names, entries, where, error) from error
+
+
+# --- what is asked for ---------------------------------------------------------------------------
+
+
+def _as_array(x: Any, names: Names) -> jax.Array:
+    value = x.value if isinstance(x, ArrayLike) else x
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ConstraintError(
+            f"Cannot constrain a value of type {type(value).__name__} by {names}: it is no array. "
+            "The arrays of a tree are constrained one by one, each by names of its own; shapes "
+            "without numbers get their shardings from sx.abstract(tree, mesh, rules)."
+        ) from error
+
+
+def _intro(array: Any, names: Names) -> str:
+    return f"Cannot constrain an array {array.dtype}{list(array.shape)} by {names}:"
+
+
+def _nothing_to_go_by(array: Any, names: Names, mesh: AnyMesh | None) -> Exception:
+    if mesh is None:
+        return NoMeshError(
+            f"{_intro(array, names)} no mesh was given, none is in scope, and the array is not "
+            "laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass mesh=mesh. "
+            "A function that shall also run without a mesh can say "
+            "constrain(..., on_no_mesh='ignore')."
+        )
+    return NoRulesError(
+        f"{_intro(array, names)} no rules were given and none are in scope. Put them in scope, "
+        "with sx.axis_rules(rules): ..., or pass rules=rules. A function that shall also run "
+        "without rules can say constrain(..., on_no_mesh='ignore')."
+    )
+
+
+def _no_devices(array: Any, names: Names, mesh: AnyMesh | None) -> MeshError:
+    return MeshError(
+        f"{_intro(array, names)} {mesh} has no devices, and nothing else says which devices the "
+        "program is for, so JAX would drop the constraint. Call the compiled function under "
+        "jax.set_mesh(mesh) and not under use_abstract_mesh; or pass the mesh itself, mesh=mesh; "
+        "or, without any mesh in scope, give the function arrays that are laid out over one, or "
+        "shapes, jax.ShapeDtypeStruct(..., sharding=...). A function that shall also run without "
+        "a mesh can say constrain(..., on_no_mesh='ignore')."
+    )
+
+
+def _refused_by_jax(
+    array: Any, names: Names, entries: tuple[Target, ...], mesh: AnyMesh, error: Exception
+) -> ConstraintError:
+    return ConstraintError(
+        f"{_intro(array, names)} JAX refuses {PartitionSpec(*entries)} over {mesh} here: {error}\n"
+        "Under vmap, a mesh axis that splits the mapped dimension (over Explicit axes by the "
+        "array's type, else by spmd_axis_name) is taken: give the names inside the mapped function "
+        "other mesh axes, or None, by rules of their own."
+    )
+
+
+def _mesh_for(array: jax.Array, given: AnyMesh | None) -> AnyMesh | None:
+    """The mesh to constrain over: given, in scope, or that of the array; as it is seen here."""
+    inside = jax.sharding.get_abstract_mesh()
+    own = _own_mesh(array)
+    if given is None:
+        return resolve_mesh() or own
+    mesh = resolve_mesh(given)
+    assert mesh is not None  # it was given
+    if not inside.empty and _axes_of_type(inside, AxisType.Manual):
+        if dict(mesh.shape) != dict(inside.shape):
+            raise MeshError(
+                f"mesh={mesh} differs from {inside}, the mesh of the shard_map around this code. "
+                "Pass the same mesh, or none to take the one in scope."
+            )
+        return inside
+    if _axes_of_type(mesh, AxisType.Manual):
+        raise MeshError(
+            f"{mesh} has axes of type Manual, which are for the inside of jax.shard_map, and this "
+            "code is not inside. Make the mesh with axes of type Auto or Explicit."
+        )
+    seen = inside if not inside.empty else own
+    return _as_seen(mesh, seen) if isinstance(array, Tracer) else mesh
+
+
+def _has_devices(mesh: AnyMesh | None, array: jax.Array) -> bool:
+    """Whether something says which devices a program is for; else JAX would drop the constraint.
+
+    Over axes that are not Auto, JAX says so itself, and outside of programs ``_move`` does.
+    """
+    if not isinstance(mesh, AbstractMesh) or not isinstance(array, Tracer):
+        return True
+    inside, own = jax.sharding.get_abstract_mesh(), _own_mesh(array)
+    if inside.empty:
+        return own is not None and own.size == mesh.size
+    typed = set(mesh.axis_types) != {AxisType.Auto}
+    return inside.size == mesh.size and (typed or scope_has_devices())
+
+
+def _own_mesh(array: jax.Array) -> AnyMesh | None:
+    """The mesh that an array is laid out over, as far as that is known."""
+    if not isinstance(array, Tracer):
+        return array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+    mesh = jax.typeof(array).sharding.mesh
+    return None if mesh.empty else mesh
+
+
+def _as_seen(mesh: AnyMesh, seen: AnyMesh | None) -> AnyMesh:
+    """The mesh with the axis types of ``seen``, if that is the same mesh otherwise."""
+    if seen is None or tuple(seen.shape.items()) != tuple(mesh.shape.items()):
+        return mesh
+    if seen.axis_types == mesh.axis_types:
+        return mesh
+    if isinstance(mesh, Mesh):  # its devices may be in another order
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=seen.axis_types)
+    return seen
+
+
+def _axes_of_type(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
+    return tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t is kind)
+
+
+def _entries(
+    array: jax.Array, names: Names, mesh: AnyMesh, rules: Rules, manual: frozenset[str]
+) -> tuple[Target, ...]:
+    """One spec entry per dimension, without Manual axes.
+
+    Raises:
+        ConstraintError: If the array cannot be laid out so.
+    """
+    assignment = rules.assign(names)
+    entries = tuple(_without(target, manual) for target in assignment.entries)
+    laid_out = LaidOutArray(
+        (), names, tuple(array.shape), assignment._replace(entries=entries), rules
+    )
+    errors = [f for f in judge(laid_out, mesh) if f.severity == "error"]
+    if errors:
+        # A finding begins with the path of its array, and this one has none.
+        lines = "".join(f"\n  {str(f).removeprefix(format_path(()) + ': ')}" for f in errors)
+        raise ConstraintError(_intro(array, names) + lines)
+    return entries
+
+
+def _without(target: Target, axes: frozenset[str]) -> Target:
+    """The target without some mesh axes."""
+    kept = tuple(axis for axis in mesh_axes_of(target) if axis not in axes)
+    if len(kept) == len(mesh_axes_of(target)):
+        return target
+    return kept[0] if len(kept) == 1 else kept or None
+
+
+# --- doing it ------------------------------------------------------------------------------------
+
+
+def _apply(array: jax.Array, entries: tuple[Target, ...], mesh: AnyMesh) -> jax.Array:
+    if isinstance(array, Tracer):
+        return lay_out_traced(array, entries, mesh)
+    if is_eager() or not isinstance(jnp.zeros(()), Tracer):
+        return _move(array, entries, mesh)
+    # An array from outside of the function that is being compiled: moving it says which devices
+    # are meant, but over Auto axes it is a wish that the compiler may ignore.
+    moved = array if isinstance(mesh, AbstractMesh) else _move(array, entries, mesh)
+    return lay_out_traced(moved, entries, mesh)
+
+
+def lay_out_traced(array: jax.Array, entries: Sequence[Target], mesh: AnyMesh) -> jax.Array:
+    """Lays out an array inside a program, over mesh axes of every type but Manual.
+
+    Args:
+        array: A tracer.
+        entries: One spec entry per dimension; further dimensions are not split.
+        mesh: The mesh.
+    """
+    entries = _full(entries, array.ndim)
+    explicit = frozenset(_axes_of_type(mesh, AxisType.Explicit))
+    automatic = frozenset(_axes_of_type(mesh, AxisType.Auto))
+    if explicit:
+        present = tuple(
+            _only(entry, explicit) for entry in _full(jax.typeof(array).sharding.spec, array.ndim)
+        )
+        typed = tuple(_without(entry, automatic) for entry in entries)
+        spec = PartitionSpec(*_fill_unconstrained(typed, present))
+        array = jax.sharding.reshard(array, NamedSharding(mesh, spec))
+    if automatic:
+        spec = PartitionSpec(*(_without(entry, explicit) for entry in entries))
+        array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+    return array
+
+
+def _move(array: jax.Array, entries: tuple[Target, ...], mesh: AnyMesh) -> jax.Array:
+    """Lays out an array outside of a program: it is moved, whatever the axis types."""
+    now = array.sharding
+    own = (
+        now
+        if isinstance(now, NamedSharding) and now.mesh.abstract_mesh == _abstract(mesh)
+        else None
+    )
+    if isinstance(mesh, AbstractMesh) and own is None:
+        raise MeshError(
+            f"Outside of a compiled function an array cannot be laid out over {mesh}, which has no "
+            "devices. Pass the mesh itself, or call constrain inside a jitted function."
+        )
+    present = (None,) * array.ndim if own is None else _full(own.spec, array.ndim)
+    spec = PartitionSpec(*_fill_unconstrained(entries, present))
+    devices = own.mesh if isinstance(mesh, AbstractMesh) and own is not None else mesh
+    return jax.device_put(array, NamedSharding(devices, spec))
+
+
+def _abstract(mesh: AnyMesh) -> AbstractMesh:
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+
+
+def _full(spec: Iterable[Target], ndim: int) -> tuple[Target, ...]:
+    """A spec with one entry per dimension."""
+    entries = tuple(spec)
+    return entries + (None,) * (ndim - len(entries))
+
+
+def _only(target: Target, axes: frozenset[str]) -> Target:
+    return tuple(axis for axis in mesh_axes_of(target) if axis in axes) or None
+
+
+def _fill_unconstrained(
+    entries: tuple[Target, ...], present: tuple[Target, ...]
+) -> tuple[Target, ...]:
+    """Leaves unconstrained dimensions as they are, but for mesh axes that others now want."""
+    taken = frozenset(axis for entry in entries for axis in mesh_axes_of(entry))
+    return tuple(
+        _without(now, taken) if entry is UNCONSTRAINED else entry
+        for entry, now in zip(entries, present, strict=True)
+    )

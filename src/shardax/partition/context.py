@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules in scope, and the mapping of names by them.
+
+The *current rules* are those of the innermost ``with axis_rules(...)`` around the running code, in
+this thread; without one they are empty. They are part of the key by which ``jax.jit`` finds
+compiled programs, so a function traced under some rules is traced anew under others.
+
+A scope can also say what a constraint does where there is no mesh, for all the code inside; and
+that constraints are only *marked*: an array stays as it is, and the program that is traced holds
+the names that it was to be laid out by (``marking_names``). That is how a planner learns the names
+of the dimensions inside of a program.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from shardax.partition.errors import ConstraintError, RulesError
+from shardax.partition.rules import Rules, RulesLike
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OnNoMesh = Literal["error", "ignore"]
+"""What a constraint does without a mesh or without rules: raise, or leave the array as it is."""
+
+
+class _Settings(NamedTuple):
+    """What a scope says."""
+
+    rules: Rules = Rules()
+    on_no_mesh: OnNoMesh = "error"
+    marking: bool = False
+
+
+# The context is part of the key of JAX's own caches, so rules that change retrace, also in plain
+# jax.jit. It is hashed and compared on every call of a compiled function, therefore it holds text,
+# for which Python is not entered; equal settings have equal text.
+_DEFAULT = repr(_Settings())
+_current = jax.make_user_context(default_value=_DEFAULT)
+_settings_by_text: dict[str, _Settings] = {_DEFAULT: _Settings()}
+
+
+def current_rules() -> Rules:
+    """Returns the rules of the innermost ``axis_rules`` scope of this thread, else empty rules.
+
+    Example:
+        >>> len(current_rules())
+        0
+    """
+    return _settings_by_text[_current.value].rules
+
+
+def resolve_rules(rules: RulesLike | None = None) -> Rules:
+    """Returns ``rules`` as Rules, or the current rules for None."""
+    if rules is None:
+        return current_rules()
+    return rules if isinstance(rules, Rules) else Rules(rules)
+
+
+def resolve_on_no_mesh(on_no_mesh: OnNoMesh | None = None) -> OnNoMesh:
+    """Returns the policy given, or for None that of the innermost scope, else ``"error"``.
+
+    Raises:
+        ConstraintError: If it is no policy.
+    """
+    if on_no_mesh is None:
+        return _settings_by_text[_current.value].on_no_mesh
+    if on_no_mesh not in ("error", "ignore"):
+        raise ConstraintError(
+            f"on_no_mesh={on_no_mesh!r} is not a policy; use 'error' or 'ignore'."
+        )
+    return on_no_mesh
+
+
+def is_marking() -> bool:
+    """Whether constraints only mark arrays by their names (see ``marking_names``)."""
+    return _settings_by_text[_current.value].marking
+
+
+class AxisRulesScope:
+    """A scope in which given rules are the current ones: a context manager and a decorator."""
+
+    def __init__(
+        self, rules: Rules, on_no_mesh: OnNoMesh | None = None, marking: bool | None = None
+    ) -> None:
+        self.rules = rules
+        self.marking = marking
+        if on_no_mesh is not None:
+            resolve_on_no_mesh(on_no_mesh)
+        self.on_no_mesh: OnNoMesh | None = on_no_mesh
+        self._local = threading.local()  # one scope object may be entered by many threads at once
+
+    def __enter__(self) -> Rules:
+        if not hasattr(self._local, "entered"):
+            self._local.entered = []
+        marking = is_marking() if self.marking is None else self.marking
+        settings = _Settings(self.rules, resolve_on_no_mesh(self.on_no_mesh), marking)
+        text = repr(settings)
+        _settings_by_text.setdefault(text, settings)
+        scope = _current(text)
+        scope.__enter__()
+        self._local.entered.append(scope)
+        return self.rules
+
+    def __exit__(self, *exception: object) -> None:
+        self._local.entered.pop().__exit__(*exception)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        kinds = (
+            inspect.iscoroutinefunction,
+            inspect.isgeneratorfunction,
+            inspect.isasyncgenfunction,
+        )
+        if any(is_kind(function) for is_kind in kinds):
+            raise RulesError(
+                f"axis_rules cannot decorate {function!r}: a generator or coroutine runs after the "
+                f"call that made it has returned. Write `with axis_rules(...)` inside, around code "
+                f"that neither yields nor awaits."
+            )
+
+        @functools.wraps(function)
+        def with_rules(*args: P.args, **kwargs: P.kwargs) -> R:
+            with AxisRulesScope(self.rules, self.on_no_mesh, self.marking):
+                return function(*args, **kwargs)
+
+        return with_rules
+
+
+def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> AxisRulesScope:
+    """Makes ``rules`` the current rules in a ``with`` block or a decorated function.
+
+    Scopes nest: the inner rules replace the outer ones (use ``current_rules().override(...)`` to
+    add to them), which come back at the end, also when an exception ends it. Scopes belong to a
+    thread.
+
+    Args:
+        rules: Rules, pairs or a mapping.
+        on_no_mesh: What constraints inside do without a mesh or without rules: ``"error"``, or
+            ``"ignore"`` to leave arrays as they are. None: as the scope around says, else
+            ``"error"``.
+
+    Returns:
+        The context manager, which is also a decorator.
+
+    Raises:
+        RulesError: If the rules are malformed, or a generator or coroutine function is decorated.
+        ConstraintError: If ``on_no_mesh`` is no policy.
+
+    Example:
+        >>> with axis_rules({"embed": "model"}):
+        ...     logical_to_mesh_axes(("embed", "mlp"))
+        P('model', None)
+        >>> @axis_rules({"mlp": "model"})
+        ... def layout():
+        ...     return logical_to_mesh_axes(("embed", "mlp"))
+        >>> layout()
+        P(None, 'model')
+    """
+    return AxisRulesScope(resolve_rules(rules), on_no_mesh)
+
+
+_MARK = "shardax-names:"
+
+
+def marking_names(rules: RulesLike) -> AxisRulesScope:
+    """Makes a scope in which constraints lay nothing out, and leave their names in the program.
+
+    Programs that were traced in it are not used outside of it, nor the other way round.
+
+    Args:
+        rules: The rules in scope, for code that asks for them.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> with marking_names({}):
+        ...     jaxpr = jax.make_jaxpr(lambda x: sx.constrain(x, ("batch", None)))(jnp.ones((2, 3)))
+        >>> [names_marked(equation.params["name"]) for equation in jaxpr.eqns]
+        [('batch', None)]
+    """
+    return AxisRulesScope(resolve_rules(rules), None, True)
+
+
+def mark_names(array: jax.Array, names: Iterable[Any]) -> jax.Array:
+    """Returns the array, with an equation of the primitive ``name`` that holds its names."""
+    plain = [list(n) if isinstance(n, tuple) else n if isinstance(n, str) else None for n in names]
+    return checkpoint_name(array, _MARK + json.dumps(plain))
+
+
+def names_marked(text: str) -> tuple[Any, ...] | None:
+    """Returns the names that ``mark_names`` wrote, or None for a name that it did not write.
+
+    Args:
+        text: The parameter ``name`` of an equation of the primitive ``name``.
+    """
+    if not text.startswith(_MARK):
+        return None
+    entries = json.loads(text.removeprefix(_MARK))
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)
+
+
+def logical_to_mesh_axes(
+    names: Iterable[Any] | None, rules: RulesLike | None = None
+) -> PartitionSpec | None:
+    """Maps the logical names of one array's dimensions to mesh axes.
+
+    Same results as ``flax.linen.logical_to_mesh_axes``, except that a dimension given as a tuple of
+    names (a merged dimension) is mapped too, each name by its own rule.
+
+    Args:
+        names: One entry per dimension: a name, None (not split), ``PartitionSpec.UNCONSTRAINED``,
+            or a tuple of names. None in place of all names gives None.
+        rules: Rules, pairs or a mapping; None for the current rules.
+
+    Returns:
+        The ``PartitionSpec``, with one entry per dimension; None if ``names`` is None.
+
+    Raises:
+        AxisNamesError: If ``names`` is malformed or holds a name twice.
+        AxisConflictError: If a name lost a mesh axis to another under ``on_conflict="error"``.
+        UnmappedAxisError: If no rule mentions a name under ``on_unmapped="error"``.
+        RulesError: If ``rules`` are malformed.
+
+    Example:
+        >>> rules = [("batch", "x"), ("features", "x"), ("heads", "y"), ("batch", "z")]
+        >>> logical_to_mesh_axes(("batch", "length", "heads", "features"), rules)
+        P('x', None, 'y', None)
+    """
+    return None if names is None else resolve_rules(rules).spec(names)

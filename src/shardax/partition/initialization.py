@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Initialisation in the functional style: parameters made where they belong, by one program.
+
+A *functional initializer* is a function of random keys, shapes and the like that returns parameters
+in boxes. It is traced for shapes, the boxes say where each value goes, and one compiled program
+computes every value straight into its shards, so that no device holds more than it keeps.
+
+Programs of initializers: compiled once, found again, and keeping nothing alive.
+
+A *program* belongs to one function, what its arguments are but for the numbers in them, a mesh and
+rules. Arrays, Modules and Variables among the arguments are its *inputs*; everything else, such as
+widths and other functions, is *static*. Functions are held weakly, and a program is forgotten with
+any of its functions: they may close over whole models. What is static and cannot be hashed makes a
+program for one call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from shardax._core._jax import is_eager
+from shardax._core.graph.flatten import flatten_roots, is_object
+from shardax._core.graph.static import Static
+from shardax._core.object import Object
+from shardax._transforms.errors import MeshError
+from shardax._transforms.jit.abstract_eval import eval_shape
+from shardax._transforms.jit.jit import jit
+from shardax.partition.context import axis_rules, resolve_rules
+from shardax.partition.mesh import AnyMesh
+from shardax.partition.placement import shard
+from shardax.partition.rules import Rules, RulesLike
+from shardax.partition.specs import get_sharding
+from shardax.partition.tree_layout import require_mesh
+
+# --- Init programs ---
+
+MOST = 64
+"""How many programs are remembered; the one not used for longest is forgotten first."""
+
+
+class Call:
+    """The arguments of one call of an initializer, taken apart.
+
+    Args:
+        function: The initializer.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        inputs: The inputs among them.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.function = function
+        self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+        self.inputs = [leaf for leaf in self._leaves if _is_input(leaf)]
+
+    def run(self, given: Sequence[Any]) -> Any:
+        """Calls the function with other inputs."""
+        remaining = iter(given)
+        filled = [next(remaining) if _is_input(leaf) else leaf for leaf in self._leaves]
+        args, kwargs = self._treedef.unflatten(filled)
+        return self.function(*args, **kwargs)
+
+    def key(self, *more: Hashable) -> Key | None:
+        """Returns what the program of this call is found by, or None if it is for this call alone.
+
+        Args:
+            *more: What else it depends on.
+        """
+        if isinstance(self.function, Object) or isinstance(_owner(self.function), Object):
+            return None
+        static = [self.function, *(leaf for leaf in self._leaves if not _is_input(leaf))]
+        weak: list[_Weak] = []
+        try:
+            parts = tuple(_part(item, weak) for item in static)
+            content = (self._treedef, parts, _kinds(self.inputs), more)
+            hash(content)
+        except TypeError:  # something has no hash
+            return None
+        return Key(content, tuple(weak))
+
+
+class Key(NamedTuple):
+    """What a program is found by.
+
+    Attributes:
+        content: All of it.
+        weak: The references in it whose end ends the program.
+    """
+
+    content: Hashable
+    weak: tuple[_Weak, ...]
+
+
+class Runner:
+    """The function of a program: what runs is the call that is being made, so it holds none."""
+
+    __signature__ = inspect.Signature(
+        [inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    )
+
+    def __init__(self, call: Call) -> None:
+        self._local = threading.local()
+        self._function = _weakly(call.function)
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        return self._local.call.run(inputs)
+
+    def run(self, call: Call, program: Callable[[Any], Any], inputs: Sequence[Any]) -> Any:
+        """Calls the program of this function for a call."""
+        self._local.call = call
+        try:
+            return program(inputs)
+        finally:
+            self._local.call = None
+
+    @property
+    def __wrapped__(self) -> Any:
+        """What is looked through for objects that the function uses without being given them."""
+        function = self._function()
+        return lambda: function
+
+
+class Program(NamedTuple):
+    """A compiled function of inputs alone, and what it runs."""
+
+    runner: Runner
+    compiled: Callable[[Any], Any]
+
+
+def find(key: Key | None, make: Callable[[], Program]) -> Program:
+    """Returns the program remembered under a key, else a new one.
+
+    Args:
+        key: The key, or None to remember nothing.
+        make: Makes the program.
+    """
+    if key is None:
+        return make()
+    program = _programs.pop(key, None)
+    if program is None:
+        program = make()
+    _programs[key] = program
+    while len(_programs) > MOST:
+        _programs.pop(next(iter(_programs)), None)
+    return program
+
+
+_programs: dict[Key, Program] = {}
+
+
+class _Weak(weakref.ref[Any]):
+    """A weak reference that is equal to others of the very same object."""
+
+    __slots__ = ("_id",)
+
+    def __new__(cls, item: Any) -> _Weak:
+        self = super().__new__(cls, item, _forget)
+        self._id = id(item)
+        return self
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, _Weak) and self() is not None and self() is other()
+        )
+
+
+def _forget(dead: Any) -> None:
+    for key in [key for key in list(_programs) if any(item is dead for item in key.weak)]:
+        _programs.pop(key, None)
+
+
+def _part(item: Any, weak: list[_Weak]) -> Hashable:
+    """A static value as a part of a key."""
+    if isinstance(item, types.MethodType):
+        return _part(item.__func__, weak), _reference(item.__self__, weak)
+    if callable(item) and type(item).__hash__ is object.__hash__:
+        return _reference(item, weak)
+    return Static(item)
+
+
+def _reference(item: Any, weak: list[_Weak]) -> _Weak:
+    weak.append(_Weak(item))
+    return weak[-1]
+
+
+def _owner(function: Any) -> Any:
+    return getattr(function, "__self__", None)
+
+
+def _weakly(function: Any) -> Callable[[], Any]:
+    if isinstance(function, types.MethodType):
+        return weakref.WeakMethod(function)
+    try:
+        return weakref.ref(function)
+    except TypeError:  # a kind of callable that cannot be referred to so, which closes over nothing
+        return lambda: function
+
+
+def _is_input(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray)) or is_object(leaf)
+
+
+def _kinds(inputs: Sequence[Any]) -> Hashable:
+    """What shapes depend on: structures of objects, and shapes and dtypes of all arrays."""
+    flat = flatten_roots([item for item in inputs if isinstance(item, Object)])
+    values = [variable._value for variable in flat.leaves]
+    arrays = [item for item in inputs if not isinstance(item, Object)]
+    leaves, treedef = jax.tree.flatten((values, arrays))
+    return flat.graphdef, treedef, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+# --- Initialise ---
+
+
+def initialise(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: AnyMesh | None = None,
+    rules: RulesLike | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Computes what a functional initializer returns straight into its shardings.
+
+    It is compiled once: a call with the same function, arguments that differ in their numbers only,
+    the same mesh and rules runs the program of the one before, as with ``jax.jit``.
+
+    The mesh and the rules are in scope while ``fn`` is traced, also for the constraints in it. Over
+    a mesh with Explicit axes ``fn`` is traced as over Auto ones, for only then may the compiler
+    compute a value in parts; the results are laid out over the mesh as it is.
+
+    Args:
+        fn: A function that returns a pytree of boxes (``Partitioned``, ``LogicallyPartitioned``,
+            Variables), and of arrays, which are replicated: parameters, or a whole training state
+            of parameters, optimizer state and step counter.
+        *args: Its arguments. Arrays are inputs of the program; everything else is part of it.
+        mesh: The mesh; None for the one in scope.
+        rules: Rules for logical names; None for the current rules.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What ``fn`` returns, the values laid out as ``get_sharding`` says.
+
+    Raises:
+        NoMeshError: If no mesh is given and none is in scope.
+        MeshError: If the mesh has no devices, or the call is inside a program.
+        NoRulesError: If there are logical names and no rules.
+        PartitionCheckError: If an array cannot be laid out so; lists all by path, and nothing was
+            compiled.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> def init(key, widths):
+        ...     normal = jax.nn.initializers.normal()
+        ...     make = sx.partition.with_partitioning(normal, (None, "model"))
+        ...     return [make(key, shape) for shape in zip(widths, widths[1:])]
+        >>> mesh = jax.make_mesh((1,), ("model",))
+        >>> layers = initialise(init, jax.random.key(0), (4, 8, 2), mesh=mesh)
+        >>> layers[0].value.sharding.spec, layers[0].names
+        (P(None, 'model'), (None, 'model'))
+    """
+    where = _usable(require_mesh(mesh, "initialise"))
+    chosen = resolve_rules(rules)
+    automatic = _automatic(where)
+    call = Call(fn, args, kwargs)
+    inputs = [_over_automatic(array) for array in call.inputs]
+
+    def make() -> Program:
+        places = get_sharding(eval_shape(call.run, inputs), automatic, chosen)
+        runner = Runner(call)
+        return Program(runner, jit(runner, out_shardings=places))
+
+    with jax.set_mesh(automatic), axis_rules(chosen):
+        program = find(call.key(automatic, chosen), make)
+        result = program.runner.run(call, program.compiled, inputs)
+    if automatic == where:
+        return result
+    return jax.tree.map(lambda leaf: _over(leaf, where, chosen), result, is_leaf=is_object)
+
+
+def _usable(mesh: AnyMesh) -> Mesh:
+    if not is_eager():
+        raise MeshError(
+            "initialise places arrays and cannot be called inside a program. Call it outside; or, "
+            "inside, call the initializer itself and unbox(result), which constrains the values."
+        )
+    if not isinstance(mesh, Mesh) or AxisType.Manual in mesh.axis_types:
+        raise MeshError(
+            f"initialise cannot place arrays over {mesh}: it has no devices, or Manual axes, which "
+            "are for the inside of jax.shard_map. Pass a mesh such as "
+            "jax.make_mesh((2, 4), ('data', 'model')). For specs alone, use "
+            "get_sharding(jax.eval_shape(fn, ...), mesh)."
+        )
+    return mesh
+
+
+def _automatic(mesh: Mesh) -> Mesh:
+    """The mesh with Auto axes throughout."""
+    if all(kind is AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+
+
+def _over(leaf: Any, mesh: Mesh, rules: Rules) -> Any:
+    """Says that an array is laid out over a mesh that has the same devices; moves nothing."""
+    if is_object(leaf):
+        return shard(leaf, mesh, rules)
+    return jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
+
+
+def _over_automatic(array: Any) -> Any:
+    """Says that an input is laid out over Auto axes, as the program will be; moves nothing."""
+    now = array.sharding if isinstance(array, jax.Array) else None
+    if not isinstance(now, NamedSharding) or not isinstance(now.mesh, Mesh):
+        return array
+    automatic = _automatic(now.mesh)
+    return (
+        array
+        if automatic == now.mesh
+        else jax.device_put(array, NamedSharding(automatic, now.spec))
+    )

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a program does to how long it may take: a model, not a measurement.
+
+*Arithmetic* takes operations over the peak of the dtype, *memory* takes bytes over its bandwidth,
+and a collective takes wire bytes over the links that its group uses (``shardax.plan.hardware.links``), at
+least the latency of the way. Collectives take place one after another. The *lower* end of the band
+is the longest of the three: everything overlaps. The *upper* end is their sum: nothing does.
+
+A collective over several slices or nodes is counted as these networks do it: within the fabric,
+each device with its own part over the network, and within the fabric again. Both go on at the same
+time in the lower end, and one after the other in the upper.
+
+Devices that are parts of one processor (``Hardware.copy_bandwidth``) have no links: a collective
+copies its payload, at a rate that depends on its kind and not on the size of the group. That is
+measured with what it reads and writes, which is not counted again as traffic of the memory. What
+copies is what computes, so nothing overlaps: both ends of the band are the sum.
+
+What an all-to-all sends along a ring or line passes the devices between, on average a quarter of
+them, so it takes longer than its wire bytes say (jax-ml.github.io/scaling-book/sharding).
+
+Figures of hardware are peaks, which programs do not reach. ``Efficiency`` scales them; it is 1
+unless it is given, so that the lower end is a bound and not a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardax.hlo.facts import Collective, ProgramFacts
+from shardax.plan.errors import PlanInputError
+from shardax.plan.hardware.hardware import Hardware
+from shardax.plan.hardware.links import Route
+from shardax.plan.hardware.targets import Target
+from shardax.plan.records import LayoutReport, TimeBand
+
+TIE = 0.1
+"""Layouts whose times differ by less than this share are a tie."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Share of the hardware's figures that a program reaches; above 0 and at most 1.
+
+    Attributes:
+        compute: Of the peak of matrix products.
+        memory: Of the memory's bandwidth.
+        links: Of links within the fabric.
+        network: Of the network between slices or nodes.
+
+    Example:
+        >>> Efficiency(compute=0.5).network
+        1.0
+    """
+
+    compute: float = 1.0
+    memory: float = 1.0
+    links: float = 1.0
+    network: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "memory", "links", "network"):
+            if not 0 < getattr(self, name) <= 1:
+                raise PlanInputError(
+                    f"{name} is {getattr(self, name)!r}; an efficiency is a share of the peak, "
+                    "above 0 and at most 1."
+                )
+
+
+PEAK = Efficiency()
+"""Everything at its peak."""
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """How long a collective takes in all its runs, in seconds.
+
+    Attributes:
+        fabric: Within slices or nodes.
+        network: Between them.
+    """
+
+    fabric: float
+    network: float
+
+    @property
+    def overlapped(self) -> float:
+        """If both go on at the same time."""
+        return max(self.fabric, self.network)
+
+
+def time_band(
+    facts: ProgramFacts,
+    target: Target,
+    mesh: Mapping[str, int],
+    dtype: str = "bf16",
+    *,
+    efficiency: Efficiency = PEAK,
+) -> TimeBand:
+    """Returns how long a program takes on a target.
+
+    Args:
+        facts: What one device does.
+        target: The hardware.
+        mesh: Sizes of the mesh axes, in order.
+        dtype: Of the matrix products, as HLO or JAX names it.
+        efficiency: Share of the hardware's figures that is reached.
+
+    Raises:
+        TargetError: The mesh does not fit the target.
+
+    Example:
+        >>> from shardax import hlo, plan
+        >>> target = plan.Target.parse("tpu:v5e:4x4")
+        >>> gather = hlo.Collective(
+        ...     "all-gather", "ag", "bf16", 120_000_000, 90e6, 4, axes=("model",)
+        ... )
+        >>> facts = hlo.ProgramFacts((gather,), matmul_flops=1.97e11, hbm_bytes=8.1e8)
+        >>> band = plan.time_band(facts, target, {"data": 4, "model": 4})
+        >>> band.compute, band.memory, band.communication, band.binding
+        (0.001, 0.001, 0.002, 'communication')
+        >>> band.lower, band.upper
+        (0.002, 0.004)
+    """
+    target.check_mesh(mesh)
+    chip = target.hardware
+    compute = facts.matmul_flops / (chip.peak(dtype) * efficiency.compute)
+    traffic = facts.hbm_bytes
+    if chip.copy_bandwidth:
+        traffic = max(0.0, traffic - sum(map(_read_and_written, facts.collectives)))
+    memory = traffic / (chip.memory_bandwidth * efficiency.memory)
+    times = [collective_time(each, target, mesh, efficiency) for each in facts.collectives]
+    communication = sum(each.overlapped for each in times)
+    parts = {"compute": compute, "memory": memory, "communication": communication}
+    return TimeBand(
+        lower=sum(parts.values()) if chip.copy_bandwidth else max(parts.values()),
+        upper=compute + memory + sum(each.fabric + each.network for each in times),
+        **parts,
+        cross_slice=sum(each.network for each in times),
+        binding=max(parts, key=lambda name: parts[name]),
+    )
+
+
+def collective_time(
+    each: Collective,
+    target: Target,
+    mesh: Mapping[str, int],
+    efficiency: Efficiency = PEAK,
+) -> CollectiveTime:
+    """Returns how long a collective takes in all its runs.
+
+    Args:
+        each: The collective.
+        target: The hardware.
+        mesh: Sizes of the mesh axes, in order.
+        efficiency: Share of the hardware's figures that is reached.
+    """
+    if each.group_size < 2 or not each.wire_bytes:
+        return CollectiveTime(0.0, 0.0)
+    if target.hardware.copy_bandwidth:
+        return CollectiveTime(_copying(each, target.hardware), 0.0)
+    route, (inner, outer) = _reach(each, target, mesh)
+    within, between = _shares(each, inner, outer)
+    fabric = network = 0.0
+    if within and each.kind == "all-to-all":
+        fabric = max(_all_to_all(within, inner, route, efficiency.links), route.latency * each.runs)
+    elif within:
+        fabric = max(within / (route.bandwidth * efficiency.links), route.latency * each.runs)
+    if between:
+        seconds = between / (route.network_bandwidth * efficiency.network)
+        network = max(seconds, route.network_latency * each.runs)
+    return CollectiveTime(fabric, network)
+
+
+def _copying(each: Collective, chip: Hardware) -> float:
+    """Time of a collective between parts of one processor; of an unknown kind at the least rate."""
+    rate = chip.copy_bandwidth.get(each.kind, min(chip.copy_bandwidth.values()))
+    return (each.payload / rate + chip.link_latency) * each.runs
+
+
+def _read_and_written(each: Collective) -> float:
+    """Bytes of memory that a device reads and writes for a collective in all its runs."""
+    parts = 2.0
+    if each.kind in ("all-gather", "reduce-scatter"):  # of one side it has its part only
+        parts = 1.0 + 1.0 / each.group_size
+    return each.runs * each.payload * parts
+
+
+def _reach(
+    each: Collective, target: Target, mesh: Mapping[str, int]
+) -> tuple[Route, tuple[int, int]]:
+    """The way between devices of a group, and how many they are within the fabric and beyond.
+
+    A group along part of a mesh axis takes the axis's way, within a slice unless the collective
+    says that it crosses, and within a node as far as that has room. Groups along no mesh axes are
+    taken to be along as many of the last axes as hold them, or along all if they cross slices.
+    """
+    axes, size = list(each.axes), each.group_size
+    if not axes:
+        held = 1
+        for name in reversed(list(mesh)):
+            if held >= size and not each.crosses_slices:
+                break
+            axes.append(name)
+            held *= mesh[name]
+    route = target.route(mesh, axes)
+    if size == route.group_size:
+        return route, (route.inner, route.outer)
+    if target.slices > 1:
+        outer = min(route.outer, size) if each.crosses_slices else 1
+    else:
+        outer = -(-size // route.inner)
+    return route, (max(1, size // outer), outer)
+
+
+def _shares(each: Collective, inner: int, outer: int) -> tuple[float, float]:
+    """Wire bytes of all runs within the fabric, and over the network."""
+    if outer == 1:
+        return each.wire_bytes, 0.0
+    if inner == 1 or each.kind == "collective-permute":
+        return 0.0, each.wire_bytes
+    if each.kind == "all-to-all":
+        away = (outer - 1) * inner / (inner * outer - 1)
+        return each.wire_bytes * (1 - away), each.wire_bytes * away
+    times = 2 if each.kind == "all-reduce" else 1
+    whole = times * each.payload * each.runs
+    return whole * (inner - 1) / inner, whole * (outer - 1) / outer / inner
+
+
+def _all_to_all(wire: float, inner: int, route: Route, efficiency: float) -> float:
+    """Time of the wire bytes of an all-to-all within the fabric.
+
+    A device has B bytes for all ``inner`` devices, and its wire bytes are those for the others. In
+    a dimension of k devices, B k/4 pass the busiest link: on a ring each byte goes k/4 links far on
+    average, and the middle of a line parts k/2 devices from k/2. Dimensions work at the same time.
+    """
+    whole = wire * inner / max(inner - 1, 1)
+    return max(
+        whole * (size * size // 4) / size / (dimension.bandwidth * efficiency)
+        if dimension.hops > 1 or size == 2
+        else wire / (dimension.bandwidth * efficiency)
+        for dimension in route.dimensions
+        for size in (dimension.size,)
+    )
+
+
+def ties(reports: Sequence[LayoutReport]) -> tuple[tuple[LayoutReport, ...], ...]:
+    """Returns layouts that the model cannot tell apart.
+
+    Args:
+        reports: Of one plan; those without a time are left out.
+
+    Returns:
+        Groups of at least two, fastest first: those whose middle (of one example) is less than 10 %
+        above that of the fastest of the group. No layout is in two groups.
+
+    Example:
+        >>> from shardax.plan import Layout, LayoutReport, TimeBand
+        >>> def report(name, seconds):
+        ...     band = TimeBand(seconds, seconds, seconds, 0.0, 0.0, 0.0, "compute")
+        ...     return LayoutReport(Layout(name, (), (("data", 8),)), "fits", time=band)
+        >>> found = ties([report("a", 1.0), report("b", 2.0), report("c", 1.05)])
+        >>> [[each.layout.name for each in group] for group in found]
+        [['a', 'c']]
+    """
+    every = [(each.seconds_per_example, each) for each in reports]
+    timed = [(time, each) for time, each in every if time is not None]
+    groups: list[list[tuple[float, LayoutReport]]] = []
+    for time, each in sorted(timed, key=lambda pair: pair[0]):
+        if groups and time <= groups[-1][0][0] * (1 + TIE):
+            groups[-1].append((time, each))
+        else:
+            groups.append([(time, each)])
+    return tuple(tuple(each for _, each in group) for group in groups if len(group) > 1)

@@ -1,0 +1,599 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walk through a traced program that finds its matrix products and classes of dimensions.
+
+Programs inside of equations (loops, branches, compiled and rematerialised functions) are walked
+where they are called, so that two calls of one function do not become one. Equations whose results
+nothing needs are passed over, as the compiler drops them.
+
+What JAX's operations do to the dimensions of arrays: which of the result are which of operands.
+
+A rule is given the classes, the equation and the dimensions of its operands, and returns those of
+its results. An operation without a rule has results whose dimensions are unrelated to anything.
+
+Classes of dimensions: which dimensions of a program's arrays are one and the same thing.
+
+A *dimension* is one dimension of one array in a program. Two are *joined* where an operation keeps
+one as the other, such as the rows of both operands of an addition; what is joined is one *class*.
+A class has the names that were given to any of its dimensions. A reshape may make one dimension of
+several: then that one is their *whole*, and they are its *parts*. A split of the whole is one of
+its parts and the other way round, so each is reached by the other's names, though they stay classes
+of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from shardax.partition.context import names_marked
+from shardax.partition.rules import strings
+
+# --- Dimension classes ---
+
+
+class DimensionClasses:
+    """Dimensions, numbered, and their classes."""
+
+    def __init__(self) -> None:
+        self._parents: list[int] = []
+        self._sizes: list[int] = []
+        self._names: dict[int, set[str]] = {}
+        self._wholes: list[tuple[int, tuple[int, ...]]] = []
+        self._by_size: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        self._looped: set[int] = set()
+
+    def new(self, shape: Iterable[int]) -> tuple[int, ...]:
+        """Makes one dimension of a class of its own for each size."""
+        first = len(self._parents)
+        self._sizes += shape
+        self._parents += range(first, len(self._sizes))
+        return tuple(range(first, len(self._sizes)))
+
+    def size(self, dimension: int) -> int:
+        """Returns the size of a dimension."""
+        return self._sizes[dimension]
+
+    def find(self, dimension: int) -> int:
+        """Returns the dimension that stands for the class."""
+        parents = self._parents
+        while parents[dimension] != dimension:
+            parents[dimension] = parents[parents[dimension]]
+            dimension = parents[dimension]
+        return dimension
+
+    def join(self, one: int, other: int) -> None:
+        """Makes the classes of two dimensions one; a dimension of size 1 stays by itself."""
+        if 1 in (self._sizes[one], self._sizes[other]):
+            return
+        one, other = sorted((self.find(one), self.find(other)))
+        if one != other:
+            self._parents[other] = one
+            self._names.setdefault(one, set()).update(self._names.pop(other, ()))
+
+    def join_same_sizes(self, one: Sequence[int], other: Sequence[int]) -> None:
+        """Joins the dimensions of two arrays, one by one, that have equal sizes."""
+        for a, b in zip(one, other, strict=False):
+            if self._sizes[a] == self._sizes[b]:
+                self.join(a, b)
+
+    def make_whole(self, whole: int, parts: Sequence[int]) -> None:
+        """Says that a dimension is made of several, major to minor.
+
+        The same whole of the same sizes of parts, met again, has the same parts.
+        """
+        self._wholes.append((whole, tuple(parts)))
+        key = (self.find(whole), tuple(self._sizes[part] for part in parts))
+        known = self._by_size.setdefault(key, tuple(parts))
+        for one, other in zip(known, parts, strict=True):
+            self.join(one, other)
+
+    def name(self, dimension: int, name: str) -> None:
+        """Gives a class a name; a dimension of size 1 has none, as it is never split."""
+        if self._sizes[dimension] != 1:
+            self._names.setdefault(self.find(dimension), set()).add(name)
+
+    def loop_over(self, dimension: int) -> None:
+        """Says that a loop takes a dimension one element at a time."""
+        self._looped.add(dimension)
+
+    def looped_names(self) -> frozenset[str]:
+        """Returns the names of classes that a loop takes one element at a time."""
+        return frozenset(name for each in self._looped for name in self.own_names(each))
+
+    def own_names(self, dimension: int) -> frozenset[str]:
+        """Returns the names given to a dimension's class."""
+        return frozenset(self._names.get(self.find(dimension), ()))
+
+    def resolve(self) -> dict[int, frozenset[str]]:
+        """Joins what is still to be joined; returns names by class, also of wholes and parts."""
+        while self._join_parts():
+            pass
+        reached = {self.find(each): set(self.own_names(each)) for each in self._names}
+        for whole, parts in self._wholes:
+            for part in parts:
+                for one, other in ((whole, part), (part, whole)):
+                    found = self.own_names(other)
+                    if found and self._sizes[one] != 1:
+                        reached.setdefault(self.find(one), set()).update(found)
+        return {each: frozenset(names) for each, names in reached.items()}
+
+    def _join_parts(self) -> bool:
+        """Joins the parts of wholes that have become one class; says whether there were any."""
+        known: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        changed = False
+        for whole, parts in self._wholes:
+            key = (self.find(whole), tuple(self._sizes[part] for part in parts))
+            for one, other in zip(known.setdefault(key, parts), parts, strict=True):
+                if self._sizes[one] != 1 and self.find(one) != self.find(other):
+                    self.join(one, other)
+                    changed = True
+        return changed
+
+
+def matching_groups(
+    one: Sequence[int], other: Sequence[int]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Pairs the fewest consecutive dimensions of two shapes of as many elements, of equal product.
+
+    Args:
+        one: Sizes.
+        other: Sizes of the same product.
+
+    Returns:
+        Pairs of positions in each; sizes of 1 are left out.
+
+    Example:
+        >>> matching_groups((32, 24, 16, 8), (32, 24, 128))
+        [((0,), (0,)), ((1,), (1,)), ((2, 3), (2,))]
+    """
+    left = [i for i, size in enumerate(one) if size != 1]
+    right = [i for i, size in enumerate(other) if size != 1]
+    groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    while left and right:
+        taken, given = [left.pop(0)], [right.pop(0)]
+        while (a := math.prod(one[i] for i in taken)) != (b := math.prod(other[i] for i in given)):
+            source, target = (left, taken) if a < b else (right, given)
+            if not source:  # sizes of no element: nothing corresponds
+                return groups
+            target.append(source.pop(0))
+        groups.append((tuple(taken), tuple(given)))
+    return groups
+
+
+# --- Dimension rules ---
+
+Dims = tuple[int, ...]
+Rule = Callable[[DimensionClasses, Any, Sequence[Dims]], list[Dims]]
+
+
+def fresh(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+    """Dimensions that are unrelated to those of operands."""
+    return [classes.new(getattr(out.aval, "shape", ())) for out in equation.outvars]
+
+
+def _elementwise(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+    results = fresh(classes, equation, operands)
+    for out in results:
+        for operand in operands:
+            if len(operand) == len(out):
+                classes.join_same_sizes(operand, out)
+    return results
+
+
+def _one_to_one(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+    return list(operands[: len(equation.outvars)])
+
+
+def _transpose(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+    return [tuple(operands[0][i] for i in equation.params["permutation"])]
+
+
+def _broadcast(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+    (out,) = fresh(classes, equation, operands)
+    places = equation.params["broadcast_dimensions"]
+    classes.join_same_sizes(operands[0], [out[i] for i in places])
+    return [out]
+
+
+def _reduce(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+    gone = {int(axis) for axis in equation.params["axes"]}
+    kept = [tuple(d for i, d in enumerate(dims) if i not in gone) for dims in operands]
+    return kept[: len(equation.outvars)]
+
+
+def _squeeze(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+    gone = {int(axis) for axis in equation.params["dimensions"]}
+    return [tuple(d for i, d in enumerate(operands[0]) if i not in gone)]
+
+
+def _reshape(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+    (out,) = fresh(classes, equation, operands)
+    given = operands[0]
+    sizes = [classes.size(d) for d in given]
+    if equation.params.get("dimensions") is not None:
+        return [out]
+    for taken, made in matching_groups(sizes, [classes.size(d) for d in out]):
+        sources, targets = [given[i] for i in taken], [out[i] for i in made]
+        if len(sources) == len(targets) == 1:
+            classes.join(sources[0], targets[0])
+        elif len(sources) == 1:
+            classes.make_whole(sources[0], targets)
+        elif len(targets) == 1:
+            classes.make_whole(targets[0], sources)
+    return [out]
+
+
+def _resized(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+    """Slices, pads, concatenations: a dimension stays what it is, whatever its size becomes."""
+    results = fresh(classes, equation, operands)
+    for out in results:
+        for operand in operands:
+            if len(operand) == len(out):
+                for one, other in zip(operand, out, strict=True):
+                    classes.join(one, other)
+    return results
+
+
+def _dynamic_slice(
+    classes: DimensionClasses, equation: Any, operands: Sequence[Dims]
+) -> list[Dims]:
+    return _resized(classes, equation, operands[:1])
+
+
+def _dynamic_update(
+    classes: DimensionClasses, equation: Any, operands: Sequence[Dims]
+) -> list[Dims]:
+    return _resized(classes, equation, operands[:2])
+
+
+def _top_k(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+    results = fresh(classes, equation, operands)
+    for out in results:
+        classes.join_same_sizes(operands[0][:-1], out[:-1])
+    return results
+
+
+def _gather(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+    """Rows of an operand by indices, whose last dimension is that of one index."""
+    numbers = equation.params["dimension_numbers"]
+    operand, indices = operands[0], operands[1]
+    (out,) = fresh(classes, equation, operands)
+    batching = tuple(numbers.operand_batching_dims)
+    gone = {*numbers.collapsed_slice_dims, *batching}
+    kept = [d for i, d in enumerate(operand) if i not in gone]
+    classes.join_same_sizes(kept, [out[i] for i in numbers.offset_dims])
+    rows = [d for i, d in enumerate(out) if i not in set(numbers.offset_dims)]
+    classes.join_same_sizes(indices[:-1], rows)
+    _join_batching(classes, operand, indices, batching, numbers.start_indices_batching_dims)
+    return [out]
+
+
+def _scatter(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+    """The reverse of a gather: updates of rows, by indices."""
+    numbers = equation.params["dimension_numbers"]
+    operand, indices, updates = operands[0], operands[1], operands[2]
+    batching = tuple(numbers.operand_batching_dims)
+    gone = {*numbers.inserted_window_dims, *batching}
+    kept = [d for i, d in enumerate(operand) if i not in gone]
+    window = set(numbers.update_window_dims)
+    classes.join_same_sizes(kept, [d for i, d in enumerate(updates) if i in window])
+    rows = [d for i, d in enumerate(updates) if i not in window]
+    classes.join_same_sizes(indices[:-1], rows)
+    _join_batching(classes, operand, indices, batching, numbers.scatter_indices_batching_dims)
+    return [operand]
+
+
+def _join_batching(
+    classes: DimensionClasses, operand: Dims, indices: Dims, one: Any, other: Any
+) -> None:
+    for a, b in zip(one, other, strict=True):
+        classes.join(operand[a], indices[b])
+
+
+_ELEMENTWISE = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
+cumlogsumexp cummax cummin cumprod cumsum digamma div eq eq_to erf erf_inv erfc exp exp2 expm1
+floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt
+lt_to max min mul name ne neg nextafter not or polygamma population_count pow pvary
+random_gamma_grad real reduce_precision regularized_incomplete_beta rem reshard rev round rsqrt
+select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+sort sqrt square stop_gradient sub tan tanh xor zeta mesh_cast layout_constraint
+"""
+
+_REDUCTIONS = """
+argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
+"""
+
+_PAIRWISE = """
+optimization_barrier psum psum2 psum_invariant pmax pmin ppermute pbroadcast pcast device_put
+"""
+
+_SCATTERS = """
+scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max
+scatter_max
+"""
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys(_REDUCTIONS.split(), _reduce),
+    **dict.fromkeys(_PAIRWISE.split(), _one_to_one),
+    **dict.fromkeys(["slice", "pad", "concatenate", "split"], _resized),
+    **dict.fromkeys(_SCATTERS.split(), _scatter),
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update,
+    "top_k": _top_k,
+    "gather": _gather,
+}  # fmt: skip
+"""Rules by the name of the primitive."""
+
+KEEPS_ARGUMENT = frozenset(
+    ["convert_element_type", "name", "transpose", "reshape", "squeeze", "slice", "copy", "copy_p",
+     "dynamic_slice", "reduce_precision", "sharding_constraint", "reshard", "pvary", "device_put"]
+)  # fmt: skip
+"""Operations whose result is still their first operand, in another form."""
+
+
+def convolution_dims(
+    classes: DimensionClasses, equation: Any, operands: Sequence[Dims]
+) -> tuple[Dims, list[tuple[str, int]], float]:
+    """Dimensions of a convolution.
+
+    Args:
+        classes: The classes.
+        equation: Of the primitive ``conv_general_dilated``.
+        operands: Dimensions of image and kernel.
+
+    Returns:
+        Dimensions of the result; those of the product, with their roles; its operations: two for
+        each element of the result and each of the kernel's that it is a sum over.
+    """
+    numbers = equation.params["dimension_numbers"]
+    left, right = operands[0], operands[1]
+    (out,) = fresh(classes, equation, operands)
+    batch, feature, *spatial = numbers.lhs_spec
+    out_feature, in_feature, *window = numbers.rhs_spec
+    out_batch, made, *places = numbers.out_spec
+    classes.join(left[batch], out[out_batch])
+    classes.join(right[out_feature], out[made])
+    for one, other in zip(spatial, places, strict=True):
+        classes.join(left[one], out[other])
+    grouped = equation.params["feature_group_count"] * equation.params["batch_group_count"]
+    if grouped == 1:
+        classes.join(left[feature], right[in_feature])
+    dims = [("left", left[batch]), ("right", right[out_feature]), ("sum", right[in_feature])]
+    dims += [("left", out[i]) for i in places]
+    elements = math.prod(classes.size(d) for d in out)
+    terms = math.prod(classes.size(right[i]) for i in (in_feature, *window))
+    return out, dims, 2.0 * elements * terms
+
+
+# --- Dimension walk ---
+
+
+class Value(NamedTuple):
+    """What is known of an array in the program: its dimensions; whether it is an argument."""
+
+    dims: Dims
+    given: bool
+
+
+class RawProduct(NamedTuple):
+    """A matrix product.
+
+    Attributes:
+        flops: Operations of one run.
+        runs: How often it runs.
+        dims: Dimensions by role.
+        computed: Whether both operands are computed.
+        dtype: Of its first operand.
+    """
+
+    flops: float
+    runs: int
+    dims: tuple[tuple[str, int], ...]
+    computed: bool
+    dtype: str
+
+
+class Walk:
+    """A walk through a program.
+
+    Attributes:
+        classes: Dimensions of all arrays.
+        products: The products met.
+        constraints: Shapes and names of arrays that constraints lay out, each once.
+        notes: What could not be told.
+    """
+
+    def __init__(self) -> None:
+        self.classes = DimensionClasses()
+        self.products: list[RawProduct] = []
+        self.constraints: dict[tuple[tuple[int, ...], tuple[Any, ...]], None] = {}
+        self.notes: dict[str, None] = {}
+
+    def program(
+        self, jaxpr: Any, inputs: Sequence[Value], wanted: Sequence[bool], runs: int
+    ) -> list[Value]:
+        """Walks a program.
+
+        Args:
+            jaxpr: An open jaxpr.
+            inputs: Its inputs.
+            wanted: Which outputs are needed.
+            runs: How often it runs.
+
+        Returns:
+            Its outputs.
+        """
+        known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
+        known.update({id(var): self._new(var, given=True) for var in jaxpr.constvars})
+        needed = _needed(jaxpr, wanted)
+        for equation, results in zip(jaxpr.eqns, needed, strict=True):
+            if results is None:
+                continue
+            operands = [self._read(known, item) for item in equation.invars]
+            made = self._equation(equation, operands, results, runs)
+            known.update(zip(map(id, equation.outvars), made, strict=True))
+        return [self._read(known, item) for item in jaxpr.outvars]
+
+    def _new(self, item: Any, given: bool = False) -> Value:
+        return Value(self.classes.new(getattr(item.aval, "shape", ())), given)
+
+    def _read(self, known: dict[int, Value], item: Any) -> Value:
+        return known[id(item)] if id(item) in known else self._new(item)
+
+    def _equation(
+        self, equation: Any, operands: list[Value], wanted: list[bool], runs: int
+    ) -> list[Value]:
+        name = equation.primitive.name
+        if name == "dot_general":
+            return [Value(self._dot(equation, operands, runs), False)]
+        if name == "conv_general_dilated":
+            out, dims, flops = convolution_dims(self.classes, equation, [v.dims for v in operands])
+            computed = not (operands[0].given or operands[1].given)
+            self.products.append(RawProduct(flops, runs, tuple(dims), computed, _dtype(equation)))
+            return [Value(out, False)]
+        if name == "name":
+            self._mark(equation.params["name"], operands[0].dims)
+        if name in RULES:
+            made = RULES[name](self.classes, equation, [value.dims for value in operands])
+            given = name in KEEPS_ARGUMENT and operands[0].given
+            return [Value(dims, given) for dims in made]
+        if name == "scan":
+            return self._scan(equation, operands, wanted, runs)
+        if name == "while":
+            return self._while(equation, operands, runs)
+        if name == "cond":
+            return self._cond(equation, operands, wanted, runs)
+        return self._call(equation, operands, wanted, runs)
+
+    def _mark(self, text: str, dims: Dims) -> None:
+        names = names_marked(text)
+        if names is None:
+            return
+        shape = tuple(self.classes.size(d) for d in dims)
+        self.constraints[shape, names] = None
+        self.name(dims, names)
+
+    def name(self, dims: Dims, names: Sequence[Any]) -> None:
+        """Gives dimensions their names; a merged dimension has several."""
+        for dim, entry in zip(dims, names, strict=False):
+            for each in strings((entry,)):
+                self.classes.name(dim, each)
+
+    def _dot(self, equation: Any, operands: list[Value], runs: int) -> Dims:
+        (sum_left, sum_right), (batch_left, batch_right) = equation.params["dimension_numbers"]
+        left, right = operands[0].dims, operands[1].dims
+        for one, other in ((sum_left, sum_right), (batch_left, batch_right)):
+            for a, b in zip(one, other, strict=True):
+                self.classes.join(left[a], right[b])
+        batch = [left[i] for i in batch_left]
+        rows = [d for i, d in enumerate(left) if i not in {*sum_left, *batch_left}]
+        columns = [d for i, d in enumerate(right) if i not in {*sum_right, *batch_right}]
+        dims = [
+            *(("batch", d) for d in batch),
+            *(("left", d) for d in rows),
+            *(("right", d) for d in columns),
+            *(("sum", left[i]) for i in sum_left),
+        ]
+        flops = 2.0 * math.prod(self.classes.size(d) for _, d in dims)
+        computed = not (operands[0].given or operands[1].given)
+        self.products.append(RawProduct(flops, runs, tuple(dims), computed, _dtype(equation)))
+        return (*batch, *rows, *columns)
+
+    # --- programs inside --------------------------------------------------------------------------
+
+    def _scan(
+        self, equation: Any, operands: list[Value], wanted: list[bool], runs: int
+    ) -> list[Value]:
+        consts, carried = equation.params["num_consts"], equation.params["num_carry"]
+        first = consts + carried
+        for value in operands[first:]:
+            self.classes.loop_over(value.dims[0])
+        inner = [Value(v.dims[1:], v.given) for v in operands[first:]]
+        flags = [True] * carried + wanted[carried:]
+        times = runs * int(equation.params["length"])
+        inputs = [*operands[:consts], *(Value(v.dims, False) for v in operands[consts:first])]
+        body = equation.params["jaxpr"].jaxpr
+        made = self.program(body, [*inputs, *inner], flags, times)
+        for before, after in zip(operands[consts:first], made, strict=False):
+            self.classes.join_same_sizes(before.dims, after.dims)
+        stacked = []
+        for out, value in zip(equation.outvars[carried:], made[carried:], strict=True):
+            (loop,) = self.classes.new(out.aval.shape[:1])
+            self.classes.loop_over(loop)
+            stacked.append(Value((loop, *value.dims), False))
+        return [*made[:carried], *stacked]
+
+    def _while(self, equation: Any, operands: list[Value], runs: int) -> list[Value]:
+        params = equation.params
+        before, consts = params["cond_nconsts"], params["body_nconsts"]
+        state = [Value(v.dims, False) for v in operands[before + consts :]]
+        made = self.program(
+            params["body_jaxpr"].jaxpr,
+            [*operands[before : before + consts], *state],
+            [True] * len(state),
+            runs,
+        )
+        for one, other in zip(state, made, strict=True):
+            self.classes.join_same_sizes(one.dims, other.dims)
+        self.notes["a loop of unknown length counts once"] = None
+        return made
+
+    def _cond(
+        self, equation: Any, operands: list[Value], wanted: list[bool], runs: int
+    ) -> list[Value]:
+        results = [
+            self.program(branch.jaxpr, operands[1:], wanted, runs)
+            for branch in equation.params["branches"]
+        ]
+        for other in results[1:]:
+            for one, two in zip(results[0], other, strict=True):
+                self.classes.join_same_sizes(one.dims, two.dims)
+        self.notes["all branches of a condition count"] = None
+        return results[0]
+
+    def _call(
+        self, equation: Any, operands: list[Value], wanted: list[bool], runs: int
+    ) -> list[Value]:
+        """A function inside of an equation; else an operation of which nothing is known."""
+        unrelated = fresh(self.classes, equation, [value.dims for value in operands])
+        results = [Value(dims, False) for dims in unrelated]
+        if equation.primitive.name.startswith("pallas"):
+            self.notes["operations of custom kernels are not counted"] = None
+            return results
+        for parameter in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            found = equation.params.get(parameter)
+            inner = getattr(found, "jaxpr", found)
+            if not hasattr(inner, "eqns"):
+                continue
+            if len(inner.invars) == len(operands) and len(inner.outvars) == len(results):
+                return self.program(inner, operands, wanted, runs)
+            self.program(
+                inner, [self._new(v) for v in inner.invars], [True] * len(inner.outvars), runs
+            )
+        return results
+
+
+def _needed(jaxpr: Any, wanted: Sequence[bool]) -> list[list[bool] | None]:
+    """Returns, for each equation, which of its results are needed, or None if it is not."""
+    live = {id(item) for item, flag in zip(jaxpr.outvars, wanted, strict=True) if flag}
+    found: list[list[bool] | None] = []
+    for equation in reversed(jaxpr.eqns):
+        results = [id(item) in live for item in equation.outvars]
+        if not any(results) and not equation.effects:
+            found.append(None)
+            continue
+        found.append(results)
+        live |= {id(item) for item in equation.invars}
+    return found[::-1]
+
+
+def _dtype(equation: Any) -> str:
+    return str(equation.invars[0].aval.dtype)
