@@ -32,8 +32,8 @@ BENCH := $(STAMPS)-bench
 .DELETE_ON_ERROR:
 # Two installs at once into one environment would break it.
 .NOTPARALLEL:
-.PHONY: help demo test bench docs test-fast test-core test-house test-pages lint types format api \
-	install clean
+.PHONY: help demo test bench docs test-fast test-core test-house test-pages house lint types \
+	format api install clean
 
 help:
 	@echo "make demo        train a small language model over a mesh of 8 virtual devices"
@@ -41,9 +41,10 @@ help:
 	@echo "make bench       the measurements (BENCH_ARGS=--quick: only show that they run)"
 	@echo "make docs        the pages, into docs/_build/html"
 	@echo "make test-fast   the tests without the slow ones and without the benchmarks'"
-	@echo "make test-core   tests and doctests of core and transforms"
-	@echo "make test-house  tests that keep the house: imports, sizes, public names"
+	@echo "make test-core   tests and doctests of the engine"
+	@echo "make test-house  tests that keep the house: imports, sizes, names, docstrings"
 	@echo "make test-pages  the code of README.md and docs/"
+	@echo "make house       the size and shape of the package in figures, beside their aims"
 	@echo "make lint        format and lint, without changing anything"
 	@echo "make types       the type checker"
 	@echo "make format      format, and mend what the linter can mend"
@@ -74,10 +75,15 @@ test-fast: $(TEST)
 	$(PYTEST) $(PARALLEL) -m "not slow" --ignore tests/benchmarks
 
 test-core: $(TEST)
-	$(PYTEST) $(PARALLEL) $(wildcard tests/core tests/transforms) src/shardax/core src/shardax/transforms
+	$(PYTEST) $(PARALLEL) tests/core tests/select tests/transforms \
+		src/shardax/_core src/shardax/_select src/shardax/_transforms
 
 test-house: $(TEST)
 	$(PYTEST) tests/house
+
+# Lines, files and names in figures, beside their aims.
+house: $(TEST)
+	@$(BIN)/python -m tests.house.figures
 
 test-pages: $(TEST)
 	$(PYTEST) README.md docs

@@ -1,13 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every file names its licence and says what it is; what is public in a module has a docstring."""
+"""Public names are documented in full, internals in one line, and every file names its licence.
+
+*Public*: what a package face lists, and the methods of public classes and of their bases. All other
+classes and functions are internal: one line says what they are, comments say why.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib
+import inspect
 import re
+import typing
+from collections.abc import Iterator
 
-from tests.house.sources import package_files, python_files
+import pytest
+
+from tests.house.public_api import public_names
+from tests.house.sources import Source, package_files, python_files
 
 LICENCE = "# SPDX-License-Identifier: Apache-2.0"
+MOST_WORDS_OF_A_FIRST_LINE = 12
+
+Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@functools.cache
+def public_places() -> set[tuple[str, str]]:
+    """Module and qualified name of what is public, with the bases of public classes."""
+    places = set()
+    for name in public_names():
+        module, _, attribute = name.rpartition(".")
+        value = inspect.unwrap(getattr(importlib.import_module(module), attribute))
+        for owner in value.__mro__ if inspect.isclass(value) else (value,):
+            if getattr(owner, "__module__", "").startswith("shardax"):
+                places.add((_module_of(owner), owner.__qualname__))
+    return places
+
+
+def _module_of(value: typing.Any) -> str:
+    """The module whose file defines a value; errors name their face instead."""
+    code = getattr(value, "__code__", None)
+    if inspect.isclass(value):
+        return getattr(inspect.getmodule(value), "__name__", value.__module__)
+    return value.__module__ if code is None else value.__module__
+
+
+def documented(source: Source) -> Iterator[tuple[str, Documented, str]]:
+    """Yields the qualified name, node and docstring of every class and function of a file."""
+
+    def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Documented, str]]:
+        for node in body:
+            if isinstance(node, Documented):
+                name = f"{prefix}{node.name}"
+                yield name, node, ast.get_docstring(node) or ""
+                inner = f"{name}." if isinstance(node, ast.ClassDef) else f"{name}.<locals>."
+                yield from walk(node.body, inner)
+            elif isinstance(node, ast.If | ast.Try | ast.With):
+                yield from walk(node.body, prefix)
+
+    yield from walk(source.tree.body, "")
+
+
+def is_error(source: Source, name: str) -> bool:
+    """Whether a class is an error or warning, all of which are public by ``shardax.errors``."""
+    face = importlib.import_module("shardax.errors")
+    return inspect.isclass(getattr(face, name.split(".")[0], None))
+
+
+def is_public(source: Source, name: str) -> bool:
+    """Whether a class, function or method belongs to what users see."""
+    top = name.split(".")[0]
+    if (source.module, top) not in public_places() and not is_error(source, top):
+        return False
+    return not any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
 def test_every_file_opens_with_its_licence() -> None:
@@ -25,6 +92,18 @@ def test_every_file_says_what_it_is() -> None:
     assert without == []
 
 
+def test_first_lines_have_at_most_12_words() -> None:
+    long = []
+    for source in package_files():
+        texts = [("", source.outline.docstring)]
+        texts += [(name, docstring) for name, _, docstring in documented(source)]
+        for name, docstring in texts:
+            first = docstring.strip().partition("\n")[0]
+            if len(first.split()) > MOST_WORDS_OF_A_FIRST_LINE:
+                long.append(f"{source.place} {name}: {first}")
+    assert long == []
+
+
 def test_public_classes_and_functions_have_a_docstring() -> None:
     without = [
         f"{source.place}:{line} {name}"
@@ -32,6 +111,30 @@ def test_public_classes_and_functions_have_a_docstring() -> None:
         for line, name in source.outline.undocumented
     ]
     assert without == []
+
+
+def test_internals_have_docstrings_of_one_line() -> None:
+    longer = [
+        f"{source.place}:{node.lineno} {name}"
+        for source in package_files()
+        for name, node, docstring in documented(source)
+        if "\n" in docstring.strip() and not is_public(source, name)
+    ]
+    assert longer == []
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_public_functions_name_their_arguments_and_results(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    if not inspect.isfunction(value):
+        return
+    docstring = inspect.getdoc(value) or ""
+    signature = inspect.signature(value)
+    if signature.parameters:
+        assert "\nArgs:\n" in docstring
+    if str(signature.return_annotation) not in ("None", "<class 'inspect._empty'>"):
+        assert re.search(r"^(Returns|Yields):|^Returns ", docstring, flags=re.MULTILINE)
 
 
 def test_docstrings_hold_no_code_that_is_not_run() -> None:

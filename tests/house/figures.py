@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The size and shape of the package in figures, beside their aims: ``make house``.
+
+*Code*: lines that are neither blank, nor a comment, nor part of a docstring. *Files on the way*:
+files of shardax of which a function runs during the first call of a transform on a lazy
+``nn.Linear``, or during one ``plan.search`` (in the calling process). *Importer*: a module that
+imports another, at module level or inside a function.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import io
+import json
+import os
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.house.sources import PACKAGE, ROOT, Source, package_files
+
+WAYS = ("jit", "vmap", "scan", "shard", "grad", "plan.search")
+
+# Runs each transform once in a fresh process and prints the files whose functions ran.
+TRACE = """
+import json, sys
+import jax
+import jax.numpy as jnp
+import shardax as sx
+
+jax.config.update("jax_num_cpu_devices", 8)
+package = sys.argv[1]
+x = jnp.ones((8, 8))
+mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def model():
+    return sx.nn.Linear(8, 8, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
+
+
+def files(call):
+    seen = set()
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_name != "<module>" and code.co_filename.startswith(package):
+            seen.add(code.co_filename[len(package) + 1 :])
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return sorted(seen)
+
+
+class Square(sx.Module):
+    def __init__(self):
+        self.kernel = sx.Param(jnp.ones((8, 8)), axes=("embed", "mlp"))
+
+    def __call__(self, x):
+        return x @ self.kernel
+
+
+ways = {}
+m = model()
+ways["jit"] = files(lambda: sx.jit(lambda m, x: m(x))(m, x))
+m = model()
+ways["vmap"] = files(lambda: sx.vmap(lambda m, x: m(x), in_axes=(None, 0))(m, x))
+m = model()
+both = (sx.Carry, 0)
+ways["scan"] = files(lambda: sx.scan(lambda m, x: (m, m(x)), in_axes=both, out_axes=both)(m, x))
+m = model()
+rules = [("embed", "data"), ("mlp", "model")]
+ways["shard"] = files(lambda: sx.shard(m, mesh, rules=rules))
+m = model()
+ways["grad"] = files(lambda: sx.grad(lambda m, x: m(x).sum())(m, x))
+from shardax import plan
+
+batch = plan.NamedShape((8, 8), "float32", ("batch", "embed"))
+arguments = (Square(), batch)
+ways["plan.search"] = files(
+    lambda: plan.search(
+        lambda m, x: sx.grad(lambda m: m(x).sum())(m), arguments, "cpu:8", progress=False, cache=None
+    )
+)
+print(json.dumps(ways))
+"""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """How the lines of one file, or of all, divide."""
+
+    total: int
+    code: int
+    imports: int
+
+
+def lines_of(source: Source) -> Lines:
+    """Counts the lines of one file."""
+    tree = source.tree
+    docstrings: set[int] = set()
+    imports: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports.update(_span(node))
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                docstrings.update(_span(node.body[0]))
+    code: set[int] = set()
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type not in blank and token.type != tokenize.ENDMARKER:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return Lines(len(source.text.splitlines()), len(code - docstrings), len(imports))
+
+
+def _span(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def all_lines() -> Lines:
+    """Counts the lines of the package."""
+    each = [lines_of(source) for source in package_files()]
+    return Lines(
+        sum(lines.total for lines in each),
+        sum(lines.code for lines in each),
+        sum(lines.imports for lines in each),
+    )
+
+
+def importers() -> dict[str, set[str]]:
+    """Maps each module of the package to the modules that import it."""
+    modules = {source.module: source for source in package_files()}
+    found: dict[str, set[str]] = {module: set() for module in modules}
+    for source in package_files():
+        for item in source.imports:
+            owner = item.name if item.name in modules else item.name.rpartition(".")[0]
+            if owner in found and owner != source.module:
+                found[owner].add(source.module)
+    return found
+
+
+def import_cycles() -> list[list[str]]:
+    """Finds groups of modules that import each other when they are imported."""
+    modules = {source.module for source in package_files()}
+    edges: dict[str, set[str]] = {}
+    for source in package_files():
+        imported = {
+            item.name if item.name in modules else item.name.rpartition(".")[0]
+            for item in source.imports
+            if item.at_module_level
+        }
+        edges[source.module] = (imported & modules) - {source.module}
+    return [sorted(group) for group in _components(edges) if len(group) > 1]
+
+
+def _components(edges: dict[str, set[str]]) -> Iterator[set[str]]:
+    """Yields the sets of nodes that reach each other."""
+    reach: dict[str, set[str]] = {}
+    for start in edges:
+        seen: set[str] = set()
+        waiting = [*edges[start]]
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting.extend(edges[node])
+        reach[start] = seen
+    done: set[str] = set()
+    for start in edges:
+        if start not in done:
+            group = {node for node in reach[start] if start in reach[node]} | {start}
+            done |= group
+            yield group
+
+
+def class_names() -> dict[str, list[str]]:
+    """Maps each class name, without leading underscores, to the modules that define it."""
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for source in package_files():
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(source.module)
+    return found
+
+
+def ambiguous_class_names() -> dict[str, list[str]]:
+    """Class names that stand for more than one class."""
+    return {name: where for name, where in class_names().items() if len(where) > 1}
+
+
+def files_on_the_ways() -> dict[str, list[str]]:
+    """Runs each transform in a fresh process; maps it to the files on its way."""
+    environment = {k: v for k, v in os.environ.items() if k != "SHARDAX_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRACE, str(PACKAGE)],
+        cwd=ROOT,
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the package with the most that it may be."""
+
+    name: str
+    value: float
+    most: float
+
+    def row(self) -> str:
+        """The figure as a line of the table."""
+        if self.name.endswith("%"):
+            return f"| {self.name:38} | {self.value:9.1f} | {self.most:9.1f} |"
+        return f"| {self.name:38} | {self.value:9,.0f} | {self.most:9,.0f} |"
+
+
+def figures() -> list[Figure]:
+    """Measures the package against the aims of the project."""
+    lines, files = all_lines(), len(package_files())
+    ways = files_on_the_ways()
+    return [
+        Figure("source files", files, 200),
+        Figure("lines", lines.total, 50_000),
+        Figure("lines of code", lines.code, 31_000),
+        Figure("files per 10,000 lines", 10_000 * files / lines.total, 40),
+        Figure("lines that are imports, %", 100 * lines.imports / lines.total, 4.5),
+        *(Figure(f"files on the way of {way}", len(ways[way]), 14) for way in WAYS),
+        Figure("class names with several meanings", len(ambiguous_class_names()), 0),
+    ]
+
+
+def main() -> int:
+    """Prints the table; the status is 1 where a figure misses its aim."""
+    found = figures()
+    print(f"| {'figure':38} | {'now':>9} | {'at most':>9} |")
+    print(f"| {'-' * 38} | {'-' * 8}: | {'-' * 8}: |")
+    for figure in found:
+        print(figure.row() + ("" if figure.value <= figure.most else "  <- above its aim"))
+    return int(any(figure.value > figure.most for figure in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
