@@ -82,11 +82,9 @@ from shardax import plan
 
 batch = plan.NamedShape((8, 8), "float32", ("batch", "embed"))
 arguments = (Square(), batch)
-ways["plan.search"] = files(
-    lambda: plan.search(
-        lambda m, x: sx.grad(lambda m: m(x).sum())(m), arguments, "cpu:8", progress=False, cache=None
-    )
-)
+options = {"target": "cpu:8", "progress": False, "cache": None}
+step = lambda m, x: sx.grad(lambda m: m(x).sum())(m)
+ways["plan.search"] = files(lambda: plan.search(step, arguments, **options))
 print(json.dumps(ways))
 """
 
@@ -108,9 +106,11 @@ def lines_of(source: Source) -> Lines:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             imports.update(_span(node))
-        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if ast.get_docstring(node, clean=False) is not None:
-                docstrings.update(_span(node.body[0]))
+        elif (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
+            docstrings.update(_span(node.body[0]))
     code: set[int] = set()
     blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):

@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 import re
-import typing
 from collections.abc import Iterator
 
 import pytest
@@ -35,16 +34,8 @@ def public_places() -> set[tuple[str, str]]:
         value = inspect.unwrap(getattr(importlib.import_module(module), attribute))
         for owner in value.__mro__ if inspect.isclass(value) else (value,):
             if getattr(owner, "__module__", "").startswith("shardax"):
-                places.add((_module_of(owner), owner.__qualname__))
+                places.add((owner.__module__, owner.__qualname__))
     return places
-
-
-def _module_of(value: typing.Any) -> str:
-    """The module whose file defines a value; errors name their face instead."""
-    code = getattr(value, "__code__", None)
-    if inspect.isclass(value):
-        return getattr(inspect.getmodule(value), "__name__", value.__module__)
-    return value.__module__ if code is None else value.__module__
 
 
 def documented(source: Source) -> Iterator[tuple[str, Documented, str]]:
@@ -63,16 +54,11 @@ def documented(source: Source) -> Iterator[tuple[str, Documented, str]]:
     yield from walk(source.tree.body, "")
 
 
-def is_error(source: Source, name: str) -> bool:
-    """Whether a class is an error or warning, all of which are public by ``shardax.errors``."""
-    face = importlib.import_module("shardax.errors")
-    return inspect.isclass(getattr(face, name.split(".")[0], None))
-
-
 def is_public(source: Source, name: str) -> bool:
     """Whether a class, function or method belongs to what users see."""
     top = name.split(".")[0]
-    if (source.module, top) not in public_places() and not is_error(source, top):
+    is_error = hasattr(importlib.import_module("shardax.errors"), top)
+    if (source.module, top) not in public_places() and not is_error:
         return False
     return not any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
