@@ -20,6 +20,7 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tests.house.public_api import remembered_names
 from tests.house.sources import PACKAGE, ROOT, Source, package_files
 
 WAYS = ("jit", "vmap", "scan", "shard", "grad", "plan.search")
@@ -190,8 +191,17 @@ def class_names() -> dict[str, list[str]]:
 
 
 def ambiguous_class_names() -> dict[str, list[str]]:
-    """Class names that stand for more than one class."""
-    return {name: where for name, where in class_names().items() if len(where) > 1}
+    """Class names that stand for more than one class.
+
+    Public classes of different faces may share a name, as ``nn.Linear`` and ``named.Linear`` do.
+    """
+    public = set(remembered_names())
+    return {
+        name: where
+        for name, where in class_names().items()
+        if len(where) > 1
+        and not all(f"shardax.{module.split('.')[1]}.{name}" in public for module in where)
+    }
 
 
 def files_on_the_ways() -> dict[str, list[str]]:
