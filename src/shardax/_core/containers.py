@@ -34,9 +34,16 @@ from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
 from shardax._core.graph.flatten import (
     DictDef,
     ListDef,
-    has_parts,
-    rebuild_tuple,
     register_graph,
+)
+from shardax._core.graph.handlers import (
+    DICT,
+    LIST,
+    Handler,
+    Pairs,
+    has_parts,
+    map_children,
+    register,
 )
 from shardax._core.graph.static import Static, exact_key
 from shardax._core.init.lazy import LazyValue
@@ -73,9 +80,7 @@ def box(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         return Dict(value)
     if isinstance(value, tuple):
-        items = [box(item, where) for item in value]
-        unchanged = all(new is old for new, old in zip(items, value, strict=True))
-        return value if unchanged else rebuild_tuple(type(value), items)
+        return map_children(lambda item: box(item, where), value)
     if has_parts(value):
         return value
     if not jax.tree_util.all_leaves((value,)) and _is_array_tree(value):
@@ -120,9 +125,7 @@ def unbox(value: Any) -> Any:
     if isinstance(value, _HIDDEN):
         return value.value
     if isinstance(value, tuple) and has_parts(value):
-        items = [unbox(item) for item in value]
-        if any(new is not old for new, old in zip(items, value, strict=True)):
-            return rebuild_tuple(type(value), items)
+        return map_children(unbox, value)
     return value
 
 
@@ -137,7 +140,7 @@ def unboxed(value: Any) -> Any:
 def reboxed(value: Any, where: str) -> Any:
     """Returns a stored value with boxes of its own; what cannot change is shared."""
     if isinstance(value, tuple) and is_boxed(value):
-        return rebuild_tuple(type(value), [reboxed(item, where) for item in value])
+        return map_children(lambda item: reboxed(item, where), value)
     return box(value.value, where) if isinstance(value, ArrayAttribute) else value
 
 
@@ -438,6 +441,49 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
 
     def _fill(self, definition: DictDef, decode: Any) -> None:
         self._items = {key.value: decode(item) for key, item in definition.items}
+
+
+def _fill_list(holder: List[Any], pairs: Pairs) -> None:
+    holder._items = [item for _, item in pairs]
+
+
+def _fill_dict(holder: Dict[Any, Any], pairs: Pairs) -> None:
+    holder._items = dict(pairs)
+
+
+def empty_like(holder: Any) -> Any:
+    """Returns an object of the same type, owned here, to be filled."""
+    return type(holder)._allocate(owner_here(), None)
+
+
+register(
+    List,
+    Handler(
+        "List",
+        children=lambda holder: list(enumerate(holder._items)),
+        empty=empty_like,
+        fill=_fill_list,
+        mutable=True,
+        is_object=True,
+        in_models=True,
+        size=LIST.size,
+        text=LIST.text,
+    ),
+)
+register(
+    Dict,
+    Handler(
+        "Dict",
+        children=lambda holder: list(holder._items.items()),
+        empty=empty_like,
+        fill=_fill_dict,
+        mutable=True,
+        is_object=True,
+        in_models=True,
+        size=DICT.size,
+        text=DICT.text,
+    ),
+)
 
 
 def _checked_key(key: Any) -> Any:

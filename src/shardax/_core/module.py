@@ -18,18 +18,17 @@ first. The text has a line for each leaf; ``shardax.view`` draws the same tree i
 
 from __future__ import annotations
 
-import functools
 import math
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax.numpy as jnp
 
 from shardax._core import epoch
 from shardax._core.containers import (
-    _Container,
     box,
+    empty_like,
     is_boxed,
     reboxed,
     same_structure,
@@ -39,9 +38,10 @@ from shardax._core.containers import (
 from shardax._core.errors import MissingAttributeError, ReservedNameError, StateMismatchError
 from shardax._core.frames import Frame, check_structural_write, owner_here
 from shardax._core.frozen import FrozenVariable
-from shardax._core.graph.flatten import ModuleDef, has_parts, register_graph
+from shardax._core.graph.flatten import ModuleDef, register_graph
+from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.object import Object, Placeholder, Wrapper
+from shardax._core.object import Object
 from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
 
 # --- Modules ---
@@ -355,7 +355,28 @@ def _set_reserved(module: Module, name: str, value: Any) -> None:
     raise ReservedNameError(f"The attribute name {name!r} is reserved by shardax; choose another.")
 
 
+def _fill(module: Module, pairs: Pairs) -> None:
+    attributes, boxed = vars(module), module._boxed
+    attributes.clear()
+    boxed.clear()
+    for name, item in pairs:
+        (boxed if is_boxed(item) else attributes)[name] = item
+
+
 register_graph(Module)
+register(
+    Module,
+    Handler(
+        "Module",
+        children=lambda module: [*vars(module).items(), *module._boxed.items()],
+        empty=empty_like,
+        fill=_fill,
+        mutable=True,
+        is_object=True,
+        in_models=True,
+        size="shrinks",
+    ),
+)
 
 
 # --- Printing ---
@@ -449,13 +470,17 @@ def _draw(drawing: Drawing, seen: dict[int, Drawing]) -> Drawing:
             first.again.append(drawing.path)
             return drawing
         seen[id(value)] = drawing
-    is_leaf = isinstance(value, (Variable, Placeholder))
-    if isinstance(value, Module) or (not is_leaf and _has_objects(value)):
-        drawing.name, parts = _parts(value)
-        drawing.parts = [
-            _draw(Drawing(part.label, part.code, (*drawing.path, *part.steps), part.value), seen)
-            for part in parts
-        ]
+    handler = handler_of(value)
+    children = handler.children(value) if handler.in_models else ()
+    if not isinstance(value, Module) and not any(has_parts(child) for _, child in children):
+        return drawing
+    if isinstance(value, types.MethodType):
+        drawing.name = f"method {value.__name__}"
+    drawing.parts = []
+    for key, child in children:
+        path = drawing.path if key is None else (*drawing.path, key)
+        part = Drawing(*handler.text(value, key), path, child)
+        drawing.parts.append(_draw(part, seen))
     return drawing
 
 
@@ -509,57 +534,3 @@ def parameter_count(drawing: Drawing) -> str:
 def _is_parameter(value: Any) -> bool:
     kind = value.variable_type if isinstance(value, FrozenVariable) else type(value)
     return issubclass(kind, Param)
-
-
-def _has_objects(value: Any) -> bool:
-    items = value._items if isinstance(value, _Container) else value
-    if isinstance(items, list):
-        return any(map(has_parts, items))
-    if isinstance(items, dict):
-        return any(map(has_parts, items.values()))
-    return has_parts(items)
-
-
-class _Part(NamedTuple):
-    """See ``Drawing``; ``steps`` are those that the part adds to the path."""
-
-    label: str
-    code: str
-    steps: Path
-    value: Any
-
-
-def _parts(value: Any) -> tuple[str, list[_Part]]:
-    """Returns the name under which a value is drawn and its parts."""
-    name = type(value).__name__
-    if isinstance(value, Module):
-        attributes = (*vars(value).items(), *value._boxed.items())
-        return name, [_named(attribute, part) for attribute, part in attributes]
-    if isinstance(value, (_Container, dict)):
-        items = value._items if isinstance(value, _Container) else value
-        if isinstance(items, dict):
-            return name, [_Part(f"{k!r}: ", f"[{k!r}]", (k,), part) for k, part in items.items()]
-        return name, _numbered(items)
-    if isinstance(value, types.MethodType):
-        owner = _Part("", ".__self__", (), value.__self__)
-        return f"method {value.__name__}", [owner]
-    if isinstance(value, Wrapper):
-        return name, [_Part("", ".__wrapped__", (), value.__wrapped__)]
-    if isinstance(value, functools.partial):
-        keywords = [
-            _Part(f"{k}=", f".keywords[{k!r}]", (k,), part) for k, part in value.keywords.items()
-        ]
-        function = _Part("", ".func", (), value.func)
-        return name, [function, *_numbered(value.args, ".args"), *keywords]
-    fields = getattr(value, "_fields", None)
-    if fields is None:
-        return name, _numbered(value)
-    return name, [_Part(f"{field}=", f".{field}", (i,), value[i]) for i, field in enumerate(fields)]
-
-
-def _named(attribute: str, value: Any) -> _Part:
-    return _Part(f"{attribute}=", f".{attribute}", (attribute,), value)
-
-
-def _numbered(items: Any, within: str = "") -> list[_Part]:
-    return [_Part("", f"{within}[{i}]", (i,), item) for i, item in enumerate(items)]

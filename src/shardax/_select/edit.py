@@ -25,9 +25,6 @@ like any tree: only its own data is there.
 
 from __future__ import annotations
 
-import copy
-import functools
-import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
@@ -38,8 +35,6 @@ from shardax._core.array_ops import as_value
 from shardax._core.containers import (
     _ARRAYS,
     _HIDDEN,
-    Dict,
-    List,
     box,
     is_boxed,
 )
@@ -50,12 +45,10 @@ from shardax._core.frames import (
     resolve,
 )
 from shardax._core.frozen import Slot
-from shardax._core.graph.flatten import rebuild_tuple
+from shardax._core.graph.handlers import Pairs, handler_of, tree_handler_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import EMPTY, exact_key
-from shardax._core.module import Module
-from shardax._core.object import Object, Wrapper
-from shardax._core.state.state import State
+from shardax._core.object import Object
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._select.places import (
     CombineError,
@@ -66,15 +59,10 @@ from shardax._select.places import (
     Survey,
     children,
     locate,
+    parts,
     root_place,
     search,
 )
-from shardax._select.places import parts as parts_of
-
-# --- Select assemble ---
-
-Pairs = Sequence[tuple[Any, Any]]
-"""(key, what is stored) for every part of a container, in order; key None for what it wraps."""
 
 
 def arranged(place: Place, new: Sequence[tuple[Place, Sequence[Any]]]) -> Pairs:
@@ -88,13 +76,12 @@ def arranged(place: Place, new: Sequence[tuple[Place, Sequence[Any]]]) -> Pairs:
         SelectionError: If the container cannot hold that many.
     """
     content = place.content
-    is_sequence = isinstance(content, (list, List)) or _is_plain_tuple(content)
-    is_keyed = isinstance(content, (Module, Dict, dict, State))
+    size = tree_handler_of(content).size
     pairs: list[tuple[Any, Any]] = []
     for child, items in new:
         steps = child.path[len(place.path) :]
-        if not is_sequence:
-            check_count(child, items, content, removable=is_keyed)
+        if size != "any":
+            check_count(child, items, content, removable=size == "shrinks")
         pairs.extend((steps[0] if steps else None, item) for item in items)
     return pairs
 
@@ -123,87 +110,9 @@ def check_count(child: Place, items: Sequence[Any], content: Any, removable: boo
     )
 
 
-def _is_plain_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and not hasattr(value, "_fields")
-
-
-def assembled(content: Any, pairs: Pairs) -> Any:
-    """Returns an immutable container like another one, with other parts."""
-    items = [item for _, item in pairs]
-    if isinstance(content, tuple):
-        return rebuild_tuple(type(content), items)
-    if isinstance(content, (list, dict)):
-        made = copy.copy(content)
-        fill(made, pairs)
-        return made
-    if isinstance(content, functools.partial):
-        args = [item for key, item in pairs if isinstance(key, int)]
-        keywords = {key: item for key, item in pairs if isinstance(key, str)}
-        return functools.partial(items[0], *args, **keywords)
-    if isinstance(content, types.MethodType):
-        return types.MethodType(content.__func__, items[0])
-    if isinstance(content, Wrapper):
-        return content._wrap(items[0])
-    if isinstance(content, State):
-        return _assembled_state(content, pairs)
-    treedef = jax.tree.structure(content, is_leaf=lambda item: item is not content)
-    return treedef.unflatten(items)
-
-
-def _assembled_state(content: State, pairs: Pairs) -> State:
-    values: dict[Path, Any] = {}
-    origins = content.origins()
-    for key, item in pairs:
-        if isinstance(item, State):
-            values.update(((key, *path), value) for path, value in item.flat().items())
-            origins.update(((key, *path), origin) for path, origin in item.origins().items())
-        else:
-            values[(key,)] = item
-    return State.from_flat(values, origins)
-
-
 def is_mutable(value: Any) -> bool:
     """Whether an edit can change what a holder holds, other than a Variable its value."""
-    return isinstance(value, (Module, List, Dict, list, dict))
-
-
-def stored_in(holder: Any) -> Pairs:
-    """Returns what a mutable holder stores."""
-    if isinstance(holder, Module):
-        return [*vars(holder).items(), *holder._boxed.items()]
-    items: Any = holder._items if isinstance(holder, (List, Dict)) else holder
-    return list(items.items()) if isinstance(items, dict) else list(enumerate(items))
-
-
-def empty_like(holder: Any) -> Any:
-    """Returns a mutable holder like another one, to be filled."""
-    if isinstance(holder, Object):
-        return type(holder)._allocate(owner_here(), None)
-    return copy.copy(holder)
-
-
-def fill(holder: Any, pairs: Pairs) -> None:
-    """Gives a mutable holder other contents.
-
-    Args:
-        holder: A Module, List, Dict, list or dict.
-        pairs: The contents.
-    """
-    if isinstance(holder, Module):
-        attributes, boxed = vars(holder), holder._boxed
-        attributes.clear()
-        boxed.clear()
-        for name, item in pairs:
-            (boxed if is_boxed(item) else attributes)[name] = item
-        return
-    items: Any = dict(pairs) if isinstance(holder, (dict, Dict)) else [item for _, item in pairs]
-    if isinstance(holder, (List, Dict)):
-        holder._items = items
-    elif isinstance(holder, list):
-        holder[:] = items
-    else:
-        holder.clear()
-        holder.update(items)
+    return handler_of(value).mutable
 
 
 # --- Select combine ---
@@ -343,9 +252,10 @@ class _Merge:
             made = first._make(as_value(value, "array"), first._here()._metadata, owner_here())
             self._made.update((id(v), made) for v in present)
             return made
-        made = empty_like(first)
+        handler = handler_of(first)
+        made = handler.empty(first)
         self._made.update((id(v), made) for v in present)
-        fill(made, self._below(present, path))
+        handler.fill(made, self._below(present, path))
         return made
 
     def _immutable(self, present: tuple[Any, ...], path: Path) -> Any:
@@ -354,7 +264,7 @@ class _Merge:
         same = all(new is below[0] for (_, new), (_, below) in zip(pairs, old, strict=True))
         if not pairs or (same and len(present) == 1):
             return present[0]
-        return assembled(present[0], pairs)
+        return tree_handler_of(present[0]).remake(present[0], pairs)
 
     def _below(self, present: tuple[Any, ...], path: Path) -> Pairs:
         return [
@@ -370,20 +280,13 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _aligned(present: tuple[Any, ...], path: Path) -> list[tuple[Any, tuple[Any, ...]]]:
     """Returns, for each key of some containers that have the same, what they store there."""
-    contents = [dict(contents_of(value)) for value in present]
+    contents = [dict(parts(value)) for value in present]
     first, *others = contents
     if any(other.keys() != first.keys() for other in others):
         raise _conflict(path, present)
     if others and not first and not all(_same(value, present[0]) for value in present):
         raise _conflict(path, present)
     return [(key, tuple(content[key] for content in contents)) for key in first]
-
-
-def contents_of(value: Any) -> Pairs:
-    """Returns (key, what is stored) for everything directly in a value; key None for no step."""
-    if is_mutable(value):
-        return stored_in(value)
-    return [(steps[0] if steps else None, child) for steps, child in parts_of(value)]
 
 
 def _step(path: Path, key: Any) -> Path:
@@ -469,7 +372,7 @@ class _Edit:
         new = self.parts(node, place)
         if all(len(items) == 1 and items[0] is child.stored for child, items in new):
             return place.content
-        return assembled(place.content, arranged(place, new))
+        return tree_handler_of(place.content).remake(place.content, arranged(place, new))
 
     def contents(self, node: Node) -> Pairs:
         """Returns what a mutable holder stores after the edit."""
@@ -560,9 +463,13 @@ class _Copying(_Edit):
     def run(self) -> Any:
         """Returns the new tree."""
         leading = [n for n in self.survey.nodes if n.leads and is_mutable(n.place.stored)]
-        self._made = {id(node): empty_like(node.place.stored) for node in leading}
-        for node in leading:
-            fill(self._made[id(node)], self.contents(node))
+        handlers = [handler_of(node.place.stored) for node in leading]
+        self._made = {
+            id(node): handler.empty(node.place.stored)
+            for node, handler in zip(leading, handlers, strict=True)
+        }
+        for node, handler in zip(leading, handlers, strict=True):
+            handler.fill(self._made[id(node)], self.contents(node))
         root = self.survey.root
         if isinstance(self.tree, (Object, list, dict)):
             return self.result(root)
@@ -657,7 +564,7 @@ def _fixed_root(tree: Any) -> SelectionError:
 
 
 def _differ(holder: Any, pairs: Pairs) -> bool:
-    old = stored_in(holder)
+    old = parts(holder)
     return len(old) != len(pairs) or any(
         key != new_key or item is not new_item
         for (key, item), (new_key, new_item) in zip(old, pairs, strict=True)
@@ -671,10 +578,10 @@ def _write(variable: Variable[Any], value: Any, done: Journal) -> None:
 
 
 def _refill(holder: Any, pairs: Pairs, done: Journal) -> None:
-    old = stored_in(holder)
+    handler, old = handler_of(holder), parts(holder)
 
     def put(pairs: Pairs) -> None:
-        fill(holder, pairs)
+        handler.fill(holder, pairs)
         if isinstance(holder, Object) and holder._marked:
             epoch.advance()
 

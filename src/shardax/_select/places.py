@@ -28,27 +28,23 @@ The plain text of a selection: the tree with what is selected marked, the rest f
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from shardax._core.containers import _ARRAYS, _HIDDEN, Dict, unbox
+from shardax._core.containers import _ARRAYS, _HIDDEN, unbox
 from shardax._core.errors import ShardaxError
-from shardax._core.graph.flatten import has_parts, rebuild_tuple
-from shardax._core.graph.paths import (
-    Path,
-    PathKey,
-    format_path,
-    path_step,
+from shardax._core.graph.handlers import (
+    Pairs,
+    handler_of,
+    has_parts,
+    map_children,
+    tree_handler_of,
 )
+from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object, Wrapper
-from shardax._core.state.split_merge import _parts
-from shardax._core.state.state import State
+from shardax._core.object import Object
 from shardax._core.variable import Variable
 
 
@@ -81,10 +77,6 @@ class CombineError(SelectionError):
 
 
 # --- Select places ---
-
-_WITH_PARTS = (Object, list, dict, tuple, functools.partial, types.MethodType, Wrapper)
-_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), types.FunctionType})
-"""Types of configuration that has no parts, for speed."""
 
 ABSENT: Any = object()
 """What ``descend`` finds where there is nothing."""
@@ -158,16 +150,17 @@ def children(place: Place, into_values: bool = True) -> list[Place]:
         into_values: Whether a Variable's value, and an array attribute, are looked for and into.
     """
     stored = place.stored
-    if type(stored) in _LEAVES or (isinstance(stored, Variable) and not into_values):
+    if isinstance(stored, Variable) and not into_values:
         return []
     inside = place.inside or isinstance(stored, Variable)
     above = (*place.above, id(place.holder)) if place.is_holder else place.above
     found: list[Place] = []
-    for steps, child in parts(place.content):
+    for key, child in parts(place.content):
         if not into_values and isinstance(child, _HIDDEN):
             continue
+        steps = () if key is None else (key,)
         path = (*place.path, *steps)
-        if not inside and isinstance(child, (Object, list, dict)):
+        if not inside and handler_of(child).has_identity:
             found.append(Place(path, child, child, (), False, 0, above))
         else:
             local = (*place.local, *steps)
@@ -176,25 +169,11 @@ def children(place: Place, into_values: bool = True) -> list[Place]:
     return found
 
 
-def parts(value: Any) -> list[tuple[Path, Any]]:
-    """Returns (steps, what is stored) for everything directly in a value."""
+def parts(value: Any) -> Pairs:
+    """Returns (key, what is stored) for everything directly in a value; key None for no step."""
     if isinstance(value, Variable):
-        return [(("value",), content_of(value))]
-    if isinstance(value, State):
-        return [((key,), value[key]) for key in value]
-    if isinstance(value, _WITH_PARTS):
-        return [(() if key is None else (key,), child) for key, child in _parts(value)]
-    if value is None or jax.tree_util.all_leaves((value,)):
-        return []
-    below, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
-    return [(_steps(keys), child) for keys, child in below]
-
-
-def _steps(keys: Iterable[Any]) -> Path:
-    steps: list[Hashable] = []
-    for entry in keys:
-        steps.extend(entry.path if isinstance(entry, PathKey) else [path_step(entry)])
-    return tuple(steps)
+        return [("value", content_of(value))]
+    return tree_handler_of(value).children(value)
 
 
 def shown(value: Any) -> Any:
@@ -202,9 +181,7 @@ def shown(value: Any) -> Any:
     if isinstance(value, _HIDDEN):
         return content_of(value)
     if isinstance(value, tuple) and has_parts(value):
-        items = [shown(item) for item in value]
-        if any(new is not old for new, old in zip(items, value, strict=True)):
-            return rebuild_tuple(type(value), items)
+        return map_children(shown, value)
     return value
 
 
@@ -223,8 +200,8 @@ def descend(value: Any, path: Path | str) -> Any:
     """Returns what is stored below a value at a path, or ``ABSENT``."""
     if not path:
         return value
-    for steps, child in parts(value):
-        rest = rest_of(path, steps)
+    for key, child in parts(value):
+        rest = rest_of(path, () if key is None else (key,))
         if rest is not None:
             found = descend(child, rest)
             if found is not ABSENT:
@@ -522,7 +499,7 @@ class _Text:
         is_variable = isinstance(content, Variable)
         yield margin + (repr(content) if is_variable else f"{name}(")
         for child in children(place):
-            yield from self.lines(child, _label(content, child.path[len(place.path) :]), depth + 1)
+            yield from self.lines(child, _label(content, place, child), depth + 1)
         if not is_variable:
             yield f"{_NO_MARK}{_INDENT * depth})"
 
@@ -541,14 +518,7 @@ def _folded(place: Place) -> str:
     return text if len(text) <= _MAX_WIDTH else f"{text[: _MAX_WIDTH - 3]}..."
 
 
-def _label(content: Any, steps: Path) -> str:
+def _label(content: Any, place: Place, child: Place) -> str:
     """Returns what is written before a part of a container."""
-    if len(steps) != 1:  # what a method wraps has no step
-        return f"{format_path(steps)}=" if steps else ""
-    (step,) = steps
-    if isinstance(content, (dict, Dict)):
-        return f"{step!r}: "
-    if isinstance(step, int):
-        fields = getattr(content, "_fields", ())
-        return f"{fields[step]}=" if step < len(fields) else ""
-    return f"{step}="
+    steps = child.path[len(place.path) :]
+    return tree_handler_of(content).text(content, steps[0])[0] if steps else ""

@@ -25,8 +25,6 @@ outside, from concrete arrays, is an ordinary model.
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,10 +41,11 @@ from shardax._core.frames import (
     owner_here,
     resolve,
 )
+from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of, has_parts
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY, Metadata, Static
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object, Placeholder, Shown, Wrapper
+from shardax._core.object import Object, Shown
 
 # --- Structure ---
 
@@ -58,64 +57,13 @@ class Ref(NamedTuple):
     kind: str = "ref"
 
 
-class TupleDef(NamedTuple):
-    """A child that is a tuple (among the roots also a list) with objects somewhere inside."""
+class NodeDef(NamedTuple):
+    """A child that is a container without identity, with objects somewhere inside."""
 
-    type: type
+    handler: Handler
+    config: Any  # what the container is besides its children
+    keys: tuple[Any, ...]
     items: tuple[Any, ...]
-
-
-class MethodDef(NamedTuple):
-    """A child that is a method bound to an object."""
-
-    function: Static
-    owner: Any
-
-
-class PartialDef(NamedTuple):
-    """A child that is a ``functools.partial`` with objects somewhere inside."""
-
-    function: Any
-    args: tuple[Any, ...]
-    keywords: tuple[tuple[str, Any], ...]
-
-
-class WrapperDef(NamedTuple):
-    """A child that is a ``Wrapper`` of something with objects inside.
-
-    Attributes:
-        pattern: A wrapper to copy.
-        wrapped: What is wrapped.
-    """
-
-    pattern: Pattern
-    wrapped: Any
-
-
-class Pattern:
-    """A wrapper as configuration: equal when type and what it adds are equal."""
-
-    __slots__ = ("key", "wrapper")
-
-    def __init__(self, wrapper: Wrapper) -> None:
-        self.wrapper = wrapper
-        self.key = (type(wrapper), wrapper._wrapping())
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pattern) and self.key == other.key
-
-
-class MappingDef(NamedTuple):
-    """A plain dict among the roots, with objects somewhere inside.
-
-    Attributes hold tracked dicts instead.
-    """
-
-    type: type
-    items: tuple[tuple[Static, Any], ...]
 
 
 class ModuleDef(NamedTuple):
@@ -211,11 +159,9 @@ def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int
                 found[child.position] = path
                 for key, below in definition_children(graphdef.objects[child.position]):
                     visit(below, (*path, key))
-        elif type(child) in (TupleDef, MappingDef, PartialDef, WrapperDef):
+        elif type(child) is NodeDef:
             for key, below in definition_children(child):
                 visit(below, path if key is None else (*path, key))
-        elif type(child) is MethodDef:
-            visit(child.owner, path)
 
     for position, root in enumerate(graphdef.roots):
         visit(root, names[position] if names else ())
@@ -228,16 +174,12 @@ def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
         case ModuleDef():
             yield from definition.attributes
             yield from definition.boxed
-        case ListDef() | TupleDef():
+        case ListDef():
             yield from enumerate(definition.items)
-        case DictDef() | MappingDef():
+        case DictDef():
             yield from ((key.value, child) for key, child in definition.items)
-        case WrapperDef():
-            yield None, definition.wrapped
-        case PartialDef():
-            yield None, definition.function
-            yield from enumerate(definition.args)
-            yield from definition.keywords
+        case NodeDef():
+            yield from zip(definition.keys, definition.items, strict=True)
 
 
 class Flat:
@@ -284,27 +226,18 @@ class Walk:
 
     def encode(self, value: Any, path: Path) -> Any:
         """Returns ``value`` as a child, walking into it if it holds objects."""
-        if isinstance(value, Object):
+        handler = handler_of(value)
+        if handler.is_object:
             return Ref(self.visit(value, path))
-        if isinstance(value, (tuple, list)) and has_parts(value):
-            return TupleDef(
-                type(value),
-                tuple(self.encode(item, (*path, i)) for i, item in enumerate(value)),
-            )
-        if isinstance(value, dict) and has_parts(value):
-            items = ((Static(key), self.encode(item, (*path, key))) for key, item in value.items())
-            return MappingDef(type(value), tuple(items))
-        if isinstance(value, types.MethodType) and isinstance(value.__self__, Object):
-            return MethodDef(Static(value.__func__), Ref(self.visit(value.__self__, path)))
-        if isinstance(value, Wrapper) and has_parts(value):
-            return WrapperDef(Pattern(value), self.encode(value.__wrapped__, path))
-        if isinstance(value, functools.partial) and has_parts(value):
-            return PartialDef(
-                self.encode(value.func, path),
-                tuple(self.encode(item, (*path, i)) for i, item in enumerate(value.args)),
+        if handler is not LEAF and handler is not PLACEHOLDER and has_parts(value):
+            pairs = handler.children(value)
+            return NodeDef(
+                handler,
+                handler.config(value),
+                tuple(key for key, _ in pairs),
                 tuple(
-                    (name, self.encode(item, (*path, name)))
-                    for name, item in value.keywords.items()
+                    self.encode(child, path if key is None else (*path, key))
+                    for key, child in pairs
                 ),
             )
         try:
@@ -338,23 +271,6 @@ class Walk:
         """Returns what was found."""
         graphdef = GraphDef(tuple(self.definitions), tuple(roots))
         return Flat(graphdef, [self.objects[i] for i in graphdef.leaves], self.paths, at)
-
-
-def has_parts(value: Any) -> bool:
-    """Whether an immutable container holds an object, or a place for one, at any depth."""
-    if isinstance(value, (Object, Placeholder)):
-        return True
-    if isinstance(value, (tuple, list)):
-        return any(has_parts(item) for item in value)
-    if isinstance(value, dict):
-        return any(has_parts(item) for item in value.values())
-    if isinstance(value, types.MethodType):
-        return isinstance(value.__self__, Object)
-    if isinstance(value, Wrapper):
-        return has_parts(value.__wrapped__)
-    if isinstance(value, functools.partial):
-        return any(has_parts(item) for item in (value.func, *value.args, *value.keywords.values()))
-    return False
 
 
 def flatten_roots(roots: Sequence[Any], names: Sequence[Path] | None = None) -> Flat:
@@ -433,21 +349,8 @@ class Decoder:
             return self.objects[child.position]
         if kind is Static:
             return child.value
-        if kind is TupleDef:
-            return rebuild_tuple(child.type, [self(item) for item in child.items])
-        if kind is MappingDef:
-            return {key.value: self(item) for key, item in child.items}
-        if kind is WrapperDef:
-            return child.pattern.wrapper._wrap(self(child.wrapped))
-        if kind is MethodDef:
-            return types.MethodType(child.function.value, self(child.owner))
-        keywords = {name: self(item) for name, item in child.keywords}
-        return functools.partial(self(child.function), *map(self, child.args), **keywords)
-
-
-def rebuild_tuple(kind: type, items: list[Any]) -> Any:
-    """Makes a tuple of the given type, which may be a NamedTuple."""
-    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+        items = map(self, child.items)
+        return child.handler.rebuild(child.config, zip(child.keys, items, strict=True))
 
 
 def rebuild(

@@ -8,7 +8,7 @@ hashable). Its text form is what a user would type after the model: ``("layers",
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 Path = tuple[Hashable, ...]
@@ -39,6 +39,14 @@ def _format_key(key: Hashable) -> str:
     if isinstance(key, str) and key.isidentifier():
         return f".{key}"
     return f"[{key!r}]"
+
+
+def plain_path(key_path: Iterable[Any]) -> Path:
+    """Returns the path that a JAX key path stands for."""
+    steps: list[Hashable] = []
+    for key in key_path:
+        steps += key.path if type(key) is PathKey else (path_step(key),)
+    return tuple(steps)
 
 
 def path_step(key: Any) -> Hashable:

@@ -17,12 +17,10 @@ import jax
 from shardax._core.errors import StackError
 from shardax._core.frames import local, owner_here, resolve
 from shardax._core.graph.flatten import (
-    ListDef,
-    ModuleDef,
     Ref,
-    TupleDef,
     VariableDef,
     Walk,
+    definition_children,
     rebuild,
 )
 from shardax._core.graph.paths import Path, format_path
@@ -184,11 +182,7 @@ def _difference(path: Path, one: Any, two: Any) -> tuple[Path, str]:
 
 
 def _children(definition: Any) -> dict[Any, Any]:
-    if isinstance(definition, ModuleDef):
-        return {**dict(definition.attributes), **dict(definition.boxed)}
-    if isinstance(definition, (ListDef, TupleDef)):
-        return dict(enumerate(definition.items))
-    return {key.value: child for key, child in definition.items}
+    return dict(definition_children(definition))
 
 
 def _kind(definition: Any) -> str:

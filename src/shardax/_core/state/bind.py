@@ -40,10 +40,10 @@ from shardax._core.graph.flatten import (
     VariableDef,
     Walk,
     definition_children,
-    has_parts,
     rebuild,
 )
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.handlers import has_parts
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, to_predicates
@@ -123,11 +123,6 @@ class _Encoded(NamedTuple):
 
 def _is_part(value: Any) -> bool:
     return isinstance(value, (Object, Slot))
-
-
-def plain_path(keys: Sequence[Any]) -> Path:
-    """Returns the path that a JAX key path stands for."""
-    return tuple(path_step(key) for key in keys)
 
 
 def _places(child: Any, path: Path) -> Iterator[Place]:

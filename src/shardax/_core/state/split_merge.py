@@ -8,15 +8,12 @@ Variable, a tracked container, or a pytree (tuple, list, dict) of these.
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from shardax._core.array_ops import as_value, snapshot
 from shardax._core.containers import (
     Dict,
-    List,
     box,
     unboxed,
 )
@@ -35,12 +32,19 @@ from shardax._core.graph.flatten import (
     build,
     flatten,
     flatten_roots,
-    rebuild_tuple,
     values_of,
+)
+from shardax._core.graph.handlers import (
+    DICT,
+    LIST,
+    NAMED_TUPLE,
+    TUPLE,
+    children_in_model,
+    handler_of,
 )
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
-from shardax._core.object import Object, Wrapper
+from shardax._core.object import Object
 from shardax._core.state.filters import (
     Filter,
     first_match,
@@ -58,26 +62,24 @@ def flatten_tree(tree: Any) -> Flat:
     return flatten(tree) if isinstance(tree, Object) else flatten_roots((_boxed(tree),))
 
 
+_PLAIN = (LIST, TUPLE, NAMED_TUPLE, DICT)
+
+
 def _boxed(tree: Any) -> Any:
     """Returns the tree with arrays boxed and plain containers kept plain."""
-    if isinstance(tree, (Object, str)):
-        return tree
-    if isinstance(tree, (tuple, list)):
-        items = [_boxed(item) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, dict):
-        return {key: _boxed(item) for key, item in tree.items()}
-    return box(tree, "an entry of the tree")
+    handler = handler_of(tree)
+    if handler in _PLAIN:
+        pairs = [(key, _boxed(child)) for key, child in handler.children(tree)]
+        return handler.rebuild(handler.config(tree), pairs)
+    return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
 
 
 def _unboxed(tree: Any) -> Any:
-    if isinstance(tree, list):
-        return [_unboxed(item) for item in tree]
-    if isinstance(tree, dict):
-        return {key: _unboxed(item) for key, item in tree.items()}
-    if isinstance(tree, tuple):
-        return rebuild_tuple(type(tree), [_unboxed(item) for item in tree])
-    return unboxed(tree)
+    handler = handler_of(tree)
+    if handler not in _PLAIN:
+        return unboxed(tree)
+    pairs = [(key, _unboxed(child)) for key, child in handler.children(tree)]
+    return handler.rebuild(list if handler is LIST else handler.config(tree), pairs)
 
 
 def _origin(definition: Any) -> Origin:
@@ -268,20 +270,12 @@ def _misfit(variable: Variable[Any], new: Any) -> str | None:
 
 def _directly_in(value: Any) -> Iterator[Object]:
     """Yields the objects in a value without looking into them."""
-    if isinstance(value, Object):
+    handler = handler_of(value)
+    if handler.is_object:
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _directly_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _directly_in(item)
-    elif isinstance(value, functools.partial):
-        yield from _directly_in((value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, types.MethodType):
-        yield from _directly_in(value.__self__)
-    elif isinstance(value, Wrapper):
-        yield from _directly_in(value.__wrapped__)
+    elif handler.in_models:
+        for _, child in handler.children(value):
+            yield from _directly_in(child)
 
 
 def clone(tree: T) -> T:
@@ -364,7 +358,7 @@ def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]
     walk.encode(root, ())
     places = [
         (None, None, root),
-        *((item, key, child) for item in walk.objects for key, child in _parts(item)),
+        *((item, key, child) for item in walk.objects for key, child in children_in_model(item)),
     ]
     for holder, key, child in places:
         found = [item for item in _directly_in(child) if id(item) in chosen]
@@ -446,29 +440,9 @@ def _occurrences(
         return
     if id(value) in above:
         return
-    for key, child in _parts(value):
+    for key, child in children_in_model(value):
         below = path if key is None else (*path, key)
         yield from _occurrences(child, below, (*above, id(value)))
-
-
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields (key, child) of an object or plain container; key None adds no step to the path."""
-    if isinstance(value, Module):
-        yield from vars(value).items()
-        yield from value._boxed.items()
-    elif isinstance(value, (List, Dict)):
-        items = value._items
-        yield from items.items() if isinstance(items, dict) else enumerate(items)
-    elif isinstance(value, dict):
-        yield from value.items()
-    elif isinstance(value, (tuple, list)):
-        yield from enumerate(value)
-    elif isinstance(value, functools.partial):
-        yield from ((None, value.func), *enumerate(value.args), *value.keywords.items())
-    elif isinstance(value, types.MethodType):
-        yield None, value.__self__
-    elif isinstance(value, Wrapper):
-        yield None, value.__wrapped__
 
 
 def check_covered(flat: Flat, filters: tuple[Filter, ...]) -> list[int]:

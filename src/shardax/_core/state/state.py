@@ -17,6 +17,7 @@ import numpy as np
 
 from shardax._core.cross_process import packed
 from shardax._core.errors import StateMismatchError
+from shardax._core.graph.handlers import Handler, register
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY, Metadata
 from shardax._core.layout_text import layout_text
@@ -261,6 +262,28 @@ def _unflatten(aux: tuple[tuple[Path, Origin], ...], children: Iterable[Any]) ->
     return State.from_flat(dict(zip((path for path, _ in aux), children, strict=True)), dict(aux))
 
 
+def _rebuild(origins: Mapping[Path, Origin], pairs: Iterable[tuple[Any, Any]]) -> State:
+    values: dict[Path, Any] = {}
+    known = dict(origins)
+    for key, item in pairs:
+        if isinstance(item, State):
+            values.update(((key, *path), value) for path, value in item._values.items())
+            known.update(((key, *path), origin) for path, origin in item._origins.items())
+        else:
+            values[(key,)] = item
+    return State.from_flat(values, known)
+
+
+register(
+    State,
+    Handler(
+        "State",
+        children=lambda state: [(key, state[key]) for key in state],
+        config=State.origins,
+        rebuild=_rebuild,
+        size="shrinks",
+    ),
+)
 jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
 
 

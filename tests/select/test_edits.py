@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.test_select import takes
+from tests.select.test_selecting import takes
 from tests.strategies import Pair, assert_same_model
 
 import shardax as sx
