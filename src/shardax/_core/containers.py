@@ -325,10 +325,10 @@ class List(_Container, MutableSequence[T], Generic[T]):
     def __repr__(self) -> str:
         return f"List({list(self)!r})"
 
-    def _describe(self, encode: Any) -> ListDef:
+    def _flatten(self, encode: Any) -> ListDef:
         return ListDef(type(self), tuple(encode(item, i) for i, item in enumerate(self._items)))
 
-    def _fill(self, definition: ListDef, decode: Any) -> None:
+    def _unflatten(self, definition: ListDef, decode: Any) -> None:
         self._items = [decode(item) for item in definition.items]
 
 
@@ -433,13 +433,13 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
     def __repr__(self) -> str:
         return f"Dict({self.copy()!r})"
 
-    def _describe(self, encode: Any) -> DictDef:
+    def _flatten(self, encode: Any) -> DictDef:
         return DictDef(
             type(self),
             tuple((Static(key), encode(item, key)) for key, item in self._items.items()),
         )
 
-    def _fill(self, definition: DictDef, decode: Any) -> None:
+    def _unflatten(self, definition: DictDef, decode: Any) -> None:
         self._items = {key.value: decode(item) for key, item in definition.items}
 
 

@@ -45,13 +45,13 @@ from shardax._core.errors import (
 from shardax._core.layout_text import format_mesh
 
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
-_packed: WeakValueDictionary[int, Packed] = WeakValueDictionary()
+_known: WeakValueDictionary[int, PickledArray] = WeakValueDictionary()
 
 
 # --- arrays ---------------------------------------------------------------------------------------
 
 
-class Packed:
+class PickledArray:
     """An array on its way into a pickle; what comes out of the pickle is an array."""
 
     __slots__ = ("__weakref__", "array")
@@ -60,12 +60,12 @@ class Packed:
         self.array = array
 
     @classmethod
-    def of(cls, array: jax.Array) -> Packed:
+    def of(cls, array: jax.Array) -> PickledArray:
         """Returns the one packed form of an array, so that a pickle that has it twice is no longer.
 
         An array that a packed form holds is alive, so its ``id`` is that of no other.
         """
-        return _packed.setdefault(id(array), cls(array))
+        return _known.setdefault(id(array), cls(array))
 
     def __reduce__(self) -> Any:
         return reduced(self.array)
@@ -89,7 +89,7 @@ def packed(value: Any) -> Any:
         [1.0, 1.0]
     """
     return jax.tree.map(
-        lambda leaf: Packed.of(leaf) if isinstance(leaf, jax.Array) else leaf, value
+        lambda leaf: PickledArray.of(leaf) if isinstance(leaf, jax.Array) else leaf, value
     )
 
 

@@ -9,7 +9,7 @@ An object made or copied inside a frame is *owned* by it.
 User code may also touch an original inside a frame, through a closure or a global. *Resolving*
 finds the object that stands for it here: the object itself if this frame owns it, its copy if it
 was passed in, or else what the parent resolves it to, *adopted* by this frame. What adoption means
-is each transform's own rule (``Frame.adopt``).
+is each transform's own rule (``Frame.capture``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardax._core import _jax
 from shardax._core.errors import ForeignMutationError, ReadOnlyCopyError, TraceLeakError
 
 
-class Adopted(NamedTuple):
+class CapturedVariable(NamedTuple):
     """A Variable that a frame took over: the parent's, the stand-in, the value it was given."""
 
     outer: Any
@@ -43,7 +43,7 @@ class Frame:
         closed: True once the run is over; a Variable owned by a closed frame has leaked.
     """
 
-    __slots__ = ("adopted", "closed", "copies", "name", "parent", "trace")
+    __slots__ = ("captured", "closed", "copies", "name", "parent", "trace")
     carries_captured = True
     """Whether values written to Variables that were not passed in are handed back."""
 
@@ -52,7 +52,7 @@ class Frame:
         self.parent = local.frame
         self.trace = _jax.trace_state()
         self.copies: dict[int, tuple[Any, Any]] = {}
-        self.adopted: list[Adopted] = []
+        self.captured: list[CapturedVariable] = []
         self.closed = False
 
     def __enter__(self) -> Self:
@@ -65,14 +65,14 @@ class Frame:
         # A Variable that leaked from the trace must not keep the caller's model alive.
         self.copies = {}
 
-    def adopt(self, outer: Any) -> Any:
+    def capture(self, outer: Any) -> Any:
         """Returns this frame's stand-in for a Variable of the parent that was not passed in.
 
         The default copies it: reads see the value as of now, and ``adopted`` lists it so that the
         transform can hand written values back. Transforms with a stricter rule override this.
         """
         copy = outer._copy_into(self)
-        self.adopted.append(Adopted(outer, copy, copy._value))
+        self.captured.append(CapturedVariable(outer, copy, copy._value))
         return copy
 
 
@@ -91,7 +91,7 @@ def owner_here() -> Frame | None:
     return PlainTrace("plain JAX transform")
 
 
-class _Local(threading.local):
+class _ThreadState(threading.local):
     frame: Frame | None = None
     """The innermost frame of this thread."""
     probing: bool = False
@@ -102,7 +102,7 @@ class _Local(threading.local):
     """The call that a transform is serving, for the trace that it may start."""
 
 
-local = _Local()
+local = _ThreadState()
 
 
 def resolve(variable: Any, frame: Frame | None) -> Any:
@@ -140,7 +140,7 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
     if known is not None:
         stand_in = _usable(known)
     else:
-        stand_in = frame.adopt(outer) if outer._parent is None else outer._stand_in(frame)
+        stand_in = frame.capture(outer) if outer._parent is None else outer._stand_in(frame)
     frame.copies[id(variable)] = (variable, stand_in)
     frame.copies[id(outer)] = (outer, stand_in)
     return stand_in

@@ -212,7 +212,7 @@ def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
         label: The label.
     """
     here = variable._here()
-    definition = here._describe(None)
+    definition = here._flatten(None)
     metadata, kind = definition.metadata, definition.type
     if isinstance(metadata, FrozenMetadata):
         kind = metadata.variable_type

@@ -47,7 +47,7 @@ from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturba
 # --- Modules ---
 
 _ABSENT = object()
-_RESERVED = frozenset({"_boxed", "_flat", "_lock", "_marked", "_owner"})
+_RESERVED = frozenset({"_array_attributes", "_flat", "_lock", "_marked", "_owner"})
 
 
 class Module(Object):
@@ -70,8 +70,16 @@ class Module(Object):
         ([0.0, 1.0, 2.0], 1)
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_boxed", "_flat", "_lock", "_marked", "_owner")
-    _boxed: dict[str, Any]
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_array_attributes",
+        "_flat",
+        "_lock",
+        "_marked",
+        "_owner",
+    )
+    _array_attributes: dict[str, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         return cls._allocate(owner_here(), None)
@@ -93,7 +101,7 @@ class Module(Object):
         set_slot(module, "_lock", lock)
         set_slot(module, "_marked", False)
         set_slot(module, "_flat", None)
-        set_slot(module, "_boxed", {})
+        set_slot(module, "_array_attributes", {})
         return module
 
     # --- attributes ------------------------------------------------------------------------------
@@ -107,7 +115,7 @@ class Module(Object):
             object.__setattr__(self, name, value)
             return
         where = f"attribute {name!r} of {type(self).__name__}"
-        attributes, boxed = self.__dict__, self._boxed
+        attributes, boxed = self.__dict__, self._array_attributes
         old = boxed[name] if name in boxed else attributes.get(name, _ABSENT)
         if old is not _ABSENT and (value is old or write_through(old, value, where)):
             return
@@ -124,37 +132,39 @@ class Module(Object):
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
-            boxed = object.__getattribute__(self, "_boxed")
+            boxed = object.__getattribute__(self, "_array_attributes")
             if name in boxed:
                 return unbox(boxed[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __delattr__(self, name: str) -> None:
         check_structural_write(self, f"attribute {name!r} of {type(self).__name__}")
-        if name in self._boxed:
-            del self._boxed[name]
+        if name in self._array_attributes:
+            del self._array_attributes[name]
         else:
             object.__delattr__(self, name)
         if self._marked:
             epoch.advance()
 
     def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *self._boxed})
+        return sorted({*object.__dir__(self), *self._array_attributes})
 
     # --- walking and copying ---------------------------------------------------------------------
 
-    def _describe(self, encode: Any) -> ModuleDef:
+    def _flatten(self, encode: Any) -> ModuleDef:
         attributes = tuple((name, encode(value, name)) for name, value in self.__dict__.items())
-        boxed = tuple((name, encode(value, name)) for name, value in self._boxed.items())
+        boxed = tuple((name, encode(value, name)) for name, value in self._array_attributes.items())
         return ModuleDef(type(self), attributes, boxed)
 
-    def _fill(self, definition: ModuleDef, decode: Any) -> None:
+    def _unflatten(self, definition: ModuleDef, decode: Any) -> None:
         attributes = self.__dict__
         attributes.clear()
         for name, child in definition.attributes:
             attributes[name] = decode(child)
         object.__setattr__(
-            self, "_boxed", {name: decode(child) for name, child in definition.boxed}
+            self,
+            "_array_attributes",
+            {name: decode(child) for name, child in definition.array_attributes},
         )
 
     def __copy__(self) -> Self:
@@ -162,16 +172,18 @@ class Module(Object):
         copied = self._allocate(owner_here(), None)
         copied.__dict__.update(self.__dict__)
         where = f"a copy of {type(self).__name__}"
-        copied._boxed.update((name, reboxed(value, where)) for name, value in self._boxed.items())
+        copied._array_attributes.update(
+            (name, reboxed(value, where)) for name, value in self._array_attributes.items()
+        )
         return copied
 
     def __getstate__(self) -> Any:
-        return (dict(self.__dict__), self._boxed)
+        return (dict(self.__dict__), self._array_attributes)
 
     def __setstate__(self, state: Any) -> None:
         attributes, boxed = state
         self.__dict__.update(attributes)
-        object.__setattr__(self, "_boxed", boxed)
+        object.__setattr__(self, "_array_attributes", boxed)
 
     def __repr__(self) -> str:
 
@@ -295,7 +307,7 @@ class Module(Object):
             (m, name)
             for m in chosen
             for name in attributes
-            if name in m.__dict__ or name in m._boxed
+            if name in m.__dict__ or name in m._array_attributes
         ]
         missing = attributes.keys() - {name for _, name in targets}
         if missing and raise_if_not_found:
@@ -356,7 +368,7 @@ def _set_reserved(module: Module, name: str, value: Any) -> None:
 
 
 def _fill(module: Module, pairs: Pairs) -> None:
-    attributes, boxed = vars(module), module._boxed
+    attributes, boxed = vars(module), module._array_attributes
     attributes.clear()
     boxed.clear()
     for name, item in pairs:
@@ -368,7 +380,7 @@ register(
     Module,
     Handler(
         "Module",
-        children=lambda module: [*vars(module).items(), *module._boxed.items()],
+        children=lambda module: [*vars(module).items(), *module._array_attributes.items()],
         empty=empty_like,
         fill=_fill,
         mutable=True,

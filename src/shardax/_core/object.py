@@ -76,7 +76,7 @@ class Object(Shown):
     _lock: str | None
     _marked: bool
 
-    def _describe(self, encode: Any) -> Any:
+    def _flatten(self, encode: Any) -> Any:
         """Returns the object's definition, calling ``encode(child, key)`` for each child."""
         raise NotImplementedError
 
@@ -85,7 +85,7 @@ class Object(Shown):
         """Makes an empty object, to be filled once all objects of a graph exist."""
         raise NotImplementedError
 
-    def _fill(self, definition: Any, decode: Any) -> None:
+    def _unflatten(self, definition: Any, decode: Any) -> None:
         """Fills an object from its definition, calling ``decode(child)`` for each child."""
         raise NotImplementedError
 

@@ -324,7 +324,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             value = self._value = realise(value, self._owner)
         return self._make(value, self._metadata, frame)
 
-    def _describe(self, encode: Any) -> VariableDef:
+    def _flatten(self, encode: Any) -> VariableDef:
         return VariableDef(type(self), self._metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -52,11 +52,11 @@ from shardax._core.object import Object
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._select.places import (
     CombineError,
-    Node,
+    Holder,
+    HolderGraph,
     Place,
     SelectionError,
     StaleSelectionError,
-    Survey,
     children,
     locate,
     parts,
@@ -214,9 +214,9 @@ class _Merge:
             holes = search(
                 (root_place(part),), lambda place: is_hole(place.stored), every_path=False
             )
-            survey = Survey(part, holes, every_path=False)
-            survey.spread([n for n in survey.nodes if id(n.place.holder) in self._groups])
-            self._leading |= {id(node.place.holder) for node in survey.nodes if node.leads}
+            graph = HolderGraph(part, holes, every_path=False)
+            graph.spread([n for n in graph.nodes if id(n.place.holder) in self._groups])
+            self._leading |= {id(node.place.holder) for node in graph.nodes if node.leads}
 
     def _group(self, values: tuple[Any, ...], path: Path) -> None:
         """Finds the groups at and below a place where several parts have something."""
@@ -358,41 +358,41 @@ class _Edit:
         self.every_path = every_path
         self.items: Mapping[Hashable, Items] = {p.key(every_path): items for p, items in edits}
         kept = {key for key, items in self.items.items() if any(item is OLD for item in items)}
-        self.survey = Survey(tree, [place for place, _ in edits], every_path, kept)
+        self.graph = HolderGraph(tree, [place for place, _ in edits], every_path, kept)
         for place, _ in edits:
-            if place.key(every_path) not in self.survey.met:
+            if place.key(every_path) not in self.graph.met:
                 raise _unmet(tree, place, every_path)
 
-    def result(self, node: Node) -> Any:
+    def result(self, node: Holder) -> Any:
         """Returns what stands for a holder after the edit."""
         raise NotImplementedError
 
-    def content(self, node: Node, place: Place) -> Any:
+    def content(self, node: Holder, place: Place) -> Any:
         """Returns what stands at an immutable place, with its parts edited."""
         new = self.parts(node, place)
         if all(len(items) == 1 and items[0] is child.stored for child, items in new):
             return place.content
         return tree_handler_of(place.content).remake(place.content, arranged(place, new))
 
-    def contents(self, node: Node) -> Pairs:
+    def contents(self, node: Holder) -> Pairs:
         """Returns what a mutable holder stores after the edit."""
         new = self.parts(node, node.place)
         if isinstance(node.place.stored, Object):
             new = [(child, [_stored(child, item) for item in items]) for child, items in new]
         return arranged(node.place, new)
 
-    def value(self, node: Node) -> Any:
+    def value(self, node: Holder) -> Any:
         """Returns the value of a Variable after the edit."""
         if isinstance(node.place.stored, _HIDDEN):
             return self.content(node, node.place)
         ((_, value),) = arranged(node.place, self.parts(node, node.place))
         return value
 
-    def parts(self, node: Node, place: Place) -> list[tuple[Place, list[Any]]]:
+    def parts(self, node: Holder, place: Place) -> list[tuple[Place, list[Any]]]:
         """Returns, for everything directly below a place, the items that stand there afterwards."""
         return [(child, self.after(node, child)) for child in children(place)]
 
-    def after(self, node: Node, child: Place) -> list[Any]:
+    def after(self, node: Holder, child: Place) -> list[Any]:
         """Returns the items that stand at a place afterwards."""
         items = self.items.get(child.key(self.every_path), (OLD,))
         if isinstance(node.place.stored, Object):
@@ -400,12 +400,12 @@ class _Edit:
                 _check_no_loss(child, item)
         return [self._item(node, child, item) for item in items]
 
-    def _item(self, node: Node, child: Place, item: Any) -> Any:
+    def _item(self, node: Holder, child: Place, item: Any) -> Any:
         if item is OLD:
             return self._old(node, child)
         return hole_for(child.stored) if item is HOLE else item
 
-    def _old(self, node: Node, child: Place) -> Any:
+    def _old(self, node: Holder, child: Place) -> Any:
         return self.result(node.below[child.path]) if child.is_holder else self.content(node, child)
 
 
@@ -462,7 +462,7 @@ class _Copying(_Edit):
 
     def run(self) -> Any:
         """Returns the new tree."""
-        leading = [n for n in self.survey.nodes if n.leads and is_mutable(n.place.stored)]
+        leading = [n for n in self.graph.nodes if n.leads and is_mutable(n.place.stored)]
         handlers = [handler_of(node.place.stored) for node in leading]
         self._made = {
             id(node): handler.empty(node.place.stored)
@@ -470,19 +470,19 @@ class _Copying(_Edit):
         }
         for node, handler in zip(leading, handlers, strict=True):
             handler.fill(self._made[id(node)], self.contents(node))
-        root = self.survey.root
+        root = self.graph.root
         if isinstance(self.tree, (Object, list, dict)):
             return self.result(root)
         return self.content(root, root.place)
 
-    def result(self, node: Node) -> Any:
+    def result(self, node: Holder) -> Any:
         """Returns the copy of a holder, or the holder itself where it can be shared."""
         made = self._made.get(id(node))
         if made is None:
             made = self._made[id(node)] = self._variable(node)
         return made
 
-    def _variable(self, node: Node) -> Any:
+    def _variable(self, node: Holder) -> Any:
         stored = node.place.stored
         if isinstance(stored, Variable) and node.leads:
             return _like(stored, self.value(node))
@@ -499,7 +499,7 @@ class _Changing(_Edit):
         self._check_single()
         self._writes: list[tuple[Variable[Any], Any]] = []
         changes: list[tuple[Place, Pairs]] = []
-        for node in self.survey.nodes:
+        for node in self.graph.nodes:
             stored = node.place.stored
             if not node.chosen:
                 continue
@@ -526,11 +526,11 @@ class _Changing(_Edit):
         journal.extend(done)
         return self.tree
 
-    def result(self, node: Node) -> Any:
+    def result(self, node: Holder) -> Any:
         """Returns the holder, which stays."""
         return node.place.stored
 
-    def after(self, node: Node, child: Place) -> list[Any]:
+    def after(self, node: Holder, child: Place) -> list[Any]:
         """Returns the items that stand at a place afterwards."""
         items = super().after(node, child)
         attribute = child.stored
@@ -543,9 +543,9 @@ class _Changing(_Edit):
     def _check_single(self) -> None:
         """Raises if one holder would have to be changed at one of its paths only."""
         paths: dict[int, list[Path]] = {}
-        for node in self.survey.nodes:
+        for node in self.graph.nodes:
             paths.setdefault(id(node.place.holder), []).append(node.place.path)
-        for node in self.survey.nodes:
+        for node in self.graph.nodes:
             first, *others = paths[id(node.place.holder)]
             if node.chosen and others:
                 raise SelectionError(

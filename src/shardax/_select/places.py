@@ -16,9 +16,9 @@ Besides a selected place itself, what is *held* by it belongs to it: an object w
 the object is reached by another path. The exception are objects that lead to a selected place, such
 as a parent that a layer refers to: these are what lies between, and belong to neither.
 
-Surveys: which holders of a tree lead to some chosen places.
+Holder graphs: which holders of a tree lead to some chosen places.
 
-A *survey* walks a whole tree once and keeps a *node* for every holder (``_select.places``) with
+A *graph* walks a whole tree once and keeps a *node* for every holder (``_select.places``) with
 the nodes directly above and below it, so that sharing and cycles are edges like any others. A node
 *leads* to a chosen place if it has one between itself and the next holders, or a node below leads
 to one. What leads somewhere must be copied by an edit; what does not can be shared.
@@ -280,11 +280,11 @@ def search(
     return found
 
 
-# --- Select survey ---
+# --- Select graph ---
 
 
-class Node:
-    """A holder as a survey met it.
+class Holder:
+    """A holder as a graph met it.
 
     Attributes:
         place: Where it was met first.
@@ -298,13 +298,13 @@ class Node:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.below: dict[Path, Node] = {}
-        self.above: list[Node] = []
+        self.below: dict[Path, Holder] = {}
+        self.above: list[Holder] = []
         self.chosen = False
         self.leads = False
 
 
-class Survey:
+class HolderGraph:
     """A walk over a tree that looks for chosen places.
 
     Args:
@@ -329,12 +329,12 @@ class Survey:
         self.every_path = every_path
         self.chosen = {place.key(every_path) for place in chosen}
         self.met: set[Hashable] = set()
-        self.nodes: list[Node] = []
+        self.nodes: list[Holder] = []
         self._kept = kept
         self._holders = {id(place.holder) for place in chosen if place.local}
         start = root_place(root)
         if self._is_chosen(start) and start.key(every_path) not in kept:
-            self.root = Node(start)
+            self.root = Holder(start)
         else:
             self.root = self._visit(start, {})
         self.spread([node for node in self.nodes if node.chosen])
@@ -346,10 +346,10 @@ class Survey:
             return True
         return False
 
-    def _visit(self, place: Place, known: dict[int, Node]) -> Node:
+    def _visit(self, place: Place, known: dict[int, Holder]) -> Holder:
         node = known.get(id(place.holder))
         if node is None:
-            node = Node(place)
+            node = Holder(place)
             self.nodes.append(node)
             if self.every_path:  # only what is above is known: anything else is another place
                 known = {**known, id(place.holder): node}
@@ -358,7 +358,7 @@ class Survey:
             self._scan(node, place, known)
         return node
 
-    def _scan(self, node: Node, place: Place, known: dict[int, Node]) -> None:
+    def _scan(self, node: Holder, place: Place, known: dict[int, Holder]) -> None:
         for child in children(place, self.looks_into(node)):
             if self._is_chosen(child):
                 node.chosen = True
@@ -371,11 +371,11 @@ class Survey:
             else:
                 self._scan(node, child, known)
 
-    def looks_into(self, node: Node) -> bool:
+    def looks_into(self, node: Holder) -> bool:
         """Whether what is below a node matters: not for a Variable without a chosen place in it."""
         return not isinstance(node.place.stored, Variable) or id(node.place.holder) in self._holders
 
-    def spread(self, nodes: Iterable[Node]) -> None:
+    def spread(self, nodes: Iterable[Holder]) -> None:
         """Notes that some nodes, and so all above them, lead to where one wants to go."""
         waiting = list(nodes)
         for node in waiting:
@@ -401,43 +401,43 @@ def split_places(
         every_path: Whether what is reached by two paths is two places.
     """
     root = (root_place(tree),)
-    keys = _held(places, Survey(tree, places, every_path))
+    keys = _held(places, HolderGraph(tree, places, every_path))
     held = search(root, lambda place: place.key(every_path) in keys, every_path=every_path)
-    survey = Survey(tree, held, every_path)
-    leading = _leading(survey)
+    graph = HolderGraph(tree, held, every_path)
+    leading = _leading(graph)
 
     def leads(place: Place) -> bool:
         """Whether something held is at or below a place."""
-        if place.key(every_path) in survey.chosen:
+        if place.key(every_path) in graph.chosen:
             return True
         if place.is_holder:
             return _holder_key(place, every_path) in leading
         return any(map(leads, children(place)))
 
-    rest = search(root, lambda place: not leads(place), every_path=every_path, barred=survey.chosen)
+    rest = search(root, lambda place: not leads(place), every_path=every_path, barred=graph.chosen)
     return held, rest
 
 
-def _held(places: Sequence[Place], survey: Survey) -> set[Hashable]:
+def _held(places: Sequence[Place], graph: HolderGraph) -> set[Hashable]:
     """Returns the keys of what is selected and of the objects that are held by it."""
-    held = set(survey.chosen)
-    if survey.every_path:  # by path, nothing is reached from elsewhere
+    held = set(graph.chosen)
+    if graph.every_path:  # by path, nothing is reached from elsewhere
         return held
-    leading = _leading(survey)
+    leading = _leading(graph)
     waiting = list(places)
     for place in waiting:
         for child in children(place, into_values=False):
             if child.is_holder:
-                key = child.key(survey.every_path)
-                if key in held or _holder_key(child, survey.every_path) in leading:
+                key = child.key(graph.every_path)
+                if key in held or _holder_key(child, graph.every_path) in leading:
                     continue
                 held.add(key)
             waiting.append(child)
     return held
 
 
-def _leading(survey: Survey) -> set[Hashable]:
-    return {_holder_key(n.place, survey.every_path) for n in survey.nodes if n.leads}
+def _leading(graph: HolderGraph) -> set[Hashable]:
+    return {_holder_key(n.place, graph.every_path) for n in graph.nodes if n.leads}
 
 
 def _holder_key(place: Place, every_path: bool) -> Hashable:

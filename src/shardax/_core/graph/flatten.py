@@ -71,7 +71,7 @@ class ModuleDef(NamedTuple):
 
     type: type
     attributes: tuple[tuple[str, Any], ...]
-    boxed: tuple[tuple[str, Any], ...]
+    array_attributes: tuple[tuple[str, Any], ...]
 
 
 class ListDef(NamedTuple):
@@ -173,7 +173,7 @@ def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
     match definition:
         case ModuleDef():
             yield from definition.attributes
-            yield from definition.boxed
+            yield from definition.array_attributes
         case ListDef():
             yield from enumerate(definition.items)
         case DictDef():
@@ -209,7 +209,7 @@ class Flat:
         return self._leaf_paths
 
 
-class Walk:
+class GraphWalk:
     """One walk over objects; continued from further roots, it sees what they share.
 
     Args:
@@ -262,7 +262,7 @@ class Walk:
         self.definitions.append(None)
         if self.marking:  # before looking inside, so that no edit by another thread goes unnoticed
             item._marked = True
-        self.definitions[position] = item._describe(
+        self.definitions[position] = item._flatten(
             lambda child, key: self.encode(child, (*path, key))
         )
         return position
@@ -283,7 +283,7 @@ def flatten_roots(roots: Sequence[Any], names: Sequence[Path] | None = None) -> 
     at = (
         epoch.current
     )  # read before walking: an edit during the walk then invalidates what is remembered
-    walk = Walk(marking=True)
+    walk = GraphWalk(marking=True)
     paths = names or [()] * len(roots)
     flat = walk.finish(
         [walk.encode(root, path) for root, path in zip(roots, paths, strict=True)], at
@@ -314,7 +314,7 @@ def _check_views(flat: Flat) -> None:
 
 def walk_objects(roots: Sequence[Any]) -> list[Any]:
     """Returns all objects reachable from ``roots``, in the order of ``GraphDef.objects``."""
-    walk = Walk()
+    walk = GraphWalk()
     for root in roots:
         walk.encode(root, ())
     return walk.objects
@@ -335,7 +335,7 @@ def flatten(root: Object) -> Flat:
     return flat
 
 
-class Decoder:
+class ChildDecoder:
     """Turns children back into values, given the graph's objects."""
 
     __slots__ = ("objects",)
@@ -354,11 +354,11 @@ class Decoder:
 
 
 def rebuild(
-    walk: Walk,
+    walk: GraphWalk,
     given: Mapping[int, Any],
     owner: Any,
-    decoder: Callable[[Sequence[Any]], Decoder] = Decoder,
-) -> Decoder:
+    decoder: Callable[[Sequence[Any]], ChildDecoder] = ChildDecoder,
+) -> ChildDecoder:
     """Makes new Modules and containers like those of a walk.
 
     Args:
@@ -376,7 +376,7 @@ def rebuild(
         objects[position] = definition.type._allocate(owner, None)
     decode = decoder(objects)
     for position, definition in new:
-        objects[position]._fill(definition, decode)
+        objects[position]._unflatten(definition, decode)
     return decode
 
 
@@ -401,10 +401,10 @@ def build(
             objects.append(definition.type._make(next(remaining), definition.metadata, owner, lock))
         else:
             objects.append(definition.type._allocate(owner, lock))
-    decode = Decoder(objects)
+    decode = ChildDecoder(objects)
     for item, definition in zip(objects, graphdef.objects, strict=True):
         if type(definition) is not VariableDef:
-            item._fill(definition, decode)
+            item._unflatten(definition, decode)
     return [decode(root) for root in graphdef.roots], objects
 
 

@@ -17,9 +17,9 @@ import jax
 from shardax._core.errors import StackError
 from shardax._core.frames import local, owner_here, resolve
 from shardax._core.graph.flatten import (
+    GraphWalk,
     Ref,
     VariableDef,
-    Walk,
     definition_children,
     rebuild,
 )
@@ -96,14 +96,14 @@ def unstack_objects(root: Object, shared: Collection[Path], count: int) -> list[
     return [_rebuilt(walk, kept, functools.partial(part, index)) for index in range(count)]
 
 
-def _walk(root: Object) -> Walk:
-    walk = Walk()
+def _walk(root: Object) -> GraphWalk:
+    walk = GraphWalk()
     walk.visit(root, ())
     return walk
 
 
 def _rebuilt(
-    walk: Walk,
+    walk: GraphWalk,
     kept: Collection[int],
     variable: Callable[[int, VariableDef], tuple[Any, Metadata]],
 ) -> Any:
@@ -125,7 +125,7 @@ def _rebuilt(
     return rebuild(walk, given, owner).objects[0]
 
 
-def _shared(walks: Sequence[Walk], older: Collection[int]) -> set[int]:
+def _shared(walks: Sequence[GraphWalk], older: Collection[int]) -> set[int]:
     """Returns the positions of objects that all walks have met as one and the same.
 
     Raises:
@@ -152,7 +152,7 @@ def _shared(walks: Sequence[Walk], older: Collection[int]) -> set[int]:
 # --- what must be alike ---------------------------------------------------------------------------
 
 
-def _check_alike(first: Walk, other: Walk, number: int) -> None:
+def _check_alike(first: GraphWalk, other: GraphWalk, number: int) -> None:
     """Raises if two objects differ in structure; says where."""
     if first.definitions == other.definitions:
         return
@@ -200,7 +200,7 @@ def _shown(path: Path) -> str:
     return format_path(path) if path else "the top"
 
 
-def _values(variables: Sequence[Variable[Any]], walk: Walk, position: int) -> list[Any]:
+def _values(variables: Sequence[Variable[Any]], walk: GraphWalk, position: int) -> list[Any]:
     """Returns the values of like Variables.
 
     Raises:

@@ -41,7 +41,7 @@ from shardax._core.frames import (
     local,
     resolve,
 )
-from shardax._core.graph.flatten import Decoder, VariableDef, Walk
+from shardax._core.graph.flatten import ChildDecoder, GraphWalk, VariableDef
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import InitializerProgram, KeySource, LazyValue, Recipe
 from shardax._core.object import Object
@@ -359,7 +359,7 @@ class _ViewOfVariable:
         plain: Any = self._plain
         return _copied_view, (plain, plain.__getstate__(self))
 
-    def _describe(self, encode: Any) -> VariableDef:
+    def _flatten(self, encode: Any) -> VariableDef:
         return VariableDef(self._plain, self._metadata)
 
     def _stand_in(self, frame: Frame) -> Any:
@@ -482,7 +482,7 @@ def _plain_type(variable: Any) -> Any:
     return type(variable) if variable._parent is None else variable._plain
 
 
-class _Shallow(Walk):
+class _Shallow(GraphWalk):
     """A walk that does not look into what it meets."""
 
     def visit(self, item: Object, path: Any) -> int:
@@ -497,8 +497,10 @@ def _fill(made: Any, source: Any, index: int, shared: Container[Any]) -> None:
     """Gives a view what its original holds now, and has later changes of that advance the epoch."""
     source._marked = True
     walk = _Shallow()
-    definition = source._describe(lambda child, key: walk.encode(child, (key,)))
-    made._fill(definition, Decoder([view(child, index, shared) for child in walk.objects]))
+    definition = source._flatten(lambda child, key: walk.encode(child, (key,)))
+    made._unflatten(
+        definition, ChildDecoder([view(child, index, shared) for child in walk.objects])
+    )
 
 
 def _follow() -> None:

@@ -34,11 +34,11 @@ from shardax._core.errors import BindError, LabelConflictError, StatelessCallErr
 from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable, Slot, frozen
 from shardax._core.graph.flatten import (
-    Decoder,
+    ChildDecoder,
     GraphDef,
+    GraphWalk,
     Ref,
     VariableDef,
-    Walk,
     definition_children,
     rebuild,
 )
@@ -49,17 +49,17 @@ from shardax._core.object import Object
 from shardax._core.state.filters import Filter, to_predicates
 from shardax._core.variable import Variable
 
-# --- Taken ---
+# --- FlatTree ---
 
 
-class Place(NamedTuple):
+class OpenSlot(NamedTuple):
     """A slot, and where it is."""
 
     path: Path
     slot: Slot
 
 
-class Taken:
+class FlatTree:
     """A tree taken apart into objects and slots.
 
     Args:
@@ -72,7 +72,7 @@ class Taken:
 
     def __init__(self, tree: Any) -> None:
         leaves, self._treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_part)
-        self.walk = Walk()
+        self.walk = GraphWalk()
         self._leaves = [
             (self._encoded(keys, leaf) if has_parts(leaf) else leaf) for keys, leaf in leaves
         ]
@@ -88,7 +88,7 @@ class Taken:
         children = (leaf.child for leaf in self._leaves if type(leaf) is _Encoded)
         return {child.position for child in children if type(child) is Ref}
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[OpenSlot]:
         """Yields every slot, in order."""
         for path, leaf in zip(self._paths, self._leaves, strict=True):
             if type(leaf) is _Encoded:
@@ -100,7 +100,7 @@ class Taken:
     def rebuilt(
         self,
         variables: Mapping[int, Any],
-        decoder: Callable[[Sequence[Any]], Decoder] = Decoder,
+        decoder: Callable[[Sequence[Any]], ChildDecoder] = ChildDecoder,
     ) -> Any:
         """Returns the tree with new Modules and containers.
 
@@ -125,15 +125,15 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, (Object, Slot))
 
 
-def _places(child: Any, path: Path) -> Iterator[Place]:
+def _places(child: Any, path: Path) -> Iterator[OpenSlot]:
     if type(child) is Static:
         if isinstance(child.value, Slot):
-            yield Place(path, child.value)
+            yield OpenSlot(path, child.value)
     elif type(child) is not Ref:
         yield from _below(child, path)
 
 
-def _below(definition: Any, path: Path) -> Iterator[Place]:
+def _below(definition: Any, path: Path) -> Iterator[OpenSlot]:
     for key, child in definition_children(definition):
         yield from _places(child, path if key is None else (*path, key))
 
@@ -169,7 +169,7 @@ def unbind(tree: Any, *filters: Filter, freeze: bool = False) -> tuple[Any, tupl
         >>> [gradient.shape for gradient in jax.grad(loss)(params)]
         [(2, 3), (3,)]
     """
-    taken = Taken(tree)
+    taken = FlatTree(tree)
     predicates = to_predicates(filters or (...,))
     walk = taken.walk
     chosen = [
@@ -216,7 +216,7 @@ def freeze(tree: Any, *filters: Filter) -> Any:
         >>> sorted(path[0] for path, _ in sx.iter_variables(mlp, sx.Param))
         ['down', 'gate']
     """
-    taken = Taken(tree)
+    taken = FlatTree(tree)
     predicates = to_predicates(filters or (...,))
     bare = taken.bare()
     given: dict[int, Any] = {}
@@ -247,7 +247,7 @@ def thaw(tree: Any, *filters: Filter) -> Any:
         >>> layer.bias.value.tolist()
         [1.0, 1.0, 1.0]
     """
-    taken = Taken(tree)
+    taken = FlatTree(tree)
     predicates = to_predicates(filters or (...,))
     given: dict[int, Any] = {}
     for i in taken.variables:
@@ -262,7 +262,7 @@ def thaw(tree: Any, *filters: Filter) -> Any:
 # --- putting in -----------------------------------------------------------------------------------
 
 
-class _Filling(Decoder):
+class _SlotDecoder(ChildDecoder):
     """Turns children into values, with Variables for slots."""
 
     __slots__ = ("by_label",)
@@ -312,19 +312,19 @@ def bound(
     Returns:
         (the new tree, what was put in by label).
     """
-    taken = Taken(tree)
+    taken = FlatTree(tree)
     found = _matched(_open_places(taken), variables, allow_unused)
     by_label = {label: change(variable) for label, variable in found.items()}
-    return taken.rebuilt({}, lambda objects: _Filling(objects, by_label)), by_label
+    return taken.rebuilt({}, lambda objects: _SlotDecoder(objects, by_label)), by_label
 
 
-def _open_places(taken: Taken) -> dict[Path, Place]:
+def _open_places(taken: FlatTree) -> dict[Path, OpenSlot]:
     """Returns the first place of every label.
 
     Raises:
         LabelConflictError: If slots of one label belong to Variables of two types.
     """
-    found: dict[Path, Place] = {}
+    found: dict[Path, OpenSlot] = {}
     for place in taken.places():
         known = found.setdefault(place.slot.label, place)
         if known.slot != place.slot:
@@ -335,7 +335,9 @@ def _open_places(taken: Taken) -> dict[Path, Place]:
     return found
 
 
-def _matched(places: Mapping[Path, Place], variables: Any, allow_unused: bool) -> dict[Path, Any]:
+def _matched(
+    places: Mapping[Path, OpenSlot], variables: Any, allow_unused: bool
+) -> dict[Path, Any]:
     """Returns the Variable for every label that gets one."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         variables, is_leaf=lambda item: isinstance(item, Object)
@@ -366,7 +368,7 @@ def _matched(places: Mapping[Path, Place], variables: Any, allow_unused: bool) -
     return {label: variable for label, (_, variable) in found.items()}
 
 
-def _label_for(variable: Any, places: Mapping[Path, Place]) -> Path | str:
+def _label_for(variable: Any, places: Mapping[Path, OpenSlot]) -> Path | str:
     """Returns the label by which a Variable goes into the tree, or why there is none."""
     if isinstance(variable, FrozenVariable):
         return variable.label
@@ -392,7 +394,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _misfit(variable: Any, slot: Slot) -> str | None:
     is_frozen = isinstance(variable, FrozenVariable)
-    kind = variable.variable_type if is_frozen else variable._describe(None).type
+    kind = variable.variable_type if is_frozen else variable._flatten(None).type
     if issubclass(kind, slot.variable_type):
         return None
     return f"does not belong into the slot of a {slot.variable_type.__name__}"
@@ -404,7 +406,7 @@ def _shown(variable: Any) -> str:
     return f"the {type(variable).__name__}"
 
 
-def _near(label: Path, places: Mapping[Path, Place]) -> str:
+def _near(label: Path, places: Mapping[Path, OpenSlot]) -> str:
     near = difflib.get_close_matches(format_path(label), map(format_path, places), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
@@ -465,7 +467,7 @@ def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> t
             f"sx.bind(model, variables)(...)."
         )
     arguments = (args, kwargs)
-    has_slots = any(True for _ in Taken(arguments).places())
+    has_slots = any(True for _ in FlatTree(arguments).places())
     call = (_with_frozen_rest(tree, arguments), arguments if has_slots else None)
     filled, thawed = bound(call, leaves, lambda leaf: leaf.thaw())
     args, kwargs = filled[1] if has_slots else arguments
@@ -477,14 +479,14 @@ def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> t
 
 def _with_frozen_rest(tree: Any, arguments: Any) -> Any:
     """Returns the tree with its Variables frozen, but for those that are arguments too."""
-    given = set(map(id, Taken(arguments).walk.objects))
-    taken = Taken(tree)
+    given = set(map(id, FlatTree(arguments).walk.objects))
+    taken = FlatTree(tree)
     items = [(i, taken.walk.objects[i], taken.walk.paths[i]) for i in taken.variables]
     return taken.rebuilt({i: frozen(v, path) for i, v, path in items if id(v) not in given})
 
 
 def _structure(tree: Any) -> tuple[GraphDef, list[Path]]:
-    walk = Taken(tree).walk
+    walk = FlatTree(tree).walk
     return GraphDef(tuple(walk.definitions), ()), walk.paths
 
 

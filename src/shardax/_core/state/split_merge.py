@@ -28,7 +28,7 @@ from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import (
     Flat,
     GraphDef,
-    Walk,
+    GraphWalk,
     build,
     flatten,
     flatten_roots,
@@ -354,7 +354,7 @@ def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]
     Raises:
         StateMismatchError: If one sits where removing it would shift others, or cannot be removed.
     """
-    walk = Walk()
+    walk = GraphWalk()
     walk.encode(root, ())
     places = [
         (None, None, root),
@@ -405,7 +405,7 @@ def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
         >>> [type(module).__name__ for _, module in sx.iter_modules(mlp)]
         ['MLP', 'Linear', 'Linear', 'Linear']
     """
-    walk = Walk()
+    walk = GraphWalk()
     walk.encode(tree if isinstance(tree, Object) else _boxed(tree), ())
     for path, item in zip(walk.paths, walk.objects, strict=True):
         if isinstance(item, Module):
