@@ -11,7 +11,7 @@ import pytest
 from tests.select.test_selecting import Block, Model, Pair, takes
 
 import shardax as sx
-from shardax._core import epoch
+from shardax._core.object import epoch
 from shardax._select.places import SelectionCountError, SelectionError, StaleSelectionError
 
 

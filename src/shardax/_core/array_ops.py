@@ -25,15 +25,7 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 
 
 def as_value(value: Any, owner: str) -> Any:
-    """Returns ``value`` as what a Variable may hold.
-
-    Args:
-        value: What the user gave.
-        owner: The Variable's type name, for messages.
-
-    Raises:
-        VariableValueError: If something in it is not an array.
-    """
+    """Returns ``value`` as what a Variable may hold."""
     if isinstance(value, (jax.Array, LazyValue, jax.ShapeDtypeStruct)):
         return value
     if isinstance(value, (np.ndarray, *_NUMBERS)):
@@ -80,17 +72,7 @@ def _canonical(value: Any, owner: str) -> np.ndarray:
 
 
 def realise(value: Any, owner: Any) -> Any:
-    """Turns a lazy or NumPy value into a JAX array.
-
-    Outside of any trace when the Variable lives outside.
-
-    Args:
-        value: A ``LazyValue`` or ``numpy.ndarray``.
-        owner: The frame that owns the Variable, or None.
-
-    Returns:
-        A JAX array; concrete when ``owner`` is None, even while a transform is tracing.
-    """
+    """Turns a lazy or NumPy value into a JAX array."""
     if owner is None:
         with jax.ensure_compile_time_eval():
             return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
@@ -98,13 +80,7 @@ def realise(value: Any, owner: Any) -> Any:
 
 
 def realise_all(variables: Sequence[Any]) -> None:
-    """Materialises the lazy values of several Variables together, which is quicker than one by one.
-
-    Does nothing while a transform is tracing, where values materialise one by one.
-
-    Args:
-        variables: Resolved Variables.
-    """
+    """Materialises the lazy values of several Variables together, which is quicker than one by one."""
     lazy = [v for v in variables if isinstance(v._value, Recipe) and v._owner is None]
     if len(lazy) > 1 and is_eager():
         arrays = compute_all([v._value for v in lazy], [None] * len(lazy))
@@ -120,21 +96,13 @@ def snapshot(value: Any) -> Any:
 
 
 def knows_axes(value: Any) -> bool:
-    """Whether an array knows the names of its dimensions by itself.
-
-    Such an array is a pytree node with one child, the array that JAX sees. Its class has an
-    attribute ``partition_axes``: one name per dimension of the child, or None if there is no array.
-    """
+    """Whether an array knows the names of its dimensions by itself."""
     # Asked of the class first, because a Variable has every attribute of its array.
     return hasattr(type(value), "partition_axes") and value.partition_axes is not None
 
 
 def leaf_of(value: Any, owner: str) -> Any:
-    """Returns the one array of a value, for ``.shape`` and the like.
-
-    Raises:
-        AttributeError: If the value is a pytree of several arrays, which has no single shape.
-    """
+    """Returns the one array of a value, for ``.shape`` and the like."""
     if hasattr(value, "shape"):
         return value
     leaves = jax.tree.leaves(value)
@@ -180,11 +148,7 @@ def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class ArrayLike:
-    """Operators of an object whose ``value`` is an array.
-
-    An in-place operator writes into the object: ``m.count += 1`` keeps the Variable and changes its
-    value.
-    """
+    """Operators of an object whose ``value`` is an array."""
 
     __slots__ = ()
     __array_priority__ = 1000

@@ -27,7 +27,6 @@ from typing import Any, Generic, Self, TypeVar, overload
 import jax
 import numpy as np
 
-from shardax._core import epoch
 from shardax._core.errors import StaticAttributeError, VariableValueError
 from shardax._core.frames import Frame, check_structural_write, owner_here
 from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
@@ -47,7 +46,7 @@ from shardax._core.graph.handlers import (
 )
 from shardax._core.graph.static import Static, exact_key
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object
+from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
@@ -58,19 +57,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, LazyValue)
 
 
 def box(value: Any, where: str) -> Any:
-    """Returns ``value`` in the form in which a model stores it.
-
-    Args:
-        value: Anything that was assigned to an attribute, list item or dict entry.
-        where: The place, for messages, such as ``attribute 'scale' of Encoder``.
-
-    Returns:
-        Objects as they are; arrays (and pytrees of arrays) in an ``ArrayAttribute``; lists and
-        dicts as ``List`` and ``Dict``; tuples with their items boxed; everything else as it is.
-
-    Raises:
-        StaticAttributeError: If the value is neither data nor hashable.
-    """
+    """Returns ``value`` in the form in which a model stores it."""
     if isinstance(value, Object):
         return value
     if isinstance(value, _ARRAYS):
@@ -130,10 +117,7 @@ def unbox(value: Any) -> Any:
 
 
 def unboxed(value: Any) -> Any:
-    """Returns what stands by itself, outside of a model: an array for its box.
-
-    A frozen array is what the user made it there, so it stays.
-    """
+    """Returns what stands by itself, outside of a model: an array for its box."""
     return value.value if isinstance(value, ArrayAttribute) else value
 
 
@@ -493,17 +477,7 @@ def _checked_key(key: Any) -> Any:
 
 
 def write_through(old: Any, new: Any, where: str) -> bool:
-    """Writes an array over a place that already holds data; returns whether that is what happened.
-
-    Args:
-        old: What is stored now.
-        new: What the user assigned.
-        where: The place, for messages.
-
-    Raises:
-        StaticAttributeError: If an array was assigned over a Variable, which would silently drop
-            the Variable.
-    """
+    """Writes an array over a place that already holds data; returns whether that is what happened."""
     if not isinstance(old, (Variable, Slot)) or isinstance(new, Object):
         return False
     is_array = isinstance(new, _ARRAYS)

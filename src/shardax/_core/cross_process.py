@@ -42,7 +42,6 @@ from shardax._core.errors import (
     PickleWriteError,
     PrecisionLostWarning,
 )
-from shardax._core.layout_text import format_mesh
 
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
 _known: WeakValueDictionary[int, PickledArray] = WeakValueDictionary()
@@ -61,10 +60,7 @@ class PickledArray:
 
     @classmethod
     def of(cls, array: jax.Array) -> PickledArray:
-        """Returns the one packed form of an array, so that a pickle that has it twice is no longer.
-
-        An array that a packed form holds is alive, so its ``id`` is that of no other.
-        """
+        """Returns the one packed form of an array, so that a pickle that has it twice is no longer."""
         return _known.setdefault(id(array), cls(array))
 
     def __reduce__(self) -> Any:
@@ -75,33 +71,14 @@ class PickledArray:
 
 
 def packed(value: Any) -> Any:
-    """Returns a value to be pickled in place of another.
-
-    Args:
-        value: A pytree of arrays and whatever else.
-
-    Returns:
-        The pytree with every JAX array packed.
-
-    Example:
-        >>> import pickle
-        >>> pickle.loads(pickle.dumps(packed({"w": jnp.ones(2)})))["w"].tolist()
-        [1.0, 1.0]
-    """
+    """Returns a value to be pickled in place of another."""
     return jax.tree.map(
         lambda leaf: PickledArray.of(leaf) if isinstance(leaf, jax.Array) else leaf, value
     )
 
 
 def reduced(array: jax.Array) -> Any:
-    """Returns what ``__reduce__`` of an array should: how to make it again, from what.
-
-    Args:
-        array: The array.
-
-    Raises:
-        PickleWriteError: If it has no numbers here: it is traced, deleted, or partly elsewhere.
-    """
+    """Returns what ``__reduce__`` of an array should: how to make it again, from what."""
     if isinstance(array, Tracer):
         raise PickleWriteError(
             f"Cannot pickle {jax.typeof(array)}: it is being traced, so it has no numbers yet. "
@@ -175,21 +152,18 @@ def _warn(found: str) -> None:
 # --- meshes ---------------------------------------------------------------------------------------
 
 
+def format_mesh(mesh: Any) -> str:
+    """Formats a mesh: sizes by axis, and the types of its axes if these are not Auto."""
+    texts = []
+    for (axis, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True):
+        other = "" if kind is jax.sharding.AxisType.Auto else f" ({kind.name})"
+        texts.append(f"{axis}={size}{other}")
+    return ", ".join(texts)
+
+
 @contextlib.contextmanager
 def landing_on(mesh: Mesh | None) -> Iterator[None]:
-    """Says over which mesh what is read from pickles is laid out, by the names of its axes.
-
-    Args:
-        mesh: The mesh; None for the rules at the top of this module.
-
-    Example:
-        >>> import pickle
-        >>> written = pickle.dumps(jax.make_mesh((1,), ("data",)))
-        >>> here = jax.make_mesh((1, 1), ("data", "model"))
-        >>> with landing_on(here):
-        ...     pickle.loads(written) == here
-        True
-    """
+    """Says over which mesh what is read from pickles is laid out, by the names of its axes."""
     token = _landing.set(mesh)
     try:
         yield
@@ -209,21 +183,7 @@ def restored_mesh(
     kinds: tuple[str, ...],
     devices: tuple[tuple[str, int], ...],
 ) -> Mesh | AbstractMesh:
-    """Returns the mesh that stands here for one that was pickled.
-
-    Args:
-        names: The names of its axes.
-        sizes: Their sizes.
-        kinds: Their types, ``"Auto"``, ``"Explicit"`` or ``"Manual"``.
-        devices: Platform and number of its devices.
-
-    Raises:
-        PickleReadError: If a mesh was given to land on and has other axes.
-
-    Example:
-        >>> dict(restored_mesh(("data",), (1,), ("Auto",), (("cpu", 0),)).shape)
-        {'data': 1}
-    """
+    """Returns the mesh that stands here for one that was pickled."""
     types = tuple(AxisType[kind] for kind in kinds)
     given = _landing.get()
     if given is not None:
@@ -261,15 +221,7 @@ def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
 
 
 class PickledByName:
-    """Base of what decorators make of functions: where a module has it by name, it goes by name.
-
-    The function inside has that name too, but is not what the name means.
-
-    Example:
-        >>> import copy, shardax as sx
-        >>> isinstance(sx.jit(len), PickledByName)
-        True
-    """
+    """Base of what decorators make of functions: where a module has it by name, it goes by name."""
 
     __slots__ = ()
 
@@ -278,14 +230,7 @@ class PickledByName:
 
 
 def name_of(item: Any) -> str | None:
-    """Returns the name by which the module of something has it, or None if it does not.
-
-    A script (``__main__``) is no such module: another process has another one.
-
-    Example:
-        >>> name_of(jax.nn.relu), name_of(jax.custom_jvp(lambda x: x))
-        ('relu', None)
-    """
+    """Returns the name by which the module of something has it, or None if it does not."""
     name, module = getattr(item, "__qualname__", None), getattr(item, "__module__", None)
     found: Any = None if module == "__main__" else sys.modules.get(module or "")
     for part in name.split(".") if isinstance(name, str) else ():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames: who owns a Variable while functions are being traced.
+"""Frames: ownership of objects while functions are traced.
 
 Every lifted transform runs the user's function on a private copy of the objects it was given. A
 *frame* is one such run. It knows its *parent* (the frame that called the transform, or ``None``
@@ -8,8 +8,8 @@ An object made or copied inside a frame is *owned* by it.
 
 User code may also touch an original inside a frame, through a closure or a global. *Resolving*
 finds the object that stands for it here: the object itself if this frame owns it, its copy if it
-was passed in, or else what the parent resolves it to, *adopted* by this frame. What adoption means
-is each transform's own rule (``Frame.capture``).
+was passed in, or else what the parent resolves it to, *captured* by this frame. How a Variable is
+captured is each transform's own rule (``Frame.capture``).
 """
 
 from __future__ import annotations
@@ -23,37 +23,27 @@ from shardax._core.errors import ForeignMutationError, ReadOnlyCopyError, TraceL
 
 
 class CapturedVariable(NamedTuple):
-    """A Variable that a frame took over: the parent's, the stand-in, the value it was given."""
+    """A Variable that a frame uses without having been passed it."""
 
-    outer: Any
-    stand_in: Any
-    value: Any
+    outer: Any  # the parent's Variable
+    stand_in: Any  # the frame's own
+    value: Any  # what the stand-in was given
 
 
 class Frame:
-    """One run of a user's function inside a lifted transform.
-
-    Attributes:
-        name: The transform's name for messages, such as ``"jit"``.
-        parent: The frame that called the transform, or None.
-        trace: Token of the JAX trace that the function runs under.
-        adopted: The Variables that were touched without being passed in.
-        copies: From ``id(original)`` to ``(original, copy)``; holding the original keeps its id
-            from being reused.
-        closed: True once the run is over; a Variable owned by a closed frame has leaked.
-    """
+    """One run of a user's function inside a lifted transform."""
 
     __slots__ = ("captured", "closed", "copies", "name", "parent", "trace")
-    carries_captured = True
-    """Whether values written to Variables that were not passed in are handed back."""
+    carries_captured = True  # whether values written to captured Variables are handed back
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name = name  # of the transform, for messages: "jit"
         self.parent = local.frame
         self.trace = _jax.trace_state()
+        # id(original) to (original, copy); holding the original keeps its id from being reused.
         self.copies: dict[int, tuple[Any, Any]] = {}
         self.captured: list[CapturedVariable] = []
-        self.closed = False
+        self.closed = False  # the run is over; a Variable owned by a closed frame has leaked
 
     def __enter__(self) -> Self:
         local.frame = self
@@ -66,24 +56,21 @@ class Frame:
         self.copies = {}
 
     def capture(self, outer: Any) -> Any:
-        """Returns this frame's stand-in for a Variable of the parent that was not passed in.
-
-        The default copies it: reads see the value as of now, and ``adopted`` lists it so that the
-        transform can hand written values back. Transforms with a stricter rule override this.
-        """
+        """Returns this frame's stand-in for a Variable of the parent."""
+        # A copy reads the value as of now; transforms with a stricter rule override this.
         copy = outer._copy_into(self)
         self.captured.append(CapturedVariable(outer, copy, copy._value))
         return copy
 
 
 class PlainTrace(Frame):
-    """Owner of objects made inside a plain JAX transform (one that shardax does not see)."""
+    """Owner of objects made inside a plain JAX transform."""
 
     __slots__ = ()
 
 
 def owner_here() -> Frame | None:
-    """Returns the owner for an object made right now: None outside all transforms."""
+    """Returns the owner of an object made right now, None outside all transforms."""
     frame = local.frame
     home = _jax.eager() if frame is None else frame.trace
     if _jax.trace_state() == home:
@@ -92,33 +79,17 @@ def owner_here() -> Frame | None:
 
 
 class _ThreadState(threading.local):
-    frame: Frame | None = None
-    """The innermost frame of this thread."""
-    probing: bool = False
-    """Whether a pytree is only being searched for objects (see ``pytree.has_objects``)."""
-    found: bool = False
-    """Whether that search has met one."""
-    call: Any = None
-    """The call that a transform is serving, for the trace that it may start."""
+    frame: Frame | None = None  # the innermost
+    probing: bool = False  # a pytree is only being searched for objects (flatten.has_objects)
+    found: bool = False  # that search has met one
+    call: Any = None  # the call that a transform is serving, for the trace that it may start
 
 
 local = _ThreadState()
 
 
 def resolve(variable: Any, frame: Frame | None) -> Any:
-    """Finds the object that stands for ``variable`` in ``frame`` (None: outside all frames).
-
-    Args:
-        variable: A Variable that user code touched.
-        frame: The frame in which it was touched.
-
-    Returns:
-        The Variable to read or write instead; ``variable`` itself when it belongs here.
-
-    Raises:
-        TraceLeakError: If the Variable belongs to a frame that is over, so its value is a tracer
-            that nobody can use.
-    """
+    """Returns the Variable that stands for another in a frame, or outside all."""
     owner = variable._owner
     if owner is frame or (type(owner) is PlainTrace and owner.parent is frame):
         return variable
@@ -147,35 +118,21 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
 
 
 class Blocked(NamedTuple):
-    """Stands in a frame's ``copies`` for a Variable that cannot be used there.
+    """Stands in a frame's ``copies`` for a Variable that cannot be used there."""
 
-    Attributes:
-        refuse: Called with the Variable, raises the error.
-    """
-
-    refuse: Callable[[Any], Any]
+    refuse: Callable[[Any], Any]  # called with the Variable, raises the error
 
 
 def _usable(known: tuple[Any, Any]) -> Any:
     return known[1].refuse(known[0]) if type(known[1]) is Blocked else known[1]
 
 
+# Lock of objects that JAX rebuilt inside a plain transform: a write would be lost.
 READ_ONLY = "copy inside a plain JAX transform"
-"""Lock of objects that JAX rebuilt inside a plain transform: a write would be lost."""
 
 
 def check_unlocked(target: Any, what: str) -> None:
-    """Raises if ``target`` is a read-only copy.
-
-    Args:
-        target: A Variable, Module or container.
-        what: What was about to be written, for the message.
-
-    Raises:
-        ReadOnlyCopyError: If the object was rebuilt by JAX inside a plain transform.
-        ForeignMutationError: If a transform that carries no writes of what was not passed in made
-            it; the lock is then the message, with ``{what}`` in it.
-    """
+    """Raises if an object is locked: a read-only copy, or foreign to its transform."""
     if target._lock is READ_ONLY:
         raise ReadOnlyCopyError(
             f"Cannot write {what}: this {type(target).__name__} is a copy that JAX rebuilt inside "
@@ -186,22 +143,12 @@ def check_unlocked(target: Any, what: str) -> None:
             f"copy, make it writable "
             f"first:\n\n    model = sx.mutable(model)\n    ...\n    return model"
         )
-    if target._lock is not None:
+    if target._lock is not None:  # a transform that carries no writes made it; says why
         raise ForeignMutationError(target._lock.format(what=what))
 
 
 def check_structural_write(target: Any, what: str) -> None:
-    """Raises if an object's structure must not be changed here.
-
-    Args:
-        target: A Module or container.
-        what: What was about to be changed, for the message.
-
-    Raises:
-        ForeignMutationError: If the object belongs outside the current shardax transform.
-        ReadOnlyCopyError: If it was rebuilt by JAX inside a plain transform.
-        TraceLeakError: If the object belongs outside a plain JAX transform that is tracing now.
-    """
+    """Raises if an object's structure must not be changed here."""
     if target._lock is not None:
         check_unlocked(target, what)
     owner, frame = target._owner, local.frame
@@ -224,15 +171,7 @@ def check_structural_write(target: Any, what: str) -> None:
 
 
 def check_trace(target: Any, what: str) -> None:
-    """Raises if writing ``target`` now would let a tracer escape, or the write be lost.
-
-    Args:
-        target: A resolved Variable, or a Module or container.
-        what: What was about to be written, for the message.
-
-    Raises:
-        TraceLeakError: If a plain JAX transform is tracing inside the target's own scope.
-    """
+    """Raises if a write now would let a tracer escape or be lost."""
     owner = target._owner
     home = _jax.eager() if owner is None else owner.trace
     if _jax.trace_state() == home:

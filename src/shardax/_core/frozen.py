@@ -49,12 +49,7 @@ T = TypeVar("T")
 
 
 class FrozenMetadata(Metadata):
-    """Metadata of a frozen value: that of the Variable, its type, and the label.
-
-    Attributes:
-        variable_type: Type of the Variable.
-        label: Its path in the tree from which it was taken.
-    """
+    """Metadata of a frozen value: that of the Variable, its type, and the label."""
 
     __slots__ = ("label", "variable_type")
 
@@ -205,12 +200,7 @@ class FrozenArray(FrozenVariable[T]):
 
 
 def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
-    """Returns the value of a Variable, frozen, under a label.
-
-    Args:
-        variable: A Variable, or a frozen value, which is given the label.
-        label: The label.
-    """
+    """Returns the value of a Variable, frozen, under a label."""
     here = variable._here()
     definition = here._flatten(None)
     metadata, kind = definition.metadata, definition.type

@@ -25,7 +25,6 @@ from typing import Any, Self
 
 import jax.numpy as jnp
 
-from shardax._core import epoch
 from shardax._core.containers import (
     box,
     empty_like,
@@ -41,7 +40,7 @@ from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import ModuleDef, register_graph
 from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.object import Object
+from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
 
 # --- Modules ---
@@ -398,19 +397,7 @@ _MAX_LINES = 200
 
 
 class Drawing:
-    """One place of a drawing.
-
-    Attributes:
-        label: What is written before it, such as ``kernel=``.
-        code: What to write after the thing above to get here, such as ``.kernel`` or ``[0]``.
-        path: Where it stands.
-        value: What stands there.
-        name: What it is called: its type's name, as a rule.
-        parts: What is below; None for a leaf.
-        first: For an object met again, the place where it was met first.
-        again: For an object met first, the paths at which it was met again.
-        marked: Whether to point it out.
-    """
+    """One place of a drawing."""
 
     __slots__ = ("again", "code", "first", "label", "marked", "name", "parts", "path", "value")
 
@@ -438,13 +425,7 @@ class Drawing:
         note: Callable[[Drawing], str] = lambda drawing: "",
         depth: int = 0,
     ) -> Iterator[str]:
-        """Yields the lines of the text.
-
-        Args:
-            describe: Returns the text of a leaf that was not met before.
-            note: Returns what to write behind the first line of a place.
-            depth: How far to indent.
-        """
+        """Yields the lines of the text."""
         start, end = f"{_INDENT * depth}{self.label}", "," if depth else ""
         if self.first is not None:
             yield f"{start}<same {self.name} as {format_path(self.first.path)}>{end}"
@@ -460,17 +441,7 @@ class Drawing:
 
 
 def draw(value: Any) -> Drawing:
-    """Draws a value and everything below it, reading no value of a Variable.
-
-    Args:
-        value: Anything; a Module, as a rule.
-
-    Example:
-        >>> import shardax as sx
-        >>> drawing = draw(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
-        >>> [part.label for part in drawing.parts][:2], drawing.parts[0].code
-        (['kernel=', 'bias='], '.kernel')
-    """
+    """Draws a value and everything below it, reading no value of a Variable."""
     return _draw(Drawing("", "", (), value), {})
 
 
@@ -497,23 +468,7 @@ def _draw(drawing: Drawing, seen: dict[int, Drawing]) -> Drawing:
 
 
 def module_repr(module: Module) -> str:
-    """Returns the text of ``repr(module)``.
-
-    Args:
-        module: The Module to draw.
-
-    Returns:
-        Class names, attributes in order, Variables with dtype, shape and axes; an object met again
-        is named only.
-
-    Example:
-        >>> import shardax as sx
-        >>> sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0))  # doctest: +ELLIPSIS
-        Linear(  # 6 parameters
-          kernel=Param(float32[2, 3], lazy, axes=...),
-          ...
-        )
-    """
+    """Returns the text of ``repr(module)``."""
     drawing = draw(module)
     first, *others = drawing.lines(leaf_text)
     lines = [first + parameter_count(drawing), *others]

@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core import epoch
 from shardax._core.array_ops import (
     ArrayLike,
     as_value,
@@ -51,7 +50,7 @@ from shardax._core.graph.flatten import VariableDef, register_variable
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
-from shardax._core.object import Object
+from shardax._core.object import Object, epoch
 
 if TYPE_CHECKING:
     from shardax._core.frozen import FrozenVariable
@@ -481,8 +480,4 @@ class MetricState(Variable[T]):
 
 
 class ArrayAttribute(Variable[T]):
-    """The hidden Variable behind an array that was assigned to an attribute as it is.
-
-    Plain arrays have no identity; this gives the place one, so that arrays in attributes are read,
-    written, lifted and saved exactly as Variables are. Users see the array.
-    """
+    """The hidden Variable behind an array that was assigned to an attribute as it is."""

@@ -30,7 +30,6 @@ from typing import Any, Final
 
 import jax
 
-from shardax._core import epoch
 from shardax._core.array_ops import as_value
 from shardax._core.containers import (
     _ARRAYS,
@@ -48,7 +47,7 @@ from shardax._core.frozen import Slot
 from shardax._core.graph.handlers import Pairs, handler_of, tree_handler_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import EMPTY, exact_key
-from shardax._core.object import Object
+from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._select.places import (
     CombineError,
@@ -66,15 +65,7 @@ from shardax._select.places import (
 
 
 def arranged(place: Place, new: Sequence[tuple[Place, Sequence[Any]]]) -> Pairs:
-    """Returns the parts of a container after an edit.
-
-    Args:
-        place: The container.
-        new: For everything directly in it, the items that are to stand there.
-
-    Raises:
-        SelectionError: If the container cannot hold that many.
-    """
+    """Returns the parts of a container after an edit."""
     content = place.content
     size = tree_handler_of(content).size
     pairs: list[tuple[Any, Any]] = []
@@ -87,14 +78,7 @@ def arranged(place: Place, new: Sequence[tuple[Place, Sequence[Any]]]) -> Pairs:
 
 
 def check_count(child: Place, items: Sequence[Any], content: Any, removable: bool) -> None:
-    """Raises if not just one item is to stand where only one can.
-
-    Args:
-        child: Where.
-        items: What is to stand there.
-        content: The container.
-        removable: Whether there may also be none.
-    """
+    """Raises if not just one item is to stand where only one can."""
     if len(items) == 1 or (not items and removable):
         return
     where, kind = format_path(child.path), type(content).__name__
@@ -194,15 +178,7 @@ def combine(*parts: Any) -> Any:
 
 
 class _Merge:
-    """One putting together.
-
-    Holders that stand at one place in several parts are a *group*: they become one new holder. A
-    holder that is in one part only, but leads to a group (through a cycle) or to a hole, is copied
-    too; every other one stays.
-
-    Attributes:
-        missing: Paths at which all parts have a hole.
-    """
+    """One putting together."""
 
     def __init__(self, parts: tuple[Any, ...]) -> None:
         self.missing: list[Path] = []
@@ -324,21 +300,7 @@ def edit_tree(
     every_path: bool,
     journal: Journal | None = None,
 ) -> Any:
-    """Edits a tree.
-
-    Args:
-        tree: The tree.
-        edits: (place, items) pairs, at least one, for places that do not lie within each other.
-        every_path: Whether what is reached by two paths is two places.
-        journal: Given, the tree is changed in place, and how to undo it is appended here.
-
-    Returns:
-        The new tree, or in place the same.
-
-    Raises:
-        SelectionError: If an item cannot stand where it is to stand.
-        StaleSelectionError: If a place is gone.
-    """
+    """Edits a tree."""
     for place, items in edits:
         if place.is_holder and not place.path:
             check_count(place, items, tree, removable=False)

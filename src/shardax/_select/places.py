@@ -83,18 +83,7 @@ ABSENT: Any = object()
 
 
 class Place(NamedTuple):
-    """Somewhere in a tree.
-
-    Attributes:
-        path: The way here from the root.
-        stored: What the holder stores here.
-        holder: The nearest thing with identity, here or above.
-        local: The way here from the holder; empty for the holder itself.
-        inside: Whether this is in a Variable's value, where lists and dicts have no identity.
-        wrapped: How many wrappers have the same path and holder: what a bound method or a partial
-            is around has no step of its own.
-        above: ``id`` of every holder above.
-    """
+    """Somewhere in a tree."""
 
     path: Path
     stored: Any
@@ -120,13 +109,7 @@ class Place(NamedTuple):
         return content_of(self.stored) if isinstance(self.stored, _HIDDEN) else self.stored
 
     def key(self, every_path: bool) -> Hashable:
-        """What two places that are the same have in common.
-
-        The root is a place of its own, apart from attributes that lead back to it.
-
-        Args:
-            every_path: Whether what is reached by two paths is two places.
-        """
+        """What two places that are the same have in common."""
         known = (id(self.holder), self.local, self.wrapped, not self.path)
         return (self.path, *known) if every_path else known
 
@@ -143,12 +126,7 @@ def content_of(variable: Variable[Any]) -> Any:
 
 
 def children(place: Place, into_values: bool = True) -> list[Place]:
-    """Returns the places directly below one.
-
-    Args:
-        place: A place.
-        into_values: Whether a Variable's value, and an array attribute, are looked for and into.
-    """
+    """Returns the places directly below one."""
     stored = place.stored
     if isinstance(stored, Variable) and not into_values:
         return []
@@ -223,10 +201,7 @@ def locate(place: Place, path: Path | str) -> Place | None:
 
 
 def rest_of(path: Path | str, steps: Path) -> Path | str | None:
-    """Returns what of a path, or of its text, is left after some steps; None if it has others.
-
-    Steps keep ``1`` and ``True`` apart.
-    """
+    """Returns what of a path, or of its text, is left after some steps; None if it has others."""
     if isinstance(path, str):
         text = format_path(steps) if steps else ""
         return path[len(text) :] if path.startswith(text) else None
@@ -244,16 +219,7 @@ def search(
     into_values: bool = True,
     barred: Collection[Hashable] = (),
 ) -> list[Place]:
-    """Returns the places at and below some others that pass a test, in order, each once.
-
-    Args:
-        starts: Where to look.
-        test: Says whether a place is wanted.
-        every_path: Whether what is reached by two paths is two places.
-        innermost: Whether, of wanted places within one another, the inner ones are returned.
-        into_values: Whether to look into the values of Variables.
-        barred: Keys of places that are not to be looked at, nor below.
-    """
+    """Returns the places at and below some others that pass a test, in order, each once."""
     found: list[Place] = []
     known: dict[Hashable, bool] = {}
 
@@ -284,15 +250,7 @@ def search(
 
 
 class Holder:
-    """A holder as a graph met it.
-
-    Attributes:
-        place: Where it was met first.
-        below: The holders directly below, by path.
-        above: The holders directly above, one for every way down to here.
-        chosen: Whether a chosen place lies between here and the next holders.
-        leads: Whether one lies anywhere below.
-    """
+    """A holder as a graph met it."""
 
     __slots__ = ("above", "below", "chosen", "leads", "place")
 
@@ -305,19 +263,7 @@ class Holder:
 
 
 class HolderGraph:
-    """A walk over a tree that looks for chosen places.
-
-    Args:
-        root: The tree.
-        chosen: The places, which do not lie within each other.
-        kept: Keys of chosen places below which to go on looking.
-        every_path: Whether what is reached by two paths is two places.
-
-    Attributes:
-        root: The node of the tree itself, which counts as a holder.
-        nodes: All nodes, in order.
-        met: Keys of the chosen places that were found.
-    """
+    """A walk over a tree that looks for chosen places."""
 
     def __init__(
         self,
@@ -393,13 +339,7 @@ class HolderGraph:
 def split_places(
     tree: Any, places: Sequence[Place], every_path: bool
 ) -> tuple[list[Place], list[Place]]:
-    """Returns the outermost places of what is selected, and of the rest.
-
-    Args:
-        tree: The tree.
-        places: What is selected.
-        every_path: Whether what is reached by two paths is two places.
-    """
+    """Returns the outermost places of what is selected, and of the rest."""
     root = (root_place(tree),)
     keys = _held(places, HolderGraph(tree, places, every_path))
     held = search(root, lambda place: place.key(every_path) in keys, every_path=every_path)
@@ -452,17 +392,7 @@ _MARK, _NO_MARK, _INDENT = "> ", "  ", "  "
 
 
 def selection_text(tree: Any, places: Collection[Place], every_path: bool) -> str:
-    """Returns the text of ``repr(selection)``.
-
-    Args:
-        tree: The tree.
-        places: What is selected.
-        every_path: Whether an object is selected at the given paths only.
-
-    Returns:
-        A line that counts, and below it the tree: what is selected is marked with ``>``, and what
-        holds nothing selected is shown in one line.
-    """
+    """Returns the text of ``repr(selection)``."""
     count = f"{len(places)} place{'' if len(places) == 1 else 's'}"
     lines = list(_Text(places, every_path).lines(root_place(tree), "", 0))
     if len(lines) > _MAX_LINES:

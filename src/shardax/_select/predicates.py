@@ -46,14 +46,7 @@ Test = Callable[[Place], bool]
 
 
 def to_test(item: Any) -> Test:
-    """Turns a filter or function into a test of places.
-
-    Args:
-        item: A filter, a class, a union of classes, or a function of a value or of path and value.
-
-    Raises:
-        FilterError: If it is neither.
-    """
+    """Turns a filter or function into a test of places."""
     classes = classes_in(item)
     if classes is not None:
         return lambda place: is_instance(place, classes)
@@ -74,11 +67,7 @@ def _is_function(item: Any) -> bool:
 
 
 def with_path(function: Callable[..., Any]) -> Callable[[Path, Any], Any]:
-    """Returns a function of path and value from one of the value, or of both.
-
-    Raises:
-        SelectionError: If it takes neither one argument nor two.
-    """
+    """Returns a function of path and value from one of the value, or of both."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have none
@@ -125,11 +114,7 @@ def may_be_values(classes: tuple[type, ...]) -> bool:
 
 
 def equals(wanted: Any) -> Test:
-    """Returns a test for what equals a value exactly: in type at every depth, in dtype and shape.
-
-    Args:
-        wanted: Configuration, an array with values, or an object, which equals only itself.
-    """
+    """Returns a test for what equals a value exactly: in type at every depth, in dtype and shape."""
     if isinstance(wanted, Object):
         return lambda place: place.stored is wanted
     if isinstance(wanted, (jax.Array, np.ndarray, np.generic)):
@@ -162,15 +147,7 @@ def _same_array(value: Any, wanted: Any) -> bool:
 
 
 def accessed(place: Place, accessor: Callable[[Any], Any]) -> list[Place]:
-    """Returns the places that an accessor points at.
-
-    Args:
-        place: What the accessor is given.
-        accessor: Returns one part, or a list, tuple or other iterable of parts.
-
-    Raises:
-        SelectionError: If it returns something that is not part of what it was given.
-    """
+    """Returns the places that an accessor points at."""
     try:
         return list(_places(place, accessor(StandIn(place))))
     except Exception as error:

@@ -24,7 +24,7 @@ import difflib
 import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 from shardax._core.containers import _HIDDEN
 from shardax._core.graph.paths import Path, format_path
@@ -66,8 +66,6 @@ from shardax._select.predicates import (
     with_path,
 )
 
-# --- Selected ---
-
 _QUOTED_NAME = re.compile(r"""\[(['"])([^\W\d]\w*)\1\]""")
 """A dict key that a path shows as an attribute: ``['name']`` for ``.name``."""
 
@@ -75,8 +73,53 @@ _MOST = 12
 """How many places an error lists."""
 
 
-class Selected(Shown):
-    """Some places of a tree: everything a ``Selection`` can do but edit."""
+_UNSET: Any = object()
+
+
+def select(tree: Any, *, every_path: bool = False) -> Selection:
+    """Starts a selection: of the whole tree, to be narrowed.
+
+    Args:
+        tree: A Module, a Variable, or any pytree with or without these.
+        every_path: Whether an object that is reached by several paths is selected at each of them
+            by itself. An edit then changes it at the selected paths only, which unties it.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+        >>> linears = sx.select(model).at_instances_of(sx.nn.Linear)
+        >>> linears
+        Selection of 3 places in a MLP:
+            MLP(
+        >     gate=Linear(...)
+        >     up=Linear(...)
+        >     down=Linear(...)
+              activation='silu'
+            )
+        >>> wrapped = linears.apply(lambda linear: sx.nn.Sequential(linear, jax.nn.relu))
+        >>> wrapped.up.layers[0] is model.up
+        True
+    """
+    return Selection(tree, (root_place(tree),), every_path)
+
+
+class Selection(Shown):
+    """Some places of a tree, which it reads and edits; made by ``select`` and narrowed from there.
+
+    An edit returns a new tree in which only the Modules on the way to an edited place are new:
+    every other Variable and Module is the same object in both. With ``inplace=True`` the tree
+    itself is changed and returned. An edit of an empty selection is an error unless
+    ``allow_empty=True``; then the tree is returned as it is. Whatever an edit refuses, it refuses
+    before anything has changed.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+        >>> kernels = sx.select(model).at_instances_of(sx.Param).where(sx.PathContains("up"))
+        >>> doubled = kernels.apply(lambda kernel: kernel.replace(2 * kernel))
+        >>> bool((doubled.up.kernel == 2 * model.up.kernel).all()), doubled.gate is model.gate
+        (True, True)
+    """
 
     __slots__ = ("_every_path", "_journal", "_places", "_tree")
 
@@ -95,10 +138,10 @@ class Selected(Shown):
             first.setdefault(place.key(self._every_path), place)
         return tuple(first.values())
 
-    def _narrowed(self, places: Iterable[Place]) -> Self:
-        return type(self)(self._tree, places, self._every_path, self._journal)
+    def _narrowed(self, places: Iterable[Place]) -> Selection:
+        return Selection(self._tree, places, self._every_path, self._journal)
 
-    def _search(self, test: Test, innermost: bool, into_values: bool = True) -> Self:
+    def _search(self, test: Test, innermost: bool, into_values: bool = True) -> Selection:
         return self._narrowed(
             search(
                 self._places,
@@ -111,7 +154,7 @@ class Selected(Shown):
 
     # --- narrowing -------------------------------------------------------------------------------
 
-    def at(self, accessor: Callable[[Any], Any]) -> Self:
+    def at(self, accessor: Callable[[Any], Any]) -> Selection:
         """Selects the parts that an accessor points at, in the order in which it gives them.
 
         Args:
@@ -133,7 +176,7 @@ class Selected(Shown):
         found._check_disjoint()
         return found
 
-    def at_instances_of(self, cls: Any, *, innermost: bool = False) -> Self:
+    def at_instances_of(self, cls: Any, *, innermost: bool = False) -> Selection:
         """Selects the outermost instances of a class, at or below what is selected.
 
         Args:
@@ -157,7 +200,7 @@ class Selected(Shown):
             lambda place: is_instance(place, classes), innermost, may_be_values(classes)
         )
 
-    def at_subtrees_where(self, fn: Any, *, innermost: bool = False) -> Self:
+    def at_subtrees_where(self, fn: Any, *, innermost: bool = False) -> Selection:
         """Selects the outermost parts for which a test holds, at or below what is selected.
 
         Args:
@@ -175,7 +218,7 @@ class Selected(Shown):
         """
         return self._search(to_test(fn), innermost)
 
-    def at_equal_to(self, value: Any) -> Self:
+    def at_equal_to(self, value: Any) -> Selection:
         """Selects what equals a value, in type too: ``1``, ``True`` and ``1.0`` are three values.
 
         Args:
@@ -189,7 +232,7 @@ class Selected(Shown):
         """
         return self._search(equals(value), innermost=False)
 
-    def at_keypaths(self, *paths: Path | str) -> Self:
+    def at_keypaths(self, *paths: Path | str) -> Selection:
         """Selects what stands at some paths, in their order.
 
         Args:
@@ -209,7 +252,7 @@ class Selected(Shown):
         found._check_disjoint()
         return found
 
-    def at_children(self) -> Self:
+    def at_children(self) -> Selection:
         """Selects everything directly in what is selected: attributes, items, entries.
 
         Example:
@@ -222,7 +265,7 @@ class Selected(Shown):
             child for place in self._places for child in children(place) if child.named
         )
 
-    def where(self, fn: Any) -> Self:
+    def where(self, fn: Any) -> Selection:
         """Keeps what a test holds for.
 
         Args:
@@ -239,7 +282,7 @@ class Selected(Shown):
         test = to_test(fn)
         return self._narrowed(place for place in self._places if test(place))
 
-    def pick_nth(self, n: int) -> Self:
+    def pick_nth(self, n: int) -> Selection:
         """Keeps one place.
 
         Args:
@@ -258,7 +301,7 @@ class Selected(Shown):
             raise SelectionIndexError(f"There is no place {n} in this: {self._found()}")
         return self._narrowed([self._places[n]])
 
-    def refine(self, fn: Callable[[Any], Selected]) -> Self:
+    def refine(self, fn: Callable[[Any], Selection]) -> Selection:
         """Selects, in each selected part, what a selection of that part selects.
 
         Args:
@@ -279,8 +322,8 @@ class Selected(Shown):
         for place in self._places:
             value = self._read(place)
             inner = fn(value)
-            if not isinstance(inner, Selected) or inner._tree is not value:
-                what = "a selection of something else" if isinstance(inner, Selected) else inner
+            if not isinstance(inner, Selection) or inner._tree is not value:
+                what = "a selection of something else" if isinstance(inner, Selection) else inner
                 raise SelectionError(
                     f"refine needs a selection of the {type(value).__name__} at "
                     f"{format_path(place.path)}, but the function returned {what!r}. Write "
@@ -289,7 +332,7 @@ class Selected(Shown):
             found.extend(_within(place, below, value) for below in inner._places)
         return self._narrowed(found)
 
-    def invert(self) -> Self:
+    def invert(self) -> Selection:
         """Selects the rest: the largest parts that hold nothing of what is selected.
 
         Example:
@@ -340,7 +383,7 @@ class Selected(Shown):
         """Returns how many places are selected."""
         return len(self._places)
 
-    def assert_count(self, n: int) -> Self:
+    def assert_count(self, n: int) -> Selection:
         """Checks how many places are selected, and returns the selection.
 
         Args:
@@ -388,128 +431,6 @@ class Selected(Shown):
                 f"it was selected. Select again."
             )
         return value
-
-    # --- finding places --------------------------------------------------------------------------
-
-    def _at_path(self, path: Path | str) -> Place:
-        """Returns the place at a path, at or below what is selected."""
-        wanted = _as_given(path)
-        starts = [(place, rest_of(wanted, place.path)) for place in self._places]
-        for place, rest in starts:  # first what is selected: what a method wraps has its path
-            if rest is not None and not rest:
-                return place
-        for place, rest in starts:
-            found = None if rest is None else locate(place, rest)
-            if found is not None:
-                return found
-        raise self._no_place(wanted if isinstance(wanted, str) else format_path(wanted))
-
-    def _no_place(self, text: str) -> SelectionPathError:
-        names: list[str] = []
-
-        def note(place: Place) -> bool:
-            """Notes what is below a place, also where it leads to something seen before."""
-            names.extend(format_path(child.path) for child in children(place))
-            return False
-
-        search(self._places, note, every_path=self._every_path)
-        near = difflib.get_close_matches(text, names, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        return SelectionPathError(
-            f"There is no place {text} at or below what is selected.{hint} Nothing was changed. "
-            f"This is a {self._found()}"
-        )
-
-    def _check_disjoint(self) -> None:
-        """Raises if a selected place lies within another."""
-        paths = {place.path for place in self._places}
-        for path in paths:
-            for end in range(len(path)):
-                if path[:end] in paths:
-                    raise SelectionError(
-                        f"Both {format_path(path[:end])} and {format_path(path)} would be "
-                        f"selected, but one lies within the other, so an edit could not change "
-                        f"both. Select them one after the other."
-                    )
-
-
-def _as_given(path: Path | str) -> Path | str:
-    """Returns a path as it is looked for; text as what one would type after the tree."""
-    if not isinstance(path, str):
-        return tuple(path)
-    if path == format_path(()):
-        return ()
-    path = _QUOTED_NAME.sub(r".\2", path)
-    return path if path.startswith((".", "[")) else f".{path}"
-
-
-def _within(place: Place, below: Place, value: Any) -> Place:
-    """Returns the place of the whole tree that a place of a selected part is.
-
-    Args:
-        place: The selected part.
-        below: A place in a tree of its own that is what stands there.
-        value: That tree.
-    """
-    path, above = (*place.path, *below.path), (*place.above, id(place.holder), *below.above)
-    in_value = place.inside or isinstance(place.stored, _HIDDEN)
-    if in_value or (below.holder is value and not place.is_holder):
-        local = (*place.local, *below.path)
-        return below._replace(path=path, holder=place.holder, local=local, inside=in_value)
-    return below._replace(path=path, above=above)
-
-
-# --- Selection ---
-
-_UNSET: Any = object()
-
-
-def select(tree: Any, *, every_path: bool = False) -> Selection:
-    """Starts a selection: of the whole tree, to be narrowed.
-
-    Args:
-        tree: A Module, a Variable, or any pytree with or without these.
-        every_path: Whether an object that is reached by several paths is selected at each of them
-            by itself. An edit then changes it at the selected paths only, which unties it.
-
-    Example:
-        >>> import jax, shardax as sx
-        >>> model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
-        >>> linears = sx.select(model).at_instances_of(sx.nn.Linear)
-        >>> linears
-        Selection of 3 places in a MLP:
-            MLP(
-        >     gate=Linear(...)
-        >     up=Linear(...)
-        >     down=Linear(...)
-              activation='silu'
-            )
-        >>> wrapped = linears.apply(lambda linear: sx.nn.Sequential(linear, jax.nn.relu))
-        >>> wrapped.up.layers[0] is model.up
-        True
-    """
-    return Selection(tree, (root_place(tree),), every_path)
-
-
-class Selection(Selected):
-    """Some places of a tree, which it reads and edits; made by ``select`` and narrowed from there.
-
-    An edit returns a new tree in which only the Modules on the way to an edited place are new:
-    every other Variable and Module is the same object in both. With ``inplace=True`` the tree
-    itself is changed and returned. An edit of an empty selection is an error unless
-    ``allow_empty=True``; then the tree is returned as it is. Whatever an edit refuses, it refuses
-    before anything has changed.
-
-    Example:
-        >>> import jax.numpy as jnp, shardax as sx
-        >>> model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
-        >>> kernels = sx.select(model).at_instances_of(sx.Param).where(sx.PathContains("up"))
-        >>> doubled = kernels.apply(lambda kernel: kernel.replace(2 * kernel))
-        >>> bool((doubled.up.kernel == 2 * model.up.kernel).all()), doubled.gate is model.gate
-        (True, True)
-    """
-
-    __slots__ = ()
 
     # --- replacing -------------------------------------------------------------------------------
 
@@ -724,7 +645,50 @@ class Selection(Selected):
             undo(journal)
             raise
 
-    # ---------------------------------------------------------------------------------------------
+    # --- finding places --------------------------------------------------------------------------
+
+    def _at_path(self, path: Path | str) -> Place:
+        """Returns the place at a path, at or below what is selected."""
+        wanted = _as_given(path)
+        starts = [(place, rest_of(wanted, place.path)) for place in self._places]
+        for place, rest in starts:  # first what is selected: what a method wraps has its path
+            if rest is not None and not rest:
+                return place
+        for place, rest in starts:
+            found = None if rest is None else locate(place, rest)
+            if found is not None:
+                return found
+        raise self._no_place(wanted if isinstance(wanted, str) else format_path(wanted))
+
+    def _no_place(self, text: str) -> SelectionPathError:
+        names: list[str] = []
+
+        def note(place: Place) -> bool:
+            """Notes what is below a place, also where it leads to something seen before."""
+            names.extend(format_path(child.path) for child in children(place))
+            return False
+
+        search(self._places, note, every_path=self._every_path)
+        near = difflib.get_close_matches(text, names, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        return SelectionPathError(
+            f"There is no place {text} at or below what is selected.{hint} Nothing was changed. "
+            f"This is a {self._found()}"
+        )
+
+    def _check_disjoint(self) -> None:
+        """Raises if a selected place lies within another."""
+        paths = {place.path for place in self._places}
+        for path in paths:
+            for end in range(len(path)):
+                if path[:end] in paths:
+                    raise SelectionError(
+                        f"Both {format_path(path[:end])} and {format_path(path)} would be "
+                        f"selected, but one lies within the other, so an edit could not change "
+                        f"both. Select them one after the other."
+                    )
+
+    # --- editing -----------------------------------------------------------------------------------
 
     def _insert(
         self,
@@ -759,3 +723,23 @@ class Selection(Selected):
         journal = [] if inplace and self._journal is None else self._journal
         edits = [(place, items(place)) for place in self._places]
         return edit_tree(self._tree, edits, self._every_path, journal)
+
+
+def _as_given(path: Path | str) -> Path | str:
+    """Returns a path as it is looked for; text as what one would type after the tree."""
+    if not isinstance(path, str):
+        return tuple(path)
+    if path == format_path(()):
+        return ()
+    path = _QUOTED_NAME.sub(r".\2", path)
+    return path if path.startswith((".", "[")) else f".{path}"
+
+
+def _within(place: Place, below: Place, value: Any) -> Place:
+    """Returns the place of the whole tree that a place of a selected part is."""
+    path, above = (*place.path, *below.path), (*place.above, id(place.holder), *below.above)
+    in_value = place.inside or isinstance(place.stored, _HIDDEN)
+    if in_value or (below.holder is value and not place.is_holder):
+        local = (*place.local, *below.path)
+        return below._replace(path=path, holder=place.holder, local=local, inside=in_value)
+    return below._replace(path=path, above=above)

@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structure: everything about a model but its values, as one hashable thing.
+"""Graph definitions, flattening, and Modules as JAX pytrees.
 
-To *flatten* is to walk from some *roots* and split what is found into a ``GraphDef`` and a list of
+*Flattening* walks from some *roots* and splits what is found into a ``GraphDef`` and a list of
 Variables. The walk is depth first, in the order in which attributes were first set, and sees each
 object once, so shared objects and cycles are ordinary. A *definition* describes one object by its
-type and its children; a child is a ``Ref`` to another object of the graph, a ``Static`` value, or
-an immutable container of such. ``build`` is the inverse: it makes new objects from a ``GraphDef``
-and values.
+type and its children; a child is a ``Ref`` to another object of the graph, a ``Static`` value, or a
+``NodeDef``, a container of such (``_core.graph.handlers``). ``assemble`` is the inverse: it makes new
+objects from definitions. Everything that splits models and puts them together again is built on
+these two.
 
 Flattening a single Module or container is remembered, on the object itself, until the structure
-epoch advances (``_core.epoch``).
+epoch advances (``_core.object``).
 
-Models as JAX pytrees.
-
-A Module (or tracked container) is one pytree node: its children are the values of its Variables,
-each shared Variable once, and its structure is static. So ``jax.jit``, ``jax.grad``,
+To JAX a Module (or tracked container) is one pytree node: its children are the values of its
+Variables, each shared Variable once, and its structure is static. So ``jax.jit``, ``jax.grad``,
 ``jax.tree.map`` and the rest work on models as they are, and tied weights get their one summed
-gradient. A Variable on its own is a node with its value as the child.
-
-What JAX rebuilds inside a plain transform is a *read-only copy*: reading works, but a write would
-be lost when the function returns, so it is refused (``_core.frames.READ_ONLY``). What JAX rebuilds
-outside, from concrete arrays, is an ordinary model.
+gradient. A Variable on its own is a node with its value as the child. What JAX rebuilds inside a
+plain transform is a *read-only copy*: a write would be lost when the function returns, so it is
+refused (``_core.frames.READ_ONLY``). What JAX rebuilds outside, from concrete arrays, is an ordinary
+model.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from shardax._core import epoch
 from shardax._core._jax import Tracer
 from shardax._core.array_ops import realise_all
 from shardax._core.errors import LayerViewError, StaticAttributeError
@@ -45,9 +42,7 @@ from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of,
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY, Metadata, Static
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object, Shown
-
-# --- Structure ---
+from shardax._core.object import Object, Shown, epoch
 
 
 class Ref(NamedTuple):
@@ -67,7 +62,7 @@ class NodeDef(NamedTuple):
 
 
 class ModuleDef(NamedTuple):
-    """A Module: its class, its attributes, and its array attributes (``boxed``), in order."""
+    """A Module: its class, its attributes, and its array attributes, in order."""
 
     type: type
     attributes: tuple[tuple[str, Any], ...]
@@ -96,7 +91,7 @@ class VariableDef(NamedTuple):
 
 
 class GraphDef(Shown):
-    """The structure of some roots: hashable, comparable, and without any value.
+    """Structure of a model: hashable, comparable, without any value.
 
     Attributes:
         objects: One definition per object, in walking order.
@@ -122,7 +117,7 @@ class GraphDef(Shown):
 
     @property
     def leaf_paths(self) -> list[Path]:
-        """Path of every Variable by its first occurrence, in the order of ``leaves``."""
+        """First path of every Variable, in the order of ``leaves``."""
         if self._paths is None:
             found = definition_paths(self)
             self._paths = [found[index] for index in self.leaves]
@@ -150,7 +145,7 @@ class GraphDef(Shown):
 
 
 def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int, Path]:
-    """Returns the path of every object, by walking definitions as objects were walked."""
+    """Returns the path of every object by its first occurrence."""
     found: dict[int, Path] = {}
 
     def visit(child: Any, path: Path) -> None:
@@ -169,7 +164,7 @@ def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int
 
 
 def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
-    """Yields (key, child) of a definition in walking order; key None adds no step to the path."""
+    """Yields (key, child) of a definition; key None adds no step to the path."""
     match definition:
         case ModuleDef():
             yield from definition.attributes
@@ -183,22 +178,15 @@ def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
 
 
 class Flat:
-    """What flattening found.
-
-    Attributes:
-        graphdef: The structure.
-        leaves: The Variables, in the order of ``graphdef.leaves``.
-        paths: Path of every object, by its first occurrence, in the order of ``graphdef.objects``.
-        epoch: The structure epoch at which this was true.
-    """
+    """What flattening found."""
 
     __slots__ = ("_leaf_paths", "epoch", "graphdef", "leaves", "paths")
 
     def __init__(self, graphdef: GraphDef, leaves: list[Any], paths: list[Path], at: int) -> None:
         self.graphdef = graphdef
-        self.leaves = leaves
-        self.paths = paths
-        self.epoch = at
+        self.leaves = leaves  # the Variables, in the order of graphdef.leaves
+        self.paths = paths  # first path of every object, in the order of graphdef.objects
+        self.epoch = at  # the structure epoch at which this was true
         self._leaf_paths: list[Path] | None = None
 
     @property
@@ -210,15 +198,10 @@ class Flat:
 
 
 class GraphWalk:
-    """One walk over objects; continued from further roots, it sees what they share.
-
-    Args:
-        marking: Whether to mark every object that is met (``_core.epoch``), because the result will
-            be remembered.
-    """
+    """One walk over objects; from further roots it sees what they share."""
 
     def __init__(self, marking: bool = False) -> None:
-        self.marking = marking
+        self.marking = marking  # whether the result will be remembered, see _core.object
         self.objects: list[Any] = []
         self.definitions: list[Any] = []
         self.paths: list[Path] = []
@@ -231,23 +214,16 @@ class GraphWalk:
             return Ref(self.visit(value, path))
         if handler is not LEAF and handler is not PLACEHOLDER and has_parts(value):
             pairs = handler.children(value)
-            return NodeDef(
-                handler,
-                handler.config(value),
-                tuple(key for key, _ in pairs),
-                tuple(
-                    self.encode(child, path if key is None else (*path, key))
-                    for key, child in pairs
-                ),
-            )
+            keys = tuple(key for key, _ in pairs)
+            items = (self.encode(item, path if k is None else (*path, k)) for k, item in pairs)
+            return NodeDef(handler, handler.config(value), keys, tuple(items))
         try:
             return Static(value)
         except TypeError as error:
             raise StaticAttributeError(
                 f"The {type(value).__name__} at {format_path(path)} is neither data nor hashable "
-                f"configuration ({error}), and came there "
-                f"without being assigned as an attribute (through vars(), "
-                f"functools.cached_property, or by changing after it was "
+                f"configuration ({error}), and came there without being assigned as an attribute "
+                f"(through vars(), functools.cached_property, or by changing after it was "
                 f"assigned). Assign it: model.name = value."
             ) from error
 
@@ -261,39 +237,27 @@ class GraphWalk:
         self.paths.append(path)
         self.definitions.append(None)
         if self.marking:  # before looking inside, so that no edit by another thread goes unnoticed
-            item._marked = True
+            object.__setattr__(item, "_marked", True)
         self.definitions[position] = item._flatten(
             lambda child, key: self.encode(child, (*path, key))
         )
         return position
 
-    def finish(self, roots: Iterable[Any], at: int) -> Flat:
-        """Returns what was found."""
-        graphdef = GraphDef(tuple(self.definitions), tuple(roots))
-        return Flat(graphdef, [self.objects[i] for i in graphdef.leaves], self.paths, at)
-
 
 def flatten_roots(roots: Sequence[Any], names: Sequence[Path] | None = None) -> Flat:
-    """Flattens several roots together, so that an object shared between them is one.
-
-    Args:
-        roots: Objects, immutable containers of them, or static values.
-        names: Path of each root; by default empty.
-    """
-    at = (
-        epoch.current
-    )  # read before walking: an edit during the walk then invalidates what is remembered
+    """Flattens several roots together, so that an object shared between them is one."""
+    at = epoch.current  # before walking: an edit during the walk then invalidates the result
     walk = GraphWalk(marking=True)
     paths = names or [()] * len(roots)
-    flat = walk.finish(
-        [walk.encode(root, path) for root, path in zip(roots, paths, strict=True)], at
-    )
+    children = tuple(walk.encode(root, path) for root, path in zip(roots, paths, strict=True))
+    graphdef = GraphDef(tuple(walk.definitions), children)
+    flat = Flat(graphdef, [walk.objects[i] for i in graphdef.leaves], walk.paths, at)
     _check_views(flat)
     return flat
 
 
 def _check_views(flat: Flat) -> None:
-    """Raises if a Variable stands beside the stacked one that it is a view of (``_core.graph.views``)."""
+    """Raises if a Variable stands beside the stacked one that it views."""
     views = [(i, leaf) for i, leaf in enumerate(flat.leaves) if leaf._parent is not None]
     if not views:
         return
@@ -321,11 +285,9 @@ def walk_objects(roots: Sequence[Any]) -> list[Any]:
 
 
 def flatten(root: Object) -> Flat:
-    """Flattens one object; for Modules and containers remembered while the structure epoch stays.
-
-    The memory is kept on the root, so that it keeps nothing alive: static values in a structure may
-    lead back to the model (a function that closes over it).
-    """
+    """Flattens one object; of Modules and containers the result is remembered."""
+    # On the root, so that it keeps nothing alive: static values in a structure may lead back to the
+    # model (a function that closes over it).
     known: Flat | None = getattr(root, "_flat", None)
     if known is not None and known.epoch == epoch.current:
         return known
@@ -353,72 +315,47 @@ class ChildDecoder:
         return child.handler.rebuild(child.config, zip(child.keys, items, strict=True))
 
 
-def rebuild(
-    walk: GraphWalk,
+def assemble(
+    definitions: Sequence[Any],
     given: Mapping[int, Any],
     owner: Any,
+    lock: str | None = None,
     decoder: Callable[[Sequence[Any]], ChildDecoder] = ChildDecoder,
 ) -> ChildDecoder:
-    """Makes new Modules and containers like those of a walk.
-
-    Args:
-        walk: What was walked.
-        given: By position, what to put in place of objects; all Variables are among them.
-        owner: The frame that will own the objects, or None.
-        decoder: Makes what turns children into values, from the new objects.
-
-    Returns:
-        The decoder, with the objects in the order of the walk.
-    """
-    new = [(i, each) for i, each in enumerate(walk.definitions) if i not in given]
-    objects: list[Any] = [given.get(position) for position in range(len(walk.objects))]
-    for position, definition in new:
-        objects[position] = definition.type._allocate(owner, None)
+    """Makes the objects of definitions, but for given ones; all Variables are given."""
+    objects = [
+        given[i] if i in given else definition.type._allocate(owner, lock)
+        for i, definition in enumerate(definitions)
+    ]
     decode = decoder(objects)
-    for position, definition in new:
-        objects[position]._unflatten(definition, decode)
+    for i, definition in enumerate(definitions):
+        if i not in given:
+            objects[i]._unflatten(definition, decode)
     return decode
 
 
 def build(
-    graphdef: GraphDef, values: Sequence[Any], owner: Any, lock: str | None = None
-) -> tuple[list[Any], list[Any]]:
-    """Makes new objects from a structure and values: the inverse of flattening.
-
-    Args:
-        graphdef: The structure.
-        values: One value per Variable, in the order of ``graphdef.leaves``.
-        owner: The frame that will own the objects, or None.
-        lock: Why the objects must not be written, or None.
-
-    Returns:
-        (roots, objects), the latter in the order of ``graphdef.objects``.
-    """
-    remaining = iter(values)
-    objects: list[Any] = []
-    for definition in graphdef.objects:
-        if type(definition) is VariableDef:
-            objects.append(definition.type._make(next(remaining), definition.metadata, owner, lock))
-        else:
-            objects.append(definition.type._allocate(owner, lock))
-    decode = ChildDecoder(objects)
-    for item, definition in zip(objects, graphdef.objects, strict=True):
-        if type(definition) is not VariableDef:
-            item._unflatten(definition, decode)
-    return [decode(root) for root in graphdef.roots], objects
+    graphdef: GraphDef, values: Iterable[Any], owner: Any, lock: str | None = None
+) -> tuple[list[Any], Sequence[Any]]:
+    """Returns new (roots, objects) of a structure, given the values of its Variables."""
+    definitions = graphdef.objects
+    given = {}
+    for position, value in zip(graphdef.leaves, values, strict=True):
+        definition = definitions[position]
+        given[position] = definition.type._make(value, definition.metadata, owner, lock)
+    decode = assemble(definitions, given, owner, lock)
+    return [decode(root) for root in graphdef.roots], decode.objects
 
 
-# --- Pytree ---
+# --- pytrees --------------------------------------------------------------------------------------
 
 M = TypeVar("M")
 
 
 def has_objects(tree: Any) -> bool:
-    """Whether a pytree holds a Module, container or Variable anywhere.
-
-    Runs at the speed of JAX's own flattening. It does not stop at the first object: JAX's
-    flattening counts its depth and loses count when it is left by an exception.
-    """
+    """Whether a pytree holds a Module, container or Variable anywhere."""
+    # At the speed of JAX's own flattening. It does not stop at the first object: JAX's flattening
+    # counts its depth and loses count when it is left by an exception.
     local.probing, local.found = True, False
     try:
         jax.tree.structure(tree)
@@ -428,7 +365,7 @@ def has_objects(tree: Any) -> bool:
 
 
 def flatten_plain(tree: Any) -> tuple[list[Any], Any] | None:
-    """Flattens a pytree, as ``jax.tree.flatten``; None if there are objects anywhere in it."""
+    """Flattens a pytree by ``jax.tree.flatten``; None if it holds objects."""
     local.probing, local.found = True, False
     try:
         flat = jax.tree.flatten(tree)
@@ -443,10 +380,7 @@ def is_object(value: Any) -> bool:
 
 
 def values_of(leaves: Iterable[Any]) -> list[Any]:
-    """Reads the values of Variables as seen from the current frame, as JAX arrays.
-
-    Lazy ones materialise, NumPy ones convert.
-    """
+    """Reads Variables as seen from the current frame; lazy values materialise."""
     frame = local.frame
     targets = [v if frame is None else resolve(v, frame) for v in leaves]
     values = [target._value for target in targets]
@@ -461,8 +395,7 @@ def _lock_for(children: Sequence[Any]) -> str | None:
     return READ_ONLY if traced else None
 
 
-_PROBED = GraphDef((), ())
-"""What flattening gives while a pytree is only being searched; nobody looks at it."""
+_PROBED = GraphDef((), ())  # result of flattening while a pytree is only being searched
 
 
 def _flatten_graph(root: Any) -> tuple[list[Any], GraphDef]:
@@ -491,7 +424,7 @@ def register_graph(cls: type) -> None:
 
 
 def register_variable(cls: Any) -> None:
-    """Registers a Variable class with JAX: the value is the child, type and metadata are static."""
+    """Registers a Variable class with JAX as a node of one child, the value."""
 
     def flatten_variable(variable: Any) -> tuple[list[Any], Metadata]:
         if local.probing:

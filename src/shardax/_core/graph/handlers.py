@@ -225,10 +225,7 @@ _known: dict[type, Handler] = {}  # what was looked up, so that a walk costs one
 
 
 def register(cls: type, handler: Handler, where: Callable[[type], bool] | None = None) -> None:
-    """Adds a row: a class, its subclasses too, or of these the ones that a test accepts.
-
-    Of several rows for one class the last one registered decides.
-    """
+    """Adds a row: a class, its subclasses too, or of these the ones that a test accepts."""
     _rows.append((cls, where, handler))
     _by_name[handler.name] = handler
     _known.clear()

@@ -15,21 +15,7 @@ Path = tuple[Hashable, ...]
 
 
 def format_path(path: Path) -> str:
-    """Formats a path as the code that reaches the place.
-
-    Args:
-        path: Attribute names, list positions and dict keys, outermost first.
-
-    Returns:
-        The text, for instance ``.layers[0].kernel``; ``(root)`` for the empty path.
-
-    Example:
-        >>> from shardax.core.paths import format_path
-        >>> format_path(("layers", 0, "kernel"))
-        '.layers[0].kernel'
-        >>> format_path(("heads", "en-us"))
-        ".heads['en-us']"
-    """
+    """Formats a path as the code that reaches the place."""
     if not path:
         return "(root)"
     return "".join(_format_key(key) for key in path)
@@ -58,10 +44,7 @@ def path_step(key: Any) -> Hashable:
 
 
 class PathKey(NamedTuple):
-    """One entry of a JAX key path that stands for a whole shardax path.
-
-    It does because a model is one pytree node.
-    """
+    """One entry of a JAX key path that stands for a whole shardax path."""
 
     path: Path
 

@@ -59,24 +59,7 @@ class _Unkeyable(TypeError):
 
 
 def exact_key(value: Any) -> Hashable:
-    """Returns a hashable key that is equal only for values of the same types all the way down.
-
-    Args:
-        value: A hashable value: number, string, tuple, frozen dataclass, enum, function, type,
-            dtype, ...
-
-    Returns:
-        A key for dictionaries. Two keys are equal when the values have the same type and content,
-        recursively.
-
-    Raises:
-        TypeError: If the value, or something inside it, is not hashable.
-
-    Example:
-        >>> from shardax.core.static import exact_key
-        >>> (1, True) == (1.0, 1), exact_key((1, True)) == exact_key((1.0, 1))
-        (True, False)
-    """
+    """Returns a hashable key that is equal only for values of the same types all the way down."""
     return _key(value, 0)
 
 
@@ -167,17 +150,7 @@ def _cell_key(cell: types.CellType, function: types.FunctionType, depth: int) ->
 
 
 class Static:
-    """A static value that compares by its exact key and shows as the value.
-
-    Attributes:
-        value: The wrapped value.
-        key: Its exact key.
-
-    Example:
-        >>> from shardax.core.static import Static
-        >>> Static(1) == Static(1), Static(1) == Static(True), Static("relu")
-        (True, False, 'relu')
-    """
+    """A static value that compares by its exact key and shows as the value."""
 
     __slots__ = ("_hash", "key", "value")
 
@@ -210,12 +183,7 @@ Axes = tuple[AxisName, ...]
 
 
 class Metadata:
-    """Immutable, hashable metadata; Variables share one object until one of them changes its own.
-
-    Attributes:
-        axes: Logical axis names, or None when none were given.
-        entries: Read-only mapping of the other entries.
-    """
+    """Immutable, hashable metadata; Variables share one object until one of them changes its own."""
 
     __slots__ = ("_hash", "_key", "axes", "entries")
 
@@ -245,15 +213,7 @@ class Metadata:
         return self._with(axes, {**self.entries, **changes})
 
     def without_axis(self, position: int, expected: AxisName = None) -> Metadata:
-        """Returns the metadata of one part of the array along a dimension: without its name.
-
-        Args:
-            position: Which dimension; negative counts from the end.
-            expected: The name it should have, or None for any.
-
-        Raises:
-            MetadataError: If the dimension has another name than expected, or does not exist.
-        """
+        """Returns the metadata of one part of the array along a dimension: without its name."""
         if self.axes is None:
             return self
         if not -len(self.axes) <= position < len(self.axes):
@@ -269,12 +229,7 @@ class Metadata:
         return self._with((*self.axes[:place], *self.axes[place + 1 :]), self.entries)
 
     def with_axis(self, position: int, name: AxisName = None) -> Metadata:
-        """Returns the metadata of arrays put together along a new dimension: the inverse.
-
-        Args:
-            position: Where the new dimension stands; negative counts from the end of the new axes.
-            name: Its name, or None.
-        """
+        """Returns the metadata of arrays put together along a new dimension: the inverse."""
         if self.axes is None:
             return self
         rank = len(self.axes) + 1
@@ -312,14 +267,7 @@ def _is_hashable(item: Any) -> bool:
 
 
 def check_axes(axes: Iterable[AxisName] | None) -> Axes | None:
-    """Returns ``axes`` as a tuple of hashable names, or None.
-
-    Args:
-        axes: Any iterable of names but a string.
-
-    Raises:
-        MetadataError: If ``axes`` is a string or holds something unhashable.
-    """
+    """Returns ``axes`` as a tuple of hashable names, or None."""
     if axes is None:
         return None
     if isinstance(axes, str):

@@ -37,18 +37,7 @@ _block_dtype: ContextVar[np.dtype | None] = ContextVar("shardax_default_dtype", 
 
 
 def exact_dtype(dtype: Any) -> np.dtype:
-    """Returns a dtype as NumPy names it, or refuses one that JAX would narrow.
-
-    Args:
-        dtype: A dtype, its name, or ``float``, ``int``, ``complex``, which mean JAX's default.
-
-    Raises:
-        DtypeError: If it is no dtype, or has 64 bits while JAX uses 32.
-
-    Example:
-        >>> exact_dtype("bfloat16"), exact_dtype(float)
-        (dtype(bfloat16), dtype('float32'))
-    """
+    """Returns a dtype as NumPy names it, or refuses one that JAX would narrow."""
     try:
         wanted = jnp.dtype(dtype)
     except TypeError as error:
@@ -67,22 +56,14 @@ def exact_dtype(dtype: Any) -> np.dtype:
 
 
 def float_dtype(dtype: Any = None) -> np.dtype:
-    """Returns the dtype given, else the default of floats.
-
-    Raises:
-        DtypeError: If it is no dtype, or has 64 bits while JAX uses 32.
-    """
+    """Returns the dtype given, else the default of floats."""
     if dtype is None:
         dtype = _block_dtype.get() or _Process.dtype or float
     return exact_dtype(dtype)
 
 
 def default_float(dtype: Any) -> np.dtype:
-    """Returns a dtype that may be the default of floats.
-
-    Raises:
-        DtypeError: If it is not floating, or has 64 bits while JAX uses 32.
-    """
+    """Returns a dtype that may be the default of floats."""
     exact = exact_dtype(dtype)
     if not jnp.issubdtype(exact, jnp.floating):
         raise DtypeError(
@@ -149,17 +130,7 @@ def default_device(device: Any) -> Iterator[Any]:
 
 
 def as_device(device: Any) -> Any:
-    """Returns a device by name; starts JAX's backend.
-
-    Args:
-        device: A ``jax.Device``, or a name such as ``"cpu"`` or ``"gpu:1"``.
-
-    Returns:
-        The ``jax.Device``.
-
-    Raises:
-        DeviceError: If there is no such device.
-    """
+    """Returns a device by name; starts JAX's backend."""
     if isinstance(device, jax.Device):
         return device
     platform, number = parse_device(device)
@@ -180,18 +151,7 @@ def as_device(device: Any) -> Any:
 
 
 def parse_device(name: Any) -> tuple[str, int]:
-    """Reads the name of a device, without starting JAX's backend.
-
-    Returns:
-        The platform and the number, 0 if none is given.
-
-    Raises:
-        DeviceError: If it is not such a name.
-
-    Example:
-        >>> parse_device("cpu"), parse_device("gpu:1")
-        (('cpu', 0), ('gpu', 1))
-    """
+    """Reads the name of a device, without starting JAX's backend."""
     platform, colon, number = name.partition(":") if isinstance(name, str) else ("", "", "")
     if not platform.isidentifier() or (colon and not number.isdecimal()):
         raise DeviceError(

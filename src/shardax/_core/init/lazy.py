@@ -60,12 +60,7 @@ NO_MESH = AbstractMesh((), ())
 
 
 class KeySource(NamedTuple):
-    """The recipe of a random key.
-
-    Attributes:
-        root: An integer seed or a typed key array of shape ().
-        folds: Integers folded into the root, in order (``jax.random.fold_in``).
-    """
+    """The recipe of a random key."""
 
     root: Any
     folds: tuple[int, ...] = ()
@@ -95,28 +90,14 @@ def prng_name() -> str:
 
 
 def words_of(sources: Sequence[KeySource]) -> list[Any]:
-    """Returns the words of several keys, folded together where no transform is tracing.
-
-    Args:
-        sources: The recipes; roots may be tracers.
-
-    Returns:
-        ``uint32[k]`` for each, in order, as ``key_words`` gives them.
-    """
+    """Returns the words of several keys, folded together where no transform is tracing."""
     if is_eager() and not any(isinstance(source.root, Tracer) for source in sources):
         return list(all_key_words(sources))
     return [key_words(source) for source in sources]
 
 
 def key_words(source: KeySource) -> Any:
-    """Returns the words of one key.
-
-    Args:
-        source: The recipe; its root may be a tracer.
-
-    Returns:
-        ``uint32[k]``: a NumPy array, or a tracer while a transform is tracing.
-    """
+    """Returns the words of one key."""
     if is_eager() and not isinstance(source.root, Tracer):
         return all_key_words([source])[0]
     folds = np.asarray(source.folds, np.uint32)
@@ -127,21 +108,7 @@ def key_words(source: KeySource) -> Any:
 
 
 def all_key_words(sources: Sequence[KeySource]) -> list[np.ndarray]:
-    """Returns the words of many keys, folded in chunks. Only outside of traces.
-
-    Args:
-        sources: Recipes with concrete roots.
-
-    Returns:
-        ``uint32[k]`` for each, in order; the same words as folding one key at a time.
-
-    Example:
-        >>> import jax
-        >>> words = all_key_words([KeySource(0, (1, 2)), KeySource(7)])
-        >>> key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 1), 2)
-        >>> words[0].tolist() == jax.random.key_data(key).tolist()
-        True
-    """
+    """Returns the words of many keys, folded in chunks. Only outside of traces."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return _fold_all(sources)
 
@@ -221,13 +188,7 @@ memory, not correctness: the array is then computed whole."""
 
 
 class InitializerProgram:
-    """A compiled initializer for one shape, dtype and sharding; call it with the key's words.
-
-    Args:
-        function: Takes the key's words (None without a key) and returns the array.
-        words: Shape and dtype of the key's words, or None; any tree, if the function takes one.
-        sharding: Where the array goes, or None for the default device.
-    """
+    """A compiled initializer for one shape, dtype and sharding; call it with the key's words."""
 
     __slots__ = ("_call", "_sharding", "_words", "compiled")
 
@@ -254,11 +215,7 @@ class InitializerProgram:
 
 
 class _EmptyProgram(InitializerProgram):
-    """The program of an array without elements, which is laid out afterwards.
-
-    Where a program lays one out, JAX gives every device the whole shape, and the array cannot be
-    read.
-    """
+    """The program of an array without elements, which is laid out afterwards."""
 
     __slots__ = ("_place",)
 
@@ -279,17 +236,7 @@ def initializer_program(
     sharding: Any,
     lead: tuple[int, ...] = (),
 ) -> InitializerProgram:
-    """Returns the program of an initializer.
-
-    Args:
-        initializer: The function ``(key, shape, dtype) -> array``.
-        shape: Shape of the array.
-        dtype: Its dtype.
-        impl: The generator of the key; None to call the initializer without a key.
-        sharding: A ``jax.sharding.Sharding``, or None for the default device.
-        lead: Leading dimensions: the program then makes one array per key of ``uint32[*lead, k]``
-            words, the same as one at a time, in one array of shape ``(*lead, *shape)``.
-    """
+    """Returns the program of an initializer."""
     words = None if impl is None else _words_of(impl)
 
     def initialise(given: Any) -> jax.Array:
@@ -313,15 +260,7 @@ def initializer_program(
 def program_into(
     sharding: Any, function: Callable[[Any], jax.Array], given: Any, freely: bool
 ) -> InitializerProgram:
-    """Returns the program that writes what a function makes into a sharding.
-
-    Args:
-        sharding: A ``jax.sharding.Sharding``, or None for the default device.
-        function: Makes the array of ``given``.
-        given: Shapes and dtypes of what the function takes.
-        freely: Whether each device may compute its part only (``cuts_freely``); otherwise each
-            computes the whole array and keeps its part.
-    """
+    """Returns the program that writes what a function makes into a sharding."""
     if freely or not isinstance(sharding, NamedSharding):
         return InitializerProgram(function, given, sharding)
     whole = NamedSharding(sharding.mesh, PartitionSpec())
@@ -348,10 +287,7 @@ def _broadcast(array: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 
 
 def _one_by_one(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
-    """Returns the function over a leading dimension, as a loop.
-
-    Some random generators give other numbers when they are batched, and some sums other roundings.
-    """
+    """Returns the function over a leading dimension, as a loop."""
     return lambda rows: jax.lax.map(function, rows)
 
 
@@ -370,11 +306,7 @@ def key_program(impl: Any, sharding: Any, lead: tuple[int, ...] = ()) -> Initial
 
 
 def compile_together(programs: Iterable[InitializerProgram]) -> None:
-    """Compiles programs at the same time, as far as there are processors; each at most once.
-
-    Args:
-        programs: Programs, possibly repeated or compiled already.
-    """
+    """Compiles programs at the same time, as far as there are processors; each at most once."""
     pending = [program for program in dict.fromkeys(programs) if not program.compiled]
     lowered = [program.lower() for program in pending]
     if len(lowered) > 1:
@@ -390,13 +322,7 @@ def _words_of(impl: Any) -> jax.ShapeDtypeStruct:
 
 
 def cuts_freely(function: Callable[[Any], jax.Array], given: Any, impl: Any) -> bool:
-    """Whether the numbers are the same to the last bit whichever way the array is cut.
-
-    Args:
-        function: Makes the array of ``given``.
-        given: Shapes and dtypes of what the function takes.
-        impl: The generator of its keys, or None.
-    """
+    """Whether the numbers are the same to the last bit whichever way the array is cut."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
         names = set(_primitives(jax.make_jaxpr(function)(given).jaxpr))
     draws = any(name.startswith("random") for name in names)
@@ -418,12 +344,7 @@ Initializer = Callable[..., Any]
 
 
 class LazyValue:
-    """Base of lazy values. ``shape`` and ``dtype`` are known; ``compute`` makes the array.
-
-    Attributes:
-        shape: Shape of the array.
-        dtype: Its dtype, canonical for the current JAX configuration.
-    """
+    """Base of lazy values. ``shape`` and ``dtype`` are known; ``compute`` makes the array."""
 
     __slots__ = ("dtype", "shape")
     shape: tuple[int, ...]
@@ -468,36 +389,15 @@ class Recipe(LazyValue):
         raise NotImplementedError
 
     def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
-        """Returns the program that makes the array of the words of the keys.
-
-        Args:
-            sharding: A ``jax.sharding.Sharding``, or None for the default device.
-            lead: Leading dimensions, for a program that makes as many arrays in one.
-        """
+        """Returns the program that makes the array of the words of the keys."""
         raise NotImplementedError
 
     def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
-        """Runs the program.
-
-        Args:
-            program: What ``program`` returned.
-            words: The words of the key of each of ``sources``.
-        """
+        """Runs the program."""
         raise NotImplementedError
 
     def compute(self, sharding: Any = None) -> jax.Array:
-        """Runs the recipe; with a sharding, straight into its shards.
-
-        Args:
-            sharding: A ``jax.sharding.Sharding``, or None for the default device.
-
-        Returns:
-            The array.
-
-        Raises:
-            MissingRngsError: If the initializer needs a key and this value was made without
-                ``rngs``.
-        """
+        """Runs the recipe; with a sharding, straight into its shards."""
         return self.run(self.program(sharding), words_of(self.sources))
 
 
@@ -623,19 +523,7 @@ def _key_dtype(impl: str) -> Any:
 
 
 def compute_all(values: Sequence[LazyValue], shardings: Sequence[Any]) -> Iterator[jax.Array]:
-    """Runs many recipes: keys together, programs compiled together, arrays one after another.
-
-    Only outside of traces. Everything is compiled before the first array is made, so an initializer
-    that does not trace fails before anything changed.
-
-    Args:
-        values: The recipes.
-        shardings: Where each array goes, or None for the default device.
-
-    Yields:
-        The arrays, in order; each is made when it is asked for, so that the caller decides what is
-        alive at the same time.
-    """
+    """Runs many recipes: keys together, programs compiled together, arrays one after another."""
     known = [value if isinstance(value, Recipe) and value.is_known else None for value in values]
     programs = [
         None if value is None else value.program(sharding)

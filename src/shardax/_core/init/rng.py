@@ -89,16 +89,7 @@ def check_whole_process(check: bool) -> None:
 
 
 def note_draw(stream: str, source: KeySource | None, count: Any) -> None:
-    """Notes a draw, if somebody wants to know.
-
-    Args:
-        stream: Name of the stream.
-        source: Its base key; None for one that is not a single key.
-        count: Its count before the draw.
-
-    Raises:
-        RepeatedKeyError: If the same draw was noted before.
-    """
+    """Notes a draw, if somebody wants to know."""
     notes = _block.get()
     if notes is None:
         if not _process:
@@ -207,16 +198,7 @@ def is_integer(source: Any) -> bool:
 
 
 def seed_source(seed: int) -> KeySource:
-    """Returns the source of the key of an integer seed of any size.
-
-    ``jax.random.key`` keeps the lowest 32 bits alone unless 64 bits are enabled, so that seeds such
-    as ``2**32`` and 0 give one key. Here every seed gives a key of its own, the same with 64 bits
-    and without; from 0 to ``2**32 - 1`` it is that of ``jax.random.key``.
-
-    Example:
-        >>> seed_source(7), seed_source(2**32 + 7)
-        (KeySource(root=7, folds=()), KeySource(root=7, folds=(1, 0)))
-    """
+    """Returns the source of the key of an integer seed of any size."""
     if 0 <= seed <= _WORD:
         return KeySource(seed)
     words = [seed & _WORD]
@@ -229,11 +211,7 @@ _WORD = 2**32 - 1
 
 
 def key_value(source: Any) -> Any:
-    """Returns a seed or key as a stream holds it: a typed key, or a ``LazyKey`` for an integer.
-
-    Raises:
-        SeedError: If it is neither.
-    """
+    """Returns a seed or key as a stream holds it: a typed key, or a ``LazyKey`` for an integer."""
     if isinstance(source, KeySource):
         return LazyKey(source)
     if is_integer(source):

@@ -39,8 +39,8 @@ from shardax._core.graph.flatten import (
     GraphWalk,
     Ref,
     VariableDef,
+    assemble,
     definition_children,
-    rebuild,
 )
 from shardax._core.graph.handlers import has_parts
 from shardax._core.graph.paths import Path, format_path, plain_path
@@ -60,15 +60,7 @@ class OpenSlot(NamedTuple):
 
 
 class FlatTree:
-    """A tree taken apart into objects and slots.
-
-    Args:
-        tree: A Module, Variable, or pytree of these.
-
-    Attributes:
-        walk: The objects, with paths from the top of the tree.
-        variables: Positions of the Variables among them.
-    """
+    """A tree taken apart into objects and slots."""
 
     def __init__(self, tree: Any) -> None:
         leaves, self._treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_part)
@@ -102,14 +94,9 @@ class FlatTree:
         variables: Mapping[int, Any],
         decoder: Callable[[Sequence[Any]], ChildDecoder] = ChildDecoder,
     ) -> Any:
-        """Returns the tree with new Modules and containers.
-
-        Args:
-            variables: What to put in the places of Variables, by position; the others stay.
-            decoder: Turns children into values.
-        """
+        """Returns the tree with new Modules and containers."""
         given = {i: variables.get(i, self.walk.objects[i]) for i in self.variables}
-        decode = rebuild(self.walk, given, owner_here(), decoder)
+        decode = assemble(self.walk.definitions, given, owner_here(), decoder=decoder)
         return self._treedef.unflatten(
             [decode(leaf.child) if type(leaf) is _Encoded else leaf for leaf in self._leaves]
         )
@@ -307,11 +294,7 @@ def bind(tree: Any, variables: Any, allow_unused: bool = False) -> Any:
 def bound(
     tree: Any, variables: Any, change: Callable[[Any], Any], allow_unused: bool = False
 ) -> tuple[Any, dict[Path, Any]]:
-    """Puts into the slots of a tree what ``change`` makes of each Variable; see ``bind``.
-
-    Returns:
-        (the new tree, what was put in by label).
-    """
+    """Puts into the slots of a tree what ``change`` makes of each Variable; see ``bind``."""
     taken = FlatTree(tree)
     found = _matched(_open_places(taken), variables, allow_unused)
     by_label = {label: change(variable) for label, variable in found.items()}
@@ -319,11 +302,7 @@ def bound(
 
 
 def _open_places(taken: FlatTree) -> dict[Path, OpenSlot]:
-    """Returns the first place of every label.
-
-    Raises:
-        LabelConflictError: If slots of one label belong to Variables of two types.
-    """
+    """Returns the first place of every label."""
     found: dict[Path, OpenSlot] = {}
     for place in taken.places():
         known = found.setdefault(place.slot.label, place)

@@ -164,20 +164,7 @@ class Not(_Combination):
 
 
 def to_predicate(item: Filter) -> Predicate:
-    """Turns a filter into a predicate.
-
-    Args:
-        item: A filter as defined at the top of this module.
-
-    Raises:
-        FilterError: If it is not a filter.
-
-    Example:
-        >>> import shardax as sx
-        >>> from shardax.core.filters import to_predicate
-        >>> to_predicate(sx.Param)(("w",), sx.Param(0.0))
-        True
-    """
+    """Turns a filter into a predicate."""
     if item is ... or item is True:
         return Everything()
     if item is None or item is False:
@@ -198,11 +185,7 @@ def to_predicate(item: Filter) -> Predicate:
 
 
 def to_predicates(filters: Sequence[Filter]) -> list[Predicate]:
-    """Turns filters into predicates, checking that a filter for everything comes last.
-
-    Raises:
-        FilterError: If ``...`` is followed by another filter, which could then never match.
-    """
+    """Turns filters into predicates, checking that a filter for everything comes last."""
     predicates = [to_predicate(item) for item in filters]
     for position, predicate in enumerate(predicates[:-1]):
         if isinstance(predicate, Everything) and not all(

@@ -87,10 +87,7 @@ def _origin(definition: Any) -> Origin:
 
 
 def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
-    """Reads the values of the Variables at some positions (None: all).
-
-    Others stay lazy if they are.
-    """
+    """Reads the values of the Variables at some positions (None: all)."""
     chosen = range(len(flat.leaves)) if positions is None else list(positions)
     paths = [flat.leaf_paths[i] for i in chosen]
     values = values_of(flat.leaves[i] for i in chosen)
@@ -349,11 +346,7 @@ def pop(tree: Any, *filters: Filter) -> Any:
 
 
 def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]]:
-    """Yields (Module or Dict, key) for every place that holds a chosen Variable.
-
-    Raises:
-        StateMismatchError: If one sits where removing it would shift others, or cannot be removed.
-    """
+    """Yields (Module or Dict, key) for every place that holds a chosen Variable."""
     walk = GraphWalk()
     walk.encode(root, ())
     places = [
@@ -446,11 +439,7 @@ def _occurrences(
 
 
 def check_covered(flat: Flat, filters: tuple[Filter, ...]) -> list[int]:
-    """Returns for each Variable the position of the first filter that matches it.
-
-    Raises:
-        FilterError: If a Variable matches none.
-    """
+    """Returns for each Variable the position of the first filter that matches it."""
     predicates = to_predicates(filters)
     positions = []
     for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardax._core.cross_process import packed
+from shardax._core.cross_process import format_mesh, packed
 from shardax._core.errors import StateMismatchError
 from shardax._core.graph.handlers import Handler, register
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY, Metadata
-from shardax._core.layout_text import layout_text
 from shardax._core.object import Shown
 from shardax._core.state.filters import (
     Filter,
@@ -225,14 +225,7 @@ def _shown(value: Any) -> str:
 def flatten_mapping(
     entries: Mapping[Any, Any], known: Any = None, path: Path = ()
 ) -> dict[Path, Any]:
-    """Flattens a nested mapping to values by path.
-
-    Args:
-        entries: Nested mappings of values; a State inside contributes its entries.
-        known: Paths at which to stop although the value is a mapping (a Variable may hold a dict),
-            or None.
-        path: Where ``entries`` stands.
-    """
+    """Flattens a nested mapping to values by path."""
     if isinstance(entries, State):
         return {(*path, *below): value for below, value in entries.flat().items()}
     flat: dict[Path, Any] = {}
@@ -290,20 +283,7 @@ jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _
 def merged_values(
     states: Sequence[Any], known: Sequence[Path], complete: bool = False
 ) -> dict[Path, Any]:
-    """Joins States or nested mappings into values by path, with the paths spelled as in ``known``.
-
-    Formats that only have string keys turn ``0`` into ``"0"``; such a step is understood where the
-    model has no other reading.
-
-    Args:
-        states: States or nested mappings; later ones win.
-        known: Paths of the model's Variables.
-        complete: Whether every known path must be given.
-
-    Raises:
-        StateMismatchError: If an entry fits no known path, or one is missing; all such entries are
-            listed.
-    """
+    """Joins States or nested mappings into values by path, with the paths spelled as in ``known``."""
     spelled = {tuple(map(str, path)): path for path in known}
     known_set = set(known)
     values: dict[Path, Any] = {}
@@ -342,3 +322,66 @@ def _mismatch(
             f"{counted} missing (pass every State that split returned):\n" + "\n".join(lines)
         )
     return "The State does not fit the model; nothing was changed. " + "\n".join(parts)
+
+
+# --- layouts as text -------------------------------------------------------------------------------
+# The values of a State of shardings or specs say where arrays go. They are short, and alike from row
+# to row, so a column for each thing that differs reads better than one text after another.
+
+
+def layout_text(rows: Iterable[tuple[Path, Any, Any]]) -> str | None:
+    """Returns the table of shardings or specs, or None if the values are something else."""
+    leaves = [
+        (_leaf_path(path, below), axes, leaf)
+        for path, axes, value in rows
+        for below, leaf in jax.tree_util.tree_leaves_with_path(value)
+    ]
+    values = [leaf for _, _, leaf in leaves]
+    if not values or not all(isinstance(value, (Sharding, PartitionSpec)) for value in values):
+        return None
+    kind = "specs" if all(isinstance(value, PartitionSpec) for value in values) else "shardings"
+    meshes = dict.fromkeys(format_mesh(v.mesh) for v in values if isinstance(v, NamedSharding))
+    header = ["path", "axes", "spec"] + (["mesh"] if len(meshes) > 1 else [])
+    cells = [header]
+    for path, axes, value in leaves:
+        mesh = format_mesh(value.mesh) if isinstance(value, NamedSharding) else ""
+        cells.append([format_path(path), format_axes(axes), _spec(value), mesh][: len(header)])
+    over = f" over the mesh {next(iter(meshes))}" if len(meshes) == 1 else ""
+    return "\n".join([f"State of {kind}{over}", *(f"  {line}" for line in columns(cells))])
+
+
+def columns(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Returns lines of text in which the cells of a column stand below each other."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    return [
+        "  ".join(
+            text.rjust(widths[i]) if i in right else text.ljust(widths[i])
+            for i, text in enumerate(line)
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def format_axes(axes: Any) -> str:
+    """Formats axis names, an unnamed dimension as ``-``; nothing for an array without names."""
+    return ", ".join("-" if name is None else str(name) for name in axes or ())
+
+
+def _spec(value: Any) -> str:
+    if isinstance(value, PartitionSpec):
+        return str(value)
+    if not isinstance(value, NamedSharding):
+        return str(value)
+    elsewhere = value.memory_kind not in (None, "device")
+    return f"{value.spec}, in {value.memory_kind}" if elsewhere else str(value.spec)
+
+
+def _leaf_path(path: Path, below: Sequence[Any]) -> Path:
+    steps: list[Any] = []
+    for key in below:
+        if isinstance(key, PathKey):
+            steps.extend(key.path)
+            continue
+        names = (getattr(key, attribute, None) for attribute in ("key", "idx", "name"))
+        steps.append(next((name for name in names if name is not None), str(key)))
+    return (*path, *steps)

@@ -38,13 +38,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardax._core import epoch
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import local
 from shardax._core.graph.flatten import has_objects, walk_objects
 from shardax._core.graph.paths import Path
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object, Wrapper
+from shardax._core.object import Object, Wrapper, epoch
 from shardax._core.variable import Variable
 from shardax._transforms.errors import OutputError, StaticArgumentError
 from shardax._transforms.jit import retraces as explain

@@ -36,10 +36,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core import epoch
 from shardax._core.frames import CapturedVariable, Frame, local
 from shardax._core.graph.flatten import GraphDef, build, flatten, is_object
 from shardax._core.graph.paths import Path, format_path
+from shardax._core.object import epoch
 from shardax._core.variable import Variable
 from shardax._transforms.errors import ArgumentError, ClosureError, DecisionError
 from shardax._transforms.lift.arguments import Arguments, Mixed, leaf_paths, plain_paths, root_names

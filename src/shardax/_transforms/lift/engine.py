@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardax._core import _jax, epoch
+from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.array_ops import realise_all
 from shardax._core.containers import unboxed
@@ -49,7 +49,7 @@ from shardax._core.graph.flatten import (
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object
+from shardax._core.object import Object, epoch
 from shardax._core.variable import Variable
 from shardax._transforms.errors import OutputError
 from shardax._transforms.lift.arguments import PLAIN as PLAIN
