@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public parts of JAX outside the ``jax`` namespace, and what differs by version.
+"""Public parts of JAX outside its top-level namespace.
 
 A *trace state* is an opaque token of the transform that is tracing: two tokens are equal exactly
 when they were taken under one trace.
@@ -56,7 +56,7 @@ def is_eager() -> bool:
 
 
 def user_line(equation: Any) -> str:
-    """Returns file and line of the user's code behind an equation, or ""."""
+    """Returns the user's file and line behind an equation, or ""."""
     traceback = getattr(getattr(equation, "source_info", None), "traceback", None)
     package = pathlib.Path(__file__).parents[1]
     inside = (str(pathlib.Path(jax.__file__).parent), str(package))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lets a Variable stand where its array could.
+"""Values of Variables, and operators that let a Variable stand for its array.
 
 A *value* is a JAX array (or tracer), a NumPy array, a lazy value, an abstract
 ``jax.ShapeDtypeStruct``, or a pytree of these. Numbers become NumPy arrays of JAX's canonical
@@ -31,9 +31,7 @@ def as_value(value: Any, owner: str) -> Any:
     if isinstance(value, (np.ndarray, *_NUMBERS)):
         return _canonical(value, owner)
     return jax.tree.map(
-        lambda leaf: _as_leaf(leaf, owner),
-        value,
-        is_leaf=lambda item: isinstance(item, Object),
+        lambda leaf: _as_leaf(leaf, owner), value, is_leaf=lambda item: isinstance(item, Object)
     )
 
 
@@ -46,8 +44,7 @@ def _as_leaf(leaf: Any, owner: str) -> Any:
         return leaf.value
     raise VariableValueError(
         f"A {owner} holds arrays, but was given {leaf!r} of type {type(leaf).__name__}. Assign "
-        f"configuration to a plain attribute "
-        f"of the Module instead: self.name = {leaf!r}."
+        f"configuration to a plain attribute of the Module instead: self.name = {leaf!r}."
     )
 
 
@@ -56,16 +53,14 @@ def _canonical(value: Any, owner: str) -> np.ndarray:
     if array.dtype.kind in "OUSMm" or array.dtype.names is not None:
         raise VariableValueError(
             f"A {owner} holds arrays of numbers, but was given an array of dtype {array.dtype}. "
-            f"JAX has no such dtype; encode it "
-            f"as integers first."
+            f"JAX has no such dtype; encode it as integers first."
         )
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if isinstance(value, int) and int(array.astype(dtype)) != value:
         raise VariableValueError(
             f"The number {value} does not fit into {np.dtype(dtype).name}, the widest integer that "
-            f"JAX uses now. Give the dtype yourself, "
-            f"as in np.uint32({value}), use a float, or enable 64 bits: "
-            f"jax.config.update('jax_enable_x64', True)."
+            f"JAX uses now. Give the dtype yourself, as in np.uint32({value}), use a float, or "
+            f"enable 64 bits: jax.config.update('jax_enable_x64', True)."
         )
     # The caller may go on writing into its NumPy array; a Variable changes only when it is written.
     return array.astype(dtype, copy=isinstance(value, np.ndarray))
@@ -80,7 +75,7 @@ def realise(value: Any, owner: Any) -> Any:
 
 
 def realise_all(variables: Sequence[Any]) -> None:
-    """Materialises the lazy values of several Variables together, which is quicker than one by one."""
+    """Materialises the lazy values of several Variables in one go."""
     lazy = [v for v in variables if isinstance(v._value, Recipe) and v._owner is None]
     if len(lazy) > 1 and is_eager():
         arrays = compute_all([v._value for v in lazy], [None] * len(lazy))
@@ -89,7 +84,7 @@ def realise_all(variables: Sequence[Any]) -> None:
 
 
 def snapshot(value: Any) -> Any:
-    """Returns a value that does not change with the given one; lazy values stay lazy."""
+    """Copies a value that could change in place."""
     if isinstance(value, (jax.Array, LazyValue)):
         return value
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value)
@@ -160,9 +155,8 @@ class ArrayLike:
         if isinstance(value, jax.ShapeDtypeStruct):
             raise AbstractValueError(
                 f"This {type(self).__name__} is abstract ({value.dtype}{list(value.shape)}): it "
-                f"has a shape but no numbers. "
-                f"Materialise the model first, for instance with sx.shard(model, mesh, rules) or "
-                f"by restoring a checkpoint."
+                f"has a shape but no numbers. Materialise the model first, for instance with "
+                f"sx.shard(model, mesh, rules) or by restoring a checkpoint."
             )
         return value
 

@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracked containers: what lists and dicts become when they are assigned to a Module.
+"""Tracked lists and dicts, and the form in which Modules store values.
 
 A plain list that holds Variables could be changed behind the model's back. So assigning a list or
-dict to an attribute stores a ``List`` or ``Dict`` with the same items, which tells the model when
-it changes. They compare and behave like ``list`` and ``dict``. The list that was assigned is *not*
-tracked: ``layers = []; self.layers = layers; layers.append(x)`` changes only the local list; append
-to ``self.layers``.
+dict to an attribute stores a ``List`` or ``Dict`` with the same items, which advances the structure
+epoch when it changes. They compare and behave like ``list`` and ``dict``. The list that was
+assigned is *not* tracked: ``layers = []; self.layers = layers; layers.append(x)`` changes only the
+local list; append to ``self.layers``.
 
-Arrays inside a container are *boxed*: held in a hidden Variable, so that they can be lifted and
-written like any other data, and unboxed when read.
+Plain arrays are *boxed*: held in a hidden Variable (``ArrayAttribute``), so that they can be
+lifted, written and saved like any other data, and unboxed when read.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    MutableMapping,
-    MutableSequence,
-)
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, MutableSequence
 from typing import Any, Generic, Self, TypeVar, overload
 
 import jax
@@ -30,11 +23,7 @@ import numpy as np
 from shardax._core.errors import StaticAttributeError, VariableValueError
 from shardax._core.frames import Frame, check_structural_write, owner_here
 from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
-from shardax._core.graph.flatten import (
-    DictDef,
-    ListDef,
-    register_graph,
-)
+from shardax._core.graph.flatten import DictDef, ListDef, register_graph
 from shardax._core.graph.handlers import (
     DICT,
     LIST,
@@ -98,17 +87,15 @@ def _check_static(value: Any, where: str) -> None:
     except TypeError as error:
         raise StaticAttributeError(
             f"Cannot use {value!r} of type {type(value).__name__} as {where}: it is neither data "
-            f"(an array, Variable, Module, or "
-            f"list, dict, tuple of these) nor hashable configuration ({error}). Ways out: wrap "
-            f"arrays that live inside it in "
+            f"(an array, Variable, Module, or list, dict, tuple of these) nor hashable "
+            f"configuration ({error}). Ways out: wrap arrays that live inside it in "
             f"sx.Variable(...); use a tuple or frozenset instead of a set; make a class of your "
-            f"own a frozen dataclass, a "
-            f"sx.Module, or give it __hash__ and __eq__."
+            f"own a frozen dataclass, a sx.Module, or give it __hash__ and __eq__."
         ) from error
 
 
 def unbox(value: Any) -> Any:
-    """Returns a stored value as the user sees it: boxed arrays as arrays."""
+    """Returns a stored value as the user sees it."""
     if isinstance(value, _HIDDEN):
         return value.value
     if isinstance(value, tuple) and has_parts(value):
@@ -117,19 +104,19 @@ def unbox(value: Any) -> Any:
 
 
 def unboxed(value: Any) -> Any:
-    """Returns what stands by itself, outside of a model: an array for its box."""
+    """Returns the array of an array attribute that left its model."""
     return value.value if isinstance(value, ArrayAttribute) else value
 
 
 def reboxed(value: Any, where: str) -> Any:
-    """Returns a stored value with boxes of its own; what cannot change is shared."""
+    """Copies the array attributes of a stored value."""
     if isinstance(value, tuple) and is_boxed(value):
         return map_children(lambda item: reboxed(item, where), value)
     return box(value.value, where) if isinstance(value, ArrayAttribute) else value
 
 
 def is_boxed(value: Any) -> bool:
-    """Whether a stored value stands for an array, which the user sees instead of it."""
+    """Whether the user sees an array in place of a stored value."""
     if isinstance(value, _HIDDEN):
         return True
     if isinstance(value, Slot):
@@ -138,7 +125,7 @@ def is_boxed(value: Any) -> bool:
 
 
 def same_structure(old: Any, new: Any) -> bool:
-    """Whether replacing one stored value by another leaves the structure as it was."""
+    """Whether replacing a stored value leaves the structure as it was."""
     if old is new:
         return True
     if isinstance(old, Object) or isinstance(new, Object) or has_parts(old) or has_parts(new):
@@ -250,9 +237,7 @@ class List(_Container, MutableSequence[T], Generic[T]):
         """Sorts in place, as ``list.sort``."""
         self._changing()
         self._items = sorted(  # a new list: a failing comparison changes nothing
-            self._items,
-            key=lambda item: key(unbox(item)) if key else unbox(item),
-            reverse=reverse,
+            self._items, key=lambda item: key(unbox(item)) if key else unbox(item), reverse=reverse
         )
         self._changed()
 
@@ -419,8 +404,7 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
 
     def _flatten(self, encode: Any) -> DictDef:
         return DictDef(
-            type(self),
-            tuple((Static(key), encode(item, key)) for key, item in self._items.items()),
+            type(self), tuple((Static(key), encode(item, key)) for key, item in self._items.items())
         )
 
     def _unflatten(self, definition: DictDef, decode: Any) -> None:
@@ -471,13 +455,13 @@ register(
 
 
 def _checked_key(key: Any) -> Any:
-    """Returns a dict key, which must be configuration: keys are part of the structure."""
+    """Checks that a dict key is configuration, and returns it."""
     _check_static(key, "a key of a dict in a model")
     return key
 
 
 def write_through(old: Any, new: Any, where: str) -> bool:
-    """Writes an array over a place that already holds data; returns whether that is what happened."""
+    """Writes an array into the data that is stored; returns whether it did."""
     if not isinstance(old, (Variable, Slot)) or isinstance(new, Object):
         return False
     is_array = isinstance(new, _ARRAYS)
@@ -503,9 +487,8 @@ def write_through(old: Any, new: Any, where: str) -> bool:
     if is_array:
         raise StaticAttributeError(
             f"Cannot assign an array over the {type(old).__name__} in {where}: the Variable with "
-            f"its type and metadata would be "
-            f"lost. Write into it instead (name[...] = array, or name.value = array); to really "
-            f"replace it, assign a new "
-            f"Variable: sx.{type(old).__name__}(array)."
+            f"its type and metadata would be lost. Write into it instead (name[...] = array, or "
+            f"name.value = array); to really replace it, assign a new Variable: "
+            f"sx.{type(old).__name__}(array)."
         )
     return False

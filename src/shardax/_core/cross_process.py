@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: arrays, meshes and decorated functions as another process can have them.
+"""Pickling of arrays, meshes and decorated functions for other processes.
 
 Pickle writes a JAX array as its numbers, and so forgets how it was laid out; a mesh it cannot write
-at all, since a device is a thing of one machine. A *packed* array is its numbers, on the host, and
-its sharding, which is a mesh and a spec. A mesh is written as the names, sizes and types of its
-axes, and the numbers of its devices.
-
-What is read back lands on the first of these meshes that exists:
+at all, since a device belongs to one machine. So an array is written as its numbers, on the host,
+and its sharding, which is a mesh and a spec; and a mesh as the names, sizes and types of its axes,
+and the numbers of its devices. It is restored as the first of these meshes that exists:
 
 1. the one that the reader gave (``landing_on``);
 2. one in scope with the same axes, names and sizes;
 3. one of the same devices, which is the same mesh in the process that wrote it;
 4. one of as many of the devices that there are.
 
-Otherwise the machine is smaller than the one that wrote. Then a mesh is an ``AbstractMesh``, which
-still says names and sizes; arrays that were laid out over it are whole, on the default device; and
-a warning says so.
+Otherwise the machine is smaller than the one that wrote. Then the mesh becomes an ``AbstractMesh``,
+which still has names and sizes; arrays that were laid out over it are whole, on the default device;
+and a warning says so.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ _known: WeakValueDictionary[int, PickledArray] = WeakValueDictionary()
 
 
 class PickledArray:
-    """An array on its way into a pickle; what comes out of the pickle is an array."""
+    """Stand-in for an array in a pickle, read back as an array."""
 
     __slots__ = ("__weakref__", "array")
 
@@ -60,7 +58,7 @@ class PickledArray:
 
     @classmethod
     def of(cls, array: jax.Array) -> PickledArray:
-        """Returns the one packed form of an array, so that a pickle that has it twice is no longer."""
+        """Returns the one stand-in of an array, so pickles share it."""
         return _known.setdefault(id(array), cls(array))
 
     def __reduce__(self) -> Any:
@@ -78,7 +76,7 @@ def packed(value: Any) -> Any:
 
 
 def reduced(array: jax.Array) -> Any:
-    """Returns what ``__reduce__`` of an array should: how to make it again, from what."""
+    """Returns how to make an array again, for ``__reduce__``."""
     if isinstance(array, Tracer):
         raise PickleWriteError(
             f"Cannot pickle {jax.typeof(array)}: it is being traced, so it has no numbers yet. "
@@ -110,7 +108,7 @@ def reduced(array: jax.Array) -> Any:
 def _landed(
     make: Callable[..., Any], arguments: Any, sharding: Any, implementation: str | None, dtype: str
 ) -> jax.Array:
-    """Makes a packed array again, laid out as it was if its mesh is here."""
+    """Restores an array, with its layout if the mesh exists here."""
     with jax.ensure_compile_time_eval():  # also where something is being traced
         array = make(*arguments)
         if implementation is not None:
@@ -153,7 +151,7 @@ def _warn(found: str) -> None:
 
 
 def format_mesh(mesh: Any) -> str:
-    """Formats a mesh: sizes by axis, and the types of its axes if these are not Auto."""
+    """Formats the axes of a mesh: sizes, and types other than Auto."""
     texts = []
     for (axis, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True):
         other = "" if kind is jax.sharding.AxisType.Auto else f" ({kind.name})"
@@ -163,7 +161,7 @@ def format_mesh(mesh: Any) -> str:
 
 @contextlib.contextmanager
 def landing_on(mesh: Mesh | None) -> Iterator[None]:
-    """Says over which mesh what is read from pickles is laid out, by the names of its axes."""
+    """Sets the mesh over which unpickled arrays are laid out."""
     token = _landing.set(mesh)
     try:
         yield
@@ -221,7 +219,7 @@ def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
 
 
 class PickledByName:
-    """Base of what decorators make of functions: where a module has it by name, it goes by name."""
+    """Base of decorated functions that are pickled by their name."""
 
     __slots__ = ()
 
@@ -230,7 +228,7 @@ class PickledByName:
 
 
 def name_of(item: Any) -> str | None:
-    """Returns the name by which the module of something has it, or None if it does not."""
+    """Returns the name of something in its module, or None."""
     name, module = getattr(item, "__qualname__", None), getattr(item, "__module__", None)
     found: Any = None if module == "__main__" else sys.modules.get(module or "")
     for part in name.split(".") if isinstance(name, str) else ():

@@ -70,7 +70,7 @@ class PlainTrace(Frame):
 
 
 def owner_here() -> Frame | None:
-    """Returns the owner of an object made right now, None outside all transforms."""
+    """Returns the owner of an object made now; None outside all transforms."""
     frame = local.frame
     home = _jax.eager() if frame is None else frame.trace
     if _jax.trace_state() == home:
@@ -89,7 +89,7 @@ local = _ThreadState()
 
 
 def resolve(variable: Any, frame: Frame | None) -> Any:
-    """Returns the Variable that stands for another in a frame, or outside all."""
+    """Returns the Variable that stands for another one in a frame."""
     owner = variable._owner
     if owner is frame or (type(owner) is PlainTrace and owner.parent is frame):
         return variable
@@ -98,10 +98,9 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
             return variable
         raise TraceLeakError(
             f"A {type(variable).__name__} made inside sx.{owner.name} was used after that call "
-            f"ended. Its value exists only "
-            f"during the trace. Return it from the function (or assign it to an attribute of a "
-            f"Module that is an "
-            f"argument); then the caller gets it with a real array."
+            f"ended. Its value exists only during the trace. Return it from the function (or "
+            f"assign it to an attribute of a Module that is an argument); then the caller gets it "
+            f"with a real array."
         )
     known = frame.copies.get(id(variable))
     if known is not None:
@@ -118,7 +117,7 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
 
 
 class Blocked(NamedTuple):
-    """Stands in a frame's ``copies`` for a Variable that cannot be used there."""
+    """Entry of ``Frame.copies`` for a Variable that is refused there."""
 
     refuse: Callable[[Any], Any]  # called with the Variable, raises the error
 
@@ -132,16 +131,14 @@ READ_ONLY = "copy inside a plain JAX transform"
 
 
 def check_unlocked(target: Any, what: str) -> None:
-    """Raises if an object is locked: a read-only copy, or foreign to its transform."""
+    """Raises if an object is locked."""
     if target._lock is READ_ONLY:
         raise ReadOnlyCopyError(
             f"Cannot write {what}: this {type(target).__name__} is a copy that JAX rebuilt inside "
-            f"a plain transform (jax.jit, "
-            f"jax.grad, jax.vmap, ...), so the write would be lost when the function returns. Use "
-            f"the shardax transform of the "
-            f"same name (sx.jit, sx.grad, ...), which carries writes back; or, if you return the "
-            f"copy, make it writable "
-            f"first:\n\n    model = sx.mutable(model)\n    ...\n    return model"
+            f"a plain transform (jax.jit, jax.grad, jax.vmap, ...), so the write would be lost "
+            f"when the function returns. Use the shardax transform of the same name (sx.jit, "
+            f"sx.grad, ...), which carries writes back; or, if you return the copy, make it "
+            f"writable first:\n\n    model = sx.mutable(model)\n    ...\n    return model"
         )
     if target._lock is not None:  # a transform that carries no writes made it; says why
         raise ForeignMutationError(target._lock.format(what=what))
@@ -162,24 +159,21 @@ def check_structural_write(target: Any, what: str) -> None:
     hint = " (Writing values of its Variables works either way.)" if frame.carries_captured else ""
     raise ForeignMutationError(
         f"Cannot change the structure of {what} inside sx.{frame.name}: the "
-        f"{type(target).__name__} was reached through a closure or "
-        f"global, so the change would happen once, while tracing, and not when the compiled "
-        f"function runs. Pass the "
-        f"Module as an argument of the function; then its structural changes are carried back."
-        f"{hint}"
+        f"{type(target).__name__} was reached through a closure or global, so the change would "
+        f"happen once, while tracing, and not when the compiled function runs. Pass the Module as "
+        f"an argument of the function; then its structural changes are carried back.{hint}"
     )
 
 
 def check_trace(target: Any, what: str) -> None:
-    """Raises if a write now would let a tracer escape or be lost."""
+    """Raises if a write would be lost or leak a tracer."""
     owner = target._owner
     home = _jax.eager() if owner is None else owner.trace
     if _jax.trace_state() == home:
         return
     raise TraceLeakError(
         f"Cannot write {what} from inside a plain JAX transform that did not receive it: the write "
-        f"would happen once, while tracing, "
-        f"and a traced value would outlive its trace. Use the shardax transform of the same name "
-        f"(sx.jit, sx.grad, ...) and "
-        f"pass the Module as an argument; or return the new value and write it outside."
+        f"would happen once, while tracing, and a traced value would outlive its trace. Use the "
+        f"shardax transform of the same name (sx.jit, sx.grad, ...) and pass the Module as an "
+        f"argument; or return the new value and write it outside."
     )

@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen values: Variables that cannot change.
+"""Frozen values and slots: the immutable forms of a Variable.
 
-A Variable has three *forms*. The mutable cell itself is one. Its *slot* is the empty place that it
-leaves in a model (``_core.frozen``). Its *frozen value* is what it holds, with its type, metadata and
-label, as an immutable pytree: what a purely functional program passes around.
+A Variable has three *forms*. The mutable cell itself is one. Its *frozen value* is its value with
+type, metadata and label as an immutable pytree: what a purely functional program passes around. It
+reads like the Variable, so layers run on it, and in a Module two places that hold one frozen value
+are one leaf, with one gradient. Writing it is an error. By filters it is no longer of the
+Variable's type: ``sx.Param`` matches what can be trained, ``Frozen(sx.Param)`` the frozen values
+that were Params.
 
-A frozen value reads like the Variable that it was made from, so layers run on it. It can stand in a
-Module, where two places that hold one frozen value are one leaf, with one gradient. Writing it is
-an error. By filters it is no longer of the Variable's type: ``sx.Param`` chooses what can be
-trained, ``Frozen(sx.Param)`` the frozen values that were Params.
-
-Slots: empty places for Variables.
-
-A *slot* stands in a model where a Variable was taken out (``_core.state.bind``). It holds no value,
-only the Variable's type and its *label*: the path at which the Variable was met first, by which it
-finds its way back. Labels are paths, so they are the same in every process; the slots of a shared
-Variable have one label.
-
-A slot is immutable and compares by type and label. To JAX it is a pytree without leaves; in a
-Module it is configuration. So a model whose Variables are all taken out is hashable structure and
-nothing else.
+Its *slot* is the empty place that it leaves in a model (``_core.state.bind``), with the Variable's
+type and *label*: the path at which the Variable was met first, the same in every process. The slots
+of a shared Variable have one label. A slot compares by type and label. To JAX it is a pytree
+without leaves; in a Module it is configuration. So a model whose Variables are all taken out is
+hashable structure and nothing else.
 """
 
 from __future__ import annotations
@@ -49,7 +42,7 @@ T = TypeVar("T")
 
 
 class FrozenMetadata(Metadata):
-    """Metadata of a frozen value: that of the Variable, its type, and the label."""
+    """Metadata of a frozen value, with the Variable's type and label."""
 
     __slots__ = ("label", "variable_type")
 
@@ -87,7 +80,7 @@ class FrozenMetadata(Metadata):
 
 
 class FrozenVariable(Variable[T]):
-    """The value of a Variable, immutable: a pytree with its type, metadata and label.
+    """Immutable value of a Variable, with type, metadata and label.
 
     Made by ``freeze`` and ``unbind``. Two are equal when type, label, metadata and every number
     are; a comparison with anything else goes element by element, as for arrays.
@@ -196,7 +189,7 @@ class FrozenVariable(Variable[T]):
 
 
 class FrozenArray(FrozenVariable[T]):
-    """The frozen value of an array that is an attribute; users see the array."""
+    """Frozen value of an array attribute; users see the array."""
 
 
 def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
@@ -264,7 +257,7 @@ def _same_leaf(one: Any, other: Any) -> bool:
 
 
 def _numbers(leaf: Any) -> bytes | None:
-    """Returns the bytes of an array, or None where they are not here (tracers, donated arrays)."""
+    """Returns the bytes of an array, or None if not available."""
     if isinstance(leaf, LazyValue):
         if not is_eager():
             return None

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules: mutable Python objects that hold a model's Variables and configuration.
+"""Modules, and the drawings behind their ``repr``.
 
-A Module is an ordinary object: attributes are set in ``__init__`` or anywhere else. Assigning sorts
-the value. Variables, Modules and arrays are *data*; lists and dicts become tracked containers;
+A Module is an ordinary object: attributes are set in ``__init__`` or anywhere else. Assignment
+sorts values: Variables, Modules and arrays are *data*; lists and dicts become tracked containers;
 tuples stay tuples; everything else is *static configuration* and must be hashable, which is checked
-here, where the mistake is made, rather than at the first compiled call.
+on assignment, where the mistake is made, rather than at the first compiled call. Arrays are kept in
+hidden Variables (``_core.containers``); attribute access returns the array.
 
-Arrays are kept in hidden Variables (*boxed*), so that they too can be read through closures,
-written inside transforms and saved. Attribute access shows the array.
-
-Pictures of models: what stands where, with sharing shown, and its plain text.
-
-A *drawing* is a tree that mirrors a value: Modules, containers and what leads through to objects
-have parts; everything else is a *leaf*. An object met again is a leaf that says where it was met
-first. The text has a line for each leaf; ``shardax.view`` draws the same tree in other ways.
+A *drawing* is a tree that mirrors a value: Modules, containers and what leads to objects have
+parts; everything else is a *leaf*. An object met again is a leaf that refers to the first
+occurrence. ``repr`` has a line for each leaf; ``shardax.view`` draws the same tree in other ways.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ _RESERVED = frozenset({"_array_attributes", "_flat", "_lock", "_marked", "_owner
 
 
 class Module(Object):
-    """Base of models and layers: a mutable object with data and configuration as attributes.
+    """Base of models and layers: data and configuration as attributes.
 
     Subclasses write an ordinary ``__init__``; there is nothing to call or declare. A Module is also
     a pytree (``_core.graph.flatten``).
@@ -167,7 +163,7 @@ class Module(Object):
         )
 
     def __copy__(self) -> Self:
-        """Returns a Module with attributes of its own that share what they hold, but for arrays."""
+        """Returns a shallow copy; array attributes are copied."""
         copied = self._allocate(owner_here(), None)
         copied.__dict__.update(self.__dict__)
         where = f"a copy of {type(self).__name__}"
@@ -192,7 +188,7 @@ class Module(Object):
     # -----------------------------------------------------------------------
 
     def sow(self, name: str, value: Any, type: type[Variable[Any]] = Intermediate) -> None:
-        """Records a value under ``name``: appends it to the tuple in the Variable of that name.
+        """Appends a value to the tuple in the Variable ``name``.
 
         Args:
             name: Attribute of the Variable.
@@ -225,7 +221,7 @@ class Module(Object):
             )
 
     def perturb(self, name: str, value: Any, type: type[Variable[Any]] = Perturbation) -> Any:
-        """Adds a Variable of zeros to ``value``, so that the gradient there can be read.
+        """Adds a Variable of zeros, whose gradient is that of ``value``.
 
         Args:
             name: Attribute of the Variable, made on first use with the shape and dtype of
@@ -251,7 +247,7 @@ class Module(Object):
         return value + getattr(self, name).value
 
     def stateless_call(self, variables: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Calls this Module, which has slots, as a function of the values that belong there.
+        """Calls this Module with frozen values for its slots.
 
         Args:
             variables: Frozen values for the slots; see ``shardax.stateless_call``.
@@ -275,7 +271,7 @@ class Module(Object):
     def set_attributes(
         self, *filters: Any, raise_if_not_found: bool = True, **attributes: Any
     ) -> None:
-        """Sets attributes on this Module and every Module below that already has them.
+        """Sets attributes on all Modules that already have them.
 
         Args:
             *filters: Module classes or predicates ``(path, module) -> bool``; a Module matching any
@@ -312,8 +308,7 @@ class Module(Object):
         if missing and raise_if_not_found:
             raise MissingAttributeError(
                 f"No Module in this {type(self).__name__} has the attribute(s) {sorted(missing)}; "
-                f"nothing was changed. Check the spelling, or "
-                f"pass raise_if_not_found=False."
+                f"nothing was changed. Check the spelling, or pass raise_if_not_found=False."
             )
         for module, name in targets:
             setattr(module, name, attributes[name])
@@ -335,19 +330,13 @@ class Module(Object):
             False
         """
         self.set_attributes(
-            deterministic=False,
-            use_running_average=False,
-            raise_if_not_found=False,
-            **attributes,
+            deterministic=False, use_running_average=False, raise_if_not_found=False, **attributes
         )
 
     def eval(self, **attributes: Any) -> None:
         """Puts the model into evaluation mode: the opposite of ``train``."""
         self.set_attributes(
-            deterministic=True,
-            use_running_average=True,
-            raise_if_not_found=False,
-            **attributes,
+            deterministic=True, use_running_average=True, raise_if_not_found=False, **attributes
         )
 
 
@@ -359,7 +348,6 @@ def _matches(chosen: Any, path: Any, module: Module) -> bool:
 
 
 def _set_reserved(module: Module, name: str, value: Any) -> None:
-    """Lets the core set its slots and refuses everyone else's attempt to use the names."""
     if name in {"_marked", "_lock"} and (value is None or isinstance(value, (bool, str))):
         object.__setattr__(module, name, value)
         return
@@ -441,7 +429,7 @@ class Drawing:
 
 
 def draw(value: Any) -> Drawing:
-    """Draws a value and everything below it, reading no value of a Variable."""
+    """Draws a value and everything below it."""
     return _draw(Drawing("", "", (), value), {})
 
 
@@ -489,7 +477,7 @@ def leaf_text(leaf: Drawing) -> str:
 
 
 def parameter_count(drawing: Drawing) -> str:
-    """Returns a comment with the number of elements of every ``Param``, frozen ones too."""
+    """Returns a comment with the number of parameters."""
     count = sum(
         math.prod(leaf.value._value.shape)
         for leaf in drawing.leaves()

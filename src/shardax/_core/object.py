@@ -51,7 +51,7 @@ class ShownArray(Shown):
 
 
 class Object(Shown):
-    """Base of everything with identity: what the core needs to walk, copy and guard objects."""
+    """Base of everything with identity."""
 
     __slots__ = ()
     _owner: Any  # the frame that made the object (_core.frames), or None
@@ -65,7 +65,7 @@ class Object(Shown):
 
     @classmethod
     def _allocate(cls, owner: Any, lock: str | None) -> Any:
-        """Makes an empty object, to be filled once all objects of a graph exist."""
+        """Makes an empty object, to be filled by ``_unflatten``."""
         raise NotImplementedError
 
     def _unflatten(self, definition: Any, decode: Any) -> None:

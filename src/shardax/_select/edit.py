@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits of a tree: a new tree that shares what was not edited, or the same tree changed in place.
+"""Edits of trees, functional or in place, and combining partitions.
 
-An *edit* says, for each chosen place (``_select.places``), which *items* take the place of what
-stands there: ``[new]`` replaces it, ``[]`` removes it, ``[OLD, new]`` puts something after it.
+An *edit* gives, for each selected place (``_select.places``), the *items* that take the place of
+what is there: ``[new]`` replaces it, ``[]`` removes it, ``[OLD, new]`` inserts after it.
 
-The functional edit copies the holders that lead to an edited place, each once, and no others. So
-what was shared is shared in the new tree, cycles stay cycles, and every object that leads to no
-edit is the same object in both trees. An array attribute belongs to its Module, so a copy gets a
-hidden Variable of its own. The edit in place changes the holders of edited places only. Either way
+A functional edit copies the holders that lead to an edited place, each once, and no others. So what
+was shared is shared in the new tree, cycles stay cycles, and every object that leads to no edit is
+the same object in both trees. An array attribute belongs to its Module, so a copy gets a hidden
+Variable of its own. An edit in place changes the holders of edited places only. Either way
 everything is computed, and refused, before anything changes.
 
-Putting containers together again from parts, for edits of trees (``_select.edit``).
+How many items may replace one is up to the container's handler: a *sequence* (list, tuple) takes
+any number; what is *keyed* (attributes, dict entries) can lose an item; everything else
+(NamedTuple, partial, other pytree nodes) has a fixed number of parts.
 
-What a container is decides how many items may stand where one stood. A *sequence* (list, tuple)
-takes any number; what is *keyed* (attributes, dict entries) can lose an item; everything else
-(NamedTuple, partial, the node of some other pytree) has a fixed number of parts.
-
-Holes, and putting the parts of a tree together again.
-
-A *hole* stands in one part of a tree for what is in another part (``Selection.partition``). It is a
-pytree without leaves, and configuration inside a Module, so a part goes through JAX's functions
-like any tree: only its own data is there.
+A *hole* stands in one part of a partitioned tree for what is in another part. It is a pytree
+without leaves, and configuration inside a Module, so a part goes through JAX's functions like any
+tree: only its own data is there.
 """
 
 from __future__ import annotations
@@ -31,18 +27,8 @@ from typing import Any, Final
 import jax
 
 from shardax._core.array_ops import as_value
-from shardax._core.containers import (
-    _ARRAYS,
-    _HIDDEN,
-    box,
-    is_boxed,
-)
-from shardax._core.frames import (
-    check_structural_write,
-    local,
-    owner_here,
-    resolve,
-)
+from shardax._core.containers import _ARRAYS, _HIDDEN, box, is_boxed
+from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import Slot
 from shardax._core.graph.handlers import Pairs, handler_of, tree_handler_of
 from shardax._core.graph.paths import Path, format_path
@@ -78,7 +64,7 @@ def arranged(place: Place, new: Sequence[tuple[Place, Sequence[Any]]]) -> Pairs:
 
 
 def check_count(child: Place, items: Sequence[Any], content: Any, removable: bool) -> None:
-    """Raises if not just one item is to stand where only one can."""
+    """Raises if a place cannot hold that many items."""
     if len(items) == 1 or (not items and removable):
         return
     where, kind = format_path(child.path), type(content).__name__
@@ -95,7 +81,7 @@ def check_count(child: Place, items: Sequence[Any], content: Any, removable: boo
 
 
 def is_mutable(value: Any) -> bool:
-    """Whether an edit can change what a holder holds, other than a Variable its value."""
+    """Whether a holder's children can be changed."""
     return handler_of(value).mutable
 
 
@@ -103,7 +89,7 @@ def is_mutable(value: Any) -> bool:
 
 
 class Hole:
-    """What stands in one part of a tree for something that is in another part.
+    """Placeholder for something in another part of a tree.
 
     Example:
         >>> import shardax as sx
@@ -129,19 +115,19 @@ HOLE: Final = Hole()
 
 
 def is_hole(stored: Any) -> bool:
-    """Whether a hole is stored somewhere, by itself or where an array attribute was."""
+    """Whether a stored value is a hole or an array attribute's."""
     if isinstance(stored, ArrayAttribute):
         stored = stored._here()._value
     return isinstance(stored, Hole)
 
 
 def hole_for(stored: Any) -> Any:
-    """Returns the hole for what is stored somewhere; it keeps its place among array attributes."""
+    """Returns the hole that takes the place of a stored value."""
     return ArrayAttribute._make(HOLE, EMPTY, owner_here()) if is_boxed(stored) else HOLE
 
 
 def combine(*parts: Any) -> Any:
-    """Puts the parts of a tree together: the inverse of ``Selection.partition``.
+    """Puts the parts of a partitioned tree together.
 
     What stands in one part only is taken as it is, so the objects are those of the parts. Holders
     that stand in several parts, such as the Modules around what was selected, are made anew.
@@ -195,7 +181,7 @@ class _Merge:
             self._leading |= {id(node.place.holder) for node in graph.nodes if node.leads}
 
     def _group(self, values: tuple[Any, ...], path: Path) -> None:
-        """Finds the groups at and below a place where several parts have something."""
+        """Finds the groups at and below a place."""
         present = _distinct(values)
         first = present[0]
         if len(present) < 2 or id(first) in self._groups:
@@ -208,7 +194,7 @@ class _Merge:
             self._group(below, _step(path, key))
 
     def merged(self, values: tuple[Any, ...], path: Path) -> Any:
-        """Returns what stands at a place of the whole, given what the parts have there."""
+        """Returns the merged value of a place."""
         present = _distinct(values)
         if len(present) == 1:
             present = self._groups.get(id(present[0]), present)
@@ -249,13 +235,13 @@ class _Merge:
 
 
 def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns what is no hole, each thing once; where all are holes, one of them."""
+    """Returns the distinct values that are no holes, else one hole."""
     present = {id(value): value for value in values if not is_hole(value)}
     return tuple(present.values()) or values[:1]
 
 
 def _aligned(present: tuple[Any, ...], path: Path) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Returns, for each key of some containers that have the same, what they store there."""
+    """Returns the children of like containers, by key."""
     contents = [dict(parts(value)) for value in present]
     first, *others = contents
     if any(other.keys() != first.keys() for other in others):
@@ -351,7 +337,7 @@ class _Edit:
         return value
 
     def parts(self, node: Holder, place: Place) -> list[tuple[Place, list[Any]]]:
-        """Returns, for everything directly below a place, the items that stand there afterwards."""
+        """Returns every child of a place with its items after the edit."""
         return [(child, self.after(node, child)) for child in children(place)]
 
     def after(self, node: Holder, child: Place) -> list[Any]:
@@ -372,7 +358,7 @@ class _Edit:
 
 
 def _unmet(tree: Any, place: Place, every_path: bool) -> SelectionError:
-    """Returns the error for a selected place that is not in the tree, or within another one."""
+    """Returns the error for a place that the walk did not find."""
     where = format_path(place.path)
     found = locate(root_place(tree), place.path)
     if found is not None and found.key(every_path) == place.key(every_path):
@@ -387,7 +373,7 @@ def _unmet(tree: Any, place: Place, every_path: bool) -> SelectionError:
 
 
 def _check_no_loss(child: Place, item: Any) -> None:
-    """Raises if an array is to stand for a Variable of a model, whose type would be lost."""
+    """Raises if an array is to replace a Variable."""
     stored = child.stored
     if isinstance(item, _ARRAYS) and isinstance(stored, (Variable, Slot)) and not is_boxed(stored):
         kind = getattr(stored, "variable_type", type(stored)).__name__
@@ -438,7 +424,7 @@ class _Copying(_Edit):
         return self.content(root, root.place)
 
     def result(self, node: Holder) -> Any:
-        """Returns the copy of a holder, or the holder itself where it can be shared."""
+        """Returns a holder's copy, or the holder itself."""
         made = self._made.get(id(node))
         if made is None:
             made = self._made[id(node)] = self._variable(node)
@@ -457,7 +443,7 @@ class _Changing(_Edit):
     """An edit that changes the tree in place."""
 
     def run(self, journal: Journal) -> Any:
-        """Changes the tree and returns it; what undoes it is appended to the journal."""
+        """Changes the tree, notes in the journal how to undo it."""
         self._check_single()
         self._writes: list[tuple[Variable[Any], Any]] = []
         changes: list[tuple[Place, Pairs]] = []
@@ -503,7 +489,7 @@ class _Changing(_Edit):
         return items
 
     def _check_single(self) -> None:
-        """Raises if one holder would have to be changed at one of its paths only."""
+        """Raises if an edit in place would change only one of several paths."""
         paths: dict[int, list[Path]] = {}
         for node in self.graph.nodes:
             paths.setdefault(id(node.place.holder), []).append(node.place.path)

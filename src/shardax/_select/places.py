@@ -1,29 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places: where something stands in a tree, for selections (``_select.selection``).
+"""Places of a tree: how selections find, read, split and print.
 
 A *tree* is a Module, a Variable, or any pytree with or without these. A *place* is somewhere in it:
 an attribute, an item, a dict entry, or part of a Variable's value, such as ``.layers[0].w.value``.
-What has identity is one place, by however many paths it is reached: an object, a plain list or
-dict. Such a thing is a *holder*; every other place is known by the nearest holder above it and the
-*local* path from there. So a selection made before values were written is still right afterwards.
+What has identity (an object, a plain list or dict) is one place, by however many paths it is
+reached. It is a *holder*; every other place is known by the nearest holder above it and the *local*
+path from there. So a selection made before values were written is still right afterwards. The place
+of an array attribute holds the array; the hidden Variable around it is only its holder. Looking for
+places reads no lazy value.
 
-What stands at the place of an array attribute is the array; the hidden Variable around it is only
-its holder. Looking for places reads no lazy value: it is seen as the recipe that it is.
-
-Splitting a tree: the places that belong to what is selected, and those that make up the rest.
-
-Besides a selected place itself, what is *held* by it belongs to it: an object within it, also where
-the object is reached by another path. The exception are objects that lead to a selected place, such
-as a parent that a layer refers to: these are what lies between, and belong to neither.
-
-Holder graphs: which holders of a tree lead to some chosen places.
-
-A *graph* walks a whole tree once and keeps a *node* for every holder (``_select.places``) with
-the nodes directly above and below it, so that sharing and cycles are edges like any others. A node
-*leads* to a chosen place if it has one between itself and the next holders, or a node below leads
-to one. What leads somewhere must be copied by an edit; what does not can be shared.
-
-The plain text of a selection: the tree with what is selected marked, the rest folded.
+A *holder graph* has a node for every holder, with the nodes directly above and below it, so that
+sharing and cycles are edges like any others. A node *leads* to a selected place if one is between
+it and the next holders, or a node below leads to one. What leads somewhere is copied by an edit;
+what does not is shared.
 """
 
 from __future__ import annotations
@@ -35,13 +24,7 @@ import numpy as np
 
 from shardax._core.containers import _ARRAYS, _HIDDEN, unbox
 from shardax._core.errors import ShardaxError
-from shardax._core.graph.handlers import (
-    Pairs,
-    handler_of,
-    has_parts,
-    map_children,
-    tree_handler_of,
-)
+from shardax._core.graph.handlers import Pairs, handler_of, has_parts, map_children, tree_handler_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
@@ -49,7 +32,7 @@ from shardax._core.variable import Variable
 
 
 class SelectionError(ShardaxError, ValueError):
-    """A selection cannot be made as asked, or what was selected cannot be edited so."""
+    """A selection or an edit of one is not possible."""
 
 
 class EmptySelectionError(SelectionError):
@@ -61,11 +44,11 @@ class SelectionCountError(SelectionError):
 
 
 class SelectionPathError(SelectionError, LookupError):
-    """There is no place at a path, or it is not among what is selected."""
+    """There is no such place among what is selected."""
 
 
 class SelectionIndexError(SelectionError, IndexError):
-    """A selection was asked for a place by a number that it does not have."""
+    """A selection has no place of that number."""
 
 
 class StaleSelectionError(SelectionError, LookupError):
@@ -73,7 +56,7 @@ class StaleSelectionError(SelectionError, LookupError):
 
 
 class CombineError(SelectionError):
-    """Parts of a tree do not make a whole: something is missing, or they differ."""
+    """Parts of a tree are incomplete or differ."""
 
 
 # --- Select places ---
@@ -95,7 +78,7 @@ class Place(NamedTuple):
 
     @property
     def is_holder(self) -> bool:
-        """Whether what stands here has identity (the root counts as if it had)."""
+        """Whether this is a value with identity, or the root."""
         return not self.local and not self.wrapped
 
     @property
@@ -120,7 +103,7 @@ def root_place(tree: Any) -> Place:
 
 
 def content_of(variable: Variable[Any]) -> Any:
-    """Returns a Variable's value as seen from here; a lazy one as its recipe."""
+    """Returns a Variable's value here, without materialising it."""
     value = variable._here()._value
     return variable.value if isinstance(value, np.ndarray) else value
 
@@ -148,7 +131,7 @@ def children(place: Place, into_values: bool = True) -> list[Place]:
 
 
 def parts(value: Any) -> Pairs:
-    """Returns (key, what is stored) for everything directly in a value; key None for no step."""
+    """Returns the (key, stored value) pairs of a value."""
     if isinstance(value, Variable):
         return [("value", content_of(value))]
     return tree_handler_of(value).children(value)
@@ -164,7 +147,7 @@ def shown(value: Any) -> Any:
 
 
 def read(place: Place) -> Any:
-    """Returns what stands at a place now, materialised; ``ABSENT`` if the place is gone."""
+    """Returns the value at a place, or ``ABSENT``."""
     if isinstance(place.holder, Variable):
         is_hidden = isinstance(place.holder, _HIDDEN)
         if is_hidden or place.local:
@@ -188,7 +171,7 @@ def descend(value: Any, path: Path | str) -> Any:
 
 
 def locate(place: Place, path: Path | str) -> Place | None:
-    """Returns the place at a path, or its text, below another place, or None."""
+    """Returns the place at a path below another, or None."""
     if not path and place.named:
         return place
     for child in children(place):
@@ -201,7 +184,7 @@ def locate(place: Place, path: Path | str) -> Place | None:
 
 
 def rest_of(path: Path | str, steps: Path) -> Path | str | None:
-    """Returns what of a path, or of its text, is left after some steps; None if it has others."""
+    """Returns the rest of a path after some steps, or None."""
     if isinstance(path, str):
         text = format_path(steps) if steps else ""
         return path[len(text) :] if path.startswith(text) else None
@@ -219,7 +202,7 @@ def search(
     into_values: bool = True,
     barred: Collection[Hashable] = (),
 ) -> list[Place]:
-    """Returns the places at and below some others that pass a test, in order, each once."""
+    """Returns the outermost (or innermost) places that pass a test."""
     found: list[Place] = []
     known: dict[Hashable, bool] = {}
 
@@ -318,11 +301,11 @@ class HolderGraph:
                 self._scan(node, child, known)
 
     def looks_into(self, node: Holder) -> bool:
-        """Whether what is below a node matters: not for a Variable without a chosen place in it."""
+        """Whether chosen places can be below a holder."""
         return not isinstance(node.place.stored, Variable) or id(node.place.holder) in self._holders
 
     def spread(self, nodes: Iterable[Holder]) -> None:
-        """Notes that some nodes, and so all above them, lead to where one wants to go."""
+        """Marks holders and all above them as leading to chosen places."""
         waiting = list(nodes)
         for node in waiting:
             node.leads = True
@@ -359,7 +342,7 @@ def split_places(
 
 
 def _held(places: Sequence[Place], graph: HolderGraph) -> set[Hashable]:
-    """Returns the keys of what is selected and of the objects that are held by it."""
+    """Returns the keys of selected places and of the objects they hold."""
     held = set(graph.chosen)
     if graph.every_path:  # by path, nothing is reached from elsewhere
         return held
@@ -401,7 +384,7 @@ def selection_text(tree: Any, places: Collection[Place], every_path: bool) -> st
 
 
 class _Text:
-    """The places to mark, what leads to them, and what was shown already."""
+    """Printer of a tree with marked places."""
 
     def __init__(self, places: Collection[Place], every_path: bool) -> None:
         anywhere = [] if every_path else places
@@ -435,7 +418,7 @@ class _Text:
 
 
 def _folded(place: Place) -> str:
-    """Returns what stands at a place in one line, without what is below it."""
+    """Returns one line for a place and all below it."""
     content = place.content
     if isinstance(content, _ARRAYS):
         lazy = ", lazy" if isinstance(content, LazyValue) else ""

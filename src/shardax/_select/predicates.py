@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of places: filters and functions, as selections take them.
+"""Predicates and accessors of selections.
 
-A *test* says whether a place is wanted. One is given as a filter (``_core.state.filters``: a type, a
-metadata tag, ``...``, ``sx.PathContains``, ``sx.Not``), or as a function: of one argument, the
-value, or of two, the path and the value, as filters are.
+A *test* decides whether a place is wanted. It is given as a filter (``_core.state.filters``: a
+type, a metadata tag, ``...``, ``sx.PathContains``, ``sx.Not``), or as a function: of one argument,
+the value, or of two, the path and the value, as filters are.
 
-Accessors: functions that say which parts of a value are meant, ``lambda m: m.layers[0].attn``.
-
-An accessor is given a *stand-in*, which knows its place. Attributes, items and entries of a
-stand-in are stand-ins for the places below, so nothing is read or materialised on the way, and
-configuration can be pointed at like anything else. What is not stored, such as a property, a method
-or a Module's own indexing, is asked of the real value; an object that it returns is looked up.
+An *accessor* is a function that returns parts of its argument, ``lambda m: m.layers[0].attn``. It
+is given a *stand-in* for a place. Attributes, items and entries of a stand-in are stand-ins for the
+places below, so nothing is read or materialised on the way, and configuration can be pointed at
+like anything else. What is not stored, such as a property, a method or a Module's own indexing, is
+asked of the real value; an object that it returns is looked up.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ from shardax._core.graph.views import _LOCK
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.filters import to_predicate
-from shardax._select.places import (
-    Place,
-    SelectionError,
-    children,
-    read,
-    search,
-    shown,
-)
+from shardax._select.places import Place, SelectionError, children, read, search, shown
 
 # --- Select predicates ---
 
@@ -67,7 +59,7 @@ def _is_function(item: Any) -> bool:
 
 
 def with_path(function: Callable[..., Any]) -> Callable[[Path, Any], Any]:
-    """Returns a function of path and value from one of the value, or of both."""
+    """Turns a function of the value into one of path and value."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have none
@@ -85,7 +77,7 @@ def with_path(function: Callable[..., Any]) -> Callable[[Path, Any], Any]:
 
 
 def classes_in(item: Any) -> tuple[type, ...] | None:
-    """Returns the classes of a class, a union, or a tuple of these; None for anything else."""
+    """Returns the classes of a class, union or tuple, else None."""
     if isinstance(item, type) and not isinstance(item, types.GenericAlias):
         return (item,)
     if isinstance(item, types.UnionType) or typing.get_origin(item) is typing.Union:
@@ -103,18 +95,18 @@ def _flat(groups: list[Any]) -> Iterator[type]:
 
 
 def is_instance(place: Place, classes: tuple[type, ...]) -> bool:
-    """Whether an instance of some classes stands at a place; a lazy value is an array."""
+    """Whether a place holds an instance of some classes."""
     value = shown(place.stored)
     return isinstance(value, classes) or (isinstance(value, LazyValue) and jax.Array in classes)
 
 
 def may_be_values(classes: tuple[type, ...]) -> bool:
-    """Whether instances of some classes could be found in the values of Variables."""
+    """Whether values of Variables could be instances of some classes."""
     return not all(issubclass(item, Object) for item in classes)
 
 
 def equals(wanted: Any) -> Test:
-    """Returns a test for what equals a value exactly: in type at every depth, in dtype and shape."""
+    """Returns a test for exact equality with a value."""
     if isinstance(wanted, Object):
         return lambda place: place.stored is wanted
     if isinstance(wanted, (jax.Array, np.ndarray, np.generic)):
@@ -201,7 +193,7 @@ def _value(item: Any) -> Any:
 
 
 class StandIn:
-    """What an accessor gets: stands for a place, and compares as what is there."""
+    """Argument of an accessor, standing for a place."""
 
     __slots__ = ("_place",)
 
@@ -285,7 +277,7 @@ class StandIn:
 
 
 def _below(place: Place) -> dict[tuple[type, Any], Place]:
-    """Returns the places directly below one, by the type and value of the step there."""
+    """Returns the places directly below one, by exact step."""
     found = {}
     for child in children(place):
         steps = child.path[len(place.path) :]

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selections: which parts of a model are meant, to read them, replace them, or put more beside.
+"""Selections: parts of a tree to read and edit.
 
 A *selection* is a tree together with some of its places (``_select.places``). It starts as the
 whole tree, ``sx.select(model)``. *Narrowing* methods return a selection of other places at or below
-the present ones; *reading* methods return what stands there; *editing* methods return a new tree
-(``_select.edit``). Selections never change.
+the present ones; *reading* methods return what is there; *editing* methods return a new tree
+(``_select.edit``). Selections never change. No selected place lies within another. The places are
+remembered, not what is there: a value that was written since is read as it is now, and a place that
+was removed since is an error.
 
 What is reached by several paths is one place, and an edit replaces it wherever it stands, so ties
 stay ties; ``select(tree, every_path=True)`` takes every path for itself, and an edit then unties.
-
-Selected places: which parts of a tree are meant, narrowing that down, and reading them.
-
-What is selected lies side by side: no selected place lies within another. What is reached by
-several paths is one place (``_select.places``). The places are remembered, not what stands
-there: a value that was written since is read as it is now, and a place that was removed since is an
-error.
 """
 
 from __future__ import annotations
@@ -29,14 +24,7 @@ from typing import Any
 from shardax._core.containers import _HIDDEN
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Shown
-from shardax._select.edit import (
-    HOLE,
-    OLD,
-    Items,
-    Journal,
-    edit_tree,
-    undo,
-)
+from shardax._select.edit import HOLE, OLD, Items, Journal, edit_tree, undo
 from shardax._select.places import (
     ABSENT,
     EmptySelectionError,
@@ -104,7 +92,7 @@ def select(tree: Any, *, every_path: bool = False) -> Selection:
 
 
 class Selection(Shown):
-    """Some places of a tree, which it reads and edits; made by ``select`` and narrowed from there.
+    """Some places of a tree, to be read and edited.
 
     An edit returns a new tree in which only the Modules on the way to an edited place are new:
     every other Variable and Module is the same object in both. With ``inplace=True`` the tree
@@ -155,7 +143,7 @@ class Selection(Shown):
     # --- narrowing -------------------------------------------------------------------------------
 
     def at(self, accessor: Callable[[Any], Any]) -> Selection:
-        """Selects the parts that an accessor points at, in the order in which it gives them.
+        """Selects the parts that an accessor returns.
 
         Args:
             accessor: Given what is selected, each in turn, returns a part of it, or several as a
@@ -177,7 +165,7 @@ class Selection(Shown):
         return found
 
     def at_instances_of(self, cls: Any, *, innermost: bool = False) -> Selection:
-        """Selects the outermost instances of a class, at or below what is selected.
+        """Selects the outermost instances of a class.
 
         Args:
             cls: A class, a union ``A | B``, or a tuple of classes. Arrays in Variables are found
@@ -201,7 +189,7 @@ class Selection(Shown):
         )
 
     def at_subtrees_where(self, fn: Any, *, innermost: bool = False) -> Selection:
-        """Selects the outermost parts for which a test holds, at or below what is selected.
+        """Selects the outermost parts for which a test holds.
 
         Args:
             fn: A function of the value, or of path and value; or a filter, as ``sx.state`` takes.
@@ -219,7 +207,7 @@ class Selection(Shown):
         return self._search(to_test(fn), innermost)
 
     def at_equal_to(self, value: Any) -> Selection:
-        """Selects what equals a value, in type too: ``1``, ``True`` and ``1.0`` are three values.
+        """Selects what equals a value, in type too.
 
         Args:
             value: Configuration; an array, compared with its dtype and shape; or an object, which
@@ -333,7 +321,7 @@ class Selection(Shown):
         return self._narrowed(found)
 
     def invert(self) -> Selection:
-        """Selects the rest: the largest parts that hold nothing of what is selected.
+        """Selects the largest parts that hold nothing selected.
 
         Example:
             >>> import shardax as sx
@@ -368,7 +356,7 @@ class Selection(Shown):
         return self._read(self._places[0])
 
     def get_all(self) -> tuple[Any, ...]:
-        """Returns all that is selected, in order; what is lazy materialises as on every reading."""
+        """Returns all that is selected, in order."""
         return tuple(map(self._read, self._places))
 
     def get_by_path(self) -> dict[Path, Any]:
@@ -376,7 +364,7 @@ class Selection(Shown):
         return {place.path: self._read(place) for place in self._places}
 
     def keypaths(self) -> tuple[Path, ...]:
-        """Returns the path of every selected place; of what has several, the one found first."""
+        """Returns the first path of every selected place."""
         return tuple(place.path for place in self._places)
 
     def count(self) -> int:
@@ -413,7 +401,7 @@ class Selection(Shown):
         return selection_text(self._tree, self._places, self._every_path)
 
     def _found(self) -> str:
-        """Says in a sentence what is selected; what follows a colon is a list of lines."""
+        """Describes what is selected, for errors."""
         places = self._places
         kind = type(self._tree).__name__
         if not places:
@@ -435,7 +423,7 @@ class Selection(Shown):
     # --- replacing -------------------------------------------------------------------------------
 
     def set(self, value: Any, *, inplace: bool = False, allow_empty: bool = False) -> Any:
-        """Puts a value at every selected place; an object is then one object in all of them.
+        """Puts a value at every selected place.
 
         Args:
             value: Anything that could be assigned there.
@@ -460,7 +448,7 @@ class Selection(Shown):
     def apply(
         self, fn: Callable[..., Any], *, inplace: bool = False, allow_empty: bool = False
     ) -> Any:
-        """Replaces what is selected by what a function makes of it, called once for each place.
+        """Replaces what is selected by a function of it.
 
         Args:
             fn: A function of the value, or of path and value.
@@ -540,7 +528,7 @@ class Selection(Shown):
         inplace: bool = False,
         allow_empty: bool = False,
     ) -> Any:
-        """Puts something before each selected item of a list or tuple, as ``insert_after`` does."""
+        """Inserts before each selected item, as ``insert_after`` does."""
         return self._insert(value, make, lambda new: [new, OLD], inplace, allow_empty)
 
     def insert_after(
@@ -551,7 +539,7 @@ class Selection(Shown):
         inplace: bool = False,
         allow_empty: bool = False,
     ) -> Any:
-        """Puts something after each selected item of a list or tuple, such as a layer in a row.
+        """Inserts after each selected item of a list or tuple.
 
         Args:
             value: What to insert; an object is then one object in all places.
@@ -598,7 +586,7 @@ class Selection(Shown):
     # --- taking apart ----------------------------------------------------------------------------
 
     def partition(self) -> tuple[Any, Any]:
-        """Splits the tree in two: what is selected, and the rest, each with holes for the other.
+        """Splits the tree into what is selected and the rest.
 
         The objects in both are those of the tree; only the Modules around what is selected are
         copied, once for each part. An object within something selected is in its part, wherever
@@ -627,7 +615,7 @@ class Selection(Shown):
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[Selection]:
-        """Gives a selection whose edits change the tree in place; all are undone by an exception.
+        """Edits the tree in place; an exception undoes all edits.
 
         Example:
             >>> import shardax as sx
@@ -664,7 +652,6 @@ class Selection(Shown):
         names: list[str] = []
 
         def note(place: Place) -> bool:
-            """Notes what is below a place, also where it leads to something seen before."""
             names.extend(format_path(child.path) for child in children(place))
             return False
 
@@ -726,7 +713,7 @@ class Selection(Shown):
 
 
 def _as_given(path: Path | str) -> Path | str:
-    """Returns a path as it is looked for; text as what one would type after the tree."""
+    """Returns a path in the form of lookups."""
     if not isinstance(path, str):
         return tuple(path)
     if path == format_path(()):
@@ -736,7 +723,7 @@ def _as_given(path: Path | str) -> Path | str:
 
 
 def _within(place: Place, below: Place, value: Any) -> Place:
-    """Returns the place of the whole tree that a place of a selected part is."""
+    """Returns a place of a selected part as one of the whole tree."""
     path, above = (*place.path, *below.path), (*place.above, id(place.holder), *below.above)
     in_value = place.inside or isinstance(place.stored, _HIDDEN)
     if in_value or (below.holder is value and not place.is_holder):

@@ -32,12 +32,7 @@ import numpy as np
 from shardax._core._jax import Tracer
 from shardax._core.array_ops import realise_all
 from shardax._core.errors import LayerViewError, StaticAttributeError
-from shardax._core.frames import (
-    READ_ONLY,
-    local,
-    owner_here,
-    resolve,
-)
+from shardax._core.frames import READ_ONLY, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of, has_parts
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY, Metadata, Static
@@ -164,7 +159,7 @@ def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int
 
 
 def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
-    """Yields (key, child) of a definition; key None adds no step to the path."""
+    """Yields (key, child) pairs of a definition; key None is no step."""
     match definition:
         case ModuleDef():
             yield from definition.attributes
@@ -228,7 +223,7 @@ class GraphWalk:
             ) from error
 
     def visit(self, item: Object, path: Path) -> int:
-        """Returns the object's position, walking into it the first time it is met."""
+        """Returns the object's position; walks into it the first time."""
         known = self.index.get(id(item))
         if known is not None:
             return known
@@ -245,7 +240,7 @@ class GraphWalk:
 
 
 def flatten_roots(roots: Sequence[Any], names: Sequence[Path] | None = None) -> Flat:
-    """Flattens several roots together, so that an object shared between them is one."""
+    """Flattens several roots together, with what they share."""
     at = epoch.current  # before walking: an edit during the walk then invalidates the result
     walk = GraphWalk(marking=True)
     paths = names or [()] * len(roots)
@@ -322,7 +317,7 @@ def assemble(
     lock: str | None = None,
     decoder: Callable[[Sequence[Any]], ChildDecoder] = ChildDecoder,
 ) -> ChildDecoder:
-    """Makes the objects of definitions, but for given ones; all Variables are given."""
+    """Makes the objects of definitions; Variables, at least, are given."""
     objects = [
         given[i] if i in given else definition.type._allocate(owner, lock)
         for i, definition in enumerate(definitions)
@@ -337,7 +332,7 @@ def assemble(
 def build(
     graphdef: GraphDef, values: Iterable[Any], owner: Any, lock: str | None = None
 ) -> tuple[list[Any], Sequence[Any]]:
-    """Returns new (roots, objects) of a structure, given the values of its Variables."""
+    """Returns new (roots, objects) from a structure and values."""
     definitions = graphdef.objects
     given = {}
     for position, value in zip(graphdef.leaves, values, strict=True):
@@ -424,7 +419,7 @@ def register_graph(cls: type) -> None:
 
 
 def register_variable(cls: Any) -> None:
-    """Registers a Variable class with JAX as a node of one child, the value."""
+    """Registers a Variable class with JAX; the value is its child."""
 
     def flatten_variable(variable: Any) -> tuple[list[Any], Metadata]:
         if local.probing:

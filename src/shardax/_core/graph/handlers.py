@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handlers: how to take apart and rebuild everything that a tree can hold.
+"""Handlers: one table for walking and rebuilding trees.
 
 A *handler* says, for a type of value, what its children are and under which keys, how to make
 another value from other children, and whether it has identity. One table maps types to handlers;
@@ -74,7 +74,7 @@ class Handler:
 
     @property
     def has_identity(self) -> bool:
-        """Whether a value is one thing by however many paths of a tree it is reached."""
+        """Whether a value is one thing at several paths of a tree."""
         return self.is_object or self.mutable
 
     def remake(self, value: Any, pairs: Pairs) -> Any:
@@ -124,7 +124,7 @@ def _field_text(value: Any, key: Any) -> tuple[str, str]:
 
 
 class Pattern:
-    """A wrapper as configuration: equal when type and what it adds are equal."""
+    """A wrapper as configuration, compared by what it adds."""
 
     __slots__ = ("key", "wrapper")
 
@@ -225,25 +225,25 @@ _known: dict[type, Handler] = {}  # what was looked up, so that a walk costs one
 
 
 def register(cls: type, handler: Handler, where: Callable[[type], bool] | None = None) -> None:
-    """Adds a row: a class, its subclasses too, or of these the ones that a test accepts."""
+    """Adds a row for a class and its subclasses."""
     _rows.append((cls, where, handler))
     _by_name[handler.name] = handler
     _known.clear()
 
 
 def handler_named(name: str) -> Handler:
-    """Returns the handler of a name, which is what pickles have of it."""
+    """Returns the handler of a name, for pickles."""
     return _by_name[name]
 
 
 def handler_of(value: Any) -> Handler:
-    """Returns the handler of a value; ``LEAF`` if its type has no row."""
+    """Returns the handler of a value, ``LEAF`` by default."""
     kind = type(value)
     return _known.get(kind) or _look_up(kind)
 
 
 def tree_handler_of(value: Any) -> Handler:
-    """Returns the handler of a value in a tree, where every registered pytree node counts."""
+    """Returns the handler of a value in a tree, any pytree node included."""
     handler = handler_of(value)
     if handler is not LEAF or value is None or jax.tree_util.all_leaves((value,)):
         return handler
@@ -272,7 +272,7 @@ register(Object, OBJECT)
 
 
 def has_parts(value: Any) -> bool:
-    """Whether a value is or holds, in containers at any depth, an object or a place for one."""
+    """Whether a value is or contains an object or placeholder."""
     handler = handler_of(value)
     if handler is LEAF or not handler.in_models:
         return False
@@ -284,13 +284,13 @@ def has_parts(value: Any) -> bool:
 
 
 def children_in_model(value: Any) -> Pairs:
-    """Returns the children of an object or of a container that models look into."""
+    """Returns the children of a value as part of a model."""
     handler = handler_of(value)
     return handler.children(value) if handler.in_models else ()
 
 
 def map_children(function: Callable[[Any], Any], value: Any) -> Any:
-    """Returns a container with a function applied to its children; itself if they all stay."""
+    """Applies a function to the children of a container."""
     handler = handler_of(value)
     pairs = [(key, child, function(child)) for key, child in handler.children(value)]
     if all(new is old for _, old, new in pairs):

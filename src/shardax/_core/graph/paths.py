@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths: how shardax names a place inside a model.
+"""Paths: names of places inside a model.
 
 A *path* is a tuple of attribute names (``str``), list positions (``int``) and dict keys (any
 hashable). Its text form is what a user would type after the model: ``("layers", 0, "kernel")`` is
@@ -36,7 +36,7 @@ def plain_path(key_path: Iterable[Any]) -> Path:
 
 
 def path_step(key: Any) -> Hashable:
-    """Returns one step of a path from an entry of a JAX key path."""
+    """Returns the path step of a JAX key path entry."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
@@ -44,7 +44,7 @@ def path_step(key: Any) -> Hashable:
 
 
 class PathKey(NamedTuple):
-    """One entry of a JAX key path that stands for a whole shardax path."""
+    """JAX key path entry for a whole path below one node."""
 
     path: Path
 

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static values: everything in a model or a call that is configuration rather than data.
+"""Static values, exact keys, and metadata of Variables.
 
-Compiled programs are looked up by their static values, so two values that behave differently must
-never be equal here. Python's own equality is too coarse for that: ``1 == True == 1.0`` and ``0.0 ==
+Compiled programs are looked up by static values, so two values that behave differently must never
+be equal there. Python's own equality is too coarse for that: ``1 == True == 1.0`` and ``0.0 ==
 -0.0``, also inside tuples and frozen dataclasses. An *exact key* is a hashable stand-in that keeps
-types apart at every depth.
-
-It is also, on purpose, finer in one direction and coarser in another: two functions made by running
+types apart at every depth. On purpose it is coarser in one direction: two functions made by running
 the same ``def`` twice with the same closed-over values get equal keys, since they do the same
 thing. That is why making ``optax.adam(1e-3)`` anew does not recompile a train step.
 
-Metadata of Variables: what is known about a value besides its numbers.
-
-*Axes* are the logical names of an array's dimensions, one per dimension, ``None`` for an unnamed
-one: ``("embed", "mlp")``. The remaining *entries* are whatever the user attached by keyword. Both
-are static: they are part of a model's structure, so they must be hashable, and two models whose
-metadata differ are compiled apart.
+Metadata are *axes*, the logical names of an array's dimensions (``None`` for an unnamed one:
+``("embed", None)``), and *entries*, whatever the user attached by keyword. Both are part of a
+model's structure, so they must be hashable, and models whose metadata differ are compiled apart.
 """
 
 from __future__ import annotations
@@ -37,18 +32,7 @@ from shardax._core.object import Object
 # --- Static ---
 
 _PLAIN_TYPES = frozenset(
-    {
-        bool,
-        int,
-        str,
-        bytes,
-        type(None),
-        type(Ellipsis),
-        type(NotImplemented),
-        type,
-        range,
-        np.dtype,
-    }
+    {bool, int, str, bytes, type(None), type(Ellipsis), type(NotImplemented), type, range, np.dtype}
 )
 _MAX_FUNCTION_DEPTH = 12
 """Closures nested deeper than this are compared by identity, which is always safe."""
@@ -59,7 +43,7 @@ class _Unkeyable(TypeError):
 
 
 def exact_key(value: Any) -> Hashable:
-    """Returns a hashable key that is equal only for values of the same types all the way down."""
+    """Returns a hashable key that tells types apart at every depth."""
     return _key(value, 0)
 
 
@@ -96,10 +80,7 @@ def _key(value: Any, depth: int) -> Hashable:
         )
     if _is_plain_frozen_dataclass(value):
         fields = dataclasses.fields(value)
-        return (
-            kind,
-            tuple(_key(getattr(value, field.name), depth) for field in fields),
-        )
+        return (kind, tuple(_key(getattr(value, field.name), depth) for field in fields))
     hash(value)  # raises TypeError for what cannot be a static value
     return (kind, value)
 
@@ -117,7 +98,7 @@ def _is_plain_frozen_dataclass(value: Any) -> bool:
 
 
 def _function_key(function: types.FunctionType, depth: int) -> Hashable:
-    """Key of a function by what it does: code, globals, defaults and closed-over values."""
+    """Returns a function's key: code, globals, defaults and closure."""
     if depth >= _MAX_FUNCTION_DEPTH or function.__dict__.keys() - {"__wrapped__"}:
         return (types.FunctionType, function)
     try:
@@ -150,7 +131,7 @@ def _cell_key(cell: types.CellType, function: types.FunctionType, depth: int) ->
 
 
 class Static:
-    """A static value that compares by its exact key and shows as the value."""
+    """A static value that compares by its exact key."""
 
     __slots__ = ("_hash", "key", "value")
 
@@ -183,7 +164,7 @@ Axes = tuple[AxisName, ...]
 
 
 class Metadata:
-    """Immutable, hashable metadata; Variables share one object until one of them changes its own."""
+    """Immutable, hashable axes and entries of a Variable."""
 
     __slots__ = ("_hash", "_key", "axes", "entries")
 
@@ -192,18 +173,14 @@ class Metadata:
         self.entries = MappingProxyType(dict(entries))
         try:
             items = sorted(self.entries.items())
-            self._key = (
-                exact_key(axes),
-                tuple((name, exact_key(item)) for name, item in items),
-            )
+            self._key = (exact_key(axes), tuple((name, exact_key(item)) for name, item in items))
         except TypeError as error:
             culprits = [name for name, item in self.entries.items() if not _is_hashable(item)]
             raise MetadataError(
                 f"Metadata entries {culprits or 'axes'} are not hashable ({error}). Metadata is "
-                f"part of a model's structure, by "
-                f"which compiled programs are found. Use tuples instead of lists, frozen "
-                f"dataclasses instead of dicts, and put "
-                f"arrays into a Variable of their own."
+                f"part of a model's structure, by which compiled programs are found. Use tuples "
+                f"instead of lists, frozen dataclasses instead of dicts, and put arrays into a "
+                f"Variable of their own."
             ) from error
         self._hash = hash(self._key)
 
@@ -213,7 +190,7 @@ class Metadata:
         return self._with(axes, {**self.entries, **changes})
 
     def without_axis(self, position: int, expected: AxisName = None) -> Metadata:
-        """Returns the metadata of one part of the array along a dimension: without its name."""
+        """Returns the metadata without the name of one dimension."""
         if self.axes is None:
             return self
         if not -len(self.axes) <= position < len(self.axes):
@@ -229,7 +206,7 @@ class Metadata:
         return self._with((*self.axes[:place], *self.axes[place + 1 :]), self.entries)
 
     def with_axis(self, position: int, name: AxisName = None) -> Metadata:
-        """Returns the metadata of arrays put together along a new dimension: the inverse."""
+        """Returns the metadata with the name of a new dimension."""
         if self.axes is None:
             return self
         rank = len(self.axes) + 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks of like objects: stacked values, views of one layer, stacking and unstacking.
+"""Stacks of like objects and views of their layers.
 
 To *stack* values is to put them together along a new first dimension; a *part* is one of them
 again. Lazy values stay lazy: a ``LazyStack`` is the recipes of its parts, which one program runs
@@ -34,13 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import LayerViewError, StackError
-from shardax._core.frames import (
-    Blocked,
-    Frame,
-    local,
-    owner_here,
-    resolve,
-)
+from shardax._core.frames import Blocked, Frame, local, owner_here, resolve
 from shardax._core.graph.flatten import (
     ChildDecoder,
     GraphWalk,
@@ -68,18 +62,15 @@ class LazyStack(Recipe):
 
     @property
     def sources(self) -> tuple[KeySource, ...]:
-        """The sources of all parts' keys, in order."""
         recipes = [part for part in self.parts if isinstance(part, Recipe)]
         return tuple(source for recipe in recipes for source in recipe.sources)
 
     @property
     def is_known(self) -> bool:
-        """Whether one program makes all parts."""
         return super().is_known and self.likeness is not self
 
     @property
     def likeness(self) -> Hashable:
-        """See ``Recipe``; of parts that are not alike, this object itself."""
         first = self.parts[0]
         if not isinstance(first, Recipe) or first.likeness is first:
             return self
@@ -89,7 +80,6 @@ class LazyStack(Recipe):
         return len(self.parts), type(first), first.likeness
 
     def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
-        """Returns the program of one part, repeated over all."""
         first = self.parts[0]
         assert isinstance(first, Recipe)
         return first.program(sharding, (*lead, len(self.parts)))
@@ -106,7 +96,6 @@ class LazyStack(Recipe):
         return (len(self.parts), *(first._lead() if isinstance(first, LazyStack) else ()))
 
     def compute(self, sharding: Any = None) -> jax.Array:
-        """Makes the array; with a sharding, straight into its shards."""
         if self.likeness is not self:
             return super().compute(sharding)
         if isinstance(sharding, NamedSharding):
@@ -117,7 +106,7 @@ class LazyStack(Recipe):
 
 
 class LazyPart(LazyValue):
-    """One part of a stacked value that is lazy but no stack of its parts."""
+    """One part of a lazy value that is no stack of parts."""
 
     __slots__ = ("index", "read")
 
@@ -128,7 +117,6 @@ class LazyPart(LazyValue):
         self.dtype = whole.dtype
 
     def compute(self, sharding: Any = None) -> jax.Array:
-        """Makes the stacked array and takes the part."""
         part = self.read()[self.index]
         return part if sharding is None else jax.device_put(part, sharding)
 
@@ -318,7 +306,7 @@ class _ViewOfVariable:
         return stand_in(self, frame)
 
     def _check_part(self, new: Any) -> None:
-        """Raises if a value does not have the form of the part that it is to replace."""
+        """Raises if a value does not have the form of the part."""
         old = self._parent._value
         if _form(old, 1) != _form(new) or _is_abstract(old) != _is_abstract(new):
             raise LayerViewError(
@@ -332,7 +320,7 @@ class _ViewOfVariable:
 
 
 def _copied_view(plain: Any, state: Any) -> Variable[Any]:
-    """Returns a Variable with the state that a view had when it was pickled."""
+    """Returns a Variable with the state of a pickled view."""
     variable = object.__new__(plain)
     variable.__setstate__(state)
     return variable
@@ -361,7 +349,7 @@ def _shown(value: Any, lead: int = 0) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _view_type(plain: type[Variable[Any]]) -> Any:
-    """Returns the type of views of a Variable type; a subclass of it, of the same name."""
+    """Returns the subclass for views of a Variable type."""
     namespace = {
         "__slots__": ("_index", "_parent"),
         "__module__": plain.__module__,
@@ -432,7 +420,7 @@ class _Shallow(GraphWalk):
 
 
 def _fill(made: Any, source: Any, index: int, shared: Container[Any]) -> None:
-    """Gives a view what its original holds now, and has later changes of that advance the epoch."""
+    """Gives a view what its original holds now."""
     source._marked = True
     walk = _Shallow()
     definition = source._flatten(lambda child, key: walk.encode(child, (key,)))
@@ -453,7 +441,7 @@ epoch.on_advance(_follow)
 
 
 def stand_in(variable: Any, frame: Frame) -> Any:
-    """Returns what stands in a frame for a view that was not passed in: a view of its parent's."""
+    """Returns the stand-in of a captured view: a view of its parent's."""
     return view(resolve(variable._parent, frame), variable._index)
 
 
@@ -532,7 +520,7 @@ def _rebuilt(
 
 
 def _shared(walks: Sequence[GraphWalk], older: Collection[int]) -> set[int]:
-    """Returns the positions of objects that all walks have met as one and the same."""
+    """Returns the positions of objects that all walks share."""
     shared = set()
     for position, item in enumerate(walks[0].objects):
         ids = [id(walk.objects[position]) for walk in walks]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults of what is made anew: the dtype of floats, and the device.
+"""Default dtype and device of new arrays.
 
 A *creation helper* is a function that makes an array of nothing but its arguments, and only outside
 of programs: those of ``shardax.random``. Where it is given no dtype or device, defaults apply, the
@@ -27,7 +27,7 @@ from shardax._core.errors import DeviceError, DtypeError
 
 
 class _Process:
-    """The defaults of the process. A device is kept by name, for no backend may run yet."""
+    """Defaults of the process."""
 
     dtype: np.dtype | None = None
     device: str | None = None
@@ -37,7 +37,7 @@ _block_dtype: ContextVar[np.dtype | None] = ContextVar("shardax_default_dtype", 
 
 
 def exact_dtype(dtype: Any) -> np.dtype:
-    """Returns a dtype as NumPy names it, or refuses one that JAX would narrow."""
+    """Returns a dtype that JAX would not narrow."""
     try:
         wanted = jnp.dtype(dtype)
     except TypeError as error:
@@ -75,7 +75,7 @@ def default_float(dtype: Any) -> np.dtype:
 
 @contextlib.contextmanager
 def default_dtype(dtype: Any) -> Iterator[np.dtype]:
-    """Sets the dtype of floats that creation helpers make, in a ``with`` block or a function.
+    """Sets the default dtype of new float arrays in a block.
 
     It belongs to the thread that enters the block. Functions of ``jax.numpy`` have defaults of
     their own, which this leaves alone.
@@ -104,7 +104,7 @@ def default_dtype(dtype: Any) -> Iterator[np.dtype]:
 
 @contextlib.contextmanager
 def default_device(device: Any) -> Iterator[Any]:
-    """Sets the device of new arrays and computations, in a ``with`` block or a function.
+    """Sets the device of new arrays and computations in a block.
 
     It is ``jax.default_device`` with devices by name, and belongs to the thread that enters the
     block. Arrays are not committed to the device: they may be used together with others.
@@ -174,12 +174,12 @@ def set_process_device(name: str | None) -> None:
 
 
 def process_defaults() -> tuple[np.dtype | None, str | None]:
-    """Returns the dtype and the device of the process, None where JAX's own applies."""
+    """Returns dtype and device of the process, None for JAX's own."""
     return _Process.dtype, _Process.device
 
 
 def creation_device() -> contextlib.AbstractContextManager[Any]:
-    """Returns the block in which a creation helper makes an array that was given no device."""
+    """Returns the context for creating an array without a given device."""
     if _Process.device is None or getattr(jax.config, "jax_default_device", None) is not None:
         return contextlib.nullcontext()
     return jax.default_device(as_device(_Process.device))

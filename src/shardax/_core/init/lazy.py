@@ -1,35 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy values: parameters that exist as a recipe until someone needs the array.
+"""Lazy values: parameters computed on first use.
 
-A *lazy value* knows its shape and dtype and how to compute its array, but holds none. Building a
-model from lazy values runs no JAX operation and takes no memory. To *materialise* is to run the
-recipe: on first read, when a model is first passed to a compiled function, or by ``shardax.shard``,
-which writes each array straight into its shards.
+A *lazy value* has a shape and a dtype and can compute its array, but holds none. Building a model
+from lazy values runs no JAX operation and takes no memory. To *materialise* is to compute the
+array: on first read, when a model is first passed to a compiled function, or by ``shardax.shard``,
+which writes each array straight into its shards. A *recipe* is a lazy value made of random keys
+alone.
 
-A *recipe* is a lazy value made of random keys alone. Its keys are folded from key sources
-(``_core.init.lazy``), and the array is made by one small compiled program per distinct (initializer,
-shape, dtype, sharding) (``_core.init.lazy``). The numbers are the same to the last bit with every
-sharding.
+*Key sources.* A key source is a root (an integer seed or a key) and the integers to fold into it. It
+needs no JAX operation until its key is asked for. The *words* of a key are its raw numbers,
+``uint32[k]``, on the host; with the name of the generator (*impl*) they are the key. Many keys are
+folded in one call of one small program of a fixed size, so a deep model calls it more often but
+never compiles another.
 
-Initializer programs: one small compiled program per (initializer, shape, dtype, sharding).
-
-An *initializer* is a function ``(key, shape, dtype) -> array``, such as those of
-``jax.nn.initializers``. Its program takes the words of the key (``_core.init.lazy``) and, given a
-sharding, writes the array straight into its shards: each device computes its own part only.
-
-The numbers must not depend on the sharding. They do not where each element is computed by itself
-(*elementwise*: random bits, and functions of them). A sum, a product of matrices or a decomposition
-may round differently when it is cut in parts; an initializer that has one is computed whole by
-every device, of which each then keeps its part.
-
-Key sources: recipes of random keys, and how many of them become keys at once.
-
-A *key source* is a root (an integer seed or a key) and the integers to fold into it. It needs no
-JAX operation until its key is asked for. The *words* of a key are its raw numbers, ``uint32[k]``,
-on the host; with the name of the generator (*impl*) they are the key.
-
-Keys are folded apart from the programs that use them, many in one call of one small program. That
-program has a fixed size, so a deep model calls it more often but never compiles another.
+*Initializer programs.* An *initializer* is a function ``(key, shape, dtype) -> array``, such as
+those of ``jax.nn.initializers``. There is one small compiled program per distinct (initializer,
+shape, dtype, sharding). Given a sharding, each device computes its own shard only, and the numbers
+are the same to the last bit with every sharding. That is so where each element is computed by
+itself (*elementwise*: random bits, and functions of them). A sum, a product of matrices or a
+decomposition may round differently when it is cut in parts; an initializer that has one is computed
+whole by every device, of which each then keeps its part.
 """
 
 from __future__ import annotations
@@ -90,7 +80,7 @@ def prng_name() -> str:
 
 
 def words_of(sources: Sequence[KeySource]) -> list[Any]:
-    """Returns the words of several keys, folded together where no transform is tracing."""
+    """Returns the words of several keys, together where possible."""
     if is_eager() and not any(isinstance(source.root, Tracer) for source in sources):
         return list(all_key_words(sources))
     return [key_words(source) for source in sources]
@@ -108,7 +98,7 @@ def key_words(source: KeySource) -> Any:
 
 
 def all_key_words(sources: Sequence[KeySource]) -> list[np.ndarray]:
-    """Returns the words of many keys, folded in chunks. Only outside of traces."""
+    """Returns the words of many keys, outside of traces."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return _fold_all(sources)
 
@@ -188,7 +178,7 @@ memory, not correctness: the array is then computed whole."""
 
 
 class InitializerProgram:
-    """A compiled initializer for one shape, dtype and sharding; call it with the key's words."""
+    """A compiled initializer, called with the words of a key."""
 
     __slots__ = ("_call", "_sharding", "_words", "compiled")
 
@@ -274,7 +264,7 @@ def program_into(
 def _repeated(
     function: Callable[[Any], jax.Array], lead: tuple[int, ...], repeat: Callable[..., Any] | None
 ) -> Callable[[Any], jax.Array]:
-    """Returns the function over leading dimensions; without ``repeat`` all rows are the same."""
+    """Maps a function over leading dimensions, or broadcasts its result."""
     if repeat is None:
         return lambda given: _broadcast(function(given), lead)
     for _ in lead:
@@ -297,7 +287,7 @@ def _many_words(words: Any, lead: tuple[int, ...]) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def key_program(impl: Any, sharding: Any, lead: tuple[int, ...] = ()) -> InitializerProgram:
-    """Returns the program that makes the keys themselves of their words, ``uint32[*lead, k]``."""
+    """Returns the program that makes keys of words ``uint32[*lead, k]``."""
     return InitializerProgram(
         lambda words: jax.random.wrap_key_data(words, impl=impl),
         _many_words(_words_of(impl), lead),
@@ -306,7 +296,7 @@ def key_program(impl: Any, sharding: Any, lead: tuple[int, ...] = ()) -> Initial
 
 
 def compile_together(programs: Iterable[InitializerProgram]) -> None:
-    """Compiles programs at the same time, as far as there are processors; each at most once."""
+    """Compiles programs in parallel, each at most once."""
     pending = [program for program in dict.fromkeys(programs) if not program.compiled]
     lowered = [program.lower() for program in pending]
     if len(lowered) > 1:
@@ -322,7 +312,7 @@ def _words_of(impl: Any) -> jax.ShapeDtypeStruct:
 
 
 def cuts_freely(function: Callable[[Any], jax.Array], given: Any, impl: Any) -> bool:
-    """Whether the numbers are the same to the last bit whichever way the array is cut."""
+    """Whether no sharding changes a bit of the result."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
         names = set(_primitives(jax.make_jaxpr(function)(given).jaxpr))
     draws = any(name.startswith("random") for name in names)
@@ -344,14 +334,13 @@ Initializer = Callable[..., Any]
 
 
 class LazyValue:
-    """Base of lazy values. ``shape`` and ``dtype`` are known; ``compute`` makes the array."""
+    """Base of lazy values."""
 
     __slots__ = ("dtype", "shape")
     shape: tuple[int, ...]
     dtype: Any
 
     def compute(self, sharding: Any = None) -> jax.Array:
-        """Makes the array; with a sharding, straight into its shards."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -369,7 +358,7 @@ class LazyValue:
 
 
 class Recipe(LazyValue):
-    """Base of lazy values whose program and keys are known before they run."""
+    """Base of lazy values made of random keys alone."""
 
     __slots__ = ()
 
@@ -380,7 +369,7 @@ class Recipe(LazyValue):
 
     @property
     def is_known(self) -> bool:
-        """Whether the program and the keys are known outside of the trace that made this."""
+        """Whether the keys are known outside of a trace."""
         return not any(isinstance(source.root, Tracer) for source in self.sources)
 
     @property
@@ -389,7 +378,7 @@ class Recipe(LazyValue):
         raise NotImplementedError
 
     def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
-        """Returns the program that makes the array of the words of the keys."""
+        """Returns the program from words of keys to the array."""
         raise NotImplementedError
 
     def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
@@ -446,22 +435,19 @@ class Init(Recipe):
 
     @property
     def is_traced(self) -> bool:
-        """Whether the key is a tracer, so that the value must be computed where it is made."""
+        """Whether the key is a tracer."""
         return self.source is not None and isinstance(self.source.root, Tracer)
 
     @property
     def sources(self) -> tuple[KeySource, ...]:
-        """The source of the key, if there is one."""
         return () if self.source is None else (self.source,)
 
     @property
     def likeness(self) -> Hashable:
-        """See ``Recipe``."""
         impl = None if self.source is None else self.source.impl
         return Static(self.initializer), self.shape, self.dtype, impl
 
     def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
-        """Returns the program that makes the array of the words of the key."""
         impl = None if self.source is None else self.source.impl
         try:
             return initializer_program(
@@ -472,7 +458,6 @@ class Init(Recipe):
             raise
 
     def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
-        """Runs the program, explaining what goes wrong without a key."""
         try:
             return program(words[0] if words else None)
         except TypeError as error:
@@ -500,16 +485,13 @@ class LazyKey(Recipe):
 
     @property
     def sources(self) -> tuple[KeySource, ...]:
-        """The source of the key."""
         return (self.source,)
 
     @property
     def likeness(self) -> Hashable:
-        """See ``Recipe``."""
         return self.source.impl
 
     def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
-        """Returns the program that makes the key of its words."""
         return key_program(self.source.impl, sharding, lead)
 
     def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:

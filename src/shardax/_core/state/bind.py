@@ -1,25 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taking Variables out of a tree, and putting them in.
+"""Slots and functional calls: unbind, bind, freeze, thaw, stateless_call.
 
-A *tree* is a Module, or any pytree that holds Modules and Variables. ``unbind`` puts a slot in the
-place of each Variable and returns the Variables beside it; ``bind`` is the inverse. ``freeze`` and
-``thaw`` change the form of Variables where they stand. All four return a new tree, with new Modules
-and containers around the old Variables, and leave the given one as it was.
+A *tree* is a Module, or any pytree that holds Modules and Variables. ``unbind`` replaces Variables
+by slots and returns them beside the tree; ``bind`` is the inverse. ``freeze`` and ``thaw`` replace
+Variables by frozen values and back. All four return a new tree, with new Modules and containers
+around the old Variables, and leave the given one as it was. ``stateless_call`` takes a model with
+slots and frozen values for them, and returns the result with the new values; it changes nothing, so
+plain JAX transforms can be used on it.
 
 A Variable's *label* is the path at which it is met first. So it is the same in every process, and a
 Variable that is shared has one. A frozen value carries its label; a mutable Variable remembers the
 labels under which it was taken out.
-
-Trees taken apart, to be rebuilt with other Variables in them.
-
-A *tree* is a Module, or any pytree that holds Modules and Variables. What is rebuilt has new
-Modules and containers, so that the given tree stays as it was; Variables are used as they are,
-unless something else is put in their *place*.
-
-Calling a model as a function of values.
-
-A *functional call* takes a model with slots and frozen values for them, and returns the result with
-the new values. It changes nothing, so plain JAX transforms can be used on it.
 """
 
 from __future__ import annotations
@@ -76,7 +67,7 @@ class FlatTree:
         return _Encoded(self.walk.encode(leaf, plain_path(keys)))
 
     def bare(self) -> set[int]:
-        """Returns the positions of Variables that are leaves of the tree, in no Module."""
+        """Returns the positions of Variables outside of all Modules."""
         children = (leaf.child for leaf in self._leaves if type(leaf) is _Encoded)
         return {child.position for child in children if type(child) is Ref}
 
@@ -103,7 +94,7 @@ class FlatTree:
 
 
 class _Encoded(NamedTuple):
-    """A leaf of a tree that holds objects or slots, as a child of the graph."""
+    """A leaf that holds objects or slots, as a child."""
 
     child: Any
 
@@ -218,7 +209,7 @@ def freeze(tree: Any, *filters: Filter) -> Any:
 
 
 def thaw(tree: Any, *filters: Filter) -> Any:
-    """Returns the tree with new mutable Variables in place of frozen values: undoes ``freeze``.
+    """Replaces frozen values by new mutable Variables.
 
     Args:
         tree: A Module, or any pytree that holds frozen values.
@@ -264,7 +255,7 @@ class _SlotDecoder(ChildDecoder):
 
 
 def bind(tree: Any, variables: Any, allow_unused: bool = False) -> Any:
-    """Puts Variables or frozen values into the slots of a tree: the inverse of ``unbind``.
+    """Puts Variables or frozen values into the slots of a tree.
 
     Args:
         tree: A tree with slots; several slots of one label get one Variable.
@@ -294,7 +285,7 @@ def bind(tree: Any, variables: Any, allow_unused: bool = False) -> Any:
 def bound(
     tree: Any, variables: Any, change: Callable[[Any], Any], allow_unused: bool = False
 ) -> tuple[Any, dict[Path, Any]]:
-    """Puts into the slots of a tree what ``change`` makes of each Variable; see ``bind``."""
+    """Returns the bound tree and what was put in, by label."""
     taken = FlatTree(tree)
     found = _matched(_open_places(taken), variables, allow_unused)
     by_label = {label: change(variable) for label, variable in found.items()}
@@ -348,7 +339,7 @@ def _matched(
 
 
 def _label_for(variable: Any, places: Mapping[Path, OpenSlot]) -> Path | str:
-    """Returns the label by which a Variable goes into the tree, or why there is none."""
+    """Returns a Variable's label, or why there is none."""
     if isinstance(variable, FrozenVariable):
         return variable.label
     if not isinstance(variable, Variable):
@@ -403,7 +394,7 @@ def _refuse_label(label: Path, one: str, other: str) -> NoReturn:
 
 
 def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Calls a model with slots as a pure function of the values that belong there.
+    """Calls a model as a pure function of values for its slots.
 
     Args:
         tree: A callable Module with slots, or one of its methods. Variables that it still has are
@@ -457,7 +448,7 @@ def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> t
 
 
 def _with_frozen_rest(tree: Any, arguments: Any) -> Any:
-    """Returns the tree with its Variables frozen, but for those that are arguments too."""
+    """Freezes the Variables that are not arguments too."""
     given = set(map(id, FlatTree(arguments).walk.objects))
     taken = FlatTree(tree)
     items = [(i, taken.walk.objects[i], taken.walk.paths[i]) for i in taken.variables]

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters: how to say which Variables are meant.
+"""Filters of Variables.
 
 A *filter* is one of: a Variable type (matches by ``isinstance``); a string (matches a metadata
 ``tag``); ``...`` or ``True`` (everything); ``None`` or ``False`` (nothing); a callable ``(path,
 variable) -> bool``; a list or tuple of filters (any of them); or a combination made of ``All``,
-``Any``, ``Not``, ``PathContains``. Where several are given, the first that matches decides.
-
-A *predicate* is a filter turned into a callable ``(path, variable) -> bool``.
+``Any``, ``Not``, ``PathContains``. Where several are given, the first that matches decides. A
+*predicate* is a filter turned into a callable ``(path, variable) -> bool``.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class PathContains:
 
 
 class _Combination:
-    """Holds filters as predicates; equal combinations are equal, so they can be static."""
+    """Filters as predicates, hashable as configuration."""
 
     def __init__(self, *filters: Filter) -> None:
         self.predicates = tuple(to_predicate(item) for item in filters)
@@ -193,8 +192,7 @@ def to_predicates(filters: Sequence[Filter]) -> list[Predicate]:
         ):
             raise FilterError(
                 f"Filter {position + 1} of {len(filters)} is `...`, which matches everything, so "
-                f"{filters[position + 1]!r} after it could "
-                f"never match. Put `...` last."
+                f"{filters[position + 1]!r} after it could never match. Put `...` last."
             )
     return predicates
 
@@ -213,6 +211,5 @@ def no_match_error(path: Path, variable: typing.Any, filters: Sequence[Filter]) 
     shown = ", ".join(item.__name__ if isinstance(item, type) else repr(item) for item in filters)
     return FilterError(
         f"No filter matches the {kind} at {format_path(path)}; the filters are ({shown}). Add "
-        f"`...` as the last filter to take "
-        f"what remains."
+        f"`...` as the last filter to take what remains."
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functional side of models: splitting into structure and values, and back.
+"""Splitting models into structure and values, and merging them.
 
 ``split`` takes a model apart into a ``GraphDef`` and one or more ``State``; ``merge`` puts one
 together; ``state`` and ``update`` read and write values by path. All take any *tree*: a Module, a
@@ -12,18 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from shardax._core.array_ops import as_value, snapshot
-from shardax._core.containers import (
-    Dict,
-    box,
-    unboxed,
-)
+from shardax._core.containers import Dict, box, unboxed
 from shardax._core.errors import FilterError, StateMismatchError, VariableValueError
-from shardax._core.frames import (
-    check_structural_write,
-    local,
-    owner_here,
-    resolve,
-)
+from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import (
     Flat,
@@ -45,12 +36,7 @@ from shardax._core.graph.handlers import (
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
 from shardax._core.object import Object
-from shardax._core.state.filters import (
-    Filter,
-    first_match,
-    no_match_error,
-    to_predicates,
-)
+from shardax._core.state.filters import Filter, first_match, no_match_error, to_predicates
 from shardax._core.state.state import Origin, State, merged_values
 from shardax._core.variable import ArrayAttribute, Variable
 
@@ -99,7 +85,7 @@ def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
 
 
 def _groups(flat: Flat, filters: tuple[Filter, ...]) -> list[list[int]]:
-    """Returns for each filter the positions of the Variables that it is the first to match."""
+    """Returns for each filter the positions of Variables it matches first."""
     predicates = to_predicates(filters)
     groups: list[list[int]] = [[] for _ in predicates]
     for i, (path, variable) in enumerate(zip(flat.leaf_paths, flat.leaves, strict=True)):
@@ -139,7 +125,7 @@ def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
 
 
 def merge(graphdef: GraphDef, *states: Any) -> Any:
-    """Makes a new model from a structure and values: the inverse of ``split``.
+    """Makes a new model from a structure and values.
 
     Args:
         graphdef: The structure.
@@ -191,7 +177,7 @@ def state(tree: Any, *filters: Filter) -> Any:
 
 
 def graphdef(tree: Any) -> GraphDef:
-    """Returns the structure of a model: hashable, equal for models that differ only in values.
+    """Returns the structure of a model.
 
     Args:
         tree: A Module, Variable, container or pytree of them.
@@ -206,7 +192,7 @@ def graphdef(tree: Any) -> GraphDef:
 
 
 def update(tree: Any, *states: Any) -> None:
-    """Writes values into a model's Variables, by path. Paths not mentioned keep their values.
+    """Writes values into a model's Variables, by path.
 
     Args:
         tree: A Module, Variable, container or pytree of them.
@@ -254,7 +240,7 @@ def update(tree: Any, *states: Any) -> None:
 
 
 def _misfit(variable: Variable[Any], new: Any) -> str | None:
-    """Says why a value cannot replace that of a Variable, or returns None."""
+    """Returns why a value does not fit a Variable, or None."""
     old = resolve(variable, local.frame)._value
     if not hasattr(old, "shape"):
         return None
@@ -346,7 +332,7 @@ def pop(tree: Any, *filters: Filter) -> Any:
 
 
 def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]]:
-    """Yields (Module or Dict, key) for every place that holds a chosen Variable."""
+    """Yields (holder, key) of every place of a chosen Variable."""
     walk = GraphWalk()
     walk.encode(root, ())
     places = [
@@ -390,7 +376,7 @@ def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable
 
 
 def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
-    """Yields (path, Module) pairs in order, each Module once, the tree itself included.
+    """Yields (path, Module) pairs in order, each Module once.
 
     Example:
         >>> import shardax as sx
@@ -406,7 +392,7 @@ def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
 
 
 def find_duplicates(tree: Any) -> list[list[Path]]:
-    """Returns, for each Variable reachable by several paths, the list of those paths.
+    """Returns the paths of each Variable with several.
 
     Example:
         >>> import shardax as sx
@@ -427,7 +413,7 @@ def find_duplicates(tree: Any) -> list[list[Path]]:
 def _occurrences(
     value: Any, path: Path, above: tuple[int, ...]
 ) -> Iterator[tuple[Path, Variable[Any]]]:
-    """Yields every way to reach a Variable that does not pass through one object twice."""
+    """Yields every acyclic path to every Variable."""
     if isinstance(value, Variable):
         yield path, value
         return
@@ -439,7 +425,7 @@ def _occurrences(
 
 
 def check_covered(flat: Flat, filters: tuple[Filter, ...]) -> list[int]:
-    """Returns for each Variable the position of the first filter that matches it."""
+    """Returns the position of each Variable's first matching filter."""
     predicates = to_predicates(filters)
     positions = []
     for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State: the values of a model, by path.
+"""States: values of a model by path.
 
 A ``State`` maps paths to values. It looks like a nested mapping (``state["layers"][0]["kernel"]``,
 ``state.layers[0].kernel``) and is stored flat. It is immutable, and a pytree whose leaves are the
-values, so optimizers and ``jax.tree.map`` work on it. For each path it remembers what kind of
-Variable the value came from, so that it can be filtered by the same filters as a model.
+values, so optimizers and ``jax.tree.map`` work on it. For each path it keeps the *origin* of the
+value, the type and metadata of its Variable, so that it can be filtered like a model.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ from shardax._core.graph.handlers import Handler, register
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY, Metadata
 from shardax._core.object import Shown
-from shardax._core.state.filters import (
-    Filter,
-    first_match,
-    no_match_error,
-    to_predicates,
-)
+from shardax._core.state.filters import Filter, first_match, no_match_error, to_predicates
 from shardax._core.variable import Variable
 
 
@@ -97,7 +92,7 @@ class State(Shown, Mapping[Any, Any]):
         return dict(self._values)
 
     def origins(self) -> dict[Path, Origin]:
-        """Returns a dict from full path to the kind of Variable that the value came from."""
+        """Returns a dict from full path to the value's origin."""
         return dict(self._origins)
 
     def __getitem__(self, key: Any) -> Any:
@@ -186,7 +181,7 @@ class State(Shown, Mapping[Any, Any]):
         return State.from_flat(values, origins)
 
     def to_pure_dict(self) -> dict[Any, Any]:
-        """Returns nested plain dicts of the values; of a bare Variable's State, ``{(): value}``."""
+        """Returns the values in nested plain dicts."""
         if () in self._values:
             return dict(self._values)
         nested: dict[Any, Any] = {}
@@ -283,7 +278,7 @@ jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _
 def merged_values(
     states: Sequence[Any], known: Sequence[Path], complete: bool = False
 ) -> dict[Path, Any]:
-    """Joins States or nested mappings into values by path, with the paths spelled as in ``known``."""
+    """Joins States or nested mappings into values by known paths."""
     spelled = {tuple(map(str, path)): path for path in known}
     known_set = set(known)
     values: dict[Path, Any] = {}
@@ -330,7 +325,7 @@ def _mismatch(
 
 
 def layout_text(rows: Iterable[tuple[Path, Any, Any]]) -> str | None:
-    """Returns the table of shardings or specs, or None if the values are something else."""
+    """Formats shardings or specs as a table; None for other values."""
     leaves = [
         (_leaf_path(path, below), axes, leaf)
         for path, axes, value in rows
@@ -351,7 +346,7 @@ def layout_text(rows: Iterable[tuple[Path, Any, Any]]) -> str | None:
 
 
 def columns(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Returns lines of text in which the cells of a column stand below each other."""
+    """Aligns cells in columns, and returns the lines."""
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return [
         "  ".join(
@@ -363,7 +358,7 @@ def columns(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[s
 
 
 def format_axes(axes: Any) -> str:
-    """Formats axis names, an unnamed dimension as ``-``; nothing for an array without names."""
+    """Formats axis names, an unnamed dimension as ``-``."""
     return ", ".join("-" if name is None else str(name) for name in axes or ())
 
 
