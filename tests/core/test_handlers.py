@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import functools
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -134,3 +134,18 @@ def test_the_last_row_that_accepts_a_class_decides(monkeypatch: pytest.MonkeyPat
     register(tuple, special, where=lambda kind: kind is Special)
     assert handler_of(Special()) is special and handler_of(()) is handlers.TUPLE
     handlers._by_name.pop("special tuple of a test")
+
+
+def test_one_row_has_registered_dataclasses_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_rows", list(handlers._rows))
+    monkeypatch.setattr(handlers, "_known", {})
+    row = replace(handlers.NODE, name="dataclass of a test", in_models=True, stores_items=True)
+    register(object, row, where=lambda kind: is_dataclass(kind) and kind is Registered)
+    model = Node()
+    model.held = Registered(sx.Param(jnp.ones(2)), (jnp.ones(3), "static"))
+    assert list(sx.state(model).flat()) == [("held", "first"), ("held", "second", 0)]
+    copied = sx.clone(model)
+    assert copied.held.first is not model.held.first and copied.held.second[1] == "static"
+    assert copied.held.second[0].tolist() == [1.0, 1.0, 1.0]
+    assert sx.jit(lambda m: m.held.first * 2)(model).tolist() == [2.0, 2.0]
+    handlers._by_name.pop("dataclass of a test")

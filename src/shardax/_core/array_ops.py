@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of Variables, and operators that let a Variable stand for its array.
+"""Values of Variables and the operators of arrays.
 
 A *value* is a JAX array (or tracer), a NumPy array, a lazy value, an abstract
 ``jax.ShapeDtypeStruct``, or a pytree of these. Numbers become NumPy arrays of JAX's canonical
@@ -68,7 +68,7 @@ def _canonical(value: Any, owner: str) -> np.ndarray:
 
 def realise(value: Any, owner: Any) -> Any:
     """Turns a lazy or NumPy value into a JAX array."""
-    if owner is None:
+    if owner is None:  # concrete, even while a transform is tracing
         with jax.ensure_compile_time_eval():
             return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
     return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
@@ -77,7 +77,7 @@ def realise(value: Any, owner: Any) -> Any:
 def realise_all(variables: Sequence[Any]) -> None:
     """Materialises the lazy values of several Variables in one go."""
     lazy = [v for v in variables if isinstance(v._value, Recipe) and v._owner is None]
-    if len(lazy) > 1 and is_eager():
+    if len(lazy) > 1 and is_eager():  # in a trace they materialise one by one
         arrays = compute_all([v._value for v in lazy], [None] * len(lazy))
         for variable, array in zip(lazy, arrays, strict=True):
             variable._value = array
@@ -92,7 +92,9 @@ def snapshot(value: Any) -> Any:
 
 def knows_axes(value: Any) -> bool:
     """Whether an array knows the names of its dimensions by itself."""
-    # Asked of the class first, because a Variable has every attribute of its array.
+    # It is a pytree node with one child, the array that JAX sees; ``partition_axes`` is one name
+    # per dimension of the child, or None if there is no array. Asked of the class first, because a
+    # Variable has every attribute of its array.
     return hasattr(type(value), "partition_axes") and value.partition_axes is not None
 
 
@@ -146,8 +148,7 @@ class ArrayLike:
     """Operators of an object whose ``value`` is an array."""
 
     __slots__ = ()
-    __array_priority__ = 1000
-    """NumPy arrays on the left of an operator hand over to the reflected operators below."""
+    __array_priority__ = 1000  # NumPy arrays on the left then ask the reflected operators below
     value: Any
 
     def _operand(self) -> Any:

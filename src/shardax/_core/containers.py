@@ -29,6 +29,7 @@ from shardax._core.graph.handlers import (
     LIST,
     Handler,
     Pairs,
+    handler_of,
     has_parts,
     map_children,
     register,
@@ -41,21 +42,21 @@ from shardax._core.variable import ArrayAttribute, Variable
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
-_HIDDEN = (ArrayAttribute, FrozenArray)
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, LazyValue)
+BOXES = (ArrayAttribute, FrozenArray)
+ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, LazyValue)
 
 
 def box(value: Any, where: str) -> Any:
     """Returns ``value`` in the form in which a model stores it."""
     if isinstance(value, Object):
         return value
-    if isinstance(value, _ARRAYS):
+    if isinstance(value, ARRAY_TYPES):
         return _box_arrays(value, where)
     if isinstance(value, list):
         return List(value)
     if isinstance(value, dict):
         return Dict(value)
-    if isinstance(value, tuple):
+    if handler_of(value).stores_items:
         return map_children(lambda item: box(item, where), value)
     if has_parts(value):
         return value
@@ -78,7 +79,7 @@ def _box_arrays(value: Any, where: str) -> ArrayAttribute[Any]:
 
 def _is_array_tree(value: Any) -> bool:
     leaves = jax.tree.leaves(value)
-    return bool(leaves) and all(isinstance(leaf, _ARRAYS) for leaf in leaves)
+    return bool(leaves) and all(isinstance(leaf, ARRAY_TYPES) for leaf in leaves)
 
 
 def _check_static(value: Any, where: str) -> None:
@@ -96,32 +97,34 @@ def _check_static(value: Any, where: str) -> None:
 
 def unbox(value: Any) -> Any:
     """Returns a stored value as the user sees it."""
-    if isinstance(value, _HIDDEN):
+    if isinstance(value, BOXES):
         return value.value
-    if isinstance(value, tuple) and has_parts(value):
+    if handler_of(value).stores_items and has_parts(value):
         return map_children(unbox, value)
     return value
 
 
-def unboxed(value: Any) -> Any:
+def unbox_attribute(value: Any) -> Any:
     """Returns the array of an array attribute that left its model."""
+    # A frozen array is what the user made it there, so it stays.
     return value.value if isinstance(value, ArrayAttribute) else value
 
 
-def reboxed(value: Any, where: str) -> Any:
+def copy_boxes(value: Any, where: str) -> Any:
     """Copies the array attributes of a stored value."""
-    if isinstance(value, tuple) and is_boxed(value):
-        return map_children(lambda item: reboxed(item, where), value)
+    if handler_of(value).stores_items and is_boxed(value):
+        return map_children(lambda item: copy_boxes(item, where), value)
     return box(value.value, where) if isinstance(value, ArrayAttribute) else value
 
 
 def is_boxed(value: Any) -> bool:
     """Whether the user sees an array in place of a stored value."""
-    if isinstance(value, _HIDDEN):
+    if isinstance(value, BOXES):
         return True
     if isinstance(value, Slot):
         return value.variable_type is ArrayAttribute
-    return isinstance(value, tuple) and any(is_boxed(item) for item in value)
+    handler = handler_of(value)
+    return handler.stores_items and any(is_boxed(child) for _, child in handler.children(value))
 
 
 def same_structure(old: Any, new: Any) -> bool:
@@ -461,10 +464,10 @@ def _checked_key(key: Any) -> Any:
 
 
 def write_through(old: Any, new: Any, where: str) -> bool:
-    """Writes an array into the data that is stored; returns whether it did."""
+    """Writes an array into stored data; returns whether it did."""
     if not isinstance(old, (Variable, Slot)) or isinstance(new, Object):
         return False
-    is_array = isinstance(new, _ARRAYS)
+    is_array = isinstance(new, ARRAY_TYPES)
     if is_array and isinstance(old, (FrozenVariable, Slot)):
         if isinstance(old, FrozenArray) or old.variable_type is ArrayAttribute:
             return False  # an array takes the place of an array

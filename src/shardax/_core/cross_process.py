@@ -59,6 +59,7 @@ class PickledArray:
     @classmethod
     def of(cls, array: jax.Array) -> PickledArray:
         """Returns the one stand-in of an array, so pickles share it."""
+        # The stand-in keeps the array alive, so no other array has its id.
         return _known.setdefault(id(array), cls(array))
 
     def __reduce__(self) -> Any:
@@ -221,6 +222,8 @@ def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
 class PickledByName:
     """Base of decorated functions that are pickled by their name."""
 
+    # The function inside has that name too, but is not what the name means.
+
     __slots__ = ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -229,6 +232,7 @@ class PickledByName:
 
 def name_of(item: Any) -> str | None:
     """Returns the name of something in its module, or None."""
+    # A script (__main__) is no such module: another process has another one.
     name, module = getattr(item, "__qualname__", None), getattr(item, "__module__", None)
     found: Any = None if module == "__main__" else sys.modules.get(module or "")
     for part in name.split(".") if isinstance(name, str) else ():

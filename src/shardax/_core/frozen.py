@@ -36,8 +36,6 @@ from shardax._core.state.filters import Filter, to_predicate
 from shardax._core.state.state import Origin
 from shardax._core.variable import ArrayAttribute, Variable
 
-# --- Forms ---
-
 T = TypeVar("T")
 
 
@@ -55,7 +53,7 @@ class FrozenMetadata(Metadata):
     ) -> None:
         super().__init__(axes, entries)
         self.variable_type = variable_type
-        self.label = label
+        self.label = label  # its path in the tree from which it was taken
         self._key = (self._key, variable_type, exact_key(label))
         self._hash = hash(self._key)
 
@@ -270,7 +268,7 @@ def _numbers(leaf: Any) -> bytes | None:
     return np.asarray(leaf).tobytes()
 
 
-# --- Slots ---
+# --- slots ----------------------------------------------------------------------------------------
 
 
 class Slot(ArrayLike, Placeholder, Shown):

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 
 from shardax._core.containers import (
     box,
+    copy_boxes,
     empty_like,
     is_boxed,
-    reboxed,
     same_structure,
     unbox,
     write_through,
@@ -38,8 +38,6 @@ from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, 
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
-
-# --- Modules ---
 
 _ABSENT = object()
 _RESERVED = frozenset({"_array_attributes", "_flat", "_lock", "_marked", "_owner"})
@@ -103,8 +101,9 @@ class Module(Object):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _RESERVED:
-            _set_reserved(self, name, value)
-            return
+            raise ReservedNameError(
+                f"The attribute name {name!r} is reserved by shardax; choose another."
+            )
         descriptor = getattr(type(self), name, None)
         if descriptor is not None and hasattr(type(descriptor), "__set__"):
             object.__setattr__(self, name, value)
@@ -168,7 +167,7 @@ class Module(Object):
         copied.__dict__.update(self.__dict__)
         where = f"a copy of {type(self).__name__}"
         copied._array_attributes.update(
-            (name, reboxed(value, where)) for name, value in self._array_attributes.items()
+            (name, copy_boxes(value, where)) for name, value in self._array_attributes.items()
         )
         return copied
 
@@ -184,11 +183,12 @@ class Module(Object):
 
         return module_repr(self)
 
-    # --- recording and modes
-    # -----------------------------------------------------------------------
+    # --- recording and modes ----------------------------------------------------------------------
 
     def sow(self, name: str, value: Any, type: type[Variable[Any]] = Intermediate) -> None:
         """Appends a value to the tuple in the Variable ``name``.
+
+        So a function can record what it computes on the way.
 
         Args:
             name: Attribute of the Variable.
@@ -273,6 +273,8 @@ class Module(Object):
     ) -> None:
         """Sets attributes on all Modules that already have them.
 
+        That is this Module and every one below.
+
         Args:
             *filters: Module classes or predicates ``(path, module) -> bool``; a Module matching any
                 is changed. None: all.
@@ -347,13 +349,6 @@ def _matches(chosen: Any, path: Any, module: Module) -> bool:
     return bool(predicate(path, module))
 
 
-def _set_reserved(module: Module, name: str, value: Any) -> None:
-    if name in {"_marked", "_lock"} and (value is None or isinstance(value, (bool, str))):
-        object.__setattr__(module, name, value)
-        return
-    raise ReservedNameError(f"The attribute name {name!r} is reserved by shardax; choose another.")
-
-
 def _fill(module: Module, pairs: Pairs) -> None:
     attributes, boxed = vars(module), module._array_attributes
     attributes.clear()
@@ -378,7 +373,7 @@ register(
 )
 
 
-# --- Printing ---
+# --- drawings -------------------------------------------------------------------------------------
 
 _INDENT = "  "
 _MAX_LINES = 200
@@ -390,12 +385,15 @@ class Drawing:
     __slots__ = ("again", "code", "first", "label", "marked", "name", "parts", "path", "value")
 
     def __init__(self, label: str, code: str, path: Path, value: Any) -> None:
-        self.label, self.code, self.path, self.value = label, code, path, value
+        self.label = label  # what is written before it: "kernel="
+        self.code = code  # what leads here from the place above: ".kernel", "[0]"
+        self.path = path
+        self.value = value
         self.name = type(value).__name__
-        self.parts: list[Drawing] | None = None
-        self.first: Drawing | None = None
-        self.again: list[Path] = []
-        self.marked = False
+        self.parts: list[Drawing] | None = None  # None for a leaf
+        self.first: Drawing | None = None  # of an object met again, where it was met first
+        self.again: list[Path] = []  # of an object met first, where it was met again
+        self.marked = False  # whether to point it out
 
     def places(self) -> Iterator[Drawing]:
         """Yields this place and every one below, in order."""

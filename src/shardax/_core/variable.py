@@ -12,8 +12,8 @@ still two.
 
 A value may be *lazy* (``_core.init.lazy``), materialised by reading it, or *abstract* (a
 ``jax.ShapeDtypeStruct``), without numbers to read. Inside a lifted transform a Variable reads and
-writes the stand-in that the transform made for it (``_core.frames``), so the same code works whether
-a Variable was passed in or is reached through a closure.
+writes the stand-in that the transform made for it (``_core.frames``), so the same code works
+whether a Variable was passed in or is reached through a closure.
 """
 
 from __future__ import annotations
@@ -335,6 +335,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
 def _copied_leaf(leaf: Any) -> Any:
     """Copies an array into memory of its own."""
+    # So the copy outlives a donation of the original.
     if isinstance(leaf, jax.Array):
         return jnp.copy(leaf)
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
@@ -457,3 +458,6 @@ class MetricState(Variable[T]):
 
 class ArrayAttribute(Variable[T]):
     """Hidden Variable behind an array in an attribute."""
+
+    # Plain arrays have no identity; this gives the place one, so that arrays in attributes are
+    # read, written, lifted and saved exactly as Variables are.

@@ -27,7 +27,7 @@ from typing import Any, Final
 import jax
 
 from shardax._core.array_ops import as_value
-from shardax._core.containers import _ARRAYS, _HIDDEN, box, is_boxed
+from shardax._core.containers import ARRAY_TYPES, BOXES, box, is_boxed
 from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import Slot
 from shardax._core.graph.handlers import Pairs, handler_of, tree_handler_of
@@ -85,7 +85,7 @@ def is_mutable(value: Any) -> bool:
     return handler_of(value).mutable
 
 
-# --- Select combine ---
+# --- holes and combining --------------------------------------------------------------------------
 
 
 class Hole:
@@ -164,10 +164,14 @@ def combine(*parts: Any) -> Any:
 
 
 class _Merge:
-    """One putting together."""
+    """Merges the parts of a tree."""
+
+    # Holders that stand at one place in several parts are a *group*: they become one new holder. A
+    # holder that is in one part only, but leads to a group (through a cycle) or to a hole, is
+    # copied too; every other one stays.
 
     def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.missing: list[Path] = []
+        self.missing: list[Path] = []  # where all parts have a hole
         self._groups: dict[int, tuple[Any, ...]] = {}
         self._made: dict[int, Any] = {}
         self._leading: set[int] = set()
@@ -270,14 +274,11 @@ def _conflict(path: Path, present: tuple[Any, ...]) -> CombineError:
     )
 
 
-# --- Select edit ---
+# --- edits ----------------------------------------------------------------------------------------
 
-OLD: Any = object()
-"""Among the items of an edit: what stands there now."""
-
+OLD: Any = object()  # among the items of an edit: what stands there now
 Items = Sequence[Any]
-Journal = list[Callable[[], None]]
-"""How to undo what was done, in the order in which it was done."""
+Journal = list[Callable[[], None]]  # how to undo what was done, in the order of doing
 
 
 def edit_tree(
@@ -331,7 +332,7 @@ class _Edit:
 
     def value(self, node: Holder) -> Any:
         """Returns the value of a Variable after the edit."""
-        if isinstance(node.place.stored, _HIDDEN):
+        if isinstance(node.place.stored, BOXES):
             return self.content(node, node.place)
         ((_, value),) = arranged(node.place, self.parts(node, node.place))
         return value
@@ -375,7 +376,11 @@ def _unmet(tree: Any, place: Place, every_path: bool) -> SelectionError:
 def _check_no_loss(child: Place, item: Any) -> None:
     """Raises if an array is to replace a Variable."""
     stored = child.stored
-    if isinstance(item, _ARRAYS) and isinstance(stored, (Variable, Slot)) and not is_boxed(stored):
+    if (
+        isinstance(item, ARRAY_TYPES)
+        and isinstance(stored, (Variable, Slot))
+        and not is_boxed(stored)
+    ):
         kind = getattr(stored, "variable_type", type(stored)).__name__
         form = f"slot of a {kind}" if isinstance(stored, Slot) else kind
         ways = (
@@ -482,14 +487,14 @@ class _Changing(_Edit):
         """Returns the items that stand at a place afterwards."""
         items = super().after(node, child)
         attribute = child.stored
-        is_write = len(items) == 1 and isinstance(items[0], _ARRAYS)
+        is_write = len(items) == 1 and isinstance(items[0], ARRAY_TYPES)
         if is_write and isinstance(attribute, ArrayAttribute):  # as assigning over an array does
             self._writes.append((attribute, as_value(items[0], "array")))
             return [attribute]
         return items
 
     def _check_single(self) -> None:
-        """Raises if an edit in place would change only one of several paths."""
+        """Raises if an edit in place would untie paths."""
         paths: dict[int, list[Path]] = {}
         for node in self.graph.nodes:
             paths.setdefault(id(node.place.holder), []).append(node.place.path)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardax._core.containers import _ARRAYS, _HIDDEN, unbox
+from shardax._core.containers import ARRAY_TYPES, BOXES, unbox
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.handlers import Pairs, handler_of, has_parts, map_children, tree_handler_of
 from shardax._core.graph.paths import Path, format_path
@@ -59,8 +59,6 @@ class CombineError(SelectionError):
     """Parts of a tree are incomplete or differ."""
 
 
-# --- Select places ---
-
 ABSENT: Any = object()
 """What ``descend`` finds where there is nothing."""
 
@@ -69,12 +67,14 @@ class Place(NamedTuple):
     """Somewhere in a tree."""
 
     path: Path
-    stored: Any
-    holder: Any
-    local: Path
-    inside: bool = False
+    stored: Any  # what the holder stores here
+    holder: Any  # the nearest value with identity, here or above
+    local: Path  # from the holder; empty for the holder itself
+    inside: bool = False  # in a Variable's value, where lists and dicts have no identity
+    # How many wrappers have the same path and holder: what a bound method or a partial wraps has no
+    # step of its own.
     wrapped: int = 0
-    above: tuple[int, ...] = ()
+    above: tuple[int, ...] = ()  # id of every holder above
 
     @property
     def is_holder(self) -> bool:
@@ -89,10 +89,11 @@ class Place(NamedTuple):
     @property
     def content(self) -> Any:
         """What stands here, without materialising it: the array of an array attribute."""
-        return content_of(self.stored) if isinstance(self.stored, _HIDDEN) else self.stored
+        return content_of(self.stored) if isinstance(self.stored, BOXES) else self.stored
 
     def key(self, every_path: bool) -> Hashable:
         """What two places that are the same have in common."""
+        # The root is a place of its own, apart from attributes that lead back to it.
         known = (id(self.holder), self.local, self.wrapped, not self.path)
         return (self.path, *known) if every_path else known
 
@@ -117,7 +118,7 @@ def children(place: Place, into_values: bool = True) -> list[Place]:
     above = (*place.above, id(place.holder)) if place.is_holder else place.above
     found: list[Place] = []
     for key, child in parts(place.content):
-        if not into_values and isinstance(child, _HIDDEN):
+        if not into_values and isinstance(child, BOXES):
             continue
         steps = () if key is None else (key,)
         path = (*place.path, *steps)
@@ -139,9 +140,9 @@ def parts(value: Any) -> Pairs:
 
 def shown(value: Any) -> Any:
     """Returns what is stored as the user sees it, with nothing materialised."""
-    if isinstance(value, _HIDDEN):
+    if isinstance(value, BOXES):
         return content_of(value)
-    if isinstance(value, tuple) and has_parts(value):
+    if handler_of(value).stores_items and has_parts(value):
         return map_children(shown, value)
     return value
 
@@ -149,7 +150,7 @@ def shown(value: Any) -> Any:
 def read(place: Place) -> Any:
     """Returns the value at a place, or ``ABSENT``."""
     if isinstance(place.holder, Variable):
-        is_hidden = isinstance(place.holder, _HIDDEN)
+        is_hidden = isinstance(place.holder, BOXES)
         if is_hidden or place.local:
             _ = place.holder.value  # what is lazy becomes real
         if is_hidden:
@@ -185,6 +186,7 @@ def locate(place: Place, path: Path | str) -> Place | None:
 
 def rest_of(path: Path | str, steps: Path) -> Path | str | None:
     """Returns the rest of a path after some steps, or None."""
+    # Of a text the rest of the text. Steps keep 1 and True apart.
     if isinstance(path, str):
         text = format_path(steps) if steps else ""
         return path[len(text) :] if path.startswith(text) else None
@@ -229,7 +231,7 @@ def search(
     return found
 
 
-# --- Select graph ---
+# --- holder graphs --------------------------------------------------------------------------------
 
 
 class Holder:
@@ -238,11 +240,11 @@ class Holder:
     __slots__ = ("above", "below", "chosen", "leads", "place")
 
     def __init__(self, place: Place) -> None:
-        self.place = place
+        self.place = place  # where it was met first
         self.below: dict[Path, Holder] = {}
-        self.above: list[Holder] = []
-        self.chosen = False
-        self.leads = False
+        self.above: list[Holder] = []  # one for every way down to here
+        self.chosen = False  # whether a chosen place is between here and the next holders
+        self.leads = False  # whether one is anywhere below
 
 
 class HolderGraph:
@@ -257,9 +259,9 @@ class HolderGraph:
     ) -> None:
         self.every_path = every_path
         self.chosen = {place.key(every_path) for place in chosen}
-        self.met: set[Hashable] = set()
+        self.met: set[Hashable] = set()  # keys of the chosen places that were found
         self.nodes: list[Holder] = []
-        self._kept = kept
+        self._kept = kept  # keys of chosen places below which to go on
         self._holders = {id(place.holder) for place in chosen if place.local}
         start = root_place(root)
         if self._is_chosen(start) and start.key(every_path) not in kept:
@@ -316,7 +318,7 @@ class HolderGraph:
                     waiting.append(above)
 
 
-# --- Select split ---
+# --- splitting ------------------------------------------------------------------------------------
 
 
 def split_places(
@@ -367,7 +369,7 @@ def _holder_key(place: Place, every_path: bool) -> Hashable:
     return place.path if every_path else id(place.holder)
 
 
-# --- Select text ---
+# --- printing -------------------------------------------------------------------------------------
 
 _MAX_LINES = 100
 _MAX_WIDTH = 80
@@ -420,7 +422,7 @@ class _Text:
 def _folded(place: Place) -> str:
     """Returns one line for a place and all below it."""
     content = place.content
-    if isinstance(content, _ARRAYS):
+    if isinstance(content, ARRAY_TYPES):
         lazy = ", lazy" if isinstance(content, LazyValue) else ""
         return f"{content.dtype}{list(content.shape)}{lazy}"
     if not isinstance(content, Variable):

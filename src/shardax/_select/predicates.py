@@ -26,13 +26,11 @@ import numpy as np
 from shardax._core.containers import Dict, List
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import exact_key
-from shardax._core.graph.views import _LOCK
+from shardax._core.graph.views import VIEW_LOCK
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.filters import to_predicate
 from shardax._select.places import Place, SelectionError, children, read, search, shown
-
-# --- Select predicates ---
 
 Test = Callable[[Place], bool]
 
@@ -135,7 +133,7 @@ def _same_array(value: Any, wanted: Any) -> bool:
     return same_form and (value is wanted or bool((value == wanted).all()))
 
 
-# --- Select accessor ---
+# --- accessors ------------------------------------------------------------------------------------
 
 
 def accessed(place: Place, accessor: Callable[[Any], Any]) -> list[Place]:
@@ -169,7 +167,7 @@ def _found(start: Place, item: Object) -> Place:
     )
     if found:
         return found[0]
-    if item._lock is _LOCK or getattr(item, "_parent", None) is not None:
+    if item._lock is VIEW_LOCK or getattr(item, "_parent", None) is not None:
         raise SelectionError(
             "The accessor returned a view of one layer of a stack, which is no part of the model: "
             "the stack holds all its layers as one. Select in that, lambda m: m.stack.stacked, "

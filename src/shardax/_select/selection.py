@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
-from shardax._core.containers import _HIDDEN
+from shardax._core.containers import BOXES
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Shown
 from shardax._select.edit import HOLE, OLD, Items, Journal, edit_tree, undo
@@ -140,7 +140,7 @@ class Selection(Shown):
             )
         )
 
-    # --- narrowing -------------------------------------------------------------------------------
+    # --- narrowing --------------------------------------------------------------------------------
 
     def at(self, accessor: Callable[[Any], Any]) -> Selection:
         """Selects the parts that an accessor returns.
@@ -208,6 +208,8 @@ class Selection(Shown):
 
     def at_equal_to(self, value: Any) -> Selection:
         """Selects what equals a value, in type too.
+
+        So ``1``, ``True`` and ``1.0`` are three values.
 
         Args:
             value: Configuration; an array, compared with its dtype and shape; or an object, which
@@ -333,7 +335,7 @@ class Selection(Shown):
         _, rest = split_places(self._tree, self._places, self._every_path)
         return self._narrowed(rest)
 
-    # --- reading ---------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     @property
     def tree(self) -> Any:
@@ -364,7 +366,7 @@ class Selection(Shown):
         return {place.path: self._read(place) for place in self._places}
 
     def keypaths(self) -> tuple[Path, ...]:
-        """Returns the first path of every selected place."""
+        """Returns the path of every selected place; of several paths the first."""
         return tuple(place.path for place in self._places)
 
     def count(self) -> int:
@@ -420,10 +422,12 @@ class Selection(Shown):
             )
         return value
 
-    # --- replacing -------------------------------------------------------------------------------
+    # --- replacing --------------------------------------------------------------------------------
 
     def set(self, value: Any, *, inplace: bool = False, allow_empty: bool = False) -> Any:
         """Puts a value at every selected place.
+
+        An object is then one object in all of them.
 
         Args:
             value: Anything that could be assigned there.
@@ -449,6 +453,8 @@ class Selection(Shown):
         self, fn: Callable[..., Any], *, inplace: bool = False, allow_empty: bool = False
     ) -> Any:
         """Replaces what is selected by a function of it.
+
+        The function is called once for each place.
 
         Args:
             fn: A function of the value, or of path and value.
@@ -518,7 +524,7 @@ class Selection(Shown):
         """
         return self.at_keypaths(*values).set_all(values.values(), inplace=inplace)
 
-    # --- putting beside, removing ----------------------------------------------------------------
+    # --- putting beside, removing -----------------------------------------------------------------
 
     def insert_before(
         self,
@@ -583,7 +589,7 @@ class Selection(Shown):
         """
         return self._edit(lambda place: [], inplace, allow_empty)
 
-    # --- taking apart ----------------------------------------------------------------------------
+    # --- taking apart -----------------------------------------------------------------------------
 
     def partition(self) -> tuple[Any, Any]:
         """Splits the tree into what is selected and the rest.
@@ -611,7 +617,7 @@ class Selection(Shown):
         edits = [(place, [HOLE]) for place in places]
         return edit_tree(self._tree, edits, self._every_path) if edits else self._tree
 
-    # --- in place --------------------------------------------------------------------------------
+    # --- in place ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[Selection]:
@@ -633,7 +639,7 @@ class Selection(Shown):
             undo(journal)
             raise
 
-    # --- finding places --------------------------------------------------------------------------
+    # --- finding places ---------------------------------------------------------------------------
 
     def _at_path(self, path: Path | str) -> Place:
         """Returns the place at a path, at or below what is selected."""
@@ -675,7 +681,7 @@ class Selection(Shown):
                         f"both. Select them one after the other."
                     )
 
-    # --- editing -----------------------------------------------------------------------------------
+    # --- editing ----------------------------------------------------------------------------------
 
     def _insert(
         self,
@@ -723,9 +729,9 @@ def _as_given(path: Path | str) -> Path | str:
 
 
 def _within(place: Place, below: Place, value: Any) -> Place:
-    """Returns a place of a selected part as one of the whole tree."""
+    """Returns a selected part's place as one of the whole tree."""
     path, above = (*place.path, *below.path), (*place.above, id(place.holder), *below.above)
-    in_value = place.inside or isinstance(place.stored, _HIDDEN)
+    in_value = place.inside or isinstance(place.stored, BOXES)
     if in_value or (below.holder is value and not place.is_holder):
         local = (*place.local, *below.path)
         return below._replace(path=path, holder=place.holder, local=local, inside=in_value)

@@ -5,8 +5,8 @@
 Variables. The walk is depth first, in the order in which attributes were first set, and sees each
 object once, so shared objects and cycles are ordinary. A *definition* describes one object by its
 type and its children; a child is a ``Ref`` to another object of the graph, a ``Static`` value, or a
-``NodeDef``, a container of such (``_core.graph.handlers``). ``assemble`` is the inverse: it makes new
-objects from definitions. Everything that splits models and puts them together again is built on
+``NodeDef``, a container of such (``_core.graph.handlers``). ``assemble`` is the inverse: it makes
+new objects from definitions. Everything that splits models and puts them together again is built on
 these two.
 
 Flattening a single Module or container is remembered, on the object itself, until the structure
@@ -17,8 +17,8 @@ Variables, each shared Variable once, and its structure is static. So ``jax.jit`
 ``jax.tree.map`` and the rest work on models as they are, and tied weights get their one summed
 gradient. A Variable on its own is a node with its value as the child. What JAX rebuilds inside a
 plain transform is a *read-only copy*: a write would be lost when the function returns, so it is
-refused (``_core.frames.READ_ONLY``). What JAX rebuilds outside, from concrete arrays, is an ordinary
-model.
+refused (``_core.frames.READ_ONLY``). What JAX rebuilds outside, from concrete arrays, is an
+ordinary model.
 """
 
 from __future__ import annotations
@@ -465,5 +465,5 @@ def mutable(tree: M) -> M:
         if isinstance(root, Object):
             for item in walk_objects((root,)):
                 if item._lock is READ_ONLY:
-                    item._lock = None
+                    object.__setattr__(item, "_lock", None)
     return tree

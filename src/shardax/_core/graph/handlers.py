@@ -5,6 +5,8 @@ A *handler* says, for a type of value, what its children are and under which key
 another value from other children, and whether it has identity. One table maps types to handlers;
 every walk over models and mixed trees looks up ``handler_of(value)`` there and adds nothing but
 what it does with the children. Packages above the core add rows for their own types (``register``).
+Types that are told apart by a test, such as dataclasses registered with JAX, are one row too:
+``register(object, handler, where=test)``.
 
 These distinctions carry the differences between walks:
 
@@ -69,6 +71,7 @@ class Handler:
     mutable: bool = False  # filled after it is made, so that cycles can lead through it
     is_object: bool = False
     in_models: bool = False
+    stores_items: bool = False  # children are stored as attributes are: arrays of a model boxed
     size: Literal["fixed", "shrinks", "any"] = "fixed"  # how many children an edit may leave
     text: Callable[[Any, Any], tuple[str, str]] = _node_text  # a child's label, the code to it
 
@@ -163,6 +166,7 @@ TUPLE = Handler(
     children=lambda value: list(enumerate(value)),
     rebuild=lambda kind, pairs: kind([item for _, item in pairs]),
     in_models=True,
+    stores_items=True,
     size="any",
     text=_item_text,
 )
@@ -171,6 +175,7 @@ NAMED_TUPLE = Handler(
     children=lambda value: list(enumerate(value)),
     rebuild=lambda kind, pairs: kind(*(item for _, item in pairs)),
     in_models=True,
+    stores_items=True,
     text=_field_text,
 )
 DICT = Handler(
@@ -226,6 +231,7 @@ _known: dict[type, Handler] = {}  # what was looked up, so that a walk costs one
 
 def register(cls: type, handler: Handler, where: Callable[[type], bool] | None = None) -> None:
     """Adds a row for a class and its subclasses."""
+    # Of several rows for a class the last one registered decides.
     _rows.append((cls, where, handler))
     _by_name[handler.name] = handler
     _known.clear()
@@ -243,7 +249,7 @@ def handler_of(value: Any) -> Handler:
 
 
 def tree_handler_of(value: Any) -> Handler:
-    """Returns the handler of a value in a tree, any pytree node included."""
+    """Returns the handler of a value in a tree, pytree nodes included."""
     handler = handler_of(value)
     if handler is not LEAF or value is None or jax.tree_util.all_leaves((value,)):
         return handler
@@ -293,6 +299,6 @@ def map_children(function: Callable[[Any], Any], value: Any) -> Any:
     """Applies a function to the children of a container."""
     handler = handler_of(value)
     pairs = [(key, child, function(child)) for key, child in handler.children(value)]
-    if all(new is old for _, old, new in pairs):
+    if all(new is old for _, old, new in pairs):  # then it is shared
         return value
     return handler.remake(value, [(key, new) for key, _, new in pairs])

@@ -29,8 +29,6 @@ import numpy as np
 from shardax._core.errors import MetadataError
 from shardax._core.object import Object
 
-# --- Static ---
-
 _PLAIN_TYPES = frozenset(
     {bool, int, str, bytes, type(None), type(Ellipsis), type(NotImplemented), type, range, np.dtype}
 )
@@ -157,7 +155,7 @@ class Static:
         return (Static, (self.value,))
 
 
-# --- Metadata ---
+# --- metadata -------------------------------------------------------------------------------------
 
 AxisName = Hashable
 Axes = tuple[AxisName, ...]

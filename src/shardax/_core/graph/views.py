@@ -111,7 +111,7 @@ class LazyPart(LazyValue):
     __slots__ = ("index", "read")
 
     def __init__(self, read: Callable[[], Any], whole: LazyValue, index: int) -> None:
-        self.read = read
+        self.read = read  # returns the stacked array
         self.index = index
         self.shape = whole.shape[1:]
         self.dtype = whole.dtype
@@ -121,7 +121,7 @@ class LazyPart(LazyValue):
         return part if sharding is None else jax.device_put(part, sharding)
 
 
-# --- stacking values ----------------------------------------------------------------------------
+# --- stacking values ------------------------------------------------------------------------------
 
 
 def stack_values(values: Sequence[Any]) -> Any:
@@ -182,7 +182,7 @@ def _stack_program(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
     return jax.jit(lambda arrays: jnp.stack(arrays), out_shardings=sharding)
 
 
-# --- parts of values --------------------------------------------------------------------------------
+# --- parts of values ------------------------------------------------------------------------------
 
 
 def part_of(value: Any, index: int, read: Callable[[], Any] | None = None) -> Any:
@@ -226,9 +226,9 @@ def _write_program(sharding: NamedSharding) -> Callable[..., jax.Array]:
     return jax.jit(write, out_shardings=sharding)
 
 
-# --- views ------------------------------------------------------------------------------------------
+# --- views ----------------------------------------------------------------------------------------
 
-_LOCK = (
+VIEW_LOCK = (
     "Cannot change {what}: it is a view of one layer of a stack, and all its layers have one "
     "structure. Change them together, through the stack itself (stack.stacked, stack.eval(), "
     "stack.set_attributes(...)), or take them apart: sx.nn.unstack_layers(stack)."
@@ -316,7 +316,7 @@ class _ViewOfVariable:
             )
 
     def _check_metadata_write(self, what: str) -> None:
-        raise LayerViewError(_LOCK.format(what=what))
+        raise LayerViewError(VIEW_LOCK.format(what=what))
 
 
 def _copied_view(plain: Any, state: Any) -> Variable[Any]:
@@ -398,7 +398,7 @@ def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
         made._parent, made._index, made._marked = source, index, False
         _remember(made, source, index, shared)
         return made
-    made = type(source)._allocate(source._owner, source._lock or _LOCK)
+    made = type(source)._allocate(source._owner, source._lock or VIEW_LOCK)
     _remember(made, source, index, shared)
     _fill(made, source, index, shared)
     return made
@@ -421,7 +421,8 @@ class _Shallow(GraphWalk):
 
 def _fill(made: Any, source: Any, index: int, shared: Container[Any]) -> None:
     """Gives a view what its original holds now."""
-    source._marked = True
+    # Later changes of the original advance the epoch, and so bring it here again.
+    object.__setattr__(source, "_marked", True)
     walk = _Shallow()
     definition = source._flatten(lambda child, key: walk.encode(child, (key,)))
     made._unflatten(
@@ -461,14 +462,14 @@ def _refuse_parent(parent: Any) -> None:
     )
 
 
-# --- stacking objects ----------------------------------------------------------------------------
+# --- stacking objects -----------------------------------------------------------------------------
 
 
 class Stacked(NamedTuple):
     """What stacking made."""
 
-    root: Any
-    shared: tuple[Path, ...]
+    root: Any  # the object that holds all layers
+    shared: tuple[Path, ...]  # paths, below it, of objects that are not stacked
 
 
 def stack_objects(roots: Sequence[Object], axis_name: Any, older: Collection[int] = ()) -> Stacked:
@@ -533,7 +534,7 @@ def _shared(walks: Sequence[GraphWalk], older: Collection[int]) -> set[int]:
             twins = [i for i, one in enumerate(ids) if ids.count(one) > 1]
             raise StackError(
                 f"The layers of a stack must be alike, but the {type(item).__name__} at "
-                f"{_shown_path(walks[0].paths[position])} is one object in the layers {twins[:4]} and "
+                f"{_where(walks[0].paths[position])} is one object in the layers {twins[:4]} and "
                 f"another in the rest. Share it between all layers, or between none."
             )
     return shared
@@ -550,7 +551,7 @@ def _check_alike(first: GraphWalk, other: GraphWalk, number: int) -> None:
     position, (one, two) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     path, difference = _difference(first.paths[position], one, two)
     raise StackError(
-        f"The layers of a stack must be alike, but layers 0 and {number} differ at {_shown_path(path)}: "
+        f"The layers of a stack must be alike, but layers 0 and {number} differ at {_where(path)}: "
         f"{difference}. Build every layer in the same way, with what differs in a Variable; or "
         f"keep the layers in a list."
     )
@@ -583,10 +584,12 @@ def _kind(definition: Any) -> str:
 def _child(child: Any) -> str:
     if isinstance(child, Static):
         return repr(child.value)
-    return "an object" if isinstance(child, Ref) else _kind(child)
+    if isinstance(child, Ref):
+        return "an object"
+    return f"a {getattr(child.config, '__name__', child.handler.name)}"
 
 
-def _shown_path(path: Path) -> str:
+def _where(path: Path) -> str:
     return format_path(path) if path else "the top"
 
 
@@ -598,7 +601,7 @@ def _values(variables: Sequence[Variable[Any]], walk: GraphWalk, position: int) 
         if form != forms[0]:
             kind, path = walk.definitions[position].type.__name__, walk.paths[position]
             raise StackError(
-                f"The layers of a stack must be alike, but the {kind} at {_shown_path(path)} is "
+                f"The layers of a stack must be alike, but the {kind} at {_where(path)} is "
                 f"{forms[0][1]} in layer 0 and {form[1]} in layer {number}."
             )
     return values

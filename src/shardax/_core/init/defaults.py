@@ -29,6 +29,8 @@ from shardax._core.errors import DeviceError, DtypeError
 class _Process:
     """Defaults of the process."""
 
+    # A device by name, for no backend may run yet.
+
     dtype: np.dtype | None = None
     device: str | None = None
 

@@ -7,8 +7,8 @@ array: on first read, when a model is first passed to a compiled function, or by
 which writes each array straight into its shards. A *recipe* is a lazy value made of random keys
 alone.
 
-*Key sources.* A key source is a root (an integer seed or a key) and the integers to fold into it. It
-needs no JAX operation until its key is asked for. The *words* of a key are its raw numbers,
+*Key sources.* A key source is a root (an integer seed or a key) and the integers to fold into it.
+It needs no JAX operation until its key is asked for. The *words* of a key are its raw numbers,
 ``uint32[k]``, on the host; with the name of the generator (*impl*) they are the key. Many keys are
 folded in one call of one small program of a fixed size, so a deep model calls it more often but
 never compiles another.
@@ -40,7 +40,7 @@ from shardax._core._jax import Tracer, is_eager
 from shardax._core.errors import MissingRngsError
 from shardax._core.graph.static import Static
 
-# --- Keys ---
+# --- key sources ----------------------------------------------------------------------------------
 
 CHUNK = 64
 """Keys made by one call of the folding program."""
@@ -52,8 +52,8 @@ NO_MESH = AbstractMesh((), ())
 class KeySource(NamedTuple):
     """The recipe of a random key."""
 
-    root: Any
-    folds: tuple[int, ...] = ()
+    root: Any  # an integer seed or a typed key array of shape ()
+    folds: tuple[int, ...] = ()  # integers folded into it, in order
 
     def fold(self, *data: int) -> KeySource:
         """Returns the source with more integers folded in."""
@@ -161,7 +161,7 @@ def _seed_words(seed: int, impl: str) -> np.ndarray:
         return np.asarray(jax.random.key_data(jax.random.key(seed, impl=impl)))
 
 
-# --- Initializers ---
+# --- initializer programs -------------------------------------------------------------------------
 
 _ELEMENTWISE = """
 abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type broadcast broadcast_in_dim
@@ -207,6 +207,9 @@ class InitializerProgram:
 class _EmptyProgram(InitializerProgram):
     """The program of an array without elements, which is laid out afterwards."""
 
+    # Where a program lays one out, JAX gives every device the whole shape, and the array cannot be
+    # read.
+
     __slots__ = ("_place",)
 
     def __init__(self, function: Callable[[Any], jax.Array], words: Any, place: Any) -> None:
@@ -227,6 +230,8 @@ def initializer_program(
     lead: tuple[int, ...] = (),
 ) -> InitializerProgram:
     """Returns the program of an initializer."""
+    # With leading dimensions it takes words uint32[*lead, k] and makes one array per key, the same
+    # as one at a time. Without a generator (impl) the initializer is called without a key.
     words = None if impl is None else _words_of(impl)
 
     def initialise(given: Any) -> jax.Array:
@@ -251,6 +256,7 @@ def program_into(
     sharding: Any, function: Callable[[Any], jax.Array], given: Any, freely: bool
 ) -> InitializerProgram:
     """Returns the program that writes what a function makes into a sharding."""
+    # Freely: each device may compute its part only. Otherwise each computes the whole array.
     if freely or not isinstance(sharding, NamedSharding):
         return InitializerProgram(function, given, sharding)
     whole = NamedSharding(sharding.mesh, PartitionSpec())
@@ -278,6 +284,7 @@ def _broadcast(array: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 
 def _one_by_one(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
     """Returns the function over a leading dimension, as a loop."""
+    # Some generators give other numbers when they are batched, and some sums other roundings.
     return lambda rows: jax.lax.map(function, rows)
 
 
@@ -328,7 +335,7 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
                 yield from _primitives(inner)
 
 
-# --- Lazy ---
+# --- lazy values ----------------------------------------------------------------------------------
 
 Initializer = Callable[..., Any]
 
@@ -505,7 +512,10 @@ def _key_dtype(impl: str) -> Any:
 
 
 def compute_all(values: Sequence[LazyValue], shardings: Sequence[Any]) -> Iterator[jax.Array]:
-    """Runs many recipes: keys together, programs compiled together, arrays one after another."""
+    """Computes many lazy values outside of traces, yielding the arrays in order."""
+    # Keys are folded and programs compiled together. All is compiled before the first array is
+    # made, so an initializer that does not trace fails before anything changed. Each array is made
+    # when it is asked for, so that the caller decides what is alive at the same time.
     known = [value if isinstance(value, Recipe) and value.is_known else None for value in values]
     programs = [
         None if value is None else value.program(sharding)

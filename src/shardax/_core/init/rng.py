@@ -39,7 +39,7 @@ from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
 from shardax._core.module import Module
 from shardax._core.variable import RngState
 
-# --- Key reuse ---
+# --- key reuse ------------------------------------------------------------------------------------
 
 Notes = dict[tuple[Any, bytes, int], str]
 """Where each (generator, base key, count) was drawn."""
@@ -69,7 +69,7 @@ def debug_key_reuse() -> Iterator[None]:
         ...     second = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
         Traceback (most recent call last):
             ...
-        shardax.core.errors.RepeatedKeyError: The stream 'default' drew key number 0 again...
+        shardax.errors.RepeatedKeyError: The stream 'default' drew key number 0 again...
     """
     token = _block.set({})
     try:
@@ -114,7 +114,7 @@ def _line_of_the_caller() -> str:
     return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-# --- Rng ---
+# --- streams --------------------------------------------------------------------------------------
 
 
 def _name_hash(name: str) -> int:
@@ -195,6 +195,9 @@ def is_integer(source: Any) -> bool:
 
 def seed_source(seed: int) -> KeySource:
     """Returns the key source of an integer seed of any size."""
+    # jax.random.key keeps the lowest 32 bits alone unless 64 bits are enabled, so that seeds such
+    # as 2**32 and 0 give one key. Here every seed gives a key of its own, the same with 64 bits and
+    # without; from 0 to 2**32 - 1 it is that of jax.random.key.
     if 0 <= seed <= _WORD:
         return KeySource(seed)
     words = [seed & _WORD]
@@ -246,7 +249,7 @@ class Rngs(Module):
         >>> sx.Rngs(params=0).noise
         Traceback (most recent call last):
             ...
-        shardax.core.errors.UnknownStreamError: Rngs has no stream 'noise' and no default; it has:
+        shardax.errors.UnknownStreamError: Rngs has no stream 'noise' and no default; it has:
         params. Make it with Rngs(params=..., noise=0), or give a default: Rngs(0, params=...).
     """
 
@@ -290,6 +293,8 @@ class Rngs(Module):
     def scope(self, name: str) -> Rngs:
         """Returns a child whose keys depend on ``name`` alone.
 
+        They do not depend on what was drawn before.
+
         Args:
             name: Any string; the same name gives the same child.
 
@@ -309,6 +314,8 @@ class Rngs(Module):
 
     def fork(self, split: int | None = None) -> Rngs:
         """Returns a child with streams forked from these.
+
+        That takes one draw from each stream.
 
         Args:
             split: If given, each stream of the child has ``split`` keys on a leading axis, for

@@ -11,8 +11,9 @@ variable) -> bool``; a list or tuple of filters (any of them); or a combination 
 from __future__ import annotations
 
 import builtins
+import itertools
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardax._core.errors import FilterError
@@ -84,8 +85,8 @@ class PathContains:
         exact: If False, a string step that merely contains ``key`` as a substring matches too.
 
     Example:
-        >>> from shardax.core.filters import PathContains
-        >>> PathContains("attn")(("layers", 0, "attn", "kernel"), None)
+        >>> import shardax as sx
+        >>> sx.PathContains("attn")(("layers", 0, "attn", "kernel"), None)
         True
     """
 
@@ -203,6 +204,30 @@ def first_match(predicates: Sequence[Predicate], path: Path, variable: typing.An
         if predicate(path, variable):
             return position
     return None
+
+
+def group_by_filter(
+    filters: Sequence[Filter], pairs: Iterable[tuple[Path, typing.Any]], complete: bool = False
+) -> list[list[int]]:
+    """Returns for each filter the positions of what it is the first to match.
+
+    Every split of a model or a State into groups is this one. A complete one refuses what no filter
+    matches; otherwise that is left out.
+    """
+    predicates = to_predicates(filters)
+    groups: list[list[int]] = [[] for _ in predicates]
+    for i, (path, variable) in enumerate(pairs):
+        position = first_match(predicates, path, variable)
+        if position is not None:
+            groups[position].append(i)
+        elif complete:
+            raise no_match_error(path, variable, filters)
+    return groups
+
+
+def matching(filters: Sequence[Filter], pairs: Iterable[tuple[Path, typing.Any]]) -> list[int]:
+    """Returns the positions of what any of the filters matches."""
+    return sorted(itertools.chain(*group_by_filter(filters, pairs)))
 
 
 def no_match_error(path: Path, variable: typing.Any, filters: Sequence[Filter]) -> FilterError:

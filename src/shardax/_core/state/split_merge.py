@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from shardax._core.array_ops import as_value, snapshot
-from shardax._core.containers import Dict, box, unboxed
+from shardax._core.containers import Dict, box, unbox_attribute
 from shardax._core.errors import FilterError, StateMismatchError, VariableValueError
 from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
@@ -36,7 +36,7 @@ from shardax._core.graph.handlers import (
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
 from shardax._core.object import Object
-from shardax._core.state.filters import Filter, first_match, no_match_error, to_predicates
+from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.state import Origin, State, merged_values
 from shardax._core.variable import ArrayAttribute, Variable
 
@@ -45,31 +45,27 @@ T = TypeVar("T")
 
 def flatten_tree(tree: Any) -> Flat:
     """Flattens a tree; a single object's flattening is remembered."""
-    return flatten(tree) if isinstance(tree, Object) else flatten_roots((_boxed(tree),))
+    return flatten(tree) if isinstance(tree, Object) else flatten_roots((_box_tree(tree),))
 
 
 _PLAIN = (LIST, TUPLE, NAMED_TUPLE, DICT)
 
 
-def _boxed(tree: Any) -> Any:
+def _box_tree(tree: Any) -> Any:
     """Returns the tree with arrays boxed and plain containers kept plain."""
     handler = handler_of(tree)
     if handler in _PLAIN:
-        pairs = [(key, _boxed(child)) for key, child in handler.children(tree)]
+        pairs = [(key, _box_tree(child)) for key, child in handler.children(tree)]
         return handler.rebuild(handler.config(tree), pairs)
     return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
 
 
-def _unboxed(tree: Any) -> Any:
+def _unbox_tree(tree: Any) -> Any:
     handler = handler_of(tree)
     if handler not in _PLAIN:
-        return unboxed(tree)
-    pairs = [(key, _unboxed(child)) for key, child in handler.children(tree)]
+        return unbox_attribute(tree)
+    pairs = [(key, _unbox_tree(child)) for key, child in handler.children(tree)]
     return handler.rebuild(list if handler is LIST else handler.config(tree), pairs)
-
-
-def _origin(definition: Any) -> Origin:
-    return Origin(definition.type, definition.metadata)
 
 
 def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
@@ -77,22 +73,15 @@ def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
     chosen = range(len(flat.leaves)) if positions is None else list(positions)
     paths = [flat.leaf_paths[i] for i in chosen]
     values = values_of(flat.leaves[i] for i in chosen)
-    definitions = (flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen)
+    definitions = [flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen]
+    origins = [Origin(each.type, each.metadata) for each in definitions]
     return State.from_flat(
-        dict(zip(paths, values, strict=True)),
-        dict(zip(paths, map(_origin, definitions), strict=True)),
+        dict(zip(paths, values, strict=True)), dict(zip(paths, origins, strict=True))
     )
 
 
-def _groups(flat: Flat, filters: tuple[Filter, ...]) -> list[list[int]]:
-    """Returns for each filter the positions of Variables it matches first."""
-    predicates = to_predicates(filters)
-    groups: list[list[int]] = [[] for _ in predicates]
-    for i, (path, variable) in enumerate(zip(flat.leaf_paths, flat.leaves, strict=True)):
-        position = first_match(predicates, path, variable)
-        if position is not None:
-            groups[position].append(i)
-    return groups
+def _named(flat: Flat) -> Iterator[tuple[Path, Any]]:
+    return zip(flat.leaf_paths, flat.leaves, strict=True)
 
 
 def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
@@ -120,12 +109,14 @@ def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
     flat = flatten_tree(tree)
     if not filters:
         return (flat.graphdef, _read(flat))
-    check_covered(flat, filters)
-    return (flat.graphdef, *(_read(flat, group) for group in _groups(flat, filters)))
+    groups = group_by_filter(filters, _named(flat), complete=True)
+    return (flat.graphdef, *(_read(flat, group) for group in groups))
 
 
 def merge(graphdef: GraphDef, *states: Any) -> Any:
     """Makes a new model from a structure and values.
+
+    It is the inverse of ``split``.
 
     Args:
         graphdef: The structure.
@@ -146,7 +137,7 @@ def merge(graphdef: GraphDef, *states: Any) -> Any:
     paths = graphdef.leaf_paths
     values = merged_values(states, paths, complete=True)
     roots, _ = build(graphdef, [values[path] for path in paths], owner_here())
-    return _unboxed(roots[0])
+    return _unbox_tree(roots[0])
 
 
 def state(tree: Any, *filters: Filter) -> Any:
@@ -172,12 +163,14 @@ def state(tree: Any, *filters: Filter) -> Any:
     flat = flatten_tree(tree)
     if not filters:
         return _read(flat)
-    states = tuple(_read(flat, group) for group in _groups(flat, filters))
+    states = tuple(_read(flat, group) for group in group_by_filter(filters, _named(flat)))
     return states[0] if len(states) == 1 else states
 
 
 def graphdef(tree: Any) -> GraphDef:
     """Returns the structure of a model.
+
+    It is hashable, and equal for models that differ only in values.
 
     Args:
         tree: A Module, Variable, container or pytree of them.
@@ -194,6 +187,8 @@ def graphdef(tree: Any) -> GraphDef:
 def update(tree: Any, *states: Any) -> None:
     """Writes values into a model's Variables, by path.
 
+    Paths that are not given keep their values.
+
     Args:
         tree: A Module, Variable, container or pytree of them.
         *states: States or nested mappings; later ones win.
@@ -209,10 +204,10 @@ def update(tree: Any, *states: Any) -> None:
         >>> layer.bias.value.tolist()
         [1.0, 1.0, 1.0]
     """
-    tree = tree if isinstance(tree, Object) else _boxed(tree)
+    tree = _box_tree(tree)
     flat = flatten_tree(tree)
     given = merged_values(states, flat.leaf_paths)
-    variables = dict(zip(flat.leaf_paths, flat.leaves, strict=True))
+    variables = dict(_named(flat))
     loose = {id(item) for item in _directly_in(tree) if isinstance(item, ArrayAttribute)}
     values: dict[Path, Any] = {}
     wrong = []
@@ -281,7 +276,7 @@ def clone(tree: T) -> T:
     flat = flatten_tree(tree)
     values = [snapshot(resolve(leaf, local.frame)._value) for leaf in flat.leaves]
     roots, _ = build(flat.graphdef, values, owner_here())
-    return _unboxed(roots[0])
+    return _unbox_tree(roots[0])
 
 
 def pop(tree: Any, *filters: Filter) -> Any:
@@ -317,9 +312,9 @@ def pop(tree: Any, *filters: Filter) -> Any:
             "pop needs at least one filter, to say which Variables to remove: sx.pop(model, "
             "sx.Intermediate)."
         )
-    root = tree if isinstance(tree, Object) else _boxed(tree)
+    root = _box_tree(tree)
     flat = flatten_tree(root)
-    groups = _groups(flat, filters)
+    groups = group_by_filter(filters, _named(flat))
     chosen = {id(flat.leaves[i]): flat.leaf_paths[i] for group in groups for i in group}
     removals = list(_removals(root, chosen))
     popped = tuple(_read(flat, group) for group in groups)
@@ -369,10 +364,8 @@ def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable
         [('kernel',), ('bias',)]
     """
     flat = flatten_tree(tree)
-    predicates = to_predicates(filters or (...,))
-    for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
-        if first_match(predicates, path, variable) is not None:
-            yield path, variable
+    for position in matching(filters or (...,), _named(flat)):
+        yield flat.leaf_paths[position], flat.leaves[position]
 
 
 def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
@@ -385,7 +378,7 @@ def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
         ['MLP', 'Linear', 'Linear', 'Linear']
     """
     walk = GraphWalk()
-    walk.encode(tree if isinstance(tree, Object) else _boxed(tree), ())
+    walk.encode(_box_tree(tree), ())
     for path, item in zip(walk.paths, walk.objects, strict=True):
         if isinstance(item, Module):
             yield path, item
@@ -404,7 +397,7 @@ def find_duplicates(tree: Any) -> list[list[Path]]:
         [[('embed',), ('head',)]]
     """
     found: dict[int, list[Path]] = {}
-    root = tree if isinstance(tree, Object) else _boxed(tree)
+    root = _box_tree(tree)
     for path, variable in _occurrences(root, (), ()):
         found.setdefault(id(variable), []).append(path)
     return [paths for paths in found.values() if len(paths) > 1]
@@ -422,15 +415,3 @@ def _occurrences(
     for key, child in children_in_model(value):
         below = path if key is None else (*path, key)
         yield from _occurrences(child, below, (*above, id(value)))
-
-
-def check_covered(flat: Flat, filters: tuple[Filter, ...]) -> list[int]:
-    """Returns the position of each Variable's first matching filter."""
-    predicates = to_predicates(filters)
-    positions = []
-    for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
-        position = first_match(predicates, path, variable)
-        if position is None:
-            raise no_match_error(path, variable, filters)
-        positions.append(position)
-    return positions

@@ -22,7 +22,7 @@ from shardax._core.graph.handlers import Handler, register
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY, Metadata
 from shardax._core.object import Shown
-from shardax._core.state.filters import Filter, first_match, no_match_error, to_predicates
+from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.variable import Variable
 
 
@@ -149,13 +149,8 @@ class State(Shown, Mapping[Any, Any]):
             >>> [sx.errors and path for path in state.filter(sx.PathContains("bias")).flat()]
             [('bias',)]
         """
-        predicates = to_predicates(filters)
-        kept = [
-            path
-            for path in self._values
-            if first_match(predicates, path, self._origins[path]) is not None
-        ]
-        return self._take(kept)
+        paths = list(self._values)
+        return self._take(paths[i] for i in matching(filters, self._origins.items()))
 
     def split(self, *filters: Filter) -> tuple[State, ...]:
         """Returns one State per filter; the first matching filter takes an entry.
@@ -163,14 +158,9 @@ class State(Shown, Mapping[Any, Any]):
         Raises:
             FilterError: If an entry matches none.
         """
-        predicates = to_predicates(filters)
-        groups: list[list[Path]] = [[] for _ in predicates]
-        for path in self._values:
-            position = first_match(predicates, path, self._origins[path])
-            if position is None:
-                raise no_match_error(path, self._origins[path], filters)
-            groups[position].append(path)
-        return tuple(self._take(group) for group in groups)
+        paths = list(self._values)
+        groups = group_by_filter(filters, self._origins.items(), complete=True)
+        return tuple(self._take(paths[i] for i in group) for group in groups)
 
     def merge(self, *others: State) -> State:
         """Returns a State with the entries of all; later ones win."""
@@ -181,7 +171,10 @@ class State(Shown, Mapping[Any, Any]):
         return State.from_flat(values, origins)
 
     def to_pure_dict(self) -> dict[Any, Any]:
-        """Returns the values in nested plain dicts."""
+        """Returns the values in nested plain dicts.
+
+        That of a bare Variable's State is ``{(): value}``.
+        """
         if () in self._values:
             return dict(self._values)
         nested: dict[Any, Any] = {}
@@ -220,7 +213,7 @@ def _shown(value: Any) -> str:
 def flatten_mapping(
     entries: Mapping[Any, Any], known: Any = None, path: Path = ()
 ) -> dict[Path, Any]:
-    """Flattens a nested mapping to values by path."""
+    """Flattens a nested mapping to values by path, down to known paths."""
     if isinstance(entries, State):
         return {(*path, *below): value for below, value in entries.flat().items()}
     flat: dict[Path, Any] = {}
@@ -279,6 +272,8 @@ def merged_values(
     states: Sequence[Any], known: Sequence[Path], complete: bool = False
 ) -> dict[Path, Any]:
     """Joins States or nested mappings into values by known paths."""
+    # Formats that only have string keys turn 0 into "0"; such a step is understood where the model
+    # has no other reading. Later mappings win. All mismatches are listed in one error.
     spelled = {tuple(map(str, path)): path for path in known}
     known_set = set(known)
     values: dict[Path, Any] = {}
@@ -319,13 +314,12 @@ def _mismatch(
     return "The State does not fit the model; nothing was changed. " + "\n".join(parts)
 
 
-# --- layouts as text -------------------------------------------------------------------------------
-# The values of a State of shardings or specs say where arrays go. They are short, and alike from row
-# to row, so a column for each thing that differs reads better than one text after another.
+# --- layouts as text ------------------------------------------------------------------------------
 
 
 def layout_text(rows: Iterable[tuple[Path, Any, Any]]) -> str | None:
     """Formats shardings or specs as a table; None for other values."""
+    # They are short, and alike from row to row: a column for each thing that differs reads best.
     leaves = [
         (_leaf_path(path, below), axes, leaf)
         for path, axes, value in rows

@@ -19,7 +19,7 @@ everything that the compiled function offers.
 Call entries: what a compiled function remembers about a call, to repeat it at no cost.
 
 An entry belongs to particular objects, and is valid while the structure epoch stays
-(``_core.epoch``).
+(``_core.object``).
 
 What a compiled function remembers: plans, at the cost of a trace, and calls, of a flattening.
 

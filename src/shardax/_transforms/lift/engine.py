@@ -27,7 +27,7 @@ import numpy as np
 from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.array_ops import realise_all
-from shardax._core.containers import unboxed
+from shardax._core.containers import unbox_attribute
 from shardax._core.errors import AbstractValueError, TraceLeakError
 from shardax._core.frames import (
     Frame,
@@ -343,7 +343,7 @@ def carry_in(graph: Graph, carried: Carried) -> Any:
         return carried.result
     leaves = list(carried.result)
     for place, position in record.result.roots:
-        leaves.insert(place, unboxed(objects[position]))
+        leaves.insert(place, unbox_attribute(objects[position]))
     return record.result.treedef.unflatten(leaves)
 
 
