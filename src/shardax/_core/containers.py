@@ -13,6 +13,7 @@ lifted, written and saved like any other data, and unboxed when read.
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, MutableSequence
 from typing import Any, Generic, Self, TypeVar, overload
@@ -27,7 +28,6 @@ from shardax._core.graph.flatten import DictDef, ListDef, register_graph
 from shardax._core.graph.handlers import (
     DICT,
     LIST,
-    Handler,
     Pairs,
     handler_of,
     has_parts,
@@ -429,30 +429,24 @@ def empty_like(holder: Any) -> Any:
 
 register(
     List,
-    Handler(
-        "List",
+    dataclasses.replace(
+        LIST,
+        name="List",
         children=lambda holder: list(enumerate(holder._items)),
         empty=empty_like,
         fill=_fill_list,
-        mutable=True,
         is_object=True,
-        in_models=True,
-        size=LIST.size,
-        text=LIST.text,
     ),
 )
 register(
     Dict,
-    Handler(
-        "Dict",
+    dataclasses.replace(
+        DICT,
+        name="Dict",
         children=lambda holder: list(holder._items.items()),
         empty=empty_like,
         fill=_fill_dict,
-        mutable=True,
         is_object=True,
-        in_models=True,
-        size=DICT.size,
-        text=DICT.text,
     ),
 )
 

@@ -195,11 +195,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array, without materialising it."""
-        return (
-            tuple(np.shape(self._leaf()))
-            if np.isscalar(self._leaf())
-            else tuple(self._leaf().shape)
-        )
+        return tuple(np.shape(self._leaf()))
 
     @property
     def dtype(self) -> Any:

@@ -84,12 +84,7 @@ def classes_in(item: Any) -> tuple[type, ...] | None:
         found = [classes_in(part) for part in item]
     else:
         return None
-    return None if None in found else tuple(_flat(found))
-
-
-def _flat(groups: list[Any]) -> Iterator[type]:
-    for group in groups:
-        yield from group
+    return None if None in found else tuple(cls for classes in found for cls in classes or ())
 
 
 def is_instance(place: Place, classes: tuple[type, ...]) -> bool:

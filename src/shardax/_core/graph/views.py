@@ -563,17 +563,13 @@ def _difference(path: Path, one: Any, two: Any) -> tuple[Path, str]:
         return path, f"{_kind(one)} against {_kind(two)}"
     if isinstance(one, VariableDef):
         return path, f"metadata ({one.metadata!r}) against ({two.metadata!r})"
-    before, after = _children(one), _children(two)
+    before, after = (dict(definition_children(each)) for each in (one, two))
     for key in {**before, **after}:
         if key not in before or key not in after:
             return (*path, key), "only one of them has it"
         if before[key] != after[key]:
             return (*path, key), f"{_child(before[key])} against {_child(after[key])}"
     return path, "the order of attributes"
-
-
-def _children(definition: Any) -> dict[Any, Any]:
-    return dict(definition_children(definition))
 
 
 def _kind(definition: Any) -> str:
@@ -596,18 +592,12 @@ def _where(path: Path) -> str:
 def _values(variables: Sequence[Variable[Any]], walk: GraphWalk, position: int) -> list[Any]:
     """Returns the values of like Variables."""
     values = [resolve(variable, local.frame)._value for variable in variables]
-    forms = [_shown_form(value) for value in values]
-    for number, form in enumerate(forms):
-        if form != forms[0]:
+    first = values[0]
+    for number, value in enumerate(values):
+        if _form(value) != _form(first):
             kind, path = walk.definitions[position].type.__name__, walk.paths[position]
             raise StackError(
                 f"The layers of a stack must be alike, but the {kind} at {_where(path)} is "
-                f"{forms[0][1]} in layer 0 and {form[1]} in layer {number}."
+                f"{_shown(first)} in layer 0 and {_shown(value)} in layer {number}."
             )
     return values
-
-
-def _shown_form(value: Any) -> tuple[Any, Any]:
-    leaves, treedef = jax.tree.flatten(value)
-    shown = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-    return treedef, shown
