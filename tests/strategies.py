@@ -286,7 +286,7 @@ def apply_edit(model: sx.Module, edit: Edit) -> None:
         case "share":
             module.shared = objects[edit.other % len(objects)]
         case "delete":
-            names = sorted({*vars(module), *module._boxed})
+            names = sorted({*vars(module), *module._array_attributes})
             if names:
                 delattr(module, names[edit.other % len(names)])
         case "swap":

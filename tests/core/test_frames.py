@@ -138,7 +138,7 @@ def test_an_object_belongs_to_the_frame_in_which_it_was_made() -> None:
     assert local.frame is None and owner_here() is None
 
 
-def test_a_variable_from_outside_is_adopted_once_and_stands_in() -> None:
+def test_a_variable_from_outside_is_captured_once_and_stands_in() -> None:
     variable = sx.Param(1.0)
     with Frame("test") as frame:
         variable.value = jnp.float32(5)

@@ -21,7 +21,7 @@ from tests.strategies import (
 )
 
 import shardax as sx
-from shardax._core import epoch
+from shardax._core.object import epoch
 
 
 def through_many_states(model: Any) -> Any:

@@ -16,13 +16,13 @@ import pytest
 from tests.strategies import Node, assert_same_model
 
 import shardax as sx
-from shardax._core import epoch
 from shardax._core.errors import (
     MissingAttributeError,
     ReservedNameError,
     StateMismatchError,
     StaticAttributeError,
 )
+from shardax._core.object import epoch
 
 
 class Pair(NamedTuple):
@@ -193,7 +193,7 @@ def test_kinds_may_be_replaced_by_other_kinds() -> None:
     node = Node()
     for value in (1, jnp.ones(2), "text", sx.Param(1.0), [1], (jnp.ones(1),), Layer(), None):
         node.slot = value
-        assert [name for name in vars(node) | node._boxed if name == "slot"] == ["slot"]
+        assert [name for name in vars(node) | node._array_attributes if name == "slot"] == ["slot"]
         assert type(node.slot) is not list
     del node.slot
     assert not hasattr(node, "slot") and variables_of(node) == []
@@ -214,7 +214,7 @@ def test_an_unknown_attribute_is_an_ordinary_attribute_error() -> None:
     assert getattr(Node(), "kernel", 5) == 5
 
 
-@pytest.mark.parametrize("name", ["_owner", "_boxed", "_marked", "_lock", "_flat"])
+@pytest.mark.parametrize("name", ["_owner", "_array_attributes", "_marked", "_lock", "_flat"])
 def test_reserved_names_are_refused(name: str) -> None:
     with pytest.raises(ReservedNameError, match=f"'{name}' is reserved"):
         setattr(Node(), name, 5)

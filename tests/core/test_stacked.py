@@ -16,11 +16,12 @@ from tests.strategies import assert_equal_values, assert_same_model, models
 
 import shardax as sx
 from shardax._core.errors import StackError
-from shardax._core.graph.stacking import stack_objects, unstack_objects
 from shardax._core.graph.views import (
     LazyStack,
     part_of,
+    stack_objects,
     stack_values,
+    unstack_objects,
     with_part,
 )
 from shardax._core.init.lazy import Init, LazyKey

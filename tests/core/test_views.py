@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax._core.errors import ForeignMutationError, LayerViewError
-from shardax._core.graph.stacking import stack_objects
-from shardax._core.graph.views import _known, view
+from shardax._core.graph.views import _known, stack_objects, view
 from shardax._transforms.errors import OutputError
 
 

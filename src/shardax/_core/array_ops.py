@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lets a Variable stand where its array could.
+"""Values of Variables and the operators of arrays.
 
 A *value* is a JAX array (or tracer), a NumPy array, a lazy value, an abstract
 ``jax.ShapeDtypeStruct``, or a pytree of these. Numbers become NumPy arrays of JAX's canonical
@@ -25,23 +25,13 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 
 
 def as_value(value: Any, owner: str) -> Any:
-    """Returns ``value`` as what a Variable may hold.
-
-    Args:
-        value: What the user gave.
-        owner: The Variable's type name, for messages.
-
-    Raises:
-        VariableValueError: If something in it is not an array.
-    """
+    """Returns ``value`` as what a Variable may hold."""
     if isinstance(value, (jax.Array, LazyValue, jax.ShapeDtypeStruct)):
         return value
     if isinstance(value, (np.ndarray, *_NUMBERS)):
         return _canonical(value, owner)
     return jax.tree.map(
-        lambda leaf: _as_leaf(leaf, owner),
-        value,
-        is_leaf=lambda item: isinstance(item, Object),
+        lambda leaf: _as_leaf(leaf, owner), value, is_leaf=lambda item: isinstance(item, Object)
     )
 
 
@@ -54,8 +44,7 @@ def _as_leaf(leaf: Any, owner: str) -> Any:
         return leaf.value
     raise VariableValueError(
         f"A {owner} holds arrays, but was given {leaf!r} of type {type(leaf).__name__}. Assign "
-        f"configuration to a plain attribute "
-        f"of the Module instead: self.name = {leaf!r}."
+        f"configuration to a plain attribute of the Module instead: self.name = {leaf!r}."
     )
 
 
@@ -64,77 +53,53 @@ def _canonical(value: Any, owner: str) -> np.ndarray:
     if array.dtype.kind in "OUSMm" or array.dtype.names is not None:
         raise VariableValueError(
             f"A {owner} holds arrays of numbers, but was given an array of dtype {array.dtype}. "
-            f"JAX has no such dtype; encode it "
-            f"as integers first."
+            f"JAX has no such dtype; encode it as integers first."
         )
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if isinstance(value, int) and int(array.astype(dtype)) != value:
         raise VariableValueError(
             f"The number {value} does not fit into {np.dtype(dtype).name}, the widest integer that "
-            f"JAX uses now. Give the dtype yourself, "
-            f"as in np.uint32({value}), use a float, or enable 64 bits: "
-            f"jax.config.update('jax_enable_x64', True)."
+            f"JAX uses now. Give the dtype yourself, as in np.uint32({value}), use a float, or "
+            f"enable 64 bits: jax.config.update('jax_enable_x64', True)."
         )
     # The caller may go on writing into its NumPy array; a Variable changes only when it is written.
     return array.astype(dtype, copy=isinstance(value, np.ndarray))
 
 
 def realise(value: Any, owner: Any) -> Any:
-    """Turns a lazy or NumPy value into a JAX array.
-
-    Outside of any trace when the Variable lives outside.
-
-    Args:
-        value: A ``LazyValue`` or ``numpy.ndarray``.
-        owner: The frame that owns the Variable, or None.
-
-    Returns:
-        A JAX array; concrete when ``owner`` is None, even while a transform is tracing.
-    """
-    if owner is None:
+    """Turns a lazy or NumPy value into a JAX array."""
+    if owner is None:  # concrete, even while a transform is tracing
         with jax.ensure_compile_time_eval():
             return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
     return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
 
 
 def realise_all(variables: Sequence[Any]) -> None:
-    """Materialises the lazy values of several Variables together, which is quicker than one by one.
-
-    Does nothing while a transform is tracing, where values materialise one by one.
-
-    Args:
-        variables: Resolved Variables.
-    """
+    """Materialises the lazy values of several Variables in one go."""
     lazy = [v for v in variables if isinstance(v._value, Recipe) and v._owner is None]
-    if len(lazy) > 1 and is_eager():
+    if len(lazy) > 1 and is_eager():  # in a trace they materialise one by one
         arrays = compute_all([v._value for v in lazy], [None] * len(lazy))
         for variable, array in zip(lazy, arrays, strict=True):
             variable._value = array
 
 
 def snapshot(value: Any) -> Any:
-    """Returns a value that does not change with the given one; lazy values stay lazy."""
+    """Copies a value that could change in place."""
     if isinstance(value, (jax.Array, LazyValue)):
         return value
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value)
 
 
 def knows_axes(value: Any) -> bool:
-    """Whether an array knows the names of its dimensions by itself.
-
-    Such an array is a pytree node with one child, the array that JAX sees. Its class has an
-    attribute ``partition_axes``: one name per dimension of the child, or None if there is no array.
-    """
-    # Asked of the class first, because a Variable has every attribute of its array.
+    """Whether an array knows the names of its dimensions by itself."""
+    # It is a pytree node with one child, the array that JAX sees; ``partition_axes`` is one name
+    # per dimension of the child, or None if there is no array. Asked of the class first, because a
+    # Variable has every attribute of its array.
     return hasattr(type(value), "partition_axes") and value.partition_axes is not None
 
 
 def leaf_of(value: Any, owner: str) -> Any:
-    """Returns the one array of a value, for ``.shape`` and the like.
-
-    Raises:
-        AttributeError: If the value is a pytree of several arrays, which has no single shape.
-    """
+    """Returns the one array of a value, for ``.shape`` and the like."""
     if hasattr(value, "shape"):
         return value
     leaves = jax.tree.leaves(value)
@@ -180,15 +145,10 @@ def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class ArrayLike:
-    """Operators of an object whose ``value`` is an array.
-
-    An in-place operator writes into the object: ``m.count += 1`` keeps the Variable and changes its
-    value.
-    """
+    """Operators of an object whose ``value`` is an array."""
 
     __slots__ = ()
-    __array_priority__ = 1000
-    """NumPy arrays on the left of an operator hand over to the reflected operators below."""
+    __array_priority__ = 1000  # NumPy arrays on the left then ask the reflected operators below
     value: Any
 
     def _operand(self) -> Any:
@@ -196,9 +156,8 @@ class ArrayLike:
         if isinstance(value, jax.ShapeDtypeStruct):
             raise AbstractValueError(
                 f"This {type(self).__name__} is abstract ({value.dtype}{list(value.shape)}): it "
-                f"has a shape but no numbers. "
-                f"Materialise the model first, for instance with sx.shard(model, mesh, rules) or "
-                f"by restoring a checkpoint."
+                f"has a shape but no numbers. Materialise the model first, for instance with "
+                f"sx.shard(model, mesh, rules) or by restoring a checkpoint."
             )
         return value
 

@@ -1,81 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracked containers: what lists and dicts become when they are assigned to a Module.
+"""Tracked lists and dicts, and the form in which Modules store values.
 
 A plain list that holds Variables could be changed behind the model's back. So assigning a list or
-dict to an attribute stores a ``List`` or ``Dict`` with the same items, which tells the model when
-it changes. They compare and behave like ``list`` and ``dict``. The list that was assigned is *not*
-tracked: ``layers = []; self.layers = layers; layers.append(x)`` changes only the local list; append
-to ``self.layers``.
+dict to an attribute stores a ``List`` or ``Dict`` with the same items, which advances the structure
+epoch when it changes. They compare and behave like ``list`` and ``dict``. The list that was
+assigned is *not* tracked: ``layers = []; self.layers = layers; layers.append(x)`` changes only the
+local list; append to ``self.layers``.
 
-Arrays inside a container are *boxed*: held in a hidden Variable, so that they can be lifted and
-written like any other data, and unboxed when read.
+Plain arrays are *boxed*: held in a hidden Variable (``ArrayAttribute``), so that they can be
+lifted, written and saved like any other data, and unboxed when read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    MutableMapping,
-    MutableSequence,
-)
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, MutableSequence
 from typing import Any, Generic, Self, TypeVar, overload
 
 import jax
 import numpy as np
 
-from shardax._core import epoch
 from shardax._core.errors import StaticAttributeError, VariableValueError
 from shardax._core.frames import Frame, check_structural_write, owner_here
 from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
-from shardax._core.graph.flatten import (
-    DictDef,
-    ListDef,
+from shardax._core.graph.flatten import DictDef, ListDef, register_graph
+from shardax._core.graph.handlers import (
+    DICT,
+    LIST,
+    Pairs,
+    handler_of,
     has_parts,
-    rebuild_tuple,
-    register_graph,
+    map_children,
+    register,
 )
 from shardax._core.graph.static import Static, exact_key
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object
+from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
-_HIDDEN = (ArrayAttribute, FrozenArray)
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, LazyValue)
+BOXES = (ArrayAttribute, FrozenArray)
+ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, LazyValue)
 
 
 def box(value: Any, where: str) -> Any:
-    """Returns ``value`` in the form in which a model stores it.
-
-    Args:
-        value: Anything that was assigned to an attribute, list item or dict entry.
-        where: The place, for messages, such as ``attribute 'scale' of Encoder``.
-
-    Returns:
-        Objects as they are; arrays (and pytrees of arrays) in an ``ArrayAttribute``; lists and
-        dicts as ``List`` and ``Dict``; tuples with their items boxed; everything else as it is.
-
-    Raises:
-        StaticAttributeError: If the value is neither data nor hashable.
-    """
+    """Returns ``value`` in the form in which a model stores it."""
     if isinstance(value, Object):
         return value
-    if isinstance(value, _ARRAYS):
+    if isinstance(value, ARRAY_TYPES):
         return _box_arrays(value, where)
     if isinstance(value, list):
         return List(value)
     if isinstance(value, dict):
         return Dict(value)
-    if isinstance(value, tuple):
-        items = [box(item, where) for item in value]
-        unchanged = all(new is old for new, old in zip(items, value, strict=True))
-        return value if unchanged else rebuild_tuple(type(value), items)
+    if handler_of(value).stores_items:
+        return map_children(lambda item: box(item, where), value)
     if has_parts(value):
         return value
     if not jax.tree_util.all_leaves((value,)) and _is_array_tree(value):
@@ -97,7 +79,7 @@ def _box_arrays(value: Any, where: str) -> ArrayAttribute[Any]:
 
 def _is_array_tree(value: Any) -> bool:
     leaves = jax.tree.leaves(value)
-    return bool(leaves) and all(isinstance(leaf, _ARRAYS) for leaf in leaves)
+    return bool(leaves) and all(isinstance(leaf, ARRAY_TYPES) for leaf in leaves)
 
 
 def _check_static(value: Any, where: str) -> None:
@@ -106,52 +88,47 @@ def _check_static(value: Any, where: str) -> None:
     except TypeError as error:
         raise StaticAttributeError(
             f"Cannot use {value!r} of type {type(value).__name__} as {where}: it is neither data "
-            f"(an array, Variable, Module, or "
-            f"list, dict, tuple of these) nor hashable configuration ({error}). Ways out: wrap "
-            f"arrays that live inside it in "
+            f"(an array, Variable, Module, or list, dict, tuple of these) nor hashable "
+            f"configuration ({error}). Ways out: wrap arrays that live inside it in "
             f"sx.Variable(...); use a tuple or frozenset instead of a set; make a class of your "
-            f"own a frozen dataclass, a "
-            f"sx.Module, or give it __hash__ and __eq__."
+            f"own a frozen dataclass, a sx.Module, or give it __hash__ and __eq__."
         ) from error
 
 
 def unbox(value: Any) -> Any:
-    """Returns a stored value as the user sees it: boxed arrays as arrays."""
-    if isinstance(value, _HIDDEN):
+    """Returns a stored value as the user sees it."""
+    if isinstance(value, BOXES):
         return value.value
-    if isinstance(value, tuple) and has_parts(value):
-        items = [unbox(item) for item in value]
-        if any(new is not old for new, old in zip(items, value, strict=True)):
-            return rebuild_tuple(type(value), items)
+    if handler_of(value).stores_items and has_parts(value):
+        return map_children(unbox, value)
     return value
 
 
-def unboxed(value: Any) -> Any:
-    """Returns what stands by itself, outside of a model: an array for its box.
-
-    A frozen array is what the user made it there, so it stays.
-    """
+def unbox_attribute(value: Any) -> Any:
+    """Returns the array of an array attribute that left its model."""
+    # A frozen array is what the user made it there, so it stays.
     return value.value if isinstance(value, ArrayAttribute) else value
 
 
-def reboxed(value: Any, where: str) -> Any:
-    """Returns a stored value with boxes of its own; what cannot change is shared."""
-    if isinstance(value, tuple) and is_boxed(value):
-        return rebuild_tuple(type(value), [reboxed(item, where) for item in value])
+def copy_boxes(value: Any, where: str) -> Any:
+    """Copies the array attributes of a stored value."""
+    if handler_of(value).stores_items and is_boxed(value):
+        return map_children(lambda item: copy_boxes(item, where), value)
     return box(value.value, where) if isinstance(value, ArrayAttribute) else value
 
 
 def is_boxed(value: Any) -> bool:
-    """Whether a stored value stands for an array, which the user sees instead of it."""
-    if isinstance(value, _HIDDEN):
+    """Whether the user sees an array in place of a stored value."""
+    if isinstance(value, BOXES):
         return True
     if isinstance(value, Slot):
         return value.variable_type is ArrayAttribute
-    return isinstance(value, tuple) and any(is_boxed(item) for item in value)
+    handler = handler_of(value)
+    return handler.stores_items and any(is_boxed(child) for _, child in handler.children(value))
 
 
 def same_structure(old: Any, new: Any) -> bool:
-    """Whether replacing one stored value by another leaves the structure as it was."""
+    """Whether replacing a stored value leaves the structure as it was."""
     if old is new:
         return True
     if isinstance(old, Object) or isinstance(new, Object) or has_parts(old) or has_parts(new):
@@ -263,9 +240,7 @@ class List(_Container, MutableSequence[T], Generic[T]):
         """Sorts in place, as ``list.sort``."""
         self._changing()
         self._items = sorted(  # a new list: a failing comparison changes nothing
-            self._items,
-            key=lambda item: key(unbox(item)) if key else unbox(item),
-            reverse=reverse,
+            self._items, key=lambda item: key(unbox(item)) if key else unbox(item), reverse=reverse
         )
         self._changed()
 
@@ -322,10 +297,10 @@ class List(_Container, MutableSequence[T], Generic[T]):
     def __repr__(self) -> str:
         return f"List({list(self)!r})"
 
-    def _describe(self, encode: Any) -> ListDef:
+    def _flatten(self, encode: Any) -> ListDef:
         return ListDef(type(self), tuple(encode(item, i) for i, item in enumerate(self._items)))
 
-    def _fill(self, definition: ListDef, decode: Any) -> None:
+    def _unflatten(self, definition: ListDef, decode: Any) -> None:
         self._items = [decode(item) for item in definition.items]
 
 
@@ -430,37 +405,63 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
     def __repr__(self) -> str:
         return f"Dict({self.copy()!r})"
 
-    def _describe(self, encode: Any) -> DictDef:
+    def _flatten(self, encode: Any) -> DictDef:
         return DictDef(
-            type(self),
-            tuple((Static(key), encode(item, key)) for key, item in self._items.items()),
+            type(self), tuple((Static(key), encode(item, key)) for key, item in self._items.items())
         )
 
-    def _fill(self, definition: DictDef, decode: Any) -> None:
+    def _unflatten(self, definition: DictDef, decode: Any) -> None:
         self._items = {key.value: decode(item) for key, item in definition.items}
 
 
+def _fill_list(holder: List[Any], pairs: Pairs) -> None:
+    holder._items = [item for _, item in pairs]
+
+
+def _fill_dict(holder: Dict[Any, Any], pairs: Pairs) -> None:
+    holder._items = dict(pairs)
+
+
+def empty_like(holder: Any) -> Any:
+    """Returns an object of the same type, owned here, to be filled."""
+    return type(holder)._allocate(owner_here(), None)
+
+
+register(
+    List,
+    dataclasses.replace(
+        LIST,
+        name="List",
+        children=lambda holder: list(enumerate(holder._items)),
+        empty=empty_like,
+        fill=_fill_list,
+        is_object=True,
+    ),
+)
+register(
+    Dict,
+    dataclasses.replace(
+        DICT,
+        name="Dict",
+        children=lambda holder: list(holder._items.items()),
+        empty=empty_like,
+        fill=_fill_dict,
+        is_object=True,
+    ),
+)
+
+
 def _checked_key(key: Any) -> Any:
-    """Returns a dict key, which must be configuration: keys are part of the structure."""
+    """Checks that a dict key is configuration, and returns it."""
     _check_static(key, "a key of a dict in a model")
     return key
 
 
 def write_through(old: Any, new: Any, where: str) -> bool:
-    """Writes an array over a place that already holds data; returns whether that is what happened.
-
-    Args:
-        old: What is stored now.
-        new: What the user assigned.
-        where: The place, for messages.
-
-    Raises:
-        StaticAttributeError: If an array was assigned over a Variable, which would silently drop
-            the Variable.
-    """
+    """Writes an array into stored data; returns whether it did."""
     if not isinstance(old, (Variable, Slot)) or isinstance(new, Object):
         return False
-    is_array = isinstance(new, _ARRAYS)
+    is_array = isinstance(new, ARRAY_TYPES)
     if is_array and isinstance(old, (FrozenVariable, Slot)):
         if isinstance(old, FrozenArray) or old.variable_type is ArrayAttribute:
             return False  # an array takes the place of an array
@@ -483,9 +484,8 @@ def write_through(old: Any, new: Any, where: str) -> bool:
     if is_array:
         raise StaticAttributeError(
             f"Cannot assign an array over the {type(old).__name__} in {where}: the Variable with "
-            f"its type and metadata would be "
-            f"lost. Write into it instead (name[...] = array, or name.value = array); to really "
-            f"replace it, assign a new "
-            f"Variable: sx.{type(old).__name__}(array)."
+            f"its type and metadata would be lost. Write into it instead (name[...] = array, or "
+            f"name.value = array); to really replace it, assign a new Variable: "
+            f"sx.{type(old).__name__}(array)."
         )
     return False

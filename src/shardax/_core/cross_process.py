@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: arrays, meshes and decorated functions as another process can have them.
+"""Pickling of arrays, meshes and decorated functions for other processes.
 
 Pickle writes a JAX array as its numbers, and so forgets how it was laid out; a mesh it cannot write
-at all, since a device is a thing of one machine. A *packed* array is its numbers, on the host, and
-its sharding, which is a mesh and a spec. A mesh is written as the names, sizes and types of its
-axes, and the numbers of its devices.
-
-What is read back lands on the first of these meshes that exists:
+at all, since a device belongs to one machine. So an array is written as its numbers, on the host,
+and its sharding, which is a mesh and a spec; and a mesh as the names, sizes and types of its axes,
+and the numbers of its devices. It is restored as the first of these meshes that exists:
 
 1. the one that the reader gave (``landing_on``);
 2. one in scope with the same axes, names and sizes;
 3. one of the same devices, which is the same mesh in the process that wrote it;
 4. one of as many of the devices that there are.
 
-Otherwise the machine is smaller than the one that wrote. Then a mesh is an ``AbstractMesh``, which
-still says names and sizes; arrays that were laid out over it are whole, on the default device; and
-a warning says so.
+Otherwise the machine is smaller than the one that wrote. Then the mesh becomes an ``AbstractMesh``,
+which still has names and sizes; arrays that were laid out over it are whole, on the default device;
+and a warning says so.
 """
 
 from __future__ import annotations
@@ -42,17 +40,16 @@ from shardax._core.errors import (
     PickleWriteError,
     PrecisionLostWarning,
 )
-from shardax._core.layout_text import format_mesh
 
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
-_packed: WeakValueDictionary[int, Packed] = WeakValueDictionary()
+_known: WeakValueDictionary[int, PickledArray] = WeakValueDictionary()
 
 
 # --- arrays ---------------------------------------------------------------------------------------
 
 
-class Packed:
-    """An array on its way into a pickle; what comes out of the pickle is an array."""
+class PickledArray:
+    """Stand-in for an array in a pickle, read back as an array."""
 
     __slots__ = ("__weakref__", "array")
 
@@ -60,12 +57,10 @@ class Packed:
         self.array = array
 
     @classmethod
-    def of(cls, array: jax.Array) -> Packed:
-        """Returns the one packed form of an array, so that a pickle that has it twice is no longer.
-
-        An array that a packed form holds is alive, so its ``id`` is that of no other.
-        """
-        return _packed.setdefault(id(array), cls(array))
+    def of(cls, array: jax.Array) -> PickledArray:
+        """Returns the one stand-in of an array, so pickles share it."""
+        # The stand-in keeps the array alive, so no other array has its id.
+        return _known.setdefault(id(array), cls(array))
 
     def __reduce__(self) -> Any:
         return reduced(self.array)
@@ -75,33 +70,14 @@ class Packed:
 
 
 def packed(value: Any) -> Any:
-    """Returns a value to be pickled in place of another.
-
-    Args:
-        value: A pytree of arrays and whatever else.
-
-    Returns:
-        The pytree with every JAX array packed.
-
-    Example:
-        >>> import pickle
-        >>> pickle.loads(pickle.dumps(packed({"w": jnp.ones(2)})))["w"].tolist()
-        [1.0, 1.0]
-    """
+    """Returns a value to be pickled in place of another."""
     return jax.tree.map(
-        lambda leaf: Packed.of(leaf) if isinstance(leaf, jax.Array) else leaf, value
+        lambda leaf: PickledArray.of(leaf) if isinstance(leaf, jax.Array) else leaf, value
     )
 
 
 def reduced(array: jax.Array) -> Any:
-    """Returns what ``__reduce__`` of an array should: how to make it again, from what.
-
-    Args:
-        array: The array.
-
-    Raises:
-        PickleWriteError: If it has no numbers here: it is traced, deleted, or partly elsewhere.
-    """
+    """Returns how to make an array again, for ``__reduce__``."""
     if isinstance(array, Tracer):
         raise PickleWriteError(
             f"Cannot pickle {jax.typeof(array)}: it is being traced, so it has no numbers yet. "
@@ -133,7 +109,7 @@ def reduced(array: jax.Array) -> Any:
 def _landed(
     make: Callable[..., Any], arguments: Any, sharding: Any, implementation: str | None, dtype: str
 ) -> jax.Array:
-    """Makes a packed array again, laid out as it was if its mesh is here."""
+    """Restores an array, with its layout if the mesh exists here."""
     with jax.ensure_compile_time_eval():  # also where something is being traced
         array = make(*arguments)
         if implementation is not None:
@@ -175,21 +151,18 @@ def _warn(found: str) -> None:
 # --- meshes ---------------------------------------------------------------------------------------
 
 
+def format_mesh(mesh: Any) -> str:
+    """Formats the axes of a mesh: sizes, and types other than Auto."""
+    texts = []
+    for (axis, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True):
+        other = "" if kind is jax.sharding.AxisType.Auto else f" ({kind.name})"
+        texts.append(f"{axis}={size}{other}")
+    return ", ".join(texts)
+
+
 @contextlib.contextmanager
 def landing_on(mesh: Mesh | None) -> Iterator[None]:
-    """Says over which mesh what is read from pickles is laid out, by the names of its axes.
-
-    Args:
-        mesh: The mesh; None for the rules at the top of this module.
-
-    Example:
-        >>> import pickle
-        >>> written = pickle.dumps(jax.make_mesh((1,), ("data",)))
-        >>> here = jax.make_mesh((1, 1), ("data", "model"))
-        >>> with landing_on(here):
-        ...     pickle.loads(written) == here
-        True
-    """
+    """Sets the mesh over which unpickled arrays are laid out."""
     token = _landing.set(mesh)
     try:
         yield
@@ -209,21 +182,7 @@ def restored_mesh(
     kinds: tuple[str, ...],
     devices: tuple[tuple[str, int], ...],
 ) -> Mesh | AbstractMesh:
-    """Returns the mesh that stands here for one that was pickled.
-
-    Args:
-        names: The names of its axes.
-        sizes: Their sizes.
-        kinds: Their types, ``"Auto"``, ``"Explicit"`` or ``"Manual"``.
-        devices: Platform and number of its devices.
-
-    Raises:
-        PickleReadError: If a mesh was given to land on and has other axes.
-
-    Example:
-        >>> dict(restored_mesh(("data",), (1,), ("Auto",), (("cpu", 0),)).shape)
-        {'data': 1}
-    """
+    """Returns the mesh that stands here for one that was pickled."""
     types = tuple(AxisType[kind] for kind in kinds)
     given = _landing.get()
     if given is not None:
@@ -261,15 +220,9 @@ def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
 
 
 class PickledByName:
-    """Base of what decorators make of functions: where a module has it by name, it goes by name.
+    """Base of decorated functions that are pickled by their name."""
 
-    The function inside has that name too, but is not what the name means.
-
-    Example:
-        >>> import copy, shardax as sx
-        >>> isinstance(sx.jit(len), PickledByName)
-        True
-    """
+    # The function inside has that name too, but is not what the name means.
 
     __slots__ = ()
 
@@ -278,14 +231,8 @@ class PickledByName:
 
 
 def name_of(item: Any) -> str | None:
-    """Returns the name by which the module of something has it, or None if it does not.
-
-    A script (``__main__``) is no such module: another process has another one.
-
-    Example:
-        >>> name_of(jax.nn.relu), name_of(jax.custom_jvp(lambda x: x))
-        ('relu', None)
-    """
+    """Returns the name of something in its module, or None."""
+    # A script (__main__) is no such module: another process has another one.
     name, module = getattr(item, "__qualname__", None), getattr(item, "__module__", None)
     found: Any = None if module == "__main__" else sys.modules.get(module or "")
     for part in name.split(".") if isinstance(name, str) else ():

@@ -20,7 +20,7 @@ class ShardaxError(Exception):
     __module__ = _FACE
 
     def __init_subclass__(cls) -> None:
-        """Lets errors be known by the face that lists them, in tracebacks and pickles."""
+        """Names errors by ``shardax.errors`` in tracebacks and pickles."""
         super().__init_subclass__()
         if cls.__module__.startswith("shardax."):
             cls.__module__ = _FACE
@@ -31,11 +31,11 @@ class StaticAttributeError(ShardaxError, TypeError):
 
 
 class ReadOnlyCopyError(ShardaxError, RuntimeError):
-    """A copy rebuilt inside a plain JAX transform was written; the write would be lost."""
+    """A read-only copy inside a plain JAX transform was written."""
 
 
 class TraceLeakError(ShardaxError, RuntimeError):
-    """A traced value would have escaped into a Variable that outlives the trace."""
+    """A traced value would escape into a Variable that outlives the trace."""
 
 
 class ForeignMutationError(ShardaxError, RuntimeError):
@@ -43,15 +43,15 @@ class ForeignMutationError(ShardaxError, RuntimeError):
 
 
 class AbstractValueError(ShardaxError, TypeError):
-    """A Variable that holds only a shape and dtype was used where an array is needed."""
+    """An abstract Variable was used where an array is needed."""
 
 
 class MissingRngsError(ShardaxError, ValueError):
-    """A lazy value needs a random key and was made without a key stream."""
+    """A lazy value needs a random key but was made without one."""
 
 
 class LayerViewError(ShardaxError, ValueError):
-    """A view of one layer of a stack was used where it cannot stand for its part of the stack."""
+    """A view of one layer of a stack was misused."""
 
 
 class StackError(ShardaxError, ValueError):
@@ -59,11 +59,11 @@ class StackError(ShardaxError, ValueError):
 
 
 class UnknownStreamError(ShardaxError, AttributeError):
-    """A random stream was asked for that ``Rngs`` does not hold and that has no default."""
+    """``Rngs`` has neither the random stream nor a default."""
 
 
 class VariableValueError(ShardaxError, TypeError):
-    """A Variable was given a value that is not an array or a pytree of arrays."""
+    """A Variable was given something other than arrays."""
 
 
 class FrozenVariableError(ShardaxError, AttributeError):
@@ -71,19 +71,19 @@ class FrozenVariableError(ShardaxError, AttributeError):
 
 
 class UnboundVariableError(ShardaxError, AttributeError):
-    """A slot was used as if it had a value; the Variable that belongs there was taken out."""
+    """An empty slot was used as if it had a value."""
 
 
 class LabelConflictError(ShardaxError, ValueError):
-    """Two different Variables, slots or frozen values have one label; names both paths."""
+    """Two different Variables, slots or frozen values have one label."""
 
 
 class BindError(ShardaxError, ValueError):
-    """Variables do not fit the slots of a tree: without a label, a slot, or of another type."""
+    """Variables do not fit the slots of a tree."""
 
 
 class StatelessCallError(ShardaxError, RuntimeError):
-    """A functional call changed more than values, and what it changed would be lost."""
+    """A functional call changed more than values."""
 
 
 class ReservedNameError(ShardaxError, AttributeError):
@@ -95,15 +95,15 @@ class MissingAttributeError(ShardaxError, AttributeError):
 
 
 class SeedError(ShardaxError, TypeError):
-    """A random stream was given something that is neither an integer seed nor a random key."""
+    """A random stream was given neither a seed nor a key."""
 
 
 class RepeatedKeyError(ShardaxError, RuntimeError):
-    """A key was drawn a second time from a stream that was copied, or made of an equal seed."""
+    """A random key was drawn a second time."""
 
 
 class DtypeError(ShardaxError, TypeError):
-    """A dtype is none, is of the wrong kind, or has 64 bits while JAX uses 32."""
+    """A dtype is invalid, or has 64 bits while JAX uses 32."""
 
 
 class DeviceError(ShardaxError, ValueError):
@@ -111,7 +111,7 @@ class DeviceError(ShardaxError, ValueError):
 
 
 class FilterError(ShardaxError, ValueError):
-    """Filters do not cover a Variable, or are out of order, or are not filters."""
+    """Filters are invalid, out of order, or miss a Variable."""
 
 
 class StateMismatchError(ShardaxError, ValueError):
@@ -119,7 +119,7 @@ class StateMismatchError(ShardaxError, ValueError):
 
 
 class MetadataError(ShardaxError, ValueError):
-    """Metadata of a Variable is invalid (unhashable, or axes that do not fit the shape)."""
+    """Metadata is unhashable, or axes do not fit the shape."""
 
 
 class PickleWriteError(ShardaxError, pickle.PicklingError):
@@ -127,16 +127,16 @@ class PickleWriteError(ShardaxError, pickle.PicklingError):
 
 
 class PickleReadError(ShardaxError, pickle.UnpicklingError):
-    """A pickle is damaged, was not made by ``sx.host.dumps``, or needs what is not here."""
+    """A pickle is damaged, foreign, or needs what is not here."""
 
 
 class LayoutLostWarning(UserWarning):
-    """What was pickled was laid out over a mesh that this machine does not have."""
+    """A pickled layout needs a mesh that this machine does not have."""
 
     __module__ = "shardax.errors"
 
 
 class PrecisionLostWarning(UserWarning):
-    """What was pickled has 64-bit numbers, and the process that reads it has none."""
+    """Pickled 64-bit numbers were read by a 32-bit process."""
 
     __module__ = "shardax.errors"

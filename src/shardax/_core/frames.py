@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames: who owns a Variable while functions are being traced.
+"""Frames: ownership of objects while functions are traced.
 
 Every lifted transform runs the user's function on a private copy of the objects it was given. A
 *frame* is one such run. It knows its *parent* (the frame that called the transform, or ``None``
@@ -8,8 +8,8 @@ An object made or copied inside a frame is *owned* by it.
 
 User code may also touch an original inside a frame, through a closure or a global. *Resolving*
 finds the object that stands for it here: the object itself if this frame owns it, its copy if it
-was passed in, or else what the parent resolves it to, *adopted* by this frame. What adoption means
-is each transform's own rule (``Frame.adopt``).
+was passed in, or else what the parent resolves it to, *captured* by this frame. How a Variable is
+captured is each transform's own rule (``Frame.capture``).
 """
 
 from __future__ import annotations
@@ -22,38 +22,28 @@ from shardax._core import _jax
 from shardax._core.errors import ForeignMutationError, ReadOnlyCopyError, TraceLeakError
 
 
-class Adopted(NamedTuple):
-    """A Variable that a frame took over: the parent's, the stand-in, the value it was given."""
+class CapturedVariable(NamedTuple):
+    """A Variable that a frame uses without having been passed it."""
 
-    outer: Any
-    stand_in: Any
-    value: Any
+    outer: Any  # the parent's Variable
+    stand_in: Any  # the frame's own
+    value: Any  # what the stand-in was given
 
 
 class Frame:
-    """One run of a user's function inside a lifted transform.
+    """One run of a user's function inside a lifted transform."""
 
-    Attributes:
-        name: The transform's name for messages, such as ``"jit"``.
-        parent: The frame that called the transform, or None.
-        trace: Token of the JAX trace that the function runs under.
-        adopted: The Variables that were touched without being passed in.
-        copies: From ``id(original)`` to ``(original, copy)``; holding the original keeps its id
-            from being reused.
-        closed: True once the run is over; a Variable owned by a closed frame has leaked.
-    """
-
-    __slots__ = ("adopted", "closed", "copies", "name", "parent", "trace")
-    carries_captured = True
-    """Whether values written to Variables that were not passed in are handed back."""
+    __slots__ = ("captured", "closed", "copies", "name", "parent", "trace")
+    carries_captured = True  # whether values written to captured Variables are handed back
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name = name  # of the transform, for messages: "jit"
         self.parent = local.frame
         self.trace = _jax.trace_state()
+        # id(original) to (original, copy); holding the original keeps its id from being reused.
         self.copies: dict[int, tuple[Any, Any]] = {}
-        self.adopted: list[Adopted] = []
-        self.closed = False
+        self.captured: list[CapturedVariable] = []
+        self.closed = False  # the run is over; a Variable owned by a closed frame has leaked
 
     def __enter__(self) -> Self:
         local.frame = self
@@ -65,25 +55,22 @@ class Frame:
         # A Variable that leaked from the trace must not keep the caller's model alive.
         self.copies = {}
 
-    def adopt(self, outer: Any) -> Any:
-        """Returns this frame's stand-in for a Variable of the parent that was not passed in.
-
-        The default copies it: reads see the value as of now, and ``adopted`` lists it so that the
-        transform can hand written values back. Transforms with a stricter rule override this.
-        """
+    def capture(self, outer: Any) -> Any:
+        """Returns this frame's stand-in for a Variable of the parent."""
+        # A copy reads the value as of now; transforms with a stricter rule override this.
         copy = outer._copy_into(self)
-        self.adopted.append(Adopted(outer, copy, copy._value))
+        self.captured.append(CapturedVariable(outer, copy, copy._value))
         return copy
 
 
 class PlainTrace(Frame):
-    """Owner of objects made inside a plain JAX transform (one that shardax does not see)."""
+    """Owner of objects made inside a plain JAX transform."""
 
     __slots__ = ()
 
 
 def owner_here() -> Frame | None:
-    """Returns the owner for an object made right now: None outside all transforms."""
+    """Returns the owner of an object made now; None outside all transforms."""
     frame = local.frame
     home = _jax.eager() if frame is None else frame.trace
     if _jax.trace_state() == home:
@@ -91,34 +78,18 @@ def owner_here() -> Frame | None:
     return PlainTrace("plain JAX transform")
 
 
-class _Local(threading.local):
-    frame: Frame | None = None
-    """The innermost frame of this thread."""
-    probing: bool = False
-    """Whether a pytree is only being searched for objects (see ``pytree.has_objects``)."""
-    found: bool = False
-    """Whether that search has met one."""
-    call: Any = None
-    """The call that a transform is serving, for the trace that it may start."""
+class _ThreadState(threading.local):
+    frame: Frame | None = None  # the innermost
+    probing: bool = False  # a pytree is only being searched for objects (flatten.has_objects)
+    found: bool = False  # that search has met one
+    call: Any = None  # the call that a transform is serving, for the trace that it may start
 
 
-local = _Local()
+local = _ThreadState()
 
 
 def resolve(variable: Any, frame: Frame | None) -> Any:
-    """Finds the object that stands for ``variable`` in ``frame`` (None: outside all frames).
-
-    Args:
-        variable: A Variable that user code touched.
-        frame: The frame in which it was touched.
-
-    Returns:
-        The Variable to read or write instead; ``variable`` itself when it belongs here.
-
-    Raises:
-        TraceLeakError: If the Variable belongs to a frame that is over, so its value is a tracer
-            that nobody can use.
-    """
+    """Returns the Variable that stands for another one in a frame."""
     owner = variable._owner
     if owner is frame or (type(owner) is PlainTrace and owner.parent is frame):
         return variable
@@ -127,10 +98,9 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
             return variable
         raise TraceLeakError(
             f"A {type(variable).__name__} made inside sx.{owner.name} was used after that call "
-            f"ended. Its value exists only "
-            f"during the trace. Return it from the function (or assign it to an attribute of a "
-            f"Module that is an "
-            f"argument); then the caller gets it with a real array."
+            f"ended. Its value exists only during the trace. Return it from the function (or "
+            f"assign it to an attribute of a Module that is an argument); then the caller gets it "
+            f"with a real array."
         )
     known = frame.copies.get(id(variable))
     if known is not None:
@@ -140,68 +110,42 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
     if known is not None:
         stand_in = _usable(known)
     else:
-        stand_in = frame.adopt(outer) if outer._parent is None else outer._stand_in(frame)
+        stand_in = frame.capture(outer) if outer._parent is None else outer._stand_in(frame)
     frame.copies[id(variable)] = (variable, stand_in)
     frame.copies[id(outer)] = (outer, stand_in)
     return stand_in
 
 
 class Blocked(NamedTuple):
-    """Stands in a frame's ``copies`` for a Variable that cannot be used there.
+    """Entry of ``Frame.copies`` for a Variable that is refused there."""
 
-    Attributes:
-        refuse: Called with the Variable, raises the error.
-    """
-
-    refuse: Callable[[Any], Any]
+    refuse: Callable[[Any], Any]  # called with the Variable, raises the error
 
 
 def _usable(known: tuple[Any, Any]) -> Any:
     return known[1].refuse(known[0]) if type(known[1]) is Blocked else known[1]
 
 
+# Lock of objects that JAX rebuilt inside a plain transform: a write would be lost.
 READ_ONLY = "copy inside a plain JAX transform"
-"""Lock of objects that JAX rebuilt inside a plain transform: a write would be lost."""
 
 
 def check_unlocked(target: Any, what: str) -> None:
-    """Raises if ``target`` is a read-only copy.
-
-    Args:
-        target: A Variable, Module or container.
-        what: What was about to be written, for the message.
-
-    Raises:
-        ReadOnlyCopyError: If the object was rebuilt by JAX inside a plain transform.
-        ForeignMutationError: If a transform that carries no writes of what was not passed in made
-            it; the lock is then the message, with ``{what}`` in it.
-    """
+    """Raises if an object is locked."""
     if target._lock is READ_ONLY:
         raise ReadOnlyCopyError(
             f"Cannot write {what}: this {type(target).__name__} is a copy that JAX rebuilt inside "
-            f"a plain transform (jax.jit, "
-            f"jax.grad, jax.vmap, ...), so the write would be lost when the function returns. Use "
-            f"the shardax transform of the "
-            f"same name (sx.jit, sx.grad, ...), which carries writes back; or, if you return the "
-            f"copy, make it writable "
-            f"first:\n\n    model = sx.mutable(model)\n    ...\n    return model"
+            f"a plain transform (jax.jit, jax.grad, jax.vmap, ...), so the write would be lost "
+            f"when the function returns. Use the shardax transform of the same name (sx.jit, "
+            f"sx.grad, ...), which carries writes back; or, if you return the copy, make it "
+            f"writable first:\n\n    model = sx.mutable(model)\n    ...\n    return model"
         )
-    if target._lock is not None:
+    if target._lock is not None:  # a transform that carries no writes made it; says why
         raise ForeignMutationError(target._lock.format(what=what))
 
 
 def check_structural_write(target: Any, what: str) -> None:
-    """Raises if an object's structure must not be changed here.
-
-    Args:
-        target: A Module or container.
-        what: What was about to be changed, for the message.
-
-    Raises:
-        ForeignMutationError: If the object belongs outside the current shardax transform.
-        ReadOnlyCopyError: If it was rebuilt by JAX inside a plain transform.
-        TraceLeakError: If the object belongs outside a plain JAX transform that is tracing now.
-    """
+    """Raises if an object's structure must not be changed here."""
     if target._lock is not None:
         check_unlocked(target, what)
     owner, frame = target._owner, local.frame
@@ -215,32 +159,21 @@ def check_structural_write(target: Any, what: str) -> None:
     hint = " (Writing values of its Variables works either way.)" if frame.carries_captured else ""
     raise ForeignMutationError(
         f"Cannot change the structure of {what} inside sx.{frame.name}: the "
-        f"{type(target).__name__} was reached through a closure or "
-        f"global, so the change would happen once, while tracing, and not when the compiled "
-        f"function runs. Pass the "
-        f"Module as an argument of the function; then its structural changes are carried back."
-        f"{hint}"
+        f"{type(target).__name__} was reached through a closure or global, so the change would "
+        f"happen once, while tracing, and not when the compiled function runs. Pass the Module as "
+        f"an argument of the function; then its structural changes are carried back.{hint}"
     )
 
 
 def check_trace(target: Any, what: str) -> None:
-    """Raises if writing ``target`` now would let a tracer escape, or the write be lost.
-
-    Args:
-        target: A resolved Variable, or a Module or container.
-        what: What was about to be written, for the message.
-
-    Raises:
-        TraceLeakError: If a plain JAX transform is tracing inside the target's own scope.
-    """
+    """Raises if a write would be lost or leak a tracer."""
     owner = target._owner
     home = _jax.eager() if owner is None else owner.trace
     if _jax.trace_state() == home:
         return
     raise TraceLeakError(
         f"Cannot write {what} from inside a plain JAX transform that did not receive it: the write "
-        f"would happen once, while tracing, "
-        f"and a traced value would outlive its trace. Use the shardax transform of the same name "
-        f"(sx.jit, sx.grad, ...) and "
-        f"pass the Module as an argument; or return the new value and write it outside."
+        f"would happen once, while tracing, and a traced value would outlive its trace. Use the "
+        f"shardax transform of the same name (sx.jit, sx.grad, ...) and pass the Module as an "
+        f"argument; or return the new value and write it outside."
     )

@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen values: Variables that cannot change.
+"""Frozen values and slots: the immutable forms of a Variable.
 
-A Variable has three *forms*. The mutable cell itself is one. Its *slot* is the empty place that it
-leaves in a model (``_core.frozen``). Its *frozen value* is what it holds, with its type, metadata and
-label, as an immutable pytree: what a purely functional program passes around.
+A Variable has three *forms*. The mutable cell itself is one. Its *frozen value* is its value with
+type, metadata and label as an immutable pytree: what a purely functional program passes around. It
+reads like the Variable, so layers run on it, and in a Module two places that hold one frozen value
+are one leaf, with one gradient. Writing it is an error. By filters it is no longer of the
+Variable's type: ``sx.Param`` matches what can be trained, ``Frozen(sx.Param)`` the frozen values
+that were Params.
 
-A frozen value reads like the Variable that it was made from, so layers run on it. It can stand in a
-Module, where two places that hold one frozen value are one leaf, with one gradient. Writing it is
-an error. By filters it is no longer of the Variable's type: ``sx.Param`` chooses what can be
-trained, ``Frozen(sx.Param)`` the frozen values that were Params.
-
-Slots: empty places for Variables.
-
-A *slot* stands in a model where a Variable was taken out (``_core.state.bind``). It holds no value,
-only the Variable's type and its *label*: the path at which the Variable was met first, by which it
-finds its way back. Labels are paths, so they are the same in every process; the slots of a shared
-Variable have one label.
-
-A slot is immutable and compares by type and label. To JAX it is a pytree without leaves; in a
-Module it is configuration. So a model whose Variables are all taken out is hashable structure and
-nothing else.
+Its *slot* is the empty place that it leaves in a model (``_core.state.bind``), with the Variable's
+type and *label*: the path at which the Variable was met first, the same in every process. The slots
+of a shared Variable have one label. A slot compares by type and label. To JAX it is a pytree
+without leaves; in a Module it is configuration. So a model whose Variables are all taken out is
+hashable structure and nothing else.
 """
 
 from __future__ import annotations
@@ -43,18 +36,11 @@ from shardax._core.state.filters import Filter, to_predicate
 from shardax._core.state.state import Origin
 from shardax._core.variable import ArrayAttribute, Variable
 
-# --- Forms ---
-
 T = TypeVar("T")
 
 
 class FrozenMetadata(Metadata):
-    """Metadata of a frozen value: that of the Variable, its type, and the label.
-
-    Attributes:
-        variable_type: Type of the Variable.
-        label: Its path in the tree from which it was taken.
-    """
+    """Metadata of a frozen value, with the Variable's type and label."""
 
     __slots__ = ("label", "variable_type")
 
@@ -67,7 +53,7 @@ class FrozenMetadata(Metadata):
     ) -> None:
         super().__init__(axes, entries)
         self.variable_type = variable_type
-        self.label = label
+        self.label = label  # its path in the tree from which it was taken
         self._key = (self._key, variable_type, exact_key(label))
         self._hash = hash(self._key)
 
@@ -92,7 +78,7 @@ class FrozenMetadata(Metadata):
 
 
 class FrozenVariable(Variable[T]):
-    """The value of a Variable, immutable: a pytree with its type, metadata and label.
+    """Immutable value of a Variable, with type, metadata and label.
 
     Made by ``freeze`` and ``unbind``. Two are equal when type, label, metadata and every number
     are; a comparison with anything else goes element by element, as for arrays.
@@ -201,18 +187,13 @@ class FrozenVariable(Variable[T]):
 
 
 class FrozenArray(FrozenVariable[T]):
-    """The frozen value of an array that is an attribute; users see the array."""
+    """Frozen value of an array attribute; users see the array."""
 
 
 def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
-    """Returns the value of a Variable, frozen, under a label.
-
-    Args:
-        variable: A Variable, or a frozen value, which is given the label.
-        label: The label.
-    """
+    """Returns the value of a Variable, frozen, under a label."""
     here = variable._here()
-    definition = here._describe(None)
+    definition = here._flatten(None)
     metadata, kind = definition.metadata, definition.type
     if isinstance(metadata, FrozenMetadata):
         kind = metadata.variable_type
@@ -274,7 +255,7 @@ def _same_leaf(one: Any, other: Any) -> bool:
 
 
 def _numbers(leaf: Any) -> bytes | None:
-    """Returns the bytes of an array, or None where they are not here (tracers, donated arrays)."""
+    """Returns the bytes of an array, or None if not available."""
     if isinstance(leaf, LazyValue):
         if not is_eager():
             return None
@@ -287,7 +268,7 @@ def _numbers(leaf: Any) -> bytes | None:
     return np.asarray(leaf).tobytes()
 
 
-# --- Slots ---
+# --- slots ----------------------------------------------------------------------------------------
 
 
 class Slot(ArrayLike, Placeholder, Shown):

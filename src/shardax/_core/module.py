@@ -1,37 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules: mutable Python objects that hold a model's Variables and configuration.
+"""Modules, and the drawings behind their ``repr``.
 
-A Module is an ordinary object: attributes are set in ``__init__`` or anywhere else. Assigning sorts
-the value. Variables, Modules and arrays are *data*; lists and dicts become tracked containers;
+A Module is an ordinary object: attributes are set in ``__init__`` or anywhere else. Assignment
+sorts values: Variables, Modules and arrays are *data*; lists and dicts become tracked containers;
 tuples stay tuples; everything else is *static configuration* and must be hashable, which is checked
-here, where the mistake is made, rather than at the first compiled call.
+on assignment, where the mistake is made, rather than at the first compiled call. Arrays are kept in
+hidden Variables (``_core.containers``); attribute access returns the array.
 
-Arrays are kept in hidden Variables (*boxed*), so that they too can be read through closures,
-written inside transforms and saved. Attribute access shows the array.
-
-Pictures of models: what stands where, with sharing shown, and its plain text.
-
-A *drawing* is a tree that mirrors a value: Modules, containers and what leads through to objects
-have parts; everything else is a *leaf*. An object met again is a leaf that says where it was met
-first. The text has a line for each leaf; ``shardax.view`` draws the same tree in other ways.
+A *drawing* is a tree that mirrors a value: Modules, containers and what leads to objects have
+parts; everything else is a *leaf*. An object met again is a leaf that refers to the first
+occurrence. ``repr`` has a line for each leaf; ``shardax.view`` draws the same tree in other ways.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax.numpy as jnp
 
-from shardax._core import epoch
 from shardax._core.containers import (
-    _Container,
     box,
+    copy_boxes,
+    empty_like,
     is_boxed,
-    reboxed,
     same_structure,
     unbox,
     write_through,
@@ -39,19 +33,18 @@ from shardax._core.containers import (
 from shardax._core.errors import MissingAttributeError, ReservedNameError, StateMismatchError
 from shardax._core.frames import Frame, check_structural_write, owner_here
 from shardax._core.frozen import FrozenVariable
-from shardax._core.graph.flatten import ModuleDef, has_parts, register_graph
+from shardax._core.graph.flatten import ModuleDef, register_graph
+from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.object import Object, Placeholder, Wrapper
+from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
 
-# --- Modules ---
-
 _ABSENT = object()
-_RESERVED = frozenset({"_boxed", "_flat", "_lock", "_marked", "_owner"})
+_RESERVED = frozenset({"_array_attributes", "_flat", "_lock", "_marked", "_owner"})
 
 
 class Module(Object):
-    """Base of models and layers: a mutable object with data and configuration as attributes.
+    """Base of models and layers: data and configuration as attributes.
 
     Subclasses write an ordinary ``__init__``; there is nothing to call or declare. A Module is also
     a pytree (``_core.graph.flatten``).
@@ -70,8 +63,16 @@ class Module(Object):
         ([0.0, 1.0, 2.0], 1)
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_boxed", "_flat", "_lock", "_marked", "_owner")
-    _boxed: dict[str, Any]
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_array_attributes",
+        "_flat",
+        "_lock",
+        "_marked",
+        "_owner",
+    )
+    _array_attributes: dict[str, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         return cls._allocate(owner_here(), None)
@@ -93,21 +94,22 @@ class Module(Object):
         set_slot(module, "_lock", lock)
         set_slot(module, "_marked", False)
         set_slot(module, "_flat", None)
-        set_slot(module, "_boxed", {})
+        set_slot(module, "_array_attributes", {})
         return module
 
     # --- attributes ------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _RESERVED:
-            _set_reserved(self, name, value)
-            return
+            raise ReservedNameError(
+                f"The attribute name {name!r} is reserved by shardax; choose another."
+            )
         descriptor = getattr(type(self), name, None)
         if descriptor is not None and hasattr(type(descriptor), "__set__"):
             object.__setattr__(self, name, value)
             return
         where = f"attribute {name!r} of {type(self).__name__}"
-        attributes, boxed = self.__dict__, self._boxed
+        attributes, boxed = self.__dict__, self._array_attributes
         old = boxed[name] if name in boxed else attributes.get(name, _ABSENT)
         if old is not _ABSENT and (value is old or write_through(old, value, where)):
             return
@@ -124,64 +126,69 @@ class Module(Object):
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
-            boxed = object.__getattribute__(self, "_boxed")
+            boxed = object.__getattribute__(self, "_array_attributes")
             if name in boxed:
                 return unbox(boxed[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __delattr__(self, name: str) -> None:
         check_structural_write(self, f"attribute {name!r} of {type(self).__name__}")
-        if name in self._boxed:
-            del self._boxed[name]
+        if name in self._array_attributes:
+            del self._array_attributes[name]
         else:
             object.__delattr__(self, name)
         if self._marked:
             epoch.advance()
 
     def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *self._boxed})
+        return sorted({*object.__dir__(self), *self._array_attributes})
 
     # --- walking and copying ---------------------------------------------------------------------
 
-    def _describe(self, encode: Any) -> ModuleDef:
+    def _flatten(self, encode: Any) -> ModuleDef:
         attributes = tuple((name, encode(value, name)) for name, value in self.__dict__.items())
-        boxed = tuple((name, encode(value, name)) for name, value in self._boxed.items())
+        boxed = tuple((name, encode(value, name)) for name, value in self._array_attributes.items())
         return ModuleDef(type(self), attributes, boxed)
 
-    def _fill(self, definition: ModuleDef, decode: Any) -> None:
+    def _unflatten(self, definition: ModuleDef, decode: Any) -> None:
         attributes = self.__dict__
         attributes.clear()
         for name, child in definition.attributes:
             attributes[name] = decode(child)
         object.__setattr__(
-            self, "_boxed", {name: decode(child) for name, child in definition.boxed}
+            self,
+            "_array_attributes",
+            {name: decode(child) for name, child in definition.array_attributes},
         )
 
     def __copy__(self) -> Self:
-        """Returns a Module with attributes of its own that share what they hold, but for arrays."""
+        """Returns a shallow copy; array attributes are copied."""
         copied = self._allocate(owner_here(), None)
         copied.__dict__.update(self.__dict__)
         where = f"a copy of {type(self).__name__}"
-        copied._boxed.update((name, reboxed(value, where)) for name, value in self._boxed.items())
+        copied._array_attributes.update(
+            (name, copy_boxes(value, where)) for name, value in self._array_attributes.items()
+        )
         return copied
 
     def __getstate__(self) -> Any:
-        return (dict(self.__dict__), self._boxed)
+        return (dict(self.__dict__), self._array_attributes)
 
     def __setstate__(self, state: Any) -> None:
         attributes, boxed = state
         self.__dict__.update(attributes)
-        object.__setattr__(self, "_boxed", boxed)
+        object.__setattr__(self, "_array_attributes", boxed)
 
     def __repr__(self) -> str:
 
         return module_repr(self)
 
-    # --- recording and modes
-    # -----------------------------------------------------------------------
+    # --- recording and modes ----------------------------------------------------------------------
 
     def sow(self, name: str, value: Any, type: type[Variable[Any]] = Intermediate) -> None:
-        """Records a value under ``name``: appends it to the tuple in the Variable of that name.
+        """Appends a value to the tuple in the Variable ``name``.
+
+        So a function can record what it computes on the way.
 
         Args:
             name: Attribute of the Variable.
@@ -214,7 +221,7 @@ class Module(Object):
             )
 
     def perturb(self, name: str, value: Any, type: type[Variable[Any]] = Perturbation) -> Any:
-        """Adds a Variable of zeros to ``value``, so that the gradient there can be read.
+        """Adds a Variable of zeros, whose gradient is that of ``value``.
 
         Args:
             name: Attribute of the Variable, made on first use with the shape and dtype of
@@ -240,7 +247,7 @@ class Module(Object):
         return value + getattr(self, name).value
 
     def stateless_call(self, variables: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Calls this Module, which has slots, as a function of the values that belong there.
+        """Calls this Module with frozen values for its slots.
 
         Args:
             variables: Frozen values for the slots; see ``shardax.stateless_call``.
@@ -264,7 +271,9 @@ class Module(Object):
     def set_attributes(
         self, *filters: Any, raise_if_not_found: bool = True, **attributes: Any
     ) -> None:
-        """Sets attributes on this Module and every Module below that already has them.
+        """Sets attributes on all Modules that already have them.
+
+        That is this Module and every one below.
 
         Args:
             *filters: Module classes or predicates ``(path, module) -> bool``; a Module matching any
@@ -295,14 +304,13 @@ class Module(Object):
             (m, name)
             for m in chosen
             for name in attributes
-            if name in m.__dict__ or name in m._boxed
+            if name in m.__dict__ or name in m._array_attributes
         ]
         missing = attributes.keys() - {name for _, name in targets}
         if missing and raise_if_not_found:
             raise MissingAttributeError(
                 f"No Module in this {type(self).__name__} has the attribute(s) {sorted(missing)}; "
-                f"nothing was changed. Check the spelling, or "
-                f"pass raise_if_not_found=False."
+                f"nothing was changed. Check the spelling, or pass raise_if_not_found=False."
             )
         for module, name in targets:
             setattr(module, name, attributes[name])
@@ -324,19 +332,13 @@ class Module(Object):
             False
         """
         self.set_attributes(
-            deterministic=False,
-            use_running_average=False,
-            raise_if_not_found=False,
-            **attributes,
+            deterministic=False, use_running_average=False, raise_if_not_found=False, **attributes
         )
 
     def eval(self, **attributes: Any) -> None:
         """Puts the model into evaluation mode: the opposite of ``train``."""
         self.set_attributes(
-            deterministic=True,
-            use_running_average=True,
-            raise_if_not_found=False,
-            **attributes,
+            deterministic=True, use_running_average=True, raise_if_not_found=False, **attributes
         )
 
 
@@ -347,47 +349,51 @@ def _matches(chosen: Any, path: Any, module: Module) -> bool:
     return bool(predicate(path, module))
 
 
-def _set_reserved(module: Module, name: str, value: Any) -> None:
-    """Lets the core set its slots and refuses everyone else's attempt to use the names."""
-    if name in {"_marked", "_lock"} and (value is None or isinstance(value, (bool, str))):
-        object.__setattr__(module, name, value)
-        return
-    raise ReservedNameError(f"The attribute name {name!r} is reserved by shardax; choose another.")
+def _fill(module: Module, pairs: Pairs) -> None:
+    attributes, boxed = vars(module), module._array_attributes
+    attributes.clear()
+    boxed.clear()
+    for name, item in pairs:
+        (boxed if is_boxed(item) else attributes)[name] = item
 
 
 register_graph(Module)
+register(
+    Module,
+    Handler(
+        "Module",
+        children=lambda module: [*vars(module).items(), *module._array_attributes.items()],
+        empty=empty_like,
+        fill=_fill,
+        mutable=True,
+        is_object=True,
+        in_models=True,
+        size="shrinks",
+    ),
+)
 
 
-# --- Printing ---
+# --- drawings -------------------------------------------------------------------------------------
 
 _INDENT = "  "
 _MAX_LINES = 200
 
 
 class Drawing:
-    """One place of a drawing.
-
-    Attributes:
-        label: What is written before it, such as ``kernel=``.
-        code: What to write after the thing above to get here, such as ``.kernel`` or ``[0]``.
-        path: Where it stands.
-        value: What stands there.
-        name: What it is called: its type's name, as a rule.
-        parts: What is below; None for a leaf.
-        first: For an object met again, the place where it was met first.
-        again: For an object met first, the paths at which it was met again.
-        marked: Whether to point it out.
-    """
+    """One place of a drawing."""
 
     __slots__ = ("again", "code", "first", "label", "marked", "name", "parts", "path", "value")
 
     def __init__(self, label: str, code: str, path: Path, value: Any) -> None:
-        self.label, self.code, self.path, self.value = label, code, path, value
+        self.label = label  # what is written before it: "kernel="
+        self.code = code  # what leads here from the place above: ".kernel", "[0]"
+        self.path = path
+        self.value = value
         self.name = type(value).__name__
-        self.parts: list[Drawing] | None = None
-        self.first: Drawing | None = None
-        self.again: list[Path] = []
-        self.marked = False
+        self.parts: list[Drawing] | None = None  # None for a leaf
+        self.first: Drawing | None = None  # of an object met again, where it was met first
+        self.again: list[Path] = []  # of an object met first, where it was met again
+        self.marked = False  # whether to point it out
 
     def places(self) -> Iterator[Drawing]:
         """Yields this place and every one below, in order."""
@@ -405,13 +411,7 @@ class Drawing:
         note: Callable[[Drawing], str] = lambda drawing: "",
         depth: int = 0,
     ) -> Iterator[str]:
-        """Yields the lines of the text.
-
-        Args:
-            describe: Returns the text of a leaf that was not met before.
-            note: Returns what to write behind the first line of a place.
-            depth: How far to indent.
-        """
+        """Yields the lines of the text."""
         start, end = f"{_INDENT * depth}{self.label}", "," if depth else ""
         if self.first is not None:
             yield f"{start}<same {self.name} as {format_path(self.first.path)}>{end}"
@@ -427,17 +427,7 @@ class Drawing:
 
 
 def draw(value: Any) -> Drawing:
-    """Draws a value and everything below it, reading no value of a Variable.
-
-    Args:
-        value: Anything; a Module, as a rule.
-
-    Example:
-        >>> import shardax as sx
-        >>> drawing = draw(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
-        >>> [part.label for part in drawing.parts][:2], drawing.parts[0].code
-        (['kernel=', 'bias='], '.kernel')
-    """
+    """Draws a value and everything below it."""
     return _draw(Drawing("", "", (), value), {})
 
 
@@ -449,34 +439,22 @@ def _draw(drawing: Drawing, seen: dict[int, Drawing]) -> Drawing:
             first.again.append(drawing.path)
             return drawing
         seen[id(value)] = drawing
-    is_leaf = isinstance(value, (Variable, Placeholder))
-    if isinstance(value, Module) or (not is_leaf and _has_objects(value)):
-        drawing.name, parts = _parts(value)
-        drawing.parts = [
-            _draw(Drawing(part.label, part.code, (*drawing.path, *part.steps), part.value), seen)
-            for part in parts
-        ]
+    handler = handler_of(value)
+    children = handler.children(value) if handler.in_models else ()
+    if not isinstance(value, Module) and not any(has_parts(child) for _, child in children):
+        return drawing
+    if isinstance(value, types.MethodType):
+        drawing.name = f"method {value.__name__}"
+    drawing.parts = []
+    for key, child in children:
+        path = drawing.path if key is None else (*drawing.path, key)
+        part = Drawing(*handler.text(value, key), path, child)
+        drawing.parts.append(_draw(part, seen))
     return drawing
 
 
 def module_repr(module: Module) -> str:
-    """Returns the text of ``repr(module)``.
-
-    Args:
-        module: The Module to draw.
-
-    Returns:
-        Class names, attributes in order, Variables with dtype, shape and axes; an object met again
-        is named only.
-
-    Example:
-        >>> import shardax as sx
-        >>> sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0))  # doctest: +ELLIPSIS
-        Linear(  # 6 parameters
-          kernel=Param(float32[2, 3], lazy, axes=...),
-          ...
-        )
-    """
+    """Returns the text of ``repr(module)``."""
     drawing = draw(module)
     first, *others = drawing.lines(leaf_text)
     lines = [first + parameter_count(drawing), *others]
@@ -497,7 +475,7 @@ def leaf_text(leaf: Drawing) -> str:
 
 
 def parameter_count(drawing: Drawing) -> str:
-    """Returns a comment with the number of elements of every ``Param``, frozen ones too."""
+    """Returns a comment with the number of parameters."""
     count = sum(
         math.prod(leaf.value._value.shape)
         for leaf in drawing.leaves()
@@ -509,57 +487,3 @@ def parameter_count(drawing: Drawing) -> str:
 def _is_parameter(value: Any) -> bool:
     kind = value.variable_type if isinstance(value, FrozenVariable) else type(value)
     return issubclass(kind, Param)
-
-
-def _has_objects(value: Any) -> bool:
-    items = value._items if isinstance(value, _Container) else value
-    if isinstance(items, list):
-        return any(map(has_parts, items))
-    if isinstance(items, dict):
-        return any(map(has_parts, items.values()))
-    return has_parts(items)
-
-
-class _Part(NamedTuple):
-    """See ``Drawing``; ``steps`` are those that the part adds to the path."""
-
-    label: str
-    code: str
-    steps: Path
-    value: Any
-
-
-def _parts(value: Any) -> tuple[str, list[_Part]]:
-    """Returns the name under which a value is drawn and its parts."""
-    name = type(value).__name__
-    if isinstance(value, Module):
-        attributes = (*vars(value).items(), *value._boxed.items())
-        return name, [_named(attribute, part) for attribute, part in attributes]
-    if isinstance(value, (_Container, dict)):
-        items = value._items if isinstance(value, _Container) else value
-        if isinstance(items, dict):
-            return name, [_Part(f"{k!r}: ", f"[{k!r}]", (k,), part) for k, part in items.items()]
-        return name, _numbered(items)
-    if isinstance(value, types.MethodType):
-        owner = _Part("", ".__self__", (), value.__self__)
-        return f"method {value.__name__}", [owner]
-    if isinstance(value, Wrapper):
-        return name, [_Part("", ".__wrapped__", (), value.__wrapped__)]
-    if isinstance(value, functools.partial):
-        keywords = [
-            _Part(f"{k}=", f".keywords[{k!r}]", (k,), part) for k, part in value.keywords.items()
-        ]
-        function = _Part("", ".func", (), value.func)
-        return name, [function, *_numbered(value.args, ".args"), *keywords]
-    fields = getattr(value, "_fields", None)
-    if fields is None:
-        return name, _numbered(value)
-    return name, [_Part(f"{field}=", f".{field}", (i,), value[i]) for i, field in enumerate(fields)]
-
-
-def _named(attribute: str, value: Any) -> _Part:
-    return _Part(f"{attribute}=", f".{attribute}", (attribute,), value)
-
-
-def _numbered(items: Any, within: str = "") -> list[_Part]:
-    return [_Part("", f"{within}[{i}]", (i,), item) for i, item in enumerate(items)]

@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Showing in notebooks: what a notebook and treescope ask of an object.
-
-What answers is the *renderer*, which stands far above the core (``shardax.view``). The package's
-face names it here, and it is imported when something is shown for the first time.
-
-Objects: the things in a model that have identity.
+"""Objects with identity, and the structure epoch.
 
 An *object* is a Variable, a Module or a tracked container. Two names for one object are one object
 everywhere: in transforms, in checkpoints, in gradients. Everything else in a model is a static
-value, or an immutable container (tuple, bound method, ``functools.partial``) of objects and static
-values.
+value, or an immutable container of objects and static values (``_core.graph.handlers``).
+
+Walking a model on every call is what makes stateful libraries slow. So a walk *marks* every object
+that it meets, and its result is kept together with the *epoch* at which it began. A structural
+write to a marked object (an attribute of another kind, a changed container or metadata) advances
+the epoch; a value written into a Variable does not, nor does building a new model, whose objects
+are not marked yet. The result of a walk is valid exactly while the epoch is the one it began at.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
-
-# --- Display ---
 
 
 def _no_renderer() -> Any:
     raise LookupError("Nothing draws objects: shardax/__init__.py has not been run.")
 
 
+# Returns the module that has ``mimebundle``, ``treescope_rendering`` and ``ndarray_adapter``. The
+# package's face sets it, because rendering is above the core; it is imported on first use.
 renderer: Callable[[], Any] = _no_renderer
-"""Returns the module that has ``mimebundle``, ``treescope_rendering`` and ``ndarray_adapter``."""
 
 
 class Shown:
@@ -33,12 +33,8 @@ class Shown:
 
     __slots__ = ()
 
+    # This protocol and not _repr_html_, which treescope looks for on everything inside a drawing.
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        """Returns texts by MIME type, for IPython.
-
-        It is this protocol because treescope, which looks for ``_repr_html_`` on everything inside
-        a drawing, does not know it.
-        """
         return renderer().mimebundle(self)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
@@ -54,56 +50,39 @@ class ShownArray(Shown):
         return renderer().ndarray_adapter()
 
 
-# --- Node ---
-
-
 class Object(Shown):
-    """Base of everything with identity.
-
-    What follows is the contract by which the core walks, copies and guards objects.
-
-    Attributes:
-        _owner: The frame that made the object (``_core.frames``), or None.
-        _lock: Why the object must not be written, or None.
-        _marked: Whether some remembered walk has seen the object (``_core.epoch``).
-
-    Modules and containers also have ``_flat``: how they were last flattened
-    (``_core.graph.flatten.flatten``), or None.
-    """
+    """Base of everything with identity."""
 
     __slots__ = ()
-    _owner: Any
-    _lock: str | None
-    _marked: bool
+    _owner: Any  # the frame that made the object (_core.frames), or None
+    _lock: str | None  # why the object must not be written, or None
+    _marked: bool  # whether the result of a walk that met the object is kept
+    # Modules and containers also have _flat: how they were last flattened, or None.
 
-    def _describe(self, encode: Any) -> Any:
+    def _flatten(self, encode: Any) -> Any:
         """Returns the object's definition, calling ``encode(child, key)`` for each child."""
         raise NotImplementedError
 
     @classmethod
     def _allocate(cls, owner: Any, lock: str | None) -> Any:
-        """Makes an empty object, to be filled once all objects of a graph exist."""
+        """Makes an empty object, to be filled by ``_unflatten``."""
         raise NotImplementedError
 
-    def _fill(self, definition: Any, decode: Any) -> None:
+    def _unflatten(self, definition: Any, decode: Any) -> None:
         """Fills an object from its definition, calling ``decode(child)`` for each child."""
         raise NotImplementedError
 
 
 class Placeholder:
-    """An immutable value that stands where an object belongs (``_core.frozen``).
-
-    It is configuration, but walks look for it as they look for objects.
-    """
+    """Immutable stand-in for an object: configuration that walks find like objects."""
 
     __slots__ = ()
 
 
 class Wrapper:
-    """A callable around another one that may lead to objects, such as a compiled bound method.
+    """Callable around another one, such as a compiled bound method.
 
-    Where it stands in a model, a copy of the model gets a wrapper of its own, around the copy's
-    objects.
+    Where it stands in a model, a copy of the model has a wrapper of its own around its own objects.
     """
 
     __slots__ = ()
@@ -116,3 +95,27 @@ class Wrapper:
     def _wrap(self, wrapped: Any) -> Any:
         """Returns a wrapper like this one around another callable."""
         raise NotImplementedError
+
+
+class StructureEpoch:
+    """Counter of structural changes of marked objects."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self._hooks: list[Callable[[], None]] = []
+        # A lost increment could bring back an epoch at which an older walk was remembered.
+        self._lock = threading.Lock()
+
+    def on_advance(self, hook: Callable[[], None]) -> None:
+        """Has ``hook`` called after every advance."""
+        self._hooks.append(hook)
+
+    def advance(self) -> None:
+        """Declares every remembered walk out of date."""
+        with self._lock:
+            self.current += 1
+        for hook in self._hooks:
+            hook()
+
+
+epoch = StructureEpoch()

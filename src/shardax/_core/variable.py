@@ -10,13 +10,10 @@ Identity is what makes sharing meaningful. The same Variable reached by two path
 written once, has one gradient and one entry in a checkpoint. Two Variables with equal values are
 still two.
 
-A value may be *lazy* (a recipe, see ``_core.init.lazy``) or *abstract* (a ``jax.ShapeDtypeStruct``, as
-inside a model restored or planned without arrays). Reading a lazy value materialises it; an
-abstract one has no numbers to read.
-
-Inside a lifted transform a Variable reads and writes the stand-in that the transform made for it
-(see ``_core.frames``), so the same code works whether a Variable was passed in or is reached through
-a closure.
+A value may be *lazy* (``_core.init.lazy``), materialised by reading it, or *abstract* (a
+``jax.ShapeDtypeStruct``), without numbers to read. Inside a lifted transform a Variable reads and
+writes the stand-in that the transform made for it (``_core.frames``), so the same code works
+whether a Variable was passed in or is reached through a closure.
 """
 
 from __future__ import annotations
@@ -29,29 +26,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core import epoch
-from shardax._core.array_ops import (
-    ArrayLike,
-    as_value,
-    knows_axes,
-    leaf_of,
-    realise,
-)
+from shardax._core.array_ops import ArrayLike, as_value, knows_axes, leaf_of, realise
 from shardax._core.cross_process import packed
 from shardax._core.errors import MetadataError, VariableValueError
-from shardax._core.frames import (
-    Frame,
-    check_trace,
-    check_unlocked,
-    local,
-    owner_here,
-    resolve,
-)
+from shardax._core.frames import Frame, check_trace, check_unlocked, local, owner_here, resolve
 from shardax._core.graph.flatten import VariableDef, register_variable
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
-from shardax._core.object import Object
+from shardax._core.object import Object, epoch
 
 if TYPE_CHECKING:
     from shardax._core.frozen import FrozenVariable
@@ -64,11 +47,7 @@ class _VariableType(type):
     """Gives subclasses empty slots, so that a stray attribute is an error."""
 
     def __new__(
-        mcs,
-        name: str,
-        bases: tuple[type, ...],
-        namespace: dict[str, Any],
-        **kwargs: Any,
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
     ) -> Any:
         namespace.setdefault("__slots__", ())
         return super().__new__(mcs, name, bases, namespace, **kwargs)
@@ -216,11 +195,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array, without materialising it."""
-        return (
-            tuple(np.shape(self._leaf()))
-            if np.isscalar(self._leaf())
-            else tuple(self._leaf().shape)
-        )
+        return tuple(np.shape(self._leaf()))
 
     @property
     def dtype(self) -> Any:
@@ -239,7 +214,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     @property
     def sharding(self) -> Any:
-        """Sharding of the array, or None while it is lazy or abstract without one."""
+        """Sharding of the array, or None if there is none yet."""
         return getattr(self._leaf(), "sharding", None)
 
     @property
@@ -262,7 +237,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     # --- copies ----------------------------------------------------------------------------------
 
     def replace(self, value: Any) -> Self:
-        """Returns a new Variable of the same type and metadata with another value.
+        """Returns a Variable of this type and metadata with another value.
 
         Args:
             value: As for the constructor.
@@ -284,7 +259,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         return variable
 
     def freeze(self) -> FrozenVariable[T]:
-        """Returns the value as it is now, with type and metadata, as an immutable pytree.
+        """Returns the present value, immutable, with type and metadata.
 
         It shares the arrays, which cannot change. Its label is that of the Variable, if ``unbind``
         gave it one, or else the empty path.
@@ -303,11 +278,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     @classmethod
     def _make(
-        cls,
-        value: Any,
-        metadata: Metadata,
-        owner: Frame | None,
-        lock: str | None = None,
+        cls, value: Any, metadata: Metadata, owner: Frame | None, lock: str | None = None
     ) -> Self:
         """Makes a Variable from parts that are known to be valid."""
         variable = object.__new__(cls)
@@ -324,7 +295,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             value = self._value = realise(value, self._owner)
         return self._make(value, self._metadata, frame)
 
-    def _describe(self, encode: Any) -> VariableDef:
+    def _flatten(self, encode: Any) -> VariableDef:
         return VariableDef(type(self), self._metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -359,7 +330,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
 
 def _copied_leaf(leaf: Any) -> Any:
-    """Copies an array; its own memory lets the copy outlive a donation of the original."""
+    """Copies an array into memory of its own."""
+    # So the copy outlives a donation of the original.
     if isinstance(leaf, jax.Array):
         return jnp.copy(leaf)
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
@@ -409,7 +381,7 @@ class BatchStat(Variable[T]):
 
 
 class Cache(Variable[T]):
-    """Values kept between calls, such as the keys and values of attention while decoding.
+    """Values kept between calls, such as keys and values of attention.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -481,8 +453,7 @@ class MetricState(Variable[T]):
 
 
 class ArrayAttribute(Variable[T]):
-    """The hidden Variable behind an array that was assigned to an attribute as it is.
+    """Hidden Variable behind an array in an attribute."""
 
-    Plain arrays have no identity; this gives the place one, so that arrays in attributes are read,
-    written, lifted and saved exactly as Variables are. Users see the array.
-    """
+    # Plain arrays have no identity; this gives the place one, so that arrays in attributes are
+    # read, written, lifted and saved exactly as Variables are.

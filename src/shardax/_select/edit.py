@@ -1,113 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits of a tree: a new tree that shares what was not edited, or the same tree changed in place.
+"""Edits of trees, functional or in place, and combining partitions.
 
-An *edit* says, for each chosen place (``_select.places``), which *items* take the place of what
-stands there: ``[new]`` replaces it, ``[]`` removes it, ``[OLD, new]`` puts something after it.
+An *edit* gives, for each selected place (``_select.places``), the *items* that take the place of
+what is there: ``[new]`` replaces it, ``[]`` removes it, ``[OLD, new]`` inserts after it.
 
-The functional edit copies the holders that lead to an edited place, each once, and no others. So
-what was shared is shared in the new tree, cycles stay cycles, and every object that leads to no
-edit is the same object in both trees. An array attribute belongs to its Module, so a copy gets a
-hidden Variable of its own. The edit in place changes the holders of edited places only. Either way
+A functional edit copies the holders that lead to an edited place, each once, and no others. So what
+was shared is shared in the new tree, cycles stay cycles, and every object that leads to no edit is
+the same object in both trees. An array attribute belongs to its Module, so a copy gets a hidden
+Variable of its own. An edit in place changes the holders of edited places only. Either way
 everything is computed, and refused, before anything changes.
 
-Putting containers together again from parts, for edits of trees (``_select.edit``).
+How many items may replace one is up to the container's handler: a *sequence* (list, tuple) takes
+any number; what is *keyed* (attributes, dict entries) can lose an item; everything else
+(NamedTuple, partial, other pytree nodes) has a fixed number of parts.
 
-What a container is decides how many items may stand where one stood. A *sequence* (list, tuple)
-takes any number; what is *keyed* (attributes, dict entries) can lose an item; everything else
-(NamedTuple, partial, the node of some other pytree) has a fixed number of parts.
-
-Holes, and putting the parts of a tree together again.
-
-A *hole* stands in one part of a tree for what is in another part (``Selection.partition``). It is a
-pytree without leaves, and configuration inside a Module, so a part goes through JAX's functions
-like any tree: only its own data is there.
+A *hole* stands in one part of a partitioned tree for what is in another part. It is a pytree
+without leaves, and configuration inside a Module, so a part goes through JAX's functions like any
+tree: only its own data is there.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
 
-from shardax._core import epoch
 from shardax._core.array_ops import as_value
-from shardax._core.containers import (
-    _ARRAYS,
-    _HIDDEN,
-    Dict,
-    List,
-    box,
-    is_boxed,
-)
-from shardax._core.frames import (
-    check_structural_write,
-    local,
-    owner_here,
-    resolve,
-)
+from shardax._core.containers import ARRAY_TYPES, BOXES, box, is_boxed
+from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import Slot
-from shardax._core.graph.flatten import rebuild_tuple
+from shardax._core.graph.handlers import Pairs, handler_of, tree_handler_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import EMPTY, exact_key
-from shardax._core.module import Module
-from shardax._core.object import Object, Wrapper
-from shardax._core.state.state import State
+from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._select.places import (
     CombineError,
-    Node,
+    Holder,
+    HolderGraph,
     Place,
     SelectionError,
     StaleSelectionError,
-    Survey,
     children,
     locate,
+    parts,
     root_place,
     search,
 )
-from shardax._select.places import parts as parts_of
-
-# --- Select assemble ---
-
-Pairs = Sequence[tuple[Any, Any]]
-"""(key, what is stored) for every part of a container, in order; key None for what it wraps."""
 
 
 def arranged(place: Place, new: Sequence[tuple[Place, Sequence[Any]]]) -> Pairs:
-    """Returns the parts of a container after an edit.
-
-    Args:
-        place: The container.
-        new: For everything directly in it, the items that are to stand there.
-
-    Raises:
-        SelectionError: If the container cannot hold that many.
-    """
+    """Returns the parts of a container after an edit."""
     content = place.content
-    is_sequence = isinstance(content, (list, List)) or _is_plain_tuple(content)
-    is_keyed = isinstance(content, (Module, Dict, dict, State))
+    size = tree_handler_of(content).size
     pairs: list[tuple[Any, Any]] = []
     for child, items in new:
         steps = child.path[len(place.path) :]
-        if not is_sequence:
-            check_count(child, items, content, removable=is_keyed)
+        if size != "any":
+            check_count(child, items, content, removable=size == "shrinks")
         pairs.extend((steps[0] if steps else None, item) for item in items)
     return pairs
 
 
 def check_count(child: Place, items: Sequence[Any], content: Any, removable: bool) -> None:
-    """Raises if not just one item is to stand where only one can.
-
-    Args:
-        child: Where.
-        items: What is to stand there.
-        content: The container.
-        removable: Whether there may also be none.
-    """
+    """Raises if a place cannot hold that many items."""
     if len(items) == 1 or (not items and removable):
         return
     where, kind = format_path(child.path), type(content).__name__
@@ -123,94 +80,16 @@ def check_count(child: Place, items: Sequence[Any], content: Any, removable: boo
     )
 
 
-def _is_plain_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and not hasattr(value, "_fields")
-
-
-def assembled(content: Any, pairs: Pairs) -> Any:
-    """Returns an immutable container like another one, with other parts."""
-    items = [item for _, item in pairs]
-    if isinstance(content, tuple):
-        return rebuild_tuple(type(content), items)
-    if isinstance(content, (list, dict)):
-        made = copy.copy(content)
-        fill(made, pairs)
-        return made
-    if isinstance(content, functools.partial):
-        args = [item for key, item in pairs if isinstance(key, int)]
-        keywords = {key: item for key, item in pairs if isinstance(key, str)}
-        return functools.partial(items[0], *args, **keywords)
-    if isinstance(content, types.MethodType):
-        return types.MethodType(content.__func__, items[0])
-    if isinstance(content, Wrapper):
-        return content._wrap(items[0])
-    if isinstance(content, State):
-        return _assembled_state(content, pairs)
-    treedef = jax.tree.structure(content, is_leaf=lambda item: item is not content)
-    return treedef.unflatten(items)
-
-
-def _assembled_state(content: State, pairs: Pairs) -> State:
-    values: dict[Path, Any] = {}
-    origins = content.origins()
-    for key, item in pairs:
-        if isinstance(item, State):
-            values.update(((key, *path), value) for path, value in item.flat().items())
-            origins.update(((key, *path), origin) for path, origin in item.origins().items())
-        else:
-            values[(key,)] = item
-    return State.from_flat(values, origins)
-
-
 def is_mutable(value: Any) -> bool:
-    """Whether an edit can change what a holder holds, other than a Variable its value."""
-    return isinstance(value, (Module, List, Dict, list, dict))
+    """Whether a holder's children can be changed."""
+    return handler_of(value).mutable
 
 
-def stored_in(holder: Any) -> Pairs:
-    """Returns what a mutable holder stores."""
-    if isinstance(holder, Module):
-        return [*vars(holder).items(), *holder._boxed.items()]
-    items: Any = holder._items if isinstance(holder, (List, Dict)) else holder
-    return list(items.items()) if isinstance(items, dict) else list(enumerate(items))
-
-
-def empty_like(holder: Any) -> Any:
-    """Returns a mutable holder like another one, to be filled."""
-    if isinstance(holder, Object):
-        return type(holder)._allocate(owner_here(), None)
-    return copy.copy(holder)
-
-
-def fill(holder: Any, pairs: Pairs) -> None:
-    """Gives a mutable holder other contents.
-
-    Args:
-        holder: A Module, List, Dict, list or dict.
-        pairs: The contents.
-    """
-    if isinstance(holder, Module):
-        attributes, boxed = vars(holder), holder._boxed
-        attributes.clear()
-        boxed.clear()
-        for name, item in pairs:
-            (boxed if is_boxed(item) else attributes)[name] = item
-        return
-    items: Any = dict(pairs) if isinstance(holder, (dict, Dict)) else [item for _, item in pairs]
-    if isinstance(holder, (List, Dict)):
-        holder._items = items
-    elif isinstance(holder, list):
-        holder[:] = items
-    else:
-        holder.clear()
-        holder.update(items)
-
-
-# --- Select combine ---
+# --- holes and combining --------------------------------------------------------------------------
 
 
 class Hole:
-    """What stands in one part of a tree for something that is in another part.
+    """Placeholder for something in another part of a tree.
 
     Example:
         >>> import shardax as sx
@@ -236,19 +115,19 @@ HOLE: Final = Hole()
 
 
 def is_hole(stored: Any) -> bool:
-    """Whether a hole is stored somewhere, by itself or where an array attribute was."""
+    """Whether a stored value is a hole or an array attribute's."""
     if isinstance(stored, ArrayAttribute):
         stored = stored._here()._value
     return isinstance(stored, Hole)
 
 
 def hole_for(stored: Any) -> Any:
-    """Returns the hole for what is stored somewhere; it keeps its place among array attributes."""
+    """Returns the hole that takes the place of a stored value."""
     return ArrayAttribute._make(HOLE, EMPTY, owner_here()) if is_boxed(stored) else HOLE
 
 
 def combine(*parts: Any) -> Any:
-    """Puts the parts of a tree together: the inverse of ``Selection.partition``.
+    """Puts the parts of a partitioned tree together.
 
     What stands in one part only is taken as it is, so the objects are those of the parts. Holders
     that stand in several parts, such as the Modules around what was selected, are made anew.
@@ -285,18 +164,14 @@ def combine(*parts: Any) -> Any:
 
 
 class _Merge:
-    """One putting together.
+    """Merges the parts of a tree."""
 
-    Holders that stand at one place in several parts are a *group*: they become one new holder. A
-    holder that is in one part only, but leads to a group (through a cycle) or to a hole, is copied
-    too; every other one stays.
-
-    Attributes:
-        missing: Paths at which all parts have a hole.
-    """
+    # Holders that stand at one place in several parts are a *group*: they become one new holder. A
+    # holder that is in one part only, but leads to a group (through a cycle) or to a hole, is
+    # copied too; every other one stays.
 
     def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.missing: list[Path] = []
+        self.missing: list[Path] = []  # where all parts have a hole
         self._groups: dict[int, tuple[Any, ...]] = {}
         self._made: dict[int, Any] = {}
         self._leading: set[int] = set()
@@ -305,12 +180,12 @@ class _Merge:
             holes = search(
                 (root_place(part),), lambda place: is_hole(place.stored), every_path=False
             )
-            survey = Survey(part, holes, every_path=False)
-            survey.spread([n for n in survey.nodes if id(n.place.holder) in self._groups])
-            self._leading |= {id(node.place.holder) for node in survey.nodes if node.leads}
+            graph = HolderGraph(part, holes, every_path=False)
+            graph.spread([n for n in graph.nodes if id(n.place.holder) in self._groups])
+            self._leading |= {id(node.place.holder) for node in graph.nodes if node.leads}
 
     def _group(self, values: tuple[Any, ...], path: Path) -> None:
-        """Finds the groups at and below a place where several parts have something."""
+        """Finds the groups at and below a place."""
         present = _distinct(values)
         first = present[0]
         if len(present) < 2 or id(first) in self._groups:
@@ -323,7 +198,7 @@ class _Merge:
             self._group(below, _step(path, key))
 
     def merged(self, values: tuple[Any, ...], path: Path) -> Any:
-        """Returns what stands at a place of the whole, given what the parts have there."""
+        """Returns the merged value of a place."""
         present = _distinct(values)
         if len(present) == 1:
             present = self._groups.get(id(present[0]), present)
@@ -343,9 +218,10 @@ class _Merge:
             made = first._make(as_value(value, "array"), first._here()._metadata, owner_here())
             self._made.update((id(v), made) for v in present)
             return made
-        made = empty_like(first)
+        handler = handler_of(first)
+        made = handler.empty(first)
         self._made.update((id(v), made) for v in present)
-        fill(made, self._below(present, path))
+        handler.fill(made, self._below(present, path))
         return made
 
     def _immutable(self, present: tuple[Any, ...], path: Path) -> Any:
@@ -354,7 +230,7 @@ class _Merge:
         same = all(new is below[0] for (_, new), (_, below) in zip(pairs, old, strict=True))
         if not pairs or (same and len(present) == 1):
             return present[0]
-        return assembled(present[0], pairs)
+        return tree_handler_of(present[0]).remake(present[0], pairs)
 
     def _below(self, present: tuple[Any, ...], path: Path) -> Pairs:
         return [
@@ -363,27 +239,20 @@ class _Merge:
 
 
 def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns what is no hole, each thing once; where all are holes, one of them."""
+    """Returns the distinct values that are no holes, else one hole."""
     present = {id(value): value for value in values if not is_hole(value)}
     return tuple(present.values()) or values[:1]
 
 
 def _aligned(present: tuple[Any, ...], path: Path) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Returns, for each key of some containers that have the same, what they store there."""
-    contents = [dict(contents_of(value)) for value in present]
+    """Returns the children of like containers, by key."""
+    contents = [dict(parts(value)) for value in present]
     first, *others = contents
     if any(other.keys() != first.keys() for other in others):
         raise _conflict(path, present)
     if others and not first and not all(_same(value, present[0]) for value in present):
         raise _conflict(path, present)
     return [(key, tuple(content[key] for content in contents)) for key in first]
-
-
-def contents_of(value: Any) -> Pairs:
-    """Returns (key, what is stored) for everything directly in a value; key None for no step."""
-    if is_mutable(value):
-        return stored_in(value)
-    return [(steps[0] if steps else None, child) for steps, child in parts_of(value)]
 
 
 def _step(path: Path, key: Any) -> Path:
@@ -405,14 +274,11 @@ def _conflict(path: Path, present: tuple[Any, ...]) -> CombineError:
     )
 
 
-# --- Select edit ---
+# --- edits ----------------------------------------------------------------------------------------
 
-OLD: Any = object()
-"""Among the items of an edit: what stands there now."""
-
+OLD: Any = object()  # among the items of an edit: what stands there now
 Items = Sequence[Any]
-Journal = list[Callable[[], None]]
-"""How to undo what was done, in the order in which it was done."""
+Journal = list[Callable[[], None]]  # how to undo what was done, in the order of doing
 
 
 def edit_tree(
@@ -421,21 +287,7 @@ def edit_tree(
     every_path: bool,
     journal: Journal | None = None,
 ) -> Any:
-    """Edits a tree.
-
-    Args:
-        tree: The tree.
-        edits: (place, items) pairs, at least one, for places that do not lie within each other.
-        every_path: Whether what is reached by two paths is two places.
-        journal: Given, the tree is changed in place, and how to undo it is appended here.
-
-    Returns:
-        The new tree, or in place the same.
-
-    Raises:
-        SelectionError: If an item cannot stand where it is to stand.
-        StaleSelectionError: If a place is gone.
-    """
+    """Edits a tree."""
     for place, items in edits:
         if place.is_holder and not place.path:
             check_count(place, items, tree, removable=False)
@@ -455,41 +307,41 @@ class _Edit:
         self.every_path = every_path
         self.items: Mapping[Hashable, Items] = {p.key(every_path): items for p, items in edits}
         kept = {key for key, items in self.items.items() if any(item is OLD for item in items)}
-        self.survey = Survey(tree, [place for place, _ in edits], every_path, kept)
+        self.graph = HolderGraph(tree, [place for place, _ in edits], every_path, kept)
         for place, _ in edits:
-            if place.key(every_path) not in self.survey.met:
+            if place.key(every_path) not in self.graph.met:
                 raise _unmet(tree, place, every_path)
 
-    def result(self, node: Node) -> Any:
+    def result(self, node: Holder) -> Any:
         """Returns what stands for a holder after the edit."""
         raise NotImplementedError
 
-    def content(self, node: Node, place: Place) -> Any:
+    def content(self, node: Holder, place: Place) -> Any:
         """Returns what stands at an immutable place, with its parts edited."""
         new = self.parts(node, place)
         if all(len(items) == 1 and items[0] is child.stored for child, items in new):
             return place.content
-        return assembled(place.content, arranged(place, new))
+        return tree_handler_of(place.content).remake(place.content, arranged(place, new))
 
-    def contents(self, node: Node) -> Pairs:
+    def contents(self, node: Holder) -> Pairs:
         """Returns what a mutable holder stores after the edit."""
         new = self.parts(node, node.place)
         if isinstance(node.place.stored, Object):
             new = [(child, [_stored(child, item) for item in items]) for child, items in new]
         return arranged(node.place, new)
 
-    def value(self, node: Node) -> Any:
+    def value(self, node: Holder) -> Any:
         """Returns the value of a Variable after the edit."""
-        if isinstance(node.place.stored, _HIDDEN):
+        if isinstance(node.place.stored, BOXES):
             return self.content(node, node.place)
         ((_, value),) = arranged(node.place, self.parts(node, node.place))
         return value
 
-    def parts(self, node: Node, place: Place) -> list[tuple[Place, list[Any]]]:
-        """Returns, for everything directly below a place, the items that stand there afterwards."""
+    def parts(self, node: Holder, place: Place) -> list[tuple[Place, list[Any]]]:
+        """Returns every child of a place with its items after the edit."""
         return [(child, self.after(node, child)) for child in children(place)]
 
-    def after(self, node: Node, child: Place) -> list[Any]:
+    def after(self, node: Holder, child: Place) -> list[Any]:
         """Returns the items that stand at a place afterwards."""
         items = self.items.get(child.key(self.every_path), (OLD,))
         if isinstance(node.place.stored, Object):
@@ -497,17 +349,17 @@ class _Edit:
                 _check_no_loss(child, item)
         return [self._item(node, child, item) for item in items]
 
-    def _item(self, node: Node, child: Place, item: Any) -> Any:
+    def _item(self, node: Holder, child: Place, item: Any) -> Any:
         if item is OLD:
             return self._old(node, child)
         return hole_for(child.stored) if item is HOLE else item
 
-    def _old(self, node: Node, child: Place) -> Any:
+    def _old(self, node: Holder, child: Place) -> Any:
         return self.result(node.below[child.path]) if child.is_holder else self.content(node, child)
 
 
 def _unmet(tree: Any, place: Place, every_path: bool) -> SelectionError:
-    """Returns the error for a selected place that is not in the tree, or within another one."""
+    """Returns the error for a place that the walk did not find."""
     where = format_path(place.path)
     found = locate(root_place(tree), place.path)
     if found is not None and found.key(every_path) == place.key(every_path):
@@ -522,9 +374,13 @@ def _unmet(tree: Any, place: Place, every_path: bool) -> SelectionError:
 
 
 def _check_no_loss(child: Place, item: Any) -> None:
-    """Raises if an array is to stand for a Variable of a model, whose type would be lost."""
+    """Raises if an array is to replace a Variable."""
     stored = child.stored
-    if isinstance(item, _ARRAYS) and isinstance(stored, (Variable, Slot)) and not is_boxed(stored):
+    if (
+        isinstance(item, ARRAY_TYPES)
+        and isinstance(stored, (Variable, Slot))
+        and not is_boxed(stored)
+    ):
         kind = getattr(stored, "variable_type", type(stored)).__name__
         form = f"slot of a {kind}" if isinstance(stored, Slot) else kind
         ways = (
@@ -559,23 +415,27 @@ class _Copying(_Edit):
 
     def run(self) -> Any:
         """Returns the new tree."""
-        leading = [n for n in self.survey.nodes if n.leads and is_mutable(n.place.stored)]
-        self._made = {id(node): empty_like(node.place.stored) for node in leading}
-        for node in leading:
-            fill(self._made[id(node)], self.contents(node))
-        root = self.survey.root
+        leading = [n for n in self.graph.nodes if n.leads and is_mutable(n.place.stored)]
+        handlers = [handler_of(node.place.stored) for node in leading]
+        self._made = {
+            id(node): handler.empty(node.place.stored)
+            for node, handler in zip(leading, handlers, strict=True)
+        }
+        for node, handler in zip(leading, handlers, strict=True):
+            handler.fill(self._made[id(node)], self.contents(node))
+        root = self.graph.root
         if isinstance(self.tree, (Object, list, dict)):
             return self.result(root)
         return self.content(root, root.place)
 
-    def result(self, node: Node) -> Any:
-        """Returns the copy of a holder, or the holder itself where it can be shared."""
+    def result(self, node: Holder) -> Any:
+        """Returns a holder's copy, or the holder itself."""
         made = self._made.get(id(node))
         if made is None:
             made = self._made[id(node)] = self._variable(node)
         return made
 
-    def _variable(self, node: Node) -> Any:
+    def _variable(self, node: Holder) -> Any:
         stored = node.place.stored
         if isinstance(stored, Variable) and node.leads:
             return _like(stored, self.value(node))
@@ -588,11 +448,11 @@ class _Changing(_Edit):
     """An edit that changes the tree in place."""
 
     def run(self, journal: Journal) -> Any:
-        """Changes the tree and returns it; what undoes it is appended to the journal."""
+        """Changes the tree, notes in the journal how to undo it."""
         self._check_single()
         self._writes: list[tuple[Variable[Any], Any]] = []
         changes: list[tuple[Place, Pairs]] = []
-        for node in self.survey.nodes:
+        for node in self.graph.nodes:
             stored = node.place.stored
             if not node.chosen:
                 continue
@@ -619,26 +479,26 @@ class _Changing(_Edit):
         journal.extend(done)
         return self.tree
 
-    def result(self, node: Node) -> Any:
+    def result(self, node: Holder) -> Any:
         """Returns the holder, which stays."""
         return node.place.stored
 
-    def after(self, node: Node, child: Place) -> list[Any]:
+    def after(self, node: Holder, child: Place) -> list[Any]:
         """Returns the items that stand at a place afterwards."""
         items = super().after(node, child)
         attribute = child.stored
-        is_write = len(items) == 1 and isinstance(items[0], _ARRAYS)
+        is_write = len(items) == 1 and isinstance(items[0], ARRAY_TYPES)
         if is_write and isinstance(attribute, ArrayAttribute):  # as assigning over an array does
             self._writes.append((attribute, as_value(items[0], "array")))
             return [attribute]
         return items
 
     def _check_single(self) -> None:
-        """Raises if one holder would have to be changed at one of its paths only."""
+        """Raises if an edit in place would untie paths."""
         paths: dict[int, list[Path]] = {}
-        for node in self.survey.nodes:
+        for node in self.graph.nodes:
             paths.setdefault(id(node.place.holder), []).append(node.place.path)
-        for node in self.survey.nodes:
+        for node in self.graph.nodes:
             first, *others = paths[id(node.place.holder)]
             if node.chosen and others:
                 raise SelectionError(
@@ -657,7 +517,7 @@ def _fixed_root(tree: Any) -> SelectionError:
 
 
 def _differ(holder: Any, pairs: Pairs) -> bool:
-    old = stored_in(holder)
+    old = parts(holder)
     return len(old) != len(pairs) or any(
         key != new_key or item is not new_item
         for (key, item), (new_key, new_item) in zip(old, pairs, strict=True)
@@ -671,10 +531,10 @@ def _write(variable: Variable[Any], value: Any, done: Journal) -> None:
 
 
 def _refill(holder: Any, pairs: Pairs, done: Journal) -> None:
-    old = stored_in(holder)
+    handler, old = handler_of(holder), parts(holder)
 
     def put(pairs: Pairs) -> None:
-        fill(holder, pairs)
+        handler.fill(holder, pairs)
         if isinstance(holder, Object) and holder._marked:
             epoch.advance()
 

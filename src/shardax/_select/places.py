@@ -1,59 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places: where something stands in a tree, for selections (``_select.selection``).
+"""Places of a tree: how selections find, read, split and print.
 
 A *tree* is a Module, a Variable, or any pytree with or without these. A *place* is somewhere in it:
 an attribute, an item, a dict entry, or part of a Variable's value, such as ``.layers[0].w.value``.
-What has identity is one place, by however many paths it is reached: an object, a plain list or
-dict. Such a thing is a *holder*; every other place is known by the nearest holder above it and the
-*local* path from there. So a selection made before values were written is still right afterwards.
+What has identity (an object, a plain list or dict) is one place, by however many paths it is
+reached. It is a *holder*; every other place is known by the nearest holder above it and the *local*
+path from there. So a selection made before values were written is still right afterwards. The place
+of an array attribute holds the array; the hidden Variable around it is only its holder. Looking for
+places reads no lazy value.
 
-What stands at the place of an array attribute is the array; the hidden Variable around it is only
-its holder. Looking for places reads no lazy value: it is seen as the recipe that it is.
-
-Splitting a tree: the places that belong to what is selected, and those that make up the rest.
-
-Besides a selected place itself, what is *held* by it belongs to it: an object within it, also where
-the object is reached by another path. The exception are objects that lead to a selected place, such
-as a parent that a layer refers to: these are what lies between, and belong to neither.
-
-Surveys: which holders of a tree lead to some chosen places.
-
-A *survey* walks a whole tree once and keeps a *node* for every holder (``_select.places``) with
-the nodes directly above and below it, so that sharing and cycles are edges like any others. A node
-*leads* to a chosen place if it has one between itself and the next holders, or a node below leads
-to one. What leads somewhere must be copied by an edit; what does not can be shared.
-
-The plain text of a selection: the tree with what is selected marked, the rest folded.
+A *holder graph* has a node for every holder, with the nodes directly above and below it, so that
+sharing and cycles are edges like any others. A node *leads* to a selected place if one is between
+it and the next holders, or a node below leads to one. What leads somewhere is copied by an edit;
+what does not is shared.
 """
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from shardax._core.containers import _ARRAYS, _HIDDEN, Dict, unbox
+from shardax._core.containers import ARRAY_TYPES, BOXES, unbox
 from shardax._core.errors import ShardaxError
-from shardax._core.graph.flatten import has_parts, rebuild_tuple
-from shardax._core.graph.paths import (
-    Path,
-    PathKey,
-    format_path,
-    path_step,
-)
+from shardax._core.graph.handlers import Pairs, handler_of, has_parts, map_children, tree_handler_of
+from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object, Wrapper
-from shardax._core.state.split_merge import _parts
-from shardax._core.state.state import State
+from shardax._core.object import Object
 from shardax._core.variable import Variable
 
 
 class SelectionError(ShardaxError, ValueError):
-    """A selection cannot be made as asked, or what was selected cannot be edited so."""
+    """A selection or an edit of one is not possible."""
 
 
 class EmptySelectionError(SelectionError):
@@ -65,11 +44,11 @@ class SelectionCountError(SelectionError):
 
 
 class SelectionPathError(SelectionError, LookupError):
-    """There is no place at a path, or it is not among what is selected."""
+    """There is no such place among what is selected."""
 
 
 class SelectionIndexError(SelectionError, IndexError):
-    """A selection was asked for a place by a number that it does not have."""
+    """A selection has no place of that number."""
 
 
 class StaleSelectionError(SelectionError, LookupError):
@@ -77,44 +56,29 @@ class StaleSelectionError(SelectionError, LookupError):
 
 
 class CombineError(SelectionError):
-    """Parts of a tree do not make a whole: something is missing, or they differ."""
+    """Parts of a tree are incomplete or differ."""
 
-
-# --- Select places ---
-
-_WITH_PARTS = (Object, list, dict, tuple, functools.partial, types.MethodType, Wrapper)
-_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), types.FunctionType})
-"""Types of configuration that has no parts, for speed."""
 
 ABSENT: Any = object()
 """What ``descend`` finds where there is nothing."""
 
 
 class Place(NamedTuple):
-    """Somewhere in a tree.
-
-    Attributes:
-        path: The way here from the root.
-        stored: What the holder stores here.
-        holder: The nearest thing with identity, here or above.
-        local: The way here from the holder; empty for the holder itself.
-        inside: Whether this is in a Variable's value, where lists and dicts have no identity.
-        wrapped: How many wrappers have the same path and holder: what a bound method or a partial
-            is around has no step of its own.
-        above: ``id`` of every holder above.
-    """
+    """Somewhere in a tree."""
 
     path: Path
-    stored: Any
-    holder: Any
-    local: Path
-    inside: bool = False
+    stored: Any  # what the holder stores here
+    holder: Any  # the nearest value with identity, here or above
+    local: Path  # from the holder; empty for the holder itself
+    inside: bool = False  # in a Variable's value, where lists and dicts have no identity
+    # How many wrappers have the same path and holder: what a bound method or a partial wraps has no
+    # step of its own.
     wrapped: int = 0
-    above: tuple[int, ...] = ()
+    above: tuple[int, ...] = ()  # id of every holder above
 
     @property
     def is_holder(self) -> bool:
-        """Whether what stands here has identity (the root counts as if it had)."""
+        """Whether this is a value with identity, or the root."""
         return not self.local and not self.wrapped
 
     @property
@@ -125,16 +89,11 @@ class Place(NamedTuple):
     @property
     def content(self) -> Any:
         """What stands here, without materialising it: the array of an array attribute."""
-        return content_of(self.stored) if isinstance(self.stored, _HIDDEN) else self.stored
+        return content_of(self.stored) if isinstance(self.stored, BOXES) else self.stored
 
     def key(self, every_path: bool) -> Hashable:
-        """What two places that are the same have in common.
-
-        The root is a place of its own, apart from attributes that lead back to it.
-
-        Args:
-            every_path: Whether what is reached by two paths is two places.
-        """
+        """What two places that are the same have in common."""
+        # The root is a place of its own, apart from attributes that lead back to it.
         known = (id(self.holder), self.local, self.wrapped, not self.path)
         return (self.path, *known) if every_path else known
 
@@ -145,29 +104,25 @@ def root_place(tree: Any) -> Place:
 
 
 def content_of(variable: Variable[Any]) -> Any:
-    """Returns a Variable's value as seen from here; a lazy one as its recipe."""
+    """Returns a Variable's value here, without materialising it."""
     value = variable._here()._value
     return variable.value if isinstance(value, np.ndarray) else value
 
 
 def children(place: Place, into_values: bool = True) -> list[Place]:
-    """Returns the places directly below one.
-
-    Args:
-        place: A place.
-        into_values: Whether a Variable's value, and an array attribute, are looked for and into.
-    """
+    """Returns the places directly below one."""
     stored = place.stored
-    if type(stored) in _LEAVES or (isinstance(stored, Variable) and not into_values):
+    if isinstance(stored, Variable) and not into_values:
         return []
     inside = place.inside or isinstance(stored, Variable)
     above = (*place.above, id(place.holder)) if place.is_holder else place.above
     found: list[Place] = []
-    for steps, child in parts(place.content):
-        if not into_values and isinstance(child, _HIDDEN):
+    for key, child in parts(place.content):
+        if not into_values and isinstance(child, BOXES):
             continue
+        steps = () if key is None else (key,)
         path = (*place.path, *steps)
-        if not inside and isinstance(child, (Object, list, dict)):
+        if not inside and handler_of(child).has_identity:
             found.append(Place(path, child, child, (), False, 0, above))
         else:
             local = (*place.local, *steps)
@@ -176,42 +131,26 @@ def children(place: Place, into_values: bool = True) -> list[Place]:
     return found
 
 
-def parts(value: Any) -> list[tuple[Path, Any]]:
-    """Returns (steps, what is stored) for everything directly in a value."""
+def parts(value: Any) -> Pairs:
+    """Returns the (key, stored value) pairs of a value."""
     if isinstance(value, Variable):
-        return [(("value",), content_of(value))]
-    if isinstance(value, State):
-        return [((key,), value[key]) for key in value]
-    if isinstance(value, _WITH_PARTS):
-        return [(() if key is None else (key,), child) for key, child in _parts(value)]
-    if value is None or jax.tree_util.all_leaves((value,)):
-        return []
-    below, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
-    return [(_steps(keys), child) for keys, child in below]
-
-
-def _steps(keys: Iterable[Any]) -> Path:
-    steps: list[Hashable] = []
-    for entry in keys:
-        steps.extend(entry.path if isinstance(entry, PathKey) else [path_step(entry)])
-    return tuple(steps)
+        return [("value", content_of(value))]
+    return tree_handler_of(value).children(value)
 
 
 def shown(value: Any) -> Any:
     """Returns what is stored as the user sees it, with nothing materialised."""
-    if isinstance(value, _HIDDEN):
+    if isinstance(value, BOXES):
         return content_of(value)
-    if isinstance(value, tuple) and has_parts(value):
-        items = [shown(item) for item in value]
-        if any(new is not old for new, old in zip(items, value, strict=True)):
-            return rebuild_tuple(type(value), items)
+    if handler_of(value).stores_items and has_parts(value):
+        return map_children(shown, value)
     return value
 
 
 def read(place: Place) -> Any:
-    """Returns what stands at a place now, materialised; ``ABSENT`` if the place is gone."""
+    """Returns the value at a place, or ``ABSENT``."""
     if isinstance(place.holder, Variable):
-        is_hidden = isinstance(place.holder, _HIDDEN)
+        is_hidden = isinstance(place.holder, BOXES)
         if is_hidden or place.local:
             _ = place.holder.value  # what is lazy becomes real
         if is_hidden:
@@ -223,8 +162,8 @@ def descend(value: Any, path: Path | str) -> Any:
     """Returns what is stored below a value at a path, or ``ABSENT``."""
     if not path:
         return value
-    for steps, child in parts(value):
-        rest = rest_of(path, steps)
+    for key, child in parts(value):
+        rest = rest_of(path, () if key is None else (key,))
         if rest is not None:
             found = descend(child, rest)
             if found is not ABSENT:
@@ -233,7 +172,7 @@ def descend(value: Any, path: Path | str) -> Any:
 
 
 def locate(place: Place, path: Path | str) -> Place | None:
-    """Returns the place at a path, or its text, below another place, or None."""
+    """Returns the place at a path below another, or None."""
     if not path and place.named:
         return place
     for child in children(place):
@@ -246,10 +185,8 @@ def locate(place: Place, path: Path | str) -> Place | None:
 
 
 def rest_of(path: Path | str, steps: Path) -> Path | str | None:
-    """Returns what of a path, or of its text, is left after some steps; None if it has others.
-
-    Steps keep ``1`` and ``True`` apart.
-    """
+    """Returns the rest of a path after some steps, or None."""
+    # Of a text the rest of the text. Steps keep 1 and True apart.
     if isinstance(path, str):
         text = format_path(steps) if steps else ""
         return path[len(text) :] if path.startswith(text) else None
@@ -267,16 +204,7 @@ def search(
     into_values: bool = True,
     barred: Collection[Hashable] = (),
 ) -> list[Place]:
-    """Returns the places at and below some others that pass a test, in order, each once.
-
-    Args:
-        starts: Where to look.
-        test: Says whether a place is wanted.
-        every_path: Whether what is reached by two paths is two places.
-        innermost: Whether, of wanted places within one another, the inner ones are returned.
-        into_values: Whether to look into the values of Variables.
-        barred: Keys of places that are not to be looked at, nor below.
-    """
+    """Returns the outermost (or innermost) places that pass a test."""
     found: list[Place] = []
     known: dict[Hashable, bool] = {}
 
@@ -303,44 +231,24 @@ def search(
     return found
 
 
-# --- Select survey ---
+# --- holder graphs --------------------------------------------------------------------------------
 
 
-class Node:
-    """A holder as a survey met it.
-
-    Attributes:
-        place: Where it was met first.
-        below: The holders directly below, by path.
-        above: The holders directly above, one for every way down to here.
-        chosen: Whether a chosen place lies between here and the next holders.
-        leads: Whether one lies anywhere below.
-    """
+class Holder:
+    """A holder as a graph met it."""
 
     __slots__ = ("above", "below", "chosen", "leads", "place")
 
     def __init__(self, place: Place) -> None:
-        self.place = place
-        self.below: dict[Path, Node] = {}
-        self.above: list[Node] = []
-        self.chosen = False
-        self.leads = False
+        self.place = place  # where it was met first
+        self.below: dict[Path, Holder] = {}
+        self.above: list[Holder] = []  # one for every way down to here
+        self.chosen = False  # whether a chosen place is between here and the next holders
+        self.leads = False  # whether one is anywhere below
 
 
-class Survey:
-    """A walk over a tree that looks for chosen places.
-
-    Args:
-        root: The tree.
-        chosen: The places, which do not lie within each other.
-        kept: Keys of chosen places below which to go on looking.
-        every_path: Whether what is reached by two paths is two places.
-
-    Attributes:
-        root: The node of the tree itself, which counts as a holder.
-        nodes: All nodes, in order.
-        met: Keys of the chosen places that were found.
-    """
+class HolderGraph:
+    """A walk over a tree that looks for chosen places."""
 
     def __init__(
         self,
@@ -351,13 +259,13 @@ class Survey:
     ) -> None:
         self.every_path = every_path
         self.chosen = {place.key(every_path) for place in chosen}
-        self.met: set[Hashable] = set()
-        self.nodes: list[Node] = []
-        self._kept = kept
+        self.met: set[Hashable] = set()  # keys of the chosen places that were found
+        self.nodes: list[Holder] = []
+        self._kept = kept  # keys of chosen places below which to go on
         self._holders = {id(place.holder) for place in chosen if place.local}
         start = root_place(root)
         if self._is_chosen(start) and start.key(every_path) not in kept:
-            self.root = Node(start)
+            self.root = Holder(start)
         else:
             self.root = self._visit(start, {})
         self.spread([node for node in self.nodes if node.chosen])
@@ -369,10 +277,10 @@ class Survey:
             return True
         return False
 
-    def _visit(self, place: Place, known: dict[int, Node]) -> Node:
+    def _visit(self, place: Place, known: dict[int, Holder]) -> Holder:
         node = known.get(id(place.holder))
         if node is None:
-            node = Node(place)
+            node = Holder(place)
             self.nodes.append(node)
             if self.every_path:  # only what is above is known: anything else is another place
                 known = {**known, id(place.holder): node}
@@ -381,7 +289,7 @@ class Survey:
             self._scan(node, place, known)
         return node
 
-    def _scan(self, node: Node, place: Place, known: dict[int, Node]) -> None:
+    def _scan(self, node: Holder, place: Place, known: dict[int, Holder]) -> None:
         for child in children(place, self.looks_into(node)):
             if self._is_chosen(child):
                 node.chosen = True
@@ -394,12 +302,12 @@ class Survey:
             else:
                 self._scan(node, child, known)
 
-    def looks_into(self, node: Node) -> bool:
-        """Whether what is below a node matters: not for a Variable without a chosen place in it."""
+    def looks_into(self, node: Holder) -> bool:
+        """Whether chosen places can be below a holder."""
         return not isinstance(node.place.stored, Variable) or id(node.place.holder) in self._holders
 
-    def spread(self, nodes: Iterable[Node]) -> None:
-        """Notes that some nodes, and so all above them, lead to where one wants to go."""
+    def spread(self, nodes: Iterable[Holder]) -> None:
+        """Marks holders and all above them as leading to chosen places."""
         waiting = list(nodes)
         for node in waiting:
             node.leads = True
@@ -410,64 +318,58 @@ class Survey:
                     waiting.append(above)
 
 
-# --- Select split ---
+# --- splitting ------------------------------------------------------------------------------------
 
 
 def split_places(
     tree: Any, places: Sequence[Place], every_path: bool
 ) -> tuple[list[Place], list[Place]]:
-    """Returns the outermost places of what is selected, and of the rest.
-
-    Args:
-        tree: The tree.
-        places: What is selected.
-        every_path: Whether what is reached by two paths is two places.
-    """
+    """Returns the outermost places of what is selected, and of the rest."""
     root = (root_place(tree),)
-    keys = _held(places, Survey(tree, places, every_path))
+    keys = _held(places, HolderGraph(tree, places, every_path))
     held = search(root, lambda place: place.key(every_path) in keys, every_path=every_path)
-    survey = Survey(tree, held, every_path)
-    leading = _leading(survey)
+    graph = HolderGraph(tree, held, every_path)
+    leading = _leading(graph)
 
     def leads(place: Place) -> bool:
         """Whether something held is at or below a place."""
-        if place.key(every_path) in survey.chosen:
+        if place.key(every_path) in graph.chosen:
             return True
         if place.is_holder:
             return _holder_key(place, every_path) in leading
         return any(map(leads, children(place)))
 
-    rest = search(root, lambda place: not leads(place), every_path=every_path, barred=survey.chosen)
+    rest = search(root, lambda place: not leads(place), every_path=every_path, barred=graph.chosen)
     return held, rest
 
 
-def _held(places: Sequence[Place], survey: Survey) -> set[Hashable]:
-    """Returns the keys of what is selected and of the objects that are held by it."""
-    held = set(survey.chosen)
-    if survey.every_path:  # by path, nothing is reached from elsewhere
+def _held(places: Sequence[Place], graph: HolderGraph) -> set[Hashable]:
+    """Returns the keys of selected places and of the objects they hold."""
+    held = set(graph.chosen)
+    if graph.every_path:  # by path, nothing is reached from elsewhere
         return held
-    leading = _leading(survey)
+    leading = _leading(graph)
     waiting = list(places)
     for place in waiting:
         for child in children(place, into_values=False):
             if child.is_holder:
-                key = child.key(survey.every_path)
-                if key in held or _holder_key(child, survey.every_path) in leading:
+                key = child.key(graph.every_path)
+                if key in held or _holder_key(child, graph.every_path) in leading:
                     continue
                 held.add(key)
             waiting.append(child)
     return held
 
 
-def _leading(survey: Survey) -> set[Hashable]:
-    return {_holder_key(n.place, survey.every_path) for n in survey.nodes if n.leads}
+def _leading(graph: HolderGraph) -> set[Hashable]:
+    return {_holder_key(n.place, graph.every_path) for n in graph.nodes if n.leads}
 
 
 def _holder_key(place: Place, every_path: bool) -> Hashable:
     return place.path if every_path else id(place.holder)
 
 
-# --- Select text ---
+# --- printing -------------------------------------------------------------------------------------
 
 _MAX_LINES = 100
 _MAX_WIDTH = 80
@@ -475,17 +377,7 @@ _MARK, _NO_MARK, _INDENT = "> ", "  ", "  "
 
 
 def selection_text(tree: Any, places: Collection[Place], every_path: bool) -> str:
-    """Returns the text of ``repr(selection)``.
-
-    Args:
-        tree: The tree.
-        places: What is selected.
-        every_path: Whether an object is selected at the given paths only.
-
-    Returns:
-        A line that counts, and below it the tree: what is selected is marked with ``>``, and what
-        holds nothing selected is shown in one line.
-    """
+    """Returns the text of ``repr(selection)``."""
     count = f"{len(places)} place{'' if len(places) == 1 else 's'}"
     lines = list(_Text(places, every_path).lines(root_place(tree), "", 0))
     if len(lines) > _MAX_LINES:
@@ -494,7 +386,7 @@ def selection_text(tree: Any, places: Collection[Place], every_path: bool) -> st
 
 
 class _Text:
-    """The places to mark, what leads to them, and what was shown already."""
+    """Printer of a tree with marked places."""
 
     def __init__(self, places: Collection[Place], every_path: bool) -> None:
         anywhere = [] if every_path else places
@@ -522,15 +414,15 @@ class _Text:
         is_variable = isinstance(content, Variable)
         yield margin + (repr(content) if is_variable else f"{name}(")
         for child in children(place):
-            yield from self.lines(child, _label(content, child.path[len(place.path) :]), depth + 1)
+            yield from self.lines(child, _label(content, place, child), depth + 1)
         if not is_variable:
             yield f"{_NO_MARK}{_INDENT * depth})"
 
 
 def _folded(place: Place) -> str:
-    """Returns what stands at a place in one line, without what is below it."""
+    """Returns one line for a place and all below it."""
     content = place.content
-    if isinstance(content, _ARRAYS):
+    if isinstance(content, ARRAY_TYPES):
         lazy = ", lazy" if isinstance(content, LazyValue) else ""
         return f"{content.dtype}{list(content.shape)}{lazy}"
     if not isinstance(content, Variable):
@@ -541,14 +433,7 @@ def _folded(place: Place) -> str:
     return text if len(text) <= _MAX_WIDTH else f"{text[: _MAX_WIDTH - 3]}..."
 
 
-def _label(content: Any, steps: Path) -> str:
+def _label(content: Any, place: Place, child: Place) -> str:
     """Returns what is written before a part of a container."""
-    if len(steps) != 1:  # what a method wraps has no step
-        return f"{format_path(steps)}=" if steps else ""
-    (step,) = steps
-    if isinstance(content, (dict, Dict)):
-        return f"{step!r}: "
-    if isinstance(step, int):
-        fields = getattr(content, "_fields", ())
-        return f"{fields[step]}=" if step < len(fields) else ""
-    return f"{step}="
+    steps = child.path[len(place.path) :]
+    return tree_handler_of(content).text(content, steps[0])[0] if steps else ""

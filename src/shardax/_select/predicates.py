@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of places: filters and functions, as selections take them.
+"""Predicates and accessors of selections.
 
-A *test* says whether a place is wanted. One is given as a filter (``_core.state.filters``: a type, a
-metadata tag, ``...``, ``sx.PathContains``, ``sx.Not``), or as a function: of one argument, the
-value, or of two, the path and the value, as filters are.
+A *test* decides whether a place is wanted. It is given as a filter (``_core.state.filters``: a
+type, a metadata tag, ``...``, ``sx.PathContains``, ``sx.Not``), or as a function: of one argument,
+the value, or of two, the path and the value, as filters are.
 
-Accessors: functions that say which parts of a value are meant, ``lambda m: m.layers[0].attn``.
-
-An accessor is given a *stand-in*, which knows its place. Attributes, items and entries of a
-stand-in are stand-ins for the places below, so nothing is read or materialised on the way, and
-configuration can be pointed at like anything else. What is not stored, such as a property, a method
-or a Module's own indexing, is asked of the real value; an object that it returns is looked up.
+An *accessor* is a function that returns parts of its argument, ``lambda m: m.layers[0].attn``. It
+is given a *stand-in* for a place. Attributes, items and entries of a stand-in are stand-ins for the
+places below, so nothing is read or materialised on the way, and configuration can be pointed at
+like anything else. What is not stored, such as a property, a method or a Module's own indexing, is
+asked of the real value; an object that it returns is looked up.
 """
 
 from __future__ import annotations
@@ -27,33 +26,17 @@ import numpy as np
 from shardax._core.containers import Dict, List
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import exact_key
-from shardax._core.graph.views import _LOCK
+from shardax._core.graph.views import VIEW_LOCK
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.filters import to_predicate
-from shardax._select.places import (
-    Place,
-    SelectionError,
-    children,
-    read,
-    search,
-    shown,
-)
-
-# --- Select predicates ---
+from shardax._select.places import Place, SelectionError, children, read, search, shown
 
 Test = Callable[[Place], bool]
 
 
 def to_test(item: Any) -> Test:
-    """Turns a filter or function into a test of places.
-
-    Args:
-        item: A filter, a class, a union of classes, or a function of a value or of path and value.
-
-    Raises:
-        FilterError: If it is neither.
-    """
+    """Turns a filter or function into a test of places."""
     classes = classes_in(item)
     if classes is not None:
         return lambda place: is_instance(place, classes)
@@ -74,11 +57,7 @@ def _is_function(item: Any) -> bool:
 
 
 def with_path(function: Callable[..., Any]) -> Callable[[Path, Any], Any]:
-    """Returns a function of path and value from one of the value, or of both.
-
-    Raises:
-        SelectionError: If it takes neither one argument nor two.
-    """
+    """Turns a function of the value into one of path and value."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have none
@@ -96,7 +75,7 @@ def with_path(function: Callable[..., Any]) -> Callable[[Path, Any], Any]:
 
 
 def classes_in(item: Any) -> tuple[type, ...] | None:
-    """Returns the classes of a class, a union, or a tuple of these; None for anything else."""
+    """Returns the classes of a class, union or tuple, else None."""
     if isinstance(item, type) and not isinstance(item, types.GenericAlias):
         return (item,)
     if isinstance(item, types.UnionType) or typing.get_origin(item) is typing.Union:
@@ -105,31 +84,22 @@ def classes_in(item: Any) -> tuple[type, ...] | None:
         found = [classes_in(part) for part in item]
     else:
         return None
-    return None if None in found else tuple(_flat(found))
-
-
-def _flat(groups: list[Any]) -> Iterator[type]:
-    for group in groups:
-        yield from group
+    return None if None in found else tuple(cls for classes in found for cls in classes or ())
 
 
 def is_instance(place: Place, classes: tuple[type, ...]) -> bool:
-    """Whether an instance of some classes stands at a place; a lazy value is an array."""
+    """Whether a place holds an instance of some classes."""
     value = shown(place.stored)
     return isinstance(value, classes) or (isinstance(value, LazyValue) and jax.Array in classes)
 
 
 def may_be_values(classes: tuple[type, ...]) -> bool:
-    """Whether instances of some classes could be found in the values of Variables."""
+    """Whether values of Variables could be instances of some classes."""
     return not all(issubclass(item, Object) for item in classes)
 
 
 def equals(wanted: Any) -> Test:
-    """Returns a test for what equals a value exactly: in type at every depth, in dtype and shape.
-
-    Args:
-        wanted: Configuration, an array with values, or an object, which equals only itself.
-    """
+    """Returns a test for exact equality with a value."""
     if isinstance(wanted, Object):
         return lambda place: place.stored is wanted
     if isinstance(wanted, (jax.Array, np.ndarray, np.generic)):
@@ -158,19 +128,11 @@ def _same_array(value: Any, wanted: Any) -> bool:
     return same_form and (value is wanted or bool((value == wanted).all()))
 
 
-# --- Select accessor ---
+# --- accessors ------------------------------------------------------------------------------------
 
 
 def accessed(place: Place, accessor: Callable[[Any], Any]) -> list[Place]:
-    """Returns the places that an accessor points at.
-
-    Args:
-        place: What the accessor is given.
-        accessor: Returns one part, or a list, tuple or other iterable of parts.
-
-    Raises:
-        SelectionError: If it returns something that is not part of what it was given.
-    """
+    """Returns the places that an accessor points at."""
     try:
         return list(_places(place, accessor(StandIn(place))))
     except Exception as error:
@@ -200,7 +162,7 @@ def _found(start: Place, item: Object) -> Place:
     )
     if found:
         return found[0]
-    if item._lock is _LOCK or getattr(item, "_parent", None) is not None:
+    if item._lock is VIEW_LOCK or getattr(item, "_parent", None) is not None:
         raise SelectionError(
             "The accessor returned a view of one layer of a stack, which is no part of the model: "
             "the stack holds all its layers as one. Select in that, lambda m: m.stack.stacked, "
@@ -224,7 +186,7 @@ def _value(item: Any) -> Any:
 
 
 class StandIn:
-    """What an accessor gets: stands for a place, and compares as what is there."""
+    """Argument of an accessor, standing for a place."""
 
     __slots__ = ("_place",)
 
@@ -308,7 +270,7 @@ class StandIn:
 
 
 def _below(place: Place) -> dict[tuple[type, Any], Place]:
-    """Returns the places directly below one, by the type and value of the step there."""
+    """Returns the places directly below one, by exact step."""
     found = {}
     for child in children(place):
         steps = child.path[len(place.path) :]

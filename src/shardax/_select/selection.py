@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selections: which parts of a model are meant, to read them, replace them, or put more beside.
+"""Selections: parts of a tree to read and edit.
 
 A *selection* is a tree together with some of its places (``_select.places``). It starts as the
 whole tree, ``sx.select(model)``. *Narrowing* methods return a selection of other places at or below
-the present ones; *reading* methods return what stands there; *editing* methods return a new tree
-(``_select.edit``). Selections never change.
+the present ones; *reading* methods return what is there; *editing* methods return a new tree
+(``_select.edit``). Selections never change. No selected place lies within another. The places are
+remembered, not what is there: a value that was written since is read as it is now, and a place that
+was removed since is an error.
 
 What is reached by several paths is one place, and an edit replaces it wherever it stands, so ties
 stay ties; ``select(tree, every_path=True)`` takes every path for itself, and an edit then unties.
-
-Selected places: which parts of a tree are meant, narrowing that down, and reading them.
-
-What is selected lies side by side: no selected place lies within another. What is reached by
-several paths is one place (``_select.places``). The places are remembered, not what stands
-there: a value that was written since is read as it is now, and a place that was removed since is an
-error.
 """
 
 from __future__ import annotations
@@ -24,19 +19,12 @@ import difflib
 import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
-from shardax._core.containers import _HIDDEN
+from shardax._core.containers import BOXES
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Shown
-from shardax._select.edit import (
-    HOLE,
-    OLD,
-    Items,
-    Journal,
-    edit_tree,
-    undo,
-)
+from shardax._select.edit import HOLE, OLD, Items, Journal, edit_tree, undo
 from shardax._select.places import (
     ABSENT,
     EmptySelectionError,
@@ -66,400 +54,12 @@ from shardax._select.predicates import (
     with_path,
 )
 
-# --- Selected ---
-
 _QUOTED_NAME = re.compile(r"""\[(['"])([^\W\d]\w*)\1\]""")
 """A dict key that a path shows as an attribute: ``['name']`` for ``.name``."""
 
 _MOST = 12
 """How many places an error lists."""
 
-
-class Selected(Shown):
-    """Some places of a tree: everything a ``Selection`` can do but edit."""
-
-    __slots__ = ("_every_path", "_journal", "_places", "_tree")
-
-    def __init__(
-        self, tree: Any, places: Iterable[Place], every_path: bool, journal: Journal | None = None
-    ) -> None:
-        self._tree = tree
-        self._every_path = every_path
-        self._journal = journal
-        self._places: tuple[Place, ...] = self._once(places)
-
-    def _once(self, places: Iterable[Place]) -> tuple[Place, ...]:
-        """Returns the places without those that are the same as one before."""
-        first: dict[Hashable, Place] = {}
-        for place in places:
-            first.setdefault(place.key(self._every_path), place)
-        return tuple(first.values())
-
-    def _narrowed(self, places: Iterable[Place]) -> Self:
-        return type(self)(self._tree, places, self._every_path, self._journal)
-
-    def _search(self, test: Test, innermost: bool, into_values: bool = True) -> Self:
-        return self._narrowed(
-            search(
-                self._places,
-                test,
-                every_path=self._every_path,
-                innermost=innermost,
-                into_values=into_values,
-            )
-        )
-
-    # --- narrowing -------------------------------------------------------------------------------
-
-    def at(self, accessor: Callable[[Any], Any]) -> Self:
-        """Selects the parts that an accessor points at, in the order in which it gives them.
-
-        Args:
-            accessor: Given what is selected, each in turn, returns a part of it, or several as a
-                list or tuple: ``lambda block: (block.attn, block.mlp)``. What it is given only
-                stands for the real thing, so pointing at a value does not materialise it.
-
-        Raises:
-            SelectionError: If it returns something that is not a part of what it was given, or
-                parts that lie within each other.
-
-        Example:
-            >>> import jax.numpy as jnp, shardax as sx
-            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
-            >>> sx.select(mlp).at(lambda m: (m.up.kernel.value, m.down)).keypaths()
-            (('up', 'kernel', 'value'), ('down',))
-        """
-        found = self._narrowed(p for place in self._places for p in accessed(place, accessor))
-        found._check_disjoint()
-        return found
-
-    def at_instances_of(self, cls: Any, *, innermost: bool = False) -> Self:
-        """Selects the outermost instances of a class, at or below what is selected.
-
-        Args:
-            cls: A class, a union ``A | B``, or a tuple of classes. Arrays in Variables are found
-                too: a value that is still lazy counts as a ``jax.Array``, and is not materialised.
-            innermost: Select, of instances within one another, the inner ones.
-
-        Example:
-            >>> import shardax as sx
-            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
-            >>> sx.select(mlp).at_instances_of(sx.nn.Linear).keypaths()
-            (('gate',), ('up',), ('down',))
-        """
-        classes = classes_in(cls)
-        if classes is None:
-            raise SelectionError(
-                f"{cls!r} is not a class, a union or a tuple of classes. For a filter or a "
-                f"function use at_subtrees_where."
-            )
-        return self._search(
-            lambda place: is_instance(place, classes), innermost, may_be_values(classes)
-        )
-
-    def at_subtrees_where(self, fn: Any, *, innermost: bool = False) -> Self:
-        """Selects the outermost parts for which a test holds, at or below what is selected.
-
-        Args:
-            fn: A function of the value, or of path and value; or a filter, as ``sx.state`` takes.
-                It is asked about configuration and about arrays, too.
-            innermost: Select, of parts within one another, the inner ones.
-
-        Example:
-            >>> import shardax as sx
-            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
-            >>> sx.select(mlp).at_subtrees_where(lambda x: getattr(x, "shape", 0) == (2, 4)).count()
-            2
-            >>> sx.select(mlp).at_subtrees_where(sx.PathContains("up")).keypaths()
-            (('up',),)
-        """
-        return self._search(to_test(fn), innermost)
-
-    def at_equal_to(self, value: Any) -> Self:
-        """Selects what equals a value, in type too: ``1``, ``True`` and ``1.0`` are three values.
-
-        Args:
-            value: Configuration; an array, compared with its dtype and shape; or an object, which
-                equals only itself.
-
-        Example:
-            >>> import shardax as sx
-            >>> sx.select({"a": 1, "b": True, "c": (1.0, 1)}).at_equal_to(1).keypaths()
-            (('a',), ('c', 1))
-        """
-        return self._search(equals(value), innermost=False)
-
-    def at_keypaths(self, *paths: Path | str) -> Self:
-        """Selects what stands at some paths, in their order.
-
-        Args:
-            *paths: From the root of the tree; as tuples, or as text: ``".layers[0].kernel"``.
-
-        Raises:
-            SelectionPathError: If there is no such place at or below what is selected.
-            SelectionError: If one lies within another.
-
-        Example:
-            >>> import shardax as sx
-            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
-            >>> sx.select(mlp).at_keypaths(".up.kernel", ("down", "kernel")).count()
-            2
-        """
-        found = self._narrowed([self._at_path(path) for path in paths])
-        found._check_disjoint()
-        return found
-
-    def at_children(self) -> Self:
-        """Selects everything directly in what is selected: attributes, items, entries.
-
-        Example:
-            >>> import jax, shardax as sx
-            >>> model = sx.nn.Sequential(sx.nn.RMSNorm(2), jax.nn.relu)
-            >>> sx.select(model).at(lambda m: m.layers).at_children().keypaths()
-            (('layers', 0), ('layers', 1))
-        """
-        return self._narrowed(
-            child for place in self._places for child in children(place) if child.named
-        )
-
-    def where(self, fn: Any) -> Self:
-        """Keeps what a test holds for.
-
-        Args:
-            fn: A function of the value, or of path and value; or a filter.
-
-        Example:
-            >>> import shardax as sx
-            >>> params = sx.select(sx.nn.MLP(2, 4, rngs=sx.Rngs(0))).at_instances_of(sx.Param)
-            >>> params.where(sx.PathContains("up")).keypaths()
-            (('up', 'kernel'),)
-            >>> params.where(lambda param: param.shape[0] == 4).keypaths()
-            (('down', 'kernel'),)
-        """
-        test = to_test(fn)
-        return self._narrowed(place for place in self._places if test(place))
-
-    def pick_nth(self, n: int) -> Self:
-        """Keeps one place.
-
-        Args:
-            n: Which, from 0; negative from the end.
-
-        Raises:
-            SelectionIndexError: If there are not so many.
-
-        Example:
-            >>> import shardax as sx
-            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
-            >>> sx.select(mlp).at_instances_of(sx.nn.Linear).pick_nth(-1).keypaths()
-            (('down',),)
-        """
-        if not -len(self._places) <= operator.index(n) < len(self._places):
-            raise SelectionIndexError(f"There is no place {n} in this: {self._found()}")
-        return self._narrowed([self._places[n]])
-
-    def refine(self, fn: Callable[[Any], Selected]) -> Self:
-        """Selects, in each selected part, what a selection of that part selects.
-
-        Args:
-            fn: Given what is selected, each in turn, returns a selection of it.
-
-        Raises:
-            SelectionError: If it returns anything else.
-
-        Example:
-            >>> import shardax as sx
-            >>> model = sx.nn.Sequential(*(sx.nn.MLP(2, 4, rngs=sx.Rngs(0)) for _ in range(2)))
-            >>> mlps = sx.select(model).at_instances_of(sx.nn.MLP)
-            >>> mlps.refine(lambda mlp: sx.select(mlp).at_instances_of(sx.nn.Linear).pick_nth(-1))
-            Selection of 2 places in a Sequential:
-            ...
-        """
-        found: list[Place] = []
-        for place in self._places:
-            value = self._read(place)
-            inner = fn(value)
-            if not isinstance(inner, Selected) or inner._tree is not value:
-                what = "a selection of something else" if isinstance(inner, Selected) else inner
-                raise SelectionError(
-                    f"refine needs a selection of the {type(value).__name__} at "
-                    f"{format_path(place.path)}, but the function returned {what!r}. Write "
-                    f"refine(lambda part: sx.select(part).at...)."
-                )
-            found.extend(_within(place, below, value) for below in inner._places)
-        return self._narrowed(found)
-
-    def invert(self) -> Self:
-        """Selects the rest: the largest parts that hold nothing of what is selected.
-
-        Example:
-            >>> import shardax as sx
-            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
-            >>> rest = sx.select(mlp).at_instances_of(sx.nn.Linear).invert()
-            >>> rest.keypaths()
-            (('activation',),)
-        """
-        _, rest = split_places(self._tree, self._places, self._every_path)
-        return self._narrowed(rest)
-
-    # --- reading ---------------------------------------------------------------------------------
-
-    @property
-    def tree(self) -> Any:
-        """The whole tree, as it was given."""
-        return self._tree
-
-    def get(self) -> Any:
-        """Returns what is selected, which must be one place.
-
-        Raises:
-            SelectionCountError: If nothing is selected, or more than one place.
-
-        Example:
-            >>> import shardax as sx
-            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
-            >>> sx.select(mlp).at(lambda m: m.up).get() is mlp.up
-            True
-        """
-        self.assert_count(1)
-        return self._read(self._places[0])
-
-    def get_all(self) -> tuple[Any, ...]:
-        """Returns all that is selected, in order; what is lazy materialises as on every reading."""
-        return tuple(map(self._read, self._places))
-
-    def get_by_path(self) -> dict[Path, Any]:
-        """Returns all that is selected, by path."""
-        return {place.path: self._read(place) for place in self._places}
-
-    def keypaths(self) -> tuple[Path, ...]:
-        """Returns the path of every selected place; of what has several, the one found first."""
-        return tuple(place.path for place in self._places)
-
-    def count(self) -> int:
-        """Returns how many places are selected."""
-        return len(self._places)
-
-    def assert_count(self, n: int) -> Self:
-        """Checks how many places are selected, and returns the selection.
-
-        Args:
-            n: How many there should be.
-
-        Raises:
-            SelectionCountError: If there are not; shows which were found.
-
-        Example:
-            >>> import shardax as sx
-            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
-            >>> _ = sx.select(mlp).at_instances_of(sx.nn.Linear).assert_count(3)
-        """
-        if len(self._places) != n:
-            raise SelectionCountError(
-                f"There should be {n} place{'' if n == 1 else 's'}, but this is a {self._found()}"
-            )
-        return self
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._read, self._places)
-
-    def __repr__(self) -> str:
-        return selection_text(self._tree, self._places, self._every_path)
-
-    def _found(self) -> str:
-        """Says in a sentence what is selected; what follows a colon is a list of lines."""
-        places = self._places
-        kind = type(self._tree).__name__
-        if not places:
-            return f"selection of nothing in a {kind}. Narrow it by other means."
-        lines = [f"\n  {format_path(p.path)}: {type(p.content).__name__}" for p in places[:_MOST]]
-        more = f"\n  ... and {len(places) - _MOST} more" if len(places) > _MOST else ""
-        count = f"{len(places)} place{'' if len(places) == 1 else 's'}"
-        return f"selection of {count} in a {kind}:{''.join(lines)}{more}"
-
-    def _read(self, place: Place) -> Any:
-        value = read(place)
-        if value is ABSENT:
-            raise StaleSelectionError(
-                f"The tree has no place {format_path(place.path)} any more: it was changed after "
-                f"it was selected. Select again."
-            )
-        return value
-
-    # --- finding places --------------------------------------------------------------------------
-
-    def _at_path(self, path: Path | str) -> Place:
-        """Returns the place at a path, at or below what is selected."""
-        wanted = _as_given(path)
-        starts = [(place, rest_of(wanted, place.path)) for place in self._places]
-        for place, rest in starts:  # first what is selected: what a method wraps has its path
-            if rest is not None and not rest:
-                return place
-        for place, rest in starts:
-            found = None if rest is None else locate(place, rest)
-            if found is not None:
-                return found
-        raise self._no_place(wanted if isinstance(wanted, str) else format_path(wanted))
-
-    def _no_place(self, text: str) -> SelectionPathError:
-        names: list[str] = []
-
-        def note(place: Place) -> bool:
-            """Notes what is below a place, also where it leads to something seen before."""
-            names.extend(format_path(child.path) for child in children(place))
-            return False
-
-        search(self._places, note, every_path=self._every_path)
-        near = difflib.get_close_matches(text, names, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        return SelectionPathError(
-            f"There is no place {text} at or below what is selected.{hint} Nothing was changed. "
-            f"This is a {self._found()}"
-        )
-
-    def _check_disjoint(self) -> None:
-        """Raises if a selected place lies within another."""
-        paths = {place.path for place in self._places}
-        for path in paths:
-            for end in range(len(path)):
-                if path[:end] in paths:
-                    raise SelectionError(
-                        f"Both {format_path(path[:end])} and {format_path(path)} would be "
-                        f"selected, but one lies within the other, so an edit could not change "
-                        f"both. Select them one after the other."
-                    )
-
-
-def _as_given(path: Path | str) -> Path | str:
-    """Returns a path as it is looked for; text as what one would type after the tree."""
-    if not isinstance(path, str):
-        return tuple(path)
-    if path == format_path(()):
-        return ()
-    path = _QUOTED_NAME.sub(r".\2", path)
-    return path if path.startswith((".", "[")) else f".{path}"
-
-
-def _within(place: Place, below: Place, value: Any) -> Place:
-    """Returns the place of the whole tree that a place of a selected part is.
-
-    Args:
-        place: The selected part.
-        below: A place in a tree of its own that is what stands there.
-        value: That tree.
-    """
-    path, above = (*place.path, *below.path), (*place.above, id(place.holder), *below.above)
-    in_value = place.inside or isinstance(place.stored, _HIDDEN)
-    if in_value or (below.holder is value and not place.is_holder):
-        local = (*place.local, *below.path)
-        return below._replace(path=path, holder=place.holder, local=local, inside=in_value)
-    return below._replace(path=path, above=above)
-
-
-# --- Selection ---
 
 _UNSET: Any = object()
 
@@ -491,8 +91,8 @@ def select(tree: Any, *, every_path: bool = False) -> Selection:
     return Selection(tree, (root_place(tree),), every_path)
 
 
-class Selection(Selected):
-    """Some places of a tree, which it reads and edits; made by ``select`` and narrowed from there.
+class Selection(Shown):
+    """Some places of a tree, to be read and edited.
 
     An edit returns a new tree in which only the Modules on the way to an edited place are new:
     every other Variable and Module is the same object in both. With ``inplace=True`` the tree
@@ -509,12 +109,325 @@ class Selection(Selected):
         (True, True)
     """
 
-    __slots__ = ()
+    __slots__ = ("_every_path", "_journal", "_places", "_tree")
 
-    # --- replacing -------------------------------------------------------------------------------
+    def __init__(
+        self, tree: Any, places: Iterable[Place], every_path: bool, journal: Journal | None = None
+    ) -> None:
+        self._tree = tree
+        self._every_path = every_path
+        self._journal = journal
+        self._places: tuple[Place, ...] = self._once(places)
+
+    def _once(self, places: Iterable[Place]) -> tuple[Place, ...]:
+        """Returns the places without those that are the same as one before."""
+        first: dict[Hashable, Place] = {}
+        for place in places:
+            first.setdefault(place.key(self._every_path), place)
+        return tuple(first.values())
+
+    def _narrowed(self, places: Iterable[Place]) -> Selection:
+        return Selection(self._tree, places, self._every_path, self._journal)
+
+    def _search(self, test: Test, innermost: bool, into_values: bool = True) -> Selection:
+        return self._narrowed(
+            search(
+                self._places,
+                test,
+                every_path=self._every_path,
+                innermost=innermost,
+                into_values=into_values,
+            )
+        )
+
+    # --- narrowing --------------------------------------------------------------------------------
+
+    def at(self, accessor: Callable[[Any], Any]) -> Selection:
+        """Selects the parts that an accessor returns.
+
+        Args:
+            accessor: Given what is selected, each in turn, returns a part of it, or several as a
+                list or tuple: ``lambda block: (block.attn, block.mlp)``. What it is given only
+                stands for the real thing, so pointing at a value does not materialise it.
+
+        Raises:
+            SelectionError: If it returns something that is not a part of what it was given, or
+                parts that lie within each other.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+            >>> sx.select(mlp).at(lambda m: (m.up.kernel.value, m.down)).keypaths()
+            (('up', 'kernel', 'value'), ('down',))
+        """
+        found = self._narrowed(p for place in self._places for p in accessed(place, accessor))
+        found._check_disjoint()
+        return found
+
+    def at_instances_of(self, cls: Any, *, innermost: bool = False) -> Selection:
+        """Selects the outermost instances of a class.
+
+        Args:
+            cls: A class, a union ``A | B``, or a tuple of classes. Arrays in Variables are found
+                too: a value that is still lazy counts as a ``jax.Array``, and is not materialised.
+            innermost: Select, of instances within one another, the inner ones.
+
+        Example:
+            >>> import shardax as sx
+            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+            >>> sx.select(mlp).at_instances_of(sx.nn.Linear).keypaths()
+            (('gate',), ('up',), ('down',))
+        """
+        classes = classes_in(cls)
+        if classes is None:
+            raise SelectionError(
+                f"{cls!r} is not a class, a union or a tuple of classes. For a filter or a "
+                f"function use at_subtrees_where."
+            )
+        return self._search(
+            lambda place: is_instance(place, classes), innermost, may_be_values(classes)
+        )
+
+    def at_subtrees_where(self, fn: Any, *, innermost: bool = False) -> Selection:
+        """Selects the outermost parts for which a test holds.
+
+        Args:
+            fn: A function of the value, or of path and value; or a filter, as ``sx.state`` takes.
+                It is asked about configuration and about arrays, too.
+            innermost: Select, of parts within one another, the inner ones.
+
+        Example:
+            >>> import shardax as sx
+            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+            >>> sx.select(mlp).at_subtrees_where(lambda x: getattr(x, "shape", 0) == (2, 4)).count()
+            2
+            >>> sx.select(mlp).at_subtrees_where(sx.PathContains("up")).keypaths()
+            (('up',),)
+        """
+        return self._search(to_test(fn), innermost)
+
+    def at_equal_to(self, value: Any) -> Selection:
+        """Selects what equals a value, in type too.
+
+        So ``1``, ``True`` and ``1.0`` are three values.
+
+        Args:
+            value: Configuration; an array, compared with its dtype and shape; or an object, which
+                equals only itself.
+
+        Example:
+            >>> import shardax as sx
+            >>> sx.select({"a": 1, "b": True, "c": (1.0, 1)}).at_equal_to(1).keypaths()
+            (('a',), ('c', 1))
+        """
+        return self._search(equals(value), innermost=False)
+
+    def at_keypaths(self, *paths: Path | str) -> Selection:
+        """Selects what stands at some paths, in their order.
+
+        Args:
+            *paths: From the root of the tree; as tuples, or as text: ``".layers[0].kernel"``.
+
+        Raises:
+            SelectionPathError: If there is no such place at or below what is selected.
+            SelectionError: If one lies within another.
+
+        Example:
+            >>> import shardax as sx
+            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+            >>> sx.select(mlp).at_keypaths(".up.kernel", ("down", "kernel")).count()
+            2
+        """
+        found = self._narrowed([self._at_path(path) for path in paths])
+        found._check_disjoint()
+        return found
+
+    def at_children(self) -> Selection:
+        """Selects everything directly in what is selected: attributes, items, entries.
+
+        Example:
+            >>> import jax, shardax as sx
+            >>> model = sx.nn.Sequential(sx.nn.RMSNorm(2), jax.nn.relu)
+            >>> sx.select(model).at(lambda m: m.layers).at_children().keypaths()
+            (('layers', 0), ('layers', 1))
+        """
+        return self._narrowed(
+            child for place in self._places for child in children(place) if child.named
+        )
+
+    def where(self, fn: Any) -> Selection:
+        """Keeps what a test holds for.
+
+        Args:
+            fn: A function of the value, or of path and value; or a filter.
+
+        Example:
+            >>> import shardax as sx
+            >>> params = sx.select(sx.nn.MLP(2, 4, rngs=sx.Rngs(0))).at_instances_of(sx.Param)
+            >>> params.where(sx.PathContains("up")).keypaths()
+            (('up', 'kernel'),)
+            >>> params.where(lambda param: param.shape[0] == 4).keypaths()
+            (('down', 'kernel'),)
+        """
+        test = to_test(fn)
+        return self._narrowed(place for place in self._places if test(place))
+
+    def pick_nth(self, n: int) -> Selection:
+        """Keeps one place.
+
+        Args:
+            n: Which, from 0; negative from the end.
+
+        Raises:
+            SelectionIndexError: If there are not so many.
+
+        Example:
+            >>> import shardax as sx
+            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+            >>> sx.select(mlp).at_instances_of(sx.nn.Linear).pick_nth(-1).keypaths()
+            (('down',),)
+        """
+        if not -len(self._places) <= operator.index(n) < len(self._places):
+            raise SelectionIndexError(f"There is no place {n} in this: {self._found()}")
+        return self._narrowed([self._places[n]])
+
+    def refine(self, fn: Callable[[Any], Selection]) -> Selection:
+        """Selects, in each selected part, what a selection of that part selects.
+
+        Args:
+            fn: Given what is selected, each in turn, returns a selection of it.
+
+        Raises:
+            SelectionError: If it returns anything else.
+
+        Example:
+            >>> import shardax as sx
+            >>> model = sx.nn.Sequential(*(sx.nn.MLP(2, 4, rngs=sx.Rngs(0)) for _ in range(2)))
+            >>> mlps = sx.select(model).at_instances_of(sx.nn.MLP)
+            >>> mlps.refine(lambda mlp: sx.select(mlp).at_instances_of(sx.nn.Linear).pick_nth(-1))
+            Selection of 2 places in a Sequential:
+            ...
+        """
+        found: list[Place] = []
+        for place in self._places:
+            value = self._read(place)
+            inner = fn(value)
+            if not isinstance(inner, Selection) or inner._tree is not value:
+                what = "a selection of something else" if isinstance(inner, Selection) else inner
+                raise SelectionError(
+                    f"refine needs a selection of the {type(value).__name__} at "
+                    f"{format_path(place.path)}, but the function returned {what!r}. Write "
+                    f"refine(lambda part: sx.select(part).at...)."
+                )
+            found.extend(_within(place, below, value) for below in inner._places)
+        return self._narrowed(found)
+
+    def invert(self) -> Selection:
+        """Selects the largest parts that hold nothing selected.
+
+        Example:
+            >>> import shardax as sx
+            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+            >>> rest = sx.select(mlp).at_instances_of(sx.nn.Linear).invert()
+            >>> rest.keypaths()
+            (('activation',),)
+        """
+        _, rest = split_places(self._tree, self._places, self._every_path)
+        return self._narrowed(rest)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    @property
+    def tree(self) -> Any:
+        """The whole tree, as it was given."""
+        return self._tree
+
+    def get(self) -> Any:
+        """Returns what is selected, which must be one place.
+
+        Raises:
+            SelectionCountError: If nothing is selected, or more than one place.
+
+        Example:
+            >>> import shardax as sx
+            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+            >>> sx.select(mlp).at(lambda m: m.up).get() is mlp.up
+            True
+        """
+        self.assert_count(1)
+        return self._read(self._places[0])
+
+    def get_all(self) -> tuple[Any, ...]:
+        """Returns all that is selected, in order."""
+        return tuple(map(self._read, self._places))
+
+    def get_by_path(self) -> dict[Path, Any]:
+        """Returns all that is selected, by path."""
+        return {place.path: self._read(place) for place in self._places}
+
+    def keypaths(self) -> tuple[Path, ...]:
+        """Returns the path of every selected place; of several paths the first."""
+        return tuple(place.path for place in self._places)
+
+    def count(self) -> int:
+        """Returns how many places are selected."""
+        return len(self._places)
+
+    def assert_count(self, n: int) -> Selection:
+        """Checks how many places are selected, and returns the selection.
+
+        Args:
+            n: How many there should be.
+
+        Raises:
+            SelectionCountError: If there are not; shows which were found.
+
+        Example:
+            >>> import shardax as sx
+            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+            >>> _ = sx.select(mlp).at_instances_of(sx.nn.Linear).assert_count(3)
+        """
+        if len(self._places) != n:
+            raise SelectionCountError(
+                f"There should be {n} place{'' if n == 1 else 's'}, but this is a {self._found()}"
+            )
+        return self
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._read, self._places)
+
+    def __repr__(self) -> str:
+        return selection_text(self._tree, self._places, self._every_path)
+
+    def _found(self) -> str:
+        """Describes what is selected, for errors."""
+        places = self._places
+        kind = type(self._tree).__name__
+        if not places:
+            return f"selection of nothing in a {kind}. Narrow it by other means."
+        lines = [f"\n  {format_path(p.path)}: {type(p.content).__name__}" for p in places[:_MOST]]
+        more = f"\n  ... and {len(places) - _MOST} more" if len(places) > _MOST else ""
+        count = f"{len(places)} place{'' if len(places) == 1 else 's'}"
+        return f"selection of {count} in a {kind}:{''.join(lines)}{more}"
+
+    def _read(self, place: Place) -> Any:
+        value = read(place)
+        if value is ABSENT:
+            raise StaleSelectionError(
+                f"The tree has no place {format_path(place.path)} any more: it was changed after "
+                f"it was selected. Select again."
+            )
+        return value
+
+    # --- replacing --------------------------------------------------------------------------------
 
     def set(self, value: Any, *, inplace: bool = False, allow_empty: bool = False) -> Any:
-        """Puts a value at every selected place; an object is then one object in all of them.
+        """Puts a value at every selected place.
+
+        An object is then one object in all of them.
 
         Args:
             value: Anything that could be assigned there.
@@ -539,7 +452,9 @@ class Selection(Selected):
     def apply(
         self, fn: Callable[..., Any], *, inplace: bool = False, allow_empty: bool = False
     ) -> Any:
-        """Replaces what is selected by what a function makes of it, called once for each place.
+        """Replaces what is selected by a function of it.
+
+        The function is called once for each place.
 
         Args:
             fn: A function of the value, or of path and value.
@@ -609,7 +524,7 @@ class Selection(Selected):
         """
         return self.at_keypaths(*values).set_all(values.values(), inplace=inplace)
 
-    # --- putting beside, removing ----------------------------------------------------------------
+    # --- putting beside, removing -----------------------------------------------------------------
 
     def insert_before(
         self,
@@ -619,7 +534,7 @@ class Selection(Selected):
         inplace: bool = False,
         allow_empty: bool = False,
     ) -> Any:
-        """Puts something before each selected item of a list or tuple, as ``insert_after`` does."""
+        """Inserts before each selected item, as ``insert_after`` does."""
         return self._insert(value, make, lambda new: [new, OLD], inplace, allow_empty)
 
     def insert_after(
@@ -630,7 +545,7 @@ class Selection(Selected):
         inplace: bool = False,
         allow_empty: bool = False,
     ) -> Any:
-        """Puts something after each selected item of a list or tuple, such as a layer in a row.
+        """Inserts after each selected item of a list or tuple.
 
         Args:
             value: What to insert; an object is then one object in all places.
@@ -674,10 +589,10 @@ class Selection(Selected):
         """
         return self._edit(lambda place: [], inplace, allow_empty)
 
-    # --- taking apart ----------------------------------------------------------------------------
+    # --- taking apart -----------------------------------------------------------------------------
 
     def partition(self) -> tuple[Any, Any]:
-        """Splits the tree in two: what is selected, and the rest, each with holes for the other.
+        """Splits the tree into what is selected and the rest.
 
         The objects in both are those of the tree; only the Modules around what is selected are
         copied, once for each part. An object within something selected is in its part, wherever
@@ -702,11 +617,11 @@ class Selection(Selected):
         edits = [(place, [HOLE]) for place in places]
         return edit_tree(self._tree, edits, self._every_path) if edits else self._tree
 
-    # --- in place --------------------------------------------------------------------------------
+    # --- in place ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[Selection]:
-        """Gives a selection whose edits change the tree in place; all are undone by an exception.
+        """Edits the tree in place; an exception undoes all edits.
 
         Example:
             >>> import shardax as sx
@@ -724,7 +639,49 @@ class Selection(Selected):
             undo(journal)
             raise
 
-    # ---------------------------------------------------------------------------------------------
+    # --- finding places ---------------------------------------------------------------------------
+
+    def _at_path(self, path: Path | str) -> Place:
+        """Returns the place at a path, at or below what is selected."""
+        wanted = _as_given(path)
+        starts = [(place, rest_of(wanted, place.path)) for place in self._places]
+        for place, rest in starts:  # first what is selected: what a method wraps has its path
+            if rest is not None and not rest:
+                return place
+        for place, rest in starts:
+            found = None if rest is None else locate(place, rest)
+            if found is not None:
+                return found
+        raise self._no_place(wanted if isinstance(wanted, str) else format_path(wanted))
+
+    def _no_place(self, text: str) -> SelectionPathError:
+        names: list[str] = []
+
+        def note(place: Place) -> bool:
+            names.extend(format_path(child.path) for child in children(place))
+            return False
+
+        search(self._places, note, every_path=self._every_path)
+        near = difflib.get_close_matches(text, names, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        return SelectionPathError(
+            f"There is no place {text} at or below what is selected.{hint} Nothing was changed. "
+            f"This is a {self._found()}"
+        )
+
+    def _check_disjoint(self) -> None:
+        """Raises if a selected place lies within another."""
+        paths = {place.path for place in self._places}
+        for path in paths:
+            for end in range(len(path)):
+                if path[:end] in paths:
+                    raise SelectionError(
+                        f"Both {format_path(path[:end])} and {format_path(path)} would be "
+                        f"selected, but one lies within the other, so an edit could not change "
+                        f"both. Select them one after the other."
+                    )
+
+    # --- editing ----------------------------------------------------------------------------------
 
     def _insert(
         self,
@@ -759,3 +716,23 @@ class Selection(Selected):
         journal = [] if inplace and self._journal is None else self._journal
         edits = [(place, items(place)) for place in self._places]
         return edit_tree(self._tree, edits, self._every_path, journal)
+
+
+def _as_given(path: Path | str) -> Path | str:
+    """Returns a path in the form of lookups."""
+    if not isinstance(path, str):
+        return tuple(path)
+    if path == format_path(()):
+        return ()
+    path = _QUOTED_NAME.sub(r".\2", path)
+    return path if path.startswith((".", "[")) else f".{path}"
+
+
+def _within(place: Place, below: Place, value: Any) -> Place:
+    """Returns a selected part's place as one of the whole tree."""
+    path, above = (*place.path, *below.path), (*place.above, id(place.holder), *below.above)
+    in_value = place.inside or isinstance(place.stored, BOXES)
+    if in_value or (below.holder is value and not place.is_holder):
+        local = (*place.local, *below.path)
+        return below._replace(path=path, holder=place.holder, local=local, inside=in_value)
+    return below._replace(path=path, above=above)

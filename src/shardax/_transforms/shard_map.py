@@ -523,8 +523,8 @@ class _ShardFrame(SealedFrame):
 
     __slots__ = ()
 
-    def adopt(self, outer: Any) -> Any:
-        """See ``Frame.adopt``; also asks for the Variables that are likely to be read next."""
+    def capture(self, outer: Any) -> Any:
+        """See ``Frame.capture``; also asks for the Variables that are likely to be read next."""
         found = {id(outer): outer}
         for source in (source for f in self.functions for source in find_sources(f)):
             for item in objects_in(source.read()):

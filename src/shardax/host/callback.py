@@ -370,8 +370,8 @@ class HostFrame(Frame):
 
     __slots__ = ()
 
-    def adopt(self, outer: Any) -> NoReturn:
-        """See ``Frame.adopt``."""
+    def capture(self, outer: Any) -> NoReturn:
+        """See ``Frame.capture``."""
         raise ClosureError(
             f"The host function {self.name} uses a {type(outer).__name__} that it was not given. "
             f"It runs while a program does, when that Variable may have an old value or none. Pass "

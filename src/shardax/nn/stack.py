@@ -33,17 +33,15 @@ from typing import Any, NamedTuple, overload
 import jax
 import numpy as np
 
-from shardax._core import epoch
 from shardax._core._jax import is_eager
 from shardax._core.errors import StackError, StateMismatchError
 from shardax._core.frames import owner_here
-from shardax._core.graph.flatten import Walk, is_object
+from shardax._core.graph.flatten import GraphWalk, is_object
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.graph.stacking import stack_objects, unstack_objects
 from shardax._core.graph.static import PARTITION_NAME, Static
-from shardax._core.graph.views import part_of, stack_values, view
+from shardax._core.graph.views import part_of, stack_objects, stack_values, unstack_objects, view
 from shardax._core.module import Module
-from shardax._core.object import Object
+from shardax._core.object import Object, epoch
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.state.state import Origin, State
 from shardax._transforms.control.scan import scan
@@ -321,7 +319,7 @@ class _Shared:
             return False
         if self.epoch != epoch.current:
             self.epoch = epoch.current
-            walk = Walk(marking=True)
+            walk = GraphWalk(marking=True)
             walk.visit(self.root, ())
             pairs = zip(walk.paths, walk.objects, strict=True)
             self.found = {id(one): one for path, one in pairs if path in self.paths}
@@ -348,7 +346,7 @@ def _check_layers(layers: Sequence[Any]) -> None:
 
 def _objects_around(make: Callable[[], Any]) -> Iterator[int]:
     """Yields ``id`` of the objects that a function takes from its closure or holds."""
-    walk = Walk()
+    walk = GraphWalk()
     if isinstance(make, Object) or callable(make):
         walk.encode(make, ())
     for source in find_sources(make):

@@ -151,7 +151,7 @@ class _Loop:
         aux, written, fresh, _ = leaving
         record = self.once._record
         assert record is not None
-        if record.updates or fresh or record.result is not None or self.once._adopted:
+        if record.updates or fresh or record.result is not None or self.once._captured:
             self._refuse()
         after = list(values)
         for position, value in zip(record.written, written, strict=True):
@@ -183,7 +183,7 @@ class _Loop:
         return ((value, aux) if self.has_aux else value), gradient
 
     def _refuse(self) -> None:
-        if self.once._adopted:
+        if self.once._captured:
             raise AccumulationError(
                 "The function writes Variables that were not passed in, which cannot go from one "
                 "microbatch to the next. Pass the Module that holds them: function(model, batch, "

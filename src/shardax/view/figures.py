@@ -23,10 +23,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardax._core._jax import Tracer
+from shardax._core.cross_process import format_mesh
 from shardax._core.frames import owner_here
 from shardax._core.graph.flatten import GraphDef, build
 from shardax._core.graph.paths import Path, format_path, path_step
-from shardax._core.layout_text import format_mesh
 from shardax._core.module import (
     Drawing,
     draw,

@@ -18,9 +18,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from shardax._core.cross_process import format_mesh
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.layout_text import columns, format_mesh
 from shardax._core.object import Object
+from shardax._core.state.state import columns
 from shardax._core.variable import Variable
 from shardax.partition.inventory import (
     ArrayInfo,

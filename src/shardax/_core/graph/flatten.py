@@ -1,54 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structure: everything about a model but its values, as one hashable thing.
+"""Graph definitions, flattening, and Modules as JAX pytrees.
 
-To *flatten* is to walk from some *roots* and split what is found into a ``GraphDef`` and a list of
+*Flattening* walks from some *roots* and splits what is found into a ``GraphDef`` and a list of
 Variables. The walk is depth first, in the order in which attributes were first set, and sees each
 object once, so shared objects and cycles are ordinary. A *definition* describes one object by its
-type and its children; a child is a ``Ref`` to another object of the graph, a ``Static`` value, or
-an immutable container of such. ``build`` is the inverse: it makes new objects from a ``GraphDef``
-and values.
+type and its children; a child is a ``Ref`` to another object of the graph, a ``Static`` value, or a
+``NodeDef``, a container of such (``_core.graph.handlers``). ``assemble`` is the inverse: it makes
+new objects from definitions. Everything that splits models and puts them together again is built on
+these two.
 
 Flattening a single Module or container is remembered, on the object itself, until the structure
-epoch advances (``_core.epoch``).
+epoch advances (``_core.object``).
 
-Models as JAX pytrees.
-
-A Module (or tracked container) is one pytree node: its children are the values of its Variables,
-each shared Variable once, and its structure is static. So ``jax.jit``, ``jax.grad``,
+To JAX a Module (or tracked container) is one pytree node: its children are the values of its
+Variables, each shared Variable once, and its structure is static. So ``jax.jit``, ``jax.grad``,
 ``jax.tree.map`` and the rest work on models as they are, and tied weights get their one summed
-gradient. A Variable on its own is a node with its value as the child.
-
-What JAX rebuilds inside a plain transform is a *read-only copy*: reading works, but a write would
-be lost when the function returns, so it is refused (``_core.frames.READ_ONLY``). What JAX rebuilds
-outside, from concrete arrays, is an ordinary model.
+gradient. A Variable on its own is a node with its value as the child. What JAX rebuilds inside a
+plain transform is a *read-only copy*: a write would be lost when the function returns, so it is
+refused (``_core.frames.READ_ONLY``). What JAX rebuilds outside, from concrete arrays, is an
+ordinary model.
 """
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
-from shardax._core import epoch
 from shardax._core._jax import Tracer
 from shardax._core.array_ops import realise_all
 from shardax._core.errors import LayerViewError, StaticAttributeError
-from shardax._core.frames import (
-    READ_ONLY,
-    local,
-    owner_here,
-    resolve,
-)
+from shardax._core.frames import READ_ONLY, local, owner_here, resolve
+from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of, has_parts
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY, Metadata, Static
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object, Placeholder, Shown, Wrapper
-
-# --- Structure ---
+from shardax._core.object import Object, Shown, epoch
 
 
 class Ref(NamedTuple):
@@ -58,72 +47,21 @@ class Ref(NamedTuple):
     kind: str = "ref"
 
 
-class TupleDef(NamedTuple):
-    """A child that is a tuple (among the roots also a list) with objects somewhere inside."""
+class NodeDef(NamedTuple):
+    """A child that is a container without identity, with objects somewhere inside."""
 
-    type: type
+    handler: Handler
+    config: Any  # what the container is besides its children
+    keys: tuple[Any, ...]
     items: tuple[Any, ...]
 
 
-class MethodDef(NamedTuple):
-    """A child that is a method bound to an object."""
-
-    function: Static
-    owner: Any
-
-
-class PartialDef(NamedTuple):
-    """A child that is a ``functools.partial`` with objects somewhere inside."""
-
-    function: Any
-    args: tuple[Any, ...]
-    keywords: tuple[tuple[str, Any], ...]
-
-
-class WrapperDef(NamedTuple):
-    """A child that is a ``Wrapper`` of something with objects inside.
-
-    Attributes:
-        pattern: A wrapper to copy.
-        wrapped: What is wrapped.
-    """
-
-    pattern: Pattern
-    wrapped: Any
-
-
-class Pattern:
-    """A wrapper as configuration: equal when type and what it adds are equal."""
-
-    __slots__ = ("key", "wrapper")
-
-    def __init__(self, wrapper: Wrapper) -> None:
-        self.wrapper = wrapper
-        self.key = (type(wrapper), wrapper._wrapping())
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pattern) and self.key == other.key
-
-
-class MappingDef(NamedTuple):
-    """A plain dict among the roots, with objects somewhere inside.
-
-    Attributes hold tracked dicts instead.
-    """
-
-    type: type
-    items: tuple[tuple[Static, Any], ...]
-
-
 class ModuleDef(NamedTuple):
-    """A Module: its class, its attributes, and its array attributes (``boxed``), in order."""
+    """A Module: its class, its attributes, and its array attributes, in order."""
 
     type: type
     attributes: tuple[tuple[str, Any], ...]
-    boxed: tuple[tuple[str, Any], ...]
+    array_attributes: tuple[tuple[str, Any], ...]
 
 
 class ListDef(NamedTuple):
@@ -148,7 +86,7 @@ class VariableDef(NamedTuple):
 
 
 class GraphDef(Shown):
-    """The structure of some roots: hashable, comparable, and without any value.
+    """Structure of a model: hashable, comparable, without any value.
 
     Attributes:
         objects: One definition per object, in walking order.
@@ -170,11 +108,13 @@ class GraphDef(Shown):
         self.leaves = tuple(i for i, item in enumerate(objects) if type(item) is VariableDef)
         self._hash = hash((objects, roots))
         self._paths: list[Path] | None = None
-        self._aliases: Any = None  # of transforms.aliases; kept here, where it keeps nothing alive
+        self._aliases: Any = (
+            None  # by _transforms.lift.prefix; kept here, where it keeps nothing alive
+        )
 
     @property
     def leaf_paths(self) -> list[Path]:
-        """Path of every Variable by its first occurrence, in the order of ``leaves``."""
+        """First path of every Variable, in the order of ``leaves``."""
         if self._paths is None:
             found = definition_paths(self)
             self._paths = [found[index] for index in self.leaves]
@@ -202,7 +142,7 @@ class GraphDef(Shown):
 
 
 def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int, Path]:
-    """Returns the path of every object, by walking definitions as objects were walked."""
+    """Returns the path of every object by its first occurrence."""
     found: dict[int, Path] = {}
 
     def visit(child: Any, path: Path) -> None:
@@ -211,11 +151,9 @@ def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int
                 found[child.position] = path
                 for key, below in definition_children(graphdef.objects[child.position]):
                     visit(below, (*path, key))
-        elif type(child) in (TupleDef, MappingDef, PartialDef, WrapperDef):
+        elif type(child) is NodeDef:
             for key, below in definition_children(child):
                 visit(below, path if key is None else (*path, key))
-        elif type(child) is MethodDef:
-            visit(child.owner, path)
 
     for position, root in enumerate(graphdef.roots):
         visit(root, names[position] if names else ())
@@ -223,40 +161,29 @@ def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int
 
 
 def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
-    """Yields (key, child) of a definition in walking order; key None adds no step to the path."""
+    """Yields (key, child) pairs of a definition; key None is no step."""
     match definition:
         case ModuleDef():
             yield from definition.attributes
-            yield from definition.boxed
-        case ListDef() | TupleDef():
+            yield from definition.array_attributes
+        case ListDef():
             yield from enumerate(definition.items)
-        case DictDef() | MappingDef():
+        case DictDef():
             yield from ((key.value, child) for key, child in definition.items)
-        case WrapperDef():
-            yield None, definition.wrapped
-        case PartialDef():
-            yield None, definition.function
-            yield from enumerate(definition.args)
-            yield from definition.keywords
+        case NodeDef():
+            yield from zip(definition.keys, definition.items, strict=True)
 
 
 class Flat:
-    """What flattening found.
-
-    Attributes:
-        graphdef: The structure.
-        leaves: The Variables, in the order of ``graphdef.leaves``.
-        paths: Path of every object, by its first occurrence, in the order of ``graphdef.objects``.
-        epoch: The structure epoch at which this was true.
-    """
+    """What flattening found."""
 
     __slots__ = ("_leaf_paths", "epoch", "graphdef", "leaves", "paths")
 
     def __init__(self, graphdef: GraphDef, leaves: list[Any], paths: list[Path], at: int) -> None:
         self.graphdef = graphdef
-        self.leaves = leaves
-        self.paths = paths
-        self.epoch = at
+        self.leaves = leaves  # the Variables, in the order of graphdef.leaves
+        self.paths = paths  # first path of every object, in the order of graphdef.objects
+        self.epoch = at  # the structure epoch at which this was true
         self._leaf_paths: list[Path] | None = None
 
     @property
@@ -267,16 +194,11 @@ class Flat:
         return self._leaf_paths
 
 
-class Walk:
-    """One walk over objects; continued from further roots, it sees what they share.
-
-    Args:
-        marking: Whether to mark every object that is met (``_core.epoch``), because the result will
-            be remembered.
-    """
+class GraphWalk:
+    """One walk over objects; from further roots it sees what they share."""
 
     def __init__(self, marking: bool = False) -> None:
-        self.marking = marking
+        self.marking = marking  # whether the result will be remembered, see _core.object
         self.objects: list[Any] = []
         self.definitions: list[Any] = []
         self.paths: list[Path] = []
@@ -284,42 +206,26 @@ class Walk:
 
     def encode(self, value: Any, path: Path) -> Any:
         """Returns ``value`` as a child, walking into it if it holds objects."""
-        if isinstance(value, Object):
+        handler = handler_of(value)
+        if handler.is_object:
             return Ref(self.visit(value, path))
-        if isinstance(value, (tuple, list)) and has_parts(value):
-            return TupleDef(
-                type(value),
-                tuple(self.encode(item, (*path, i)) for i, item in enumerate(value)),
-            )
-        if isinstance(value, dict) and has_parts(value):
-            items = ((Static(key), self.encode(item, (*path, key))) for key, item in value.items())
-            return MappingDef(type(value), tuple(items))
-        if isinstance(value, types.MethodType) and isinstance(value.__self__, Object):
-            return MethodDef(Static(value.__func__), Ref(self.visit(value.__self__, path)))
-        if isinstance(value, Wrapper) and has_parts(value):
-            return WrapperDef(Pattern(value), self.encode(value.__wrapped__, path))
-        if isinstance(value, functools.partial) and has_parts(value):
-            return PartialDef(
-                self.encode(value.func, path),
-                tuple(self.encode(item, (*path, i)) for i, item in enumerate(value.args)),
-                tuple(
-                    (name, self.encode(item, (*path, name)))
-                    for name, item in value.keywords.items()
-                ),
-            )
+        if handler is not LEAF and handler is not PLACEHOLDER and has_parts(value):
+            pairs = handler.children(value)
+            keys = tuple(key for key, _ in pairs)
+            items = (self.encode(item, path if k is None else (*path, k)) for k, item in pairs)
+            return NodeDef(handler, handler.config(value), keys, tuple(items))
         try:
             return Static(value)
         except TypeError as error:
             raise StaticAttributeError(
                 f"The {type(value).__name__} at {format_path(path)} is neither data nor hashable "
-                f"configuration ({error}), and came there "
-                f"without being assigned as an attribute (through vars(), "
-                f"functools.cached_property, or by changing after it was "
+                f"configuration ({error}), and came there without being assigned as an attribute "
+                f"(through vars(), functools.cached_property, or by changing after it was "
                 f"assigned). Assign it: model.name = value."
             ) from error
 
     def visit(self, item: Object, path: Path) -> int:
-        """Returns the object's position, walking into it the first time it is met."""
+        """Returns the object's position; walks into it the first time."""
         known = self.index.get(id(item))
         if known is not None:
             return known
@@ -328,56 +234,27 @@ class Walk:
         self.paths.append(path)
         self.definitions.append(None)
         if self.marking:  # before looking inside, so that no edit by another thread goes unnoticed
-            item._marked = True
-        self.definitions[position] = item._describe(
+            object.__setattr__(item, "_marked", True)
+        self.definitions[position] = item._flatten(
             lambda child, key: self.encode(child, (*path, key))
         )
         return position
 
-    def finish(self, roots: Iterable[Any], at: int) -> Flat:
-        """Returns what was found."""
-        graphdef = GraphDef(tuple(self.definitions), tuple(roots))
-        return Flat(graphdef, [self.objects[i] for i in graphdef.leaves], self.paths, at)
-
-
-def has_parts(value: Any) -> bool:
-    """Whether an immutable container holds an object, or a place for one, at any depth."""
-    if isinstance(value, (Object, Placeholder)):
-        return True
-    if isinstance(value, (tuple, list)):
-        return any(has_parts(item) for item in value)
-    if isinstance(value, dict):
-        return any(has_parts(item) for item in value.values())
-    if isinstance(value, types.MethodType):
-        return isinstance(value.__self__, Object)
-    if isinstance(value, Wrapper):
-        return has_parts(value.__wrapped__)
-    if isinstance(value, functools.partial):
-        return any(has_parts(item) for item in (value.func, *value.args, *value.keywords.values()))
-    return False
-
 
 def flatten_roots(roots: Sequence[Any], names: Sequence[Path] | None = None) -> Flat:
-    """Flattens several roots together, so that an object shared between them is one.
-
-    Args:
-        roots: Objects, immutable containers of them, or static values.
-        names: Path of each root; by default empty.
-    """
-    at = (
-        epoch.current
-    )  # read before walking: an edit during the walk then invalidates what is remembered
-    walk = Walk(marking=True)
+    """Flattens several roots together, with what they share."""
+    at = epoch.current  # before walking: an edit during the walk then invalidates the result
+    walk = GraphWalk(marking=True)
     paths = names or [()] * len(roots)
-    flat = walk.finish(
-        [walk.encode(root, path) for root, path in zip(roots, paths, strict=True)], at
-    )
+    children = tuple(walk.encode(root, path) for root, path in zip(roots, paths, strict=True))
+    graphdef = GraphDef(tuple(walk.definitions), children)
+    flat = Flat(graphdef, [walk.objects[i] for i in graphdef.leaves], walk.paths, at)
     _check_views(flat)
     return flat
 
 
 def _check_views(flat: Flat) -> None:
-    """Raises if a Variable stands beside the stacked one that it is a view of (``_core.graph.views``)."""
+    """Raises if a Variable stands beside the stacked one that it views."""
     views = [(i, leaf) for i, leaf in enumerate(flat.leaves) if leaf._parent is not None]
     if not views:
         return
@@ -398,18 +275,16 @@ def _check_views(flat: Flat) -> None:
 
 def walk_objects(roots: Sequence[Any]) -> list[Any]:
     """Returns all objects reachable from ``roots``, in the order of ``GraphDef.objects``."""
-    walk = Walk()
+    walk = GraphWalk()
     for root in roots:
         walk.encode(root, ())
     return walk.objects
 
 
 def flatten(root: Object) -> Flat:
-    """Flattens one object; for Modules and containers remembered while the structure epoch stays.
-
-    The memory is kept on the root, so that it keeps nothing alive: static values in a structure may
-    lead back to the model (a function that closes over it).
-    """
+    """Flattens one object; of Modules and containers the result is remembered."""
+    # On the root, so that it keeps nothing alive: static values in a structure may lead back to the
+    # model (a function that closes over it).
     known: Flat | None = getattr(root, "_flat", None)
     if known is not None and known.epoch == epoch.current:
         return known
@@ -419,7 +294,7 @@ def flatten(root: Object) -> Flat:
     return flat
 
 
-class Decoder:
+class ChildDecoder:
     """Turns children back into values, given the graph's objects."""
 
     __slots__ = ("objects",)
@@ -433,89 +308,51 @@ class Decoder:
             return self.objects[child.position]
         if kind is Static:
             return child.value
-        if kind is TupleDef:
-            return rebuild_tuple(child.type, [self(item) for item in child.items])
-        if kind is MappingDef:
-            return {key.value: self(item) for key, item in child.items}
-        if kind is WrapperDef:
-            return child.pattern.wrapper._wrap(self(child.wrapped))
-        if kind is MethodDef:
-            return types.MethodType(child.function.value, self(child.owner))
-        keywords = {name: self(item) for name, item in child.keywords}
-        return functools.partial(self(child.function), *map(self, child.args), **keywords)
+        items = map(self, child.items)
+        return child.handler.rebuild(child.config, zip(child.keys, items, strict=True))
 
 
-def rebuild_tuple(kind: type, items: list[Any]) -> Any:
-    """Makes a tuple of the given type, which may be a NamedTuple."""
-    return kind(*items) if hasattr(kind, "_fields") else kind(items)
-
-
-def rebuild(
-    walk: Walk,
+def assemble(
+    definitions: Sequence[Any],
     given: Mapping[int, Any],
     owner: Any,
-    decoder: Callable[[Sequence[Any]], Decoder] = Decoder,
-) -> Decoder:
-    """Makes new Modules and containers like those of a walk.
-
-    Args:
-        walk: What was walked.
-        given: By position, what to put in place of objects; all Variables are among them.
-        owner: The frame that will own the objects, or None.
-        decoder: Makes what turns children into values, from the new objects.
-
-    Returns:
-        The decoder, with the objects in the order of the walk.
-    """
-    new = [(i, each) for i, each in enumerate(walk.definitions) if i not in given]
-    objects: list[Any] = [given.get(position) for position in range(len(walk.objects))]
-    for position, definition in new:
-        objects[position] = definition.type._allocate(owner, None)
+    lock: str | None = None,
+    decoder: Callable[[Sequence[Any]], ChildDecoder] = ChildDecoder,
+) -> ChildDecoder:
+    """Makes the objects of definitions; Variables, at least, are given."""
+    objects = [
+        given[i] if i in given else definition.type._allocate(owner, lock)
+        for i, definition in enumerate(definitions)
+    ]
     decode = decoder(objects)
-    for position, definition in new:
-        objects[position]._fill(definition, decode)
+    for i, definition in enumerate(definitions):
+        if i not in given:
+            objects[i]._unflatten(definition, decode)
     return decode
 
 
 def build(
-    graphdef: GraphDef, values: Sequence[Any], owner: Any, lock: str | None = None
-) -> tuple[list[Any], list[Any]]:
-    """Makes new objects from a structure and values: the inverse of flattening.
-
-    Args:
-        graphdef: The structure.
-        values: One value per Variable, in the order of ``graphdef.leaves``.
-        owner: The frame that will own the objects, or None.
-        lock: Why the objects must not be written, or None.
-
-    Returns:
-        (roots, objects), the latter in the order of ``graphdef.objects``.
-    """
-    remaining = iter(values)
-    objects: list[Any] = []
-    for definition in graphdef.objects:
-        if type(definition) is VariableDef:
-            objects.append(definition.type._make(next(remaining), definition.metadata, owner, lock))
-        else:
-            objects.append(definition.type._allocate(owner, lock))
-    decode = Decoder(objects)
-    for item, definition in zip(objects, graphdef.objects, strict=True):
-        if type(definition) is not VariableDef:
-            item._fill(definition, decode)
-    return [decode(root) for root in graphdef.roots], objects
+    graphdef: GraphDef, values: Iterable[Any], owner: Any, lock: str | None = None
+) -> tuple[list[Any], Sequence[Any]]:
+    """Returns new (roots, objects) from a structure and values."""
+    definitions = graphdef.objects
+    given = {}
+    for position, value in zip(graphdef.leaves, values, strict=True):
+        definition = definitions[position]
+        given[position] = definition.type._make(value, definition.metadata, owner, lock)
+    decode = assemble(definitions, given, owner, lock)
+    return [decode(root) for root in graphdef.roots], decode.objects
 
 
-# --- Pytree ---
+# --- pytrees --------------------------------------------------------------------------------------
 
 M = TypeVar("M")
 
 
 def has_objects(tree: Any) -> bool:
-    """Whether a pytree holds a Module, container or Variable anywhere.
-
-    Runs at the speed of JAX's own flattening. It does not stop at the first object: JAX's
-    flattening counts its depth and loses count when it is left by an exception.
-    """
+    """Whether a pytree holds a Module, container or Variable anywhere."""
+    # At the speed of JAX's own flattening. It does not stop at the first object: JAX's flattening
+    # counts its depth and loses count when it is left by an exception.
     local.probing, local.found = True, False
     try:
         jax.tree.structure(tree)
@@ -525,7 +362,7 @@ def has_objects(tree: Any) -> bool:
 
 
 def flatten_plain(tree: Any) -> tuple[list[Any], Any] | None:
-    """Flattens a pytree, as ``jax.tree.flatten``; None if there are objects anywhere in it."""
+    """Flattens a pytree by ``jax.tree.flatten``; None if it holds objects."""
     local.probing, local.found = True, False
     try:
         flat = jax.tree.flatten(tree)
@@ -540,10 +377,7 @@ def is_object(value: Any) -> bool:
 
 
 def values_of(leaves: Iterable[Any]) -> list[Any]:
-    """Reads the values of Variables as seen from the current frame, as JAX arrays.
-
-    Lazy ones materialise, NumPy ones convert.
-    """
+    """Reads Variables as seen from the current frame; lazy values materialise."""
     frame = local.frame
     targets = [v if frame is None else resolve(v, frame) for v in leaves]
     values = [target._value for target in targets]
@@ -558,8 +392,7 @@ def _lock_for(children: Sequence[Any]) -> str | None:
     return READ_ONLY if traced else None
 
 
-_PROBED = GraphDef((), ())
-"""What flattening gives while a pytree is only being searched; nobody looks at it."""
+_PROBED = GraphDef((), ())  # result of flattening while a pytree is only being searched
 
 
 def _flatten_graph(root: Any) -> tuple[list[Any], GraphDef]:
@@ -588,7 +421,7 @@ def register_graph(cls: type) -> None:
 
 
 def register_variable(cls: Any) -> None:
-    """Registers a Variable class with JAX: the value is the child, type and metadata are static."""
+    """Registers a Variable class with JAX; the value is its child."""
 
     def flatten_variable(variable: Any) -> tuple[list[Any], Metadata]:
         if local.probing:
@@ -634,5 +467,5 @@ def mutable(tree: M) -> M:
         if isinstance(root, Object):
             for item in walk_objects((root,)):
                 if item._lock is READ_ONLY:
-                    item._lock = None
+                    object.__setattr__(item, "_lock", None)
     return tree

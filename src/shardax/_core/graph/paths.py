@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths: how shardax names a place inside a model.
+"""Paths: names of places inside a model.
 
 A *path* is a tuple of attribute names (``str``), list positions (``int``) and dict keys (any
 hashable). Its text form is what a user would type after the model: ``("layers", 0, "kernel")`` is
@@ -8,28 +8,14 @@ hashable). Its text form is what a user would type after the model: ``("layers",
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 Path = tuple[Hashable, ...]
 
 
 def format_path(path: Path) -> str:
-    """Formats a path as the code that reaches the place.
-
-    Args:
-        path: Attribute names, list positions and dict keys, outermost first.
-
-    Returns:
-        The text, for instance ``.layers[0].kernel``; ``(root)`` for the empty path.
-
-    Example:
-        >>> from shardax.core.paths import format_path
-        >>> format_path(("layers", 0, "kernel"))
-        '.layers[0].kernel'
-        >>> format_path(("heads", "en-us"))
-        ".heads['en-us']"
-    """
+    """Formats a path as the code that reaches the place."""
     if not path:
         return "(root)"
     return "".join(_format_key(key) for key in path)
@@ -41,8 +27,16 @@ def _format_key(key: Hashable) -> str:
     return f"[{key!r}]"
 
 
+def plain_path(key_path: Iterable[Any]) -> Path:
+    """Returns the path that a JAX key path stands for."""
+    steps: list[Hashable] = []
+    for key in key_path:
+        steps += key.path if type(key) is PathKey else (path_step(key),)
+    return tuple(steps)
+
+
 def path_step(key: Any) -> Hashable:
-    """Returns one step of a path from an entry of a JAX key path."""
+    """Returns the path step of a JAX key path entry."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
@@ -50,10 +44,7 @@ def path_step(key: Any) -> Hashable:
 
 
 class PathKey(NamedTuple):
-    """One entry of a JAX key path that stands for a whole shardax path.
-
-    It does because a model is one pytree node.
-    """
+    """JAX key path entry for a whole path below one node."""
 
     path: Path
 

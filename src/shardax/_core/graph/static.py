@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static values: everything in a model or a call that is configuration rather than data.
+"""Static values, exact keys, and metadata of Variables.
 
-Compiled programs are looked up by their static values, so two values that behave differently must
-never be equal here. Python's own equality is too coarse for that: ``1 == True == 1.0`` and ``0.0 ==
+Compiled programs are looked up by static values, so two values that behave differently must never
+be equal there. Python's own equality is too coarse for that: ``1 == True == 1.0`` and ``0.0 ==
 -0.0``, also inside tuples and frozen dataclasses. An *exact key* is a hashable stand-in that keeps
-types apart at every depth.
-
-It is also, on purpose, finer in one direction and coarser in another: two functions made by running
+types apart at every depth. On purpose it is coarser in one direction: two functions made by running
 the same ``def`` twice with the same closed-over values get equal keys, since they do the same
 thing. That is why making ``optax.adam(1e-3)`` anew does not recompile a train step.
 
-Metadata of Variables: what is known about a value besides its numbers.
-
-*Axes* are the logical names of an array's dimensions, one per dimension, ``None`` for an unnamed
-one: ``("embed", "mlp")``. The remaining *entries* are whatever the user attached by keyword. Both
-are static: they are part of a model's structure, so they must be hashable, and two models whose
-metadata differ are compiled apart.
+Metadata are *axes*, the logical names of an array's dimensions (``None`` for an unnamed one:
+``("embed", None)``), and *entries*, whatever the user attached by keyword. Both are part of a
+model's structure, so they must be hashable, and models whose metadata differ are compiled apart.
 """
 
 from __future__ import annotations
@@ -34,21 +29,8 @@ import numpy as np
 from shardax._core.errors import MetadataError
 from shardax._core.object import Object
 
-# --- Static ---
-
 _PLAIN_TYPES = frozenset(
-    {
-        bool,
-        int,
-        str,
-        bytes,
-        type(None),
-        type(Ellipsis),
-        type(NotImplemented),
-        type,
-        range,
-        np.dtype,
-    }
+    {bool, int, str, bytes, type(None), type(Ellipsis), type(NotImplemented), type, range, np.dtype}
 )
 _MAX_FUNCTION_DEPTH = 12
 """Closures nested deeper than this are compared by identity, which is always safe."""
@@ -59,24 +41,7 @@ class _Unkeyable(TypeError):
 
 
 def exact_key(value: Any) -> Hashable:
-    """Returns a hashable key that is equal only for values of the same types all the way down.
-
-    Args:
-        value: A hashable value: number, string, tuple, frozen dataclass, enum, function, type,
-            dtype, ...
-
-    Returns:
-        A key for dictionaries. Two keys are equal when the values have the same type and content,
-        recursively.
-
-    Raises:
-        TypeError: If the value, or something inside it, is not hashable.
-
-    Example:
-        >>> from shardax.core.static import exact_key
-        >>> (1, True) == (1.0, 1), exact_key((1, True)) == exact_key((1.0, 1))
-        (True, False)
-    """
+    """Returns a hashable key that tells types apart at every depth."""
     return _key(value, 0)
 
 
@@ -113,10 +78,7 @@ def _key(value: Any, depth: int) -> Hashable:
         )
     if _is_plain_frozen_dataclass(value):
         fields = dataclasses.fields(value)
-        return (
-            kind,
-            tuple(_key(getattr(value, field.name), depth) for field in fields),
-        )
+        return (kind, tuple(_key(getattr(value, field.name), depth) for field in fields))
     hash(value)  # raises TypeError for what cannot be a static value
     return (kind, value)
 
@@ -134,7 +96,7 @@ def _is_plain_frozen_dataclass(value: Any) -> bool:
 
 
 def _function_key(function: types.FunctionType, depth: int) -> Hashable:
-    """Key of a function by what it does: code, globals, defaults and closed-over values."""
+    """Returns a function's key: code, globals, defaults and closure."""
     if depth >= _MAX_FUNCTION_DEPTH or function.__dict__.keys() - {"__wrapped__"}:
         return (types.FunctionType, function)
     try:
@@ -167,17 +129,7 @@ def _cell_key(cell: types.CellType, function: types.FunctionType, depth: int) ->
 
 
 class Static:
-    """A static value that compares by its exact key and shows as the value.
-
-    Attributes:
-        value: The wrapped value.
-        key: Its exact key.
-
-    Example:
-        >>> from shardax.core.static import Static
-        >>> Static(1) == Static(1), Static(1) == Static(True), Static("relu")
-        (True, False, 'relu')
-    """
+    """A static value that compares by its exact key."""
 
     __slots__ = ("_hash", "key", "value")
 
@@ -203,19 +155,14 @@ class Static:
         return (Static, (self.value,))
 
 
-# --- Metadata ---
+# --- metadata -------------------------------------------------------------------------------------
 
 AxisName = Hashable
 Axes = tuple[AxisName, ...]
 
 
 class Metadata:
-    """Immutable, hashable metadata; Variables share one object until one of them changes its own.
-
-    Attributes:
-        axes: Logical axis names, or None when none were given.
-        entries: Read-only mapping of the other entries.
-    """
+    """Immutable, hashable axes and entries of a Variable."""
 
     __slots__ = ("_hash", "_key", "axes", "entries")
 
@@ -224,18 +171,14 @@ class Metadata:
         self.entries = MappingProxyType(dict(entries))
         try:
             items = sorted(self.entries.items())
-            self._key = (
-                exact_key(axes),
-                tuple((name, exact_key(item)) for name, item in items),
-            )
+            self._key = (exact_key(axes), tuple((name, exact_key(item)) for name, item in items))
         except TypeError as error:
             culprits = [name for name, item in self.entries.items() if not _is_hashable(item)]
             raise MetadataError(
                 f"Metadata entries {culprits or 'axes'} are not hashable ({error}). Metadata is "
-                f"part of a model's structure, by "
-                f"which compiled programs are found. Use tuples instead of lists, frozen "
-                f"dataclasses instead of dicts, and put "
-                f"arrays into a Variable of their own."
+                f"part of a model's structure, by which compiled programs are found. Use tuples "
+                f"instead of lists, frozen dataclasses instead of dicts, and put arrays into a "
+                f"Variable of their own."
             ) from error
         self._hash = hash(self._key)
 
@@ -245,15 +188,7 @@ class Metadata:
         return self._with(axes, {**self.entries, **changes})
 
     def without_axis(self, position: int, expected: AxisName = None) -> Metadata:
-        """Returns the metadata of one part of the array along a dimension: without its name.
-
-        Args:
-            position: Which dimension; negative counts from the end.
-            expected: The name it should have, or None for any.
-
-        Raises:
-            MetadataError: If the dimension has another name than expected, or does not exist.
-        """
+        """Returns the metadata without the name of one dimension."""
         if self.axes is None:
             return self
         if not -len(self.axes) <= position < len(self.axes):
@@ -269,12 +204,7 @@ class Metadata:
         return self._with((*self.axes[:place], *self.axes[place + 1 :]), self.entries)
 
     def with_axis(self, position: int, name: AxisName = None) -> Metadata:
-        """Returns the metadata of arrays put together along a new dimension: the inverse.
-
-        Args:
-            position: Where the new dimension stands; negative counts from the end of the new axes.
-            name: Its name, or None.
-        """
+        """Returns the metadata with the name of a new dimension."""
         if self.axes is None:
             return self
         rank = len(self.axes) + 1
@@ -312,14 +242,7 @@ def _is_hashable(item: Any) -> bool:
 
 
 def check_axes(axes: Iterable[AxisName] | None) -> Axes | None:
-    """Returns ``axes`` as a tuple of hashable names, or None.
-
-    Args:
-        axes: Any iterable of names but a string.
-
-    Raises:
-        MetadataError: If ``axes`` is a string or holds something unhashable.
-    """
+    """Returns ``axes`` as a tuple of hashable names, or None."""
     if axes is None:
         return None
     if isinstance(axes, str):

@@ -1,70 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked values: the values of several like Variables, as one value with a leading dimension.
+"""Stacks of like objects and views of their layers.
 
-To *stack* is to put values together along a new first dimension; a *part* is one of them again.
-Lazy values stay lazy: a ``LazyStack`` is the recipes of its parts, which one program runs together
-where they are alike, each with keys of its own. So the numbers are those of the parts, to the last
-bit. NumPy arrays stay NumPy arrays, and shapes alone stay shapes, so that stacking what was just
-built runs no JAX operation.
+To *stack* values is to put them together along a new first dimension; a *part* is one of them
+again. Lazy values stay lazy: a ``LazyStack`` is the recipes of its parts, which one program runs
+together where they are alike, each with keys of its own, so the numbers are those of the parts to
+the last bit. NumPy arrays and shapes alone stay what they are, so stacking what was just built runs
+no JAX operation.
 
-Views: one part of stacked objects, to be read and written in place.
+A *view* of a Variable whose value is stacked is a Variable of the same type without a value of its
+own: it reads and writes its part of the *parent's* value. A view of a Module or container is an
+object of the same type that holds views. The structure of all parts is one, so a view refuses to
+change its own and follows changes of the original whenever the structure epoch advances. There is
+at most one view of an object and part at a time, so that two ways to it are one Variable. A view
+and its parent are two Variables for one value, so no lifted call takes both (``flatten_roots``,
+``block_parents``).
 
-A *view* of a Variable whose value is stacked (``_core.graph.views``) is a Variable of the same type that
-holds no value of its own: reading it takes its part of the *parent's* value, writing it writes that
-part. A view of a Module or container is an object of the same type that holds views of what the
-original holds. The structure of all parts is one, so a view refuses to change its own; it follows
-changes of the original, whenever the structure epoch advances.
-
-There is at most one view of an object and part at a time, so that two ways to it are one Variable.
-A view and its parent are two Variables for one value, so they cannot be given to one lifted call
-together (``_core.graph.flatten.flatten_roots``, ``block_parents``).
+Stacking objects of one structure gives one object whose Variables hold the stacked values, with the
+name of the new dimension before their axes. An object that is one and the same in all of them, such
+as a random stream that they draw from together, is *shared*: it stays as it is.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Container, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Container, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardax._core import epoch
 from shardax._core._jax import Tracer
-from shardax._core.errors import LayerViewError
-from shardax._core.frames import (
-    Blocked,
-    Frame,
-    local,
-    resolve,
+from shardax._core.errors import LayerViewError, StackError
+from shardax._core.frames import Blocked, Frame, local, owner_here, resolve
+from shardax._core.graph.flatten import (
+    ChildDecoder,
+    GraphWalk,
+    Ref,
+    VariableDef,
+    assemble,
+    definition_children,
 )
-from shardax._core.graph.flatten import Decoder, VariableDef, Walk
-from shardax._core.graph.static import Metadata
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.static import Metadata, Static
 from shardax._core.init.lazy import InitializerProgram, KeySource, LazyValue, Recipe
-from shardax._core.object import Object
+from shardax._core.object import Object, epoch
 from shardax._core.variable import Variable
-
-# --- Stacked ---
 
 
 class LazyStack(Recipe):
-    """Lazy values of one shape and dtype, stacked.
-
-    Args:
-        parts: The lazy values.
-
-    Example:
-        >>> import jax, shardax as sx
-        >>> rngs = sx.Rngs(0)
-        >>> normal = jax.nn.initializers.normal()
-        >>> parts = [sx.Init(normal, (2, 3), rngs=rngs) for _ in range(4)]
-        >>> stacked = LazyStack(parts)
-        >>> stacked, bool((stacked.compute()[1] == parts[1].compute()).all())
-        (LazyStack(float32[4, 2, 3]), True)
-    """
+    """Lazy values of one shape and dtype, stacked."""
 
     __slots__ = ("parts",)
 
@@ -75,18 +62,15 @@ class LazyStack(Recipe):
 
     @property
     def sources(self) -> tuple[KeySource, ...]:
-        """The sources of all parts' keys, in order."""
         recipes = [part for part in self.parts if isinstance(part, Recipe)]
         return tuple(source for recipe in recipes for source in recipe.sources)
 
     @property
     def is_known(self) -> bool:
-        """Whether one program makes all parts."""
         return super().is_known and self.likeness is not self
 
     @property
     def likeness(self) -> Hashable:
-        """See ``Recipe``; of parts that are not alike, this object itself."""
         first = self.parts[0]
         if not isinstance(first, Recipe) or first.likeness is first:
             return self
@@ -96,7 +80,6 @@ class LazyStack(Recipe):
         return len(self.parts), type(first), first.likeness
 
     def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
-        """Returns the program of one part, repeated over all."""
         first = self.parts[0]
         assert isinstance(first, Recipe)
         return first.program(sharding, (*lead, len(self.parts)))
@@ -113,7 +96,6 @@ class LazyStack(Recipe):
         return (len(self.parts), *(first._lead() if isinstance(first, LazyStack) else ()))
 
     def compute(self, sharding: Any = None) -> jax.Array:
-        """Makes the array; with a sharding, straight into its shards."""
         if self.likeness is not self:
             return super().compute(sharding)
         if isinstance(sharding, NamedSharding):
@@ -124,45 +106,26 @@ class LazyStack(Recipe):
 
 
 class LazyPart(LazyValue):
-    """One part of a stacked value that is lazy but no stack of its parts.
-
-    Args:
-        read: Returns the stacked array.
-        whole: The lazy stacked value.
-        index: Which part.
-    """
+    """One part of a lazy value that is no stack of parts."""
 
     __slots__ = ("index", "read")
 
     def __init__(self, read: Callable[[], Any], whole: LazyValue, index: int) -> None:
-        self.read = read
+        self.read = read  # returns the stacked array
         self.index = index
         self.shape = whole.shape[1:]
         self.dtype = whole.dtype
 
     def compute(self, sharding: Any = None) -> jax.Array:
-        """Makes the stacked array and takes the part."""
         part = self.read()[self.index]
         return part if sharding is None else jax.device_put(part, sharding)
 
 
-# --- putting together ----------------------------------------------------------------------------
+# --- stacking values ------------------------------------------------------------------------------
 
 
 def stack_values(values: Sequence[Any]) -> Any:
-    """Stacks the values of like Variables.
-
-    Args:
-        values: At least one; pytrees of one structure, whose leaves have one shape and dtype.
-
-    Returns:
-        A value with a leading dimension of their number.
-
-    Example:
-        >>> import numpy as np
-        >>> stack_values([np.uint32([1, 2]), np.uint32([3, 4])]).tolist()
-        [[1, 2], [3, 4]]
-    """
+    """Stacks the values of like Variables."""
     first = values[0]
     if not _is_leaf(first):
         return jax.tree.map(lambda *leaves: stack_values(leaves), first, *values[1:])
@@ -219,23 +182,11 @@ def _stack_program(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
     return jax.jit(lambda arrays: jnp.stack(arrays), out_shardings=sharding)
 
 
-# --- taking apart --------------------------------------------------------------------------------
+# --- parts of values ------------------------------------------------------------------------------
 
 
 def part_of(value: Any, index: int, read: Callable[[], Any] | None = None) -> Any:
-    """Returns one part of a stacked value; lazy ones stay lazy.
-
-    Args:
-        value: A value of which every array has a leading dimension.
-        index: Which part, from 0.
-        read: Returns the value materialised, for lazy values that cannot be taken apart; None to
-            compute it.
-
-    Example:
-        >>> import numpy as np
-        >>> part_of({"a": np.arange(6).reshape(3, 2)}, 1)["a"].tolist()
-        [2, 3]
-    """
+    """Returns one part of a stacked value; lazy ones stay lazy."""
     if not _is_leaf(value):
         return jax.tree.map(lambda leaf: part_of(leaf, index), value)
     if isinstance(value, LazyStack):
@@ -250,18 +201,7 @@ def part_of(value: Any, index: int, read: Callable[[], Any] | None = None) -> An
 
 
 def with_part(value: Any, index: int, new: Any) -> Any:
-    """Returns a stacked value with one part replaced.
-
-    Args:
-        value: Of arrays, none of them lazy.
-        index: Which part, from 0.
-        new: Its new value, of the same structure, shapes and dtypes.
-
-    Example:
-        >>> import numpy as np
-        >>> with_part(np.zeros((2, 2), np.int32), 1, np.int32([3, 4])).tolist()
-        [[0, 0], [3, 4]]
-    """
+    """Returns a stacked value with one part replaced."""
     return jax.tree.map(lambda leaf, part: _with_part(leaf, index, part), value, new)
 
 
@@ -286,9 +226,9 @@ def _write_program(sharding: NamedSharding) -> Callable[..., jax.Array]:
     return jax.jit(write, out_shardings=sharding)
 
 
-# --- Views ---
+# --- views ----------------------------------------------------------------------------------------
 
-_LOCK = (
+VIEW_LOCK = (
     "Cannot change {what}: it is a view of one layer of a stack, and all its layers have one "
     "structure. Change them together, through the stack itself (stack.stacked, stack.eval(), "
     "stack.set_attributes(...)), or take them apart: sx.nn.unstack_layers(stack)."
@@ -359,14 +299,14 @@ class _ViewOfVariable:
         plain: Any = self._plain
         return _copied_view, (plain, plain.__getstate__(self))
 
-    def _describe(self, encode: Any) -> VariableDef:
+    def _flatten(self, encode: Any) -> VariableDef:
         return VariableDef(self._plain, self._metadata)
 
     def _stand_in(self, frame: Frame) -> Any:
         return stand_in(self, frame)
 
     def _check_part(self, new: Any) -> None:
-        """Raises if a value does not have the form of the part that it is to replace."""
+        """Raises if a value does not have the form of the part."""
         old = self._parent._value
         if _form(old, 1) != _form(new) or _is_abstract(old) != _is_abstract(new):
             raise LayerViewError(
@@ -376,11 +316,11 @@ class _ViewOfVariable:
             )
 
     def _check_metadata_write(self, what: str) -> None:
-        raise LayerViewError(_LOCK.format(what=what))
+        raise LayerViewError(VIEW_LOCK.format(what=what))
 
 
 def _copied_view(plain: Any, state: Any) -> Variable[Any]:
-    """Returns a Variable with the state that a view had when it was pickled."""
+    """Returns a Variable with the state of a pickled view."""
     variable = object.__new__(plain)
     variable.__setstate__(state)
     return variable
@@ -409,7 +349,7 @@ def _shown(value: Any, lead: int = 0) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _view_type(plain: type[Variable[Any]]) -> Any:
-    """Returns the type of views of a Variable type; a subclass of it, of the same name."""
+    """Returns the subclass for views of a Variable type."""
     namespace = {
         "__slots__": ("_index", "_parent"),
         "__module__": plain.__module__,
@@ -446,21 +386,7 @@ def _forget(ref: Any, known: dict[tuple[int, int], _Known] = _known) -> None:
 
 
 def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
-    """Returns the view of one part of a stacked object.
-
-    Args:
-        source: A Module, container or Variable, of which every array has a leading dimension.
-        index: Which part, from 0.
-        shared: Objects below that are not stacked; the view holds them themselves.
-
-    Example:
-        >>> import jax.numpy as jnp, shardax as sx
-        >>> stacked = sx.Param(jnp.zeros((2, 3)), axes=("layers", "embed"))
-        >>> second = view(stacked, 1)
-        >>> second[...] = jnp.ones(3)
-        >>> stacked.value.tolist(), second.axes, view(stacked, 1) is second
-        ([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], ('embed',), True)
-    """
+    """Returns the view of one part of a stacked object."""
     if source in shared:
         return source
     known = _known.get((id(source), index))
@@ -472,7 +398,7 @@ def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
         made._parent, made._index, made._marked = source, index, False
         _remember(made, source, index, shared)
         return made
-    made = type(source)._allocate(source._owner, source._lock or _LOCK)
+    made = type(source)._allocate(source._owner, source._lock or VIEW_LOCK)
     _remember(made, source, index, shared)
     _fill(made, source, index, shared)
     return made
@@ -482,7 +408,7 @@ def _plain_type(variable: Any) -> Any:
     return type(variable) if variable._parent is None else variable._plain
 
 
-class _Shallow(Walk):
+class _Shallow(GraphWalk):
     """A walk that does not look into what it meets."""
 
     def visit(self, item: Object, path: Any) -> int:
@@ -494,11 +420,14 @@ class _Shallow(Walk):
 
 
 def _fill(made: Any, source: Any, index: int, shared: Container[Any]) -> None:
-    """Gives a view what its original holds now, and has later changes of that advance the epoch."""
-    source._marked = True
+    """Gives a view what its original holds now."""
+    # Later changes of the original advance the epoch, and so bring it here again.
+    object.__setattr__(source, "_marked", True)
     walk = _Shallow()
-    definition = source._describe(lambda child, key: walk.encode(child, (key,)))
-    made._fill(definition, Decoder([view(child, index, shared) for child in walk.objects]))
+    definition = source._flatten(lambda child, key: walk.encode(child, (key,)))
+    made._unflatten(
+        definition, ChildDecoder([view(child, index, shared) for child in walk.objects])
+    )
 
 
 def _follow() -> None:
@@ -513,22 +442,12 @@ epoch.on_advance(_follow)
 
 
 def stand_in(variable: Any, frame: Frame) -> Any:
-    """Returns what stands in a frame for a view that was not passed in: a view of its parent's.
-
-    Args:
-        variable: The view, as the calling frame has it.
-        frame: The frame.
-    """
+    """Returns the stand-in of a captured view: a view of its parent's."""
     return view(resolve(variable._parent, frame), variable._index)
 
 
 def block_parents(frame: Frame, variable: Any) -> None:
-    """Has a frame that was given a view refuse the view's parents.
-
-    Args:
-        frame: The frame.
-        variable: The view that was passed in.
-    """
+    """Has a frame that was given a view refuse the view's parents."""
     parent = variable._parent
     while parent is not None:
         frame.copies[id(parent)] = (parent, Blocked(_refuse_parent))
@@ -541,3 +460,144 @@ def _refuse_parent(parent: Any) -> None:
         f"one of its layers: they would be two Variables for one value. Pass the stack and take "
         f"the layer inside: layer = stack[i]."
     )
+
+
+# --- stacking objects -----------------------------------------------------------------------------
+
+
+class Stacked(NamedTuple):
+    """What stacking made."""
+
+    root: Any  # the object that holds all layers
+    shared: tuple[Path, ...]  # paths, below it, of objects that are not stacked
+
+
+def stack_objects(roots: Sequence[Object], axis_name: Any, older: Collection[int] = ()) -> Stacked:
+    """Stacks objects of one structure."""
+    walks = [_walk(root) for root in roots]
+    for number, walk in enumerate(walks):
+        _check_alike(walks[0], walk, number)
+    first = walks[0]
+    shared = _shared(walks, older)
+
+    def stacked(position: int, definition: VariableDef) -> tuple[Any, Metadata]:
+        values = _values([walk.objects[position] for walk in walks], first, position)
+        return stack_values(values), definition.metadata.with_axis(0, axis_name)
+
+    root = _rebuilt(first, shared, stacked)
+    return Stacked(root, tuple(first.paths[position] for position in sorted(shared)))
+
+
+def unstack_objects(root: Object, shared: Collection[Path], count: int) -> list[Any]:
+    """Takes stacked objects apart: the inverse of ``stack_objects``."""
+    walk = _walk(root)
+    kept = {position for position, path in enumerate(walk.paths) if path in shared}
+
+    def part(index: int, position: int, definition: VariableDef) -> tuple[Any, Metadata]:
+        whole = resolve(walk.objects[position], local.frame)._value
+        return part_of(whole, index), definition.metadata.without_axis(0)
+
+    return [_rebuilt(walk, kept, functools.partial(part, index)) for index in range(count)]
+
+
+def _walk(root: Object) -> GraphWalk:
+    walk = GraphWalk()
+    walk.visit(root, ())
+    return walk
+
+
+def _rebuilt(
+    walk: GraphWalk,
+    kept: Collection[int],
+    variable: Callable[[int, VariableDef], tuple[Any, Metadata]],
+) -> Any:
+    """Builds the objects of a walk anew."""
+    owner = owner_here()
+    given = {position: walk.objects[position] for position in kept}
+    for position, definition in enumerate(walk.definitions):
+        if position not in given and type(definition) is VariableDef:
+            given[position] = definition.type._make(*variable(position, definition), owner)
+    return assemble(walk.definitions, given, owner).objects[0]
+
+
+def _shared(walks: Sequence[GraphWalk], older: Collection[int]) -> set[int]:
+    """Returns the positions of objects that all walks share."""
+    shared = set()
+    for position, item in enumerate(walks[0].objects):
+        ids = [id(walk.objects[position]) for walk in walks]
+        if len(walks) == 1:
+            if ids[0] in older:
+                shared.add(position)
+        elif len(set(ids)) == 1:
+            shared.add(position)
+        elif len(set(ids)) < len(ids):
+            twins = [i for i, one in enumerate(ids) if ids.count(one) > 1]
+            raise StackError(
+                f"The layers of a stack must be alike, but the {type(item).__name__} at "
+                f"{_where(walks[0].paths[position])} is one object in the layers {twins[:4]} and "
+                f"another in the rest. Share it between all layers, or between none."
+            )
+    return shared
+
+
+# --- what must be alike ---------------------------------------------------------------------------
+
+
+def _check_alike(first: GraphWalk, other: GraphWalk, number: int) -> None:
+    """Raises if two objects differ in structure; says where."""
+    if first.definitions == other.definitions:
+        return
+    pairs = zip(first.definitions, other.definitions, strict=False)
+    position, (one, two) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    path, difference = _difference(first.paths[position], one, two)
+    raise StackError(
+        f"The layers of a stack must be alike, but layers 0 and {number} differ at {_where(path)}: "
+        f"{difference}. Build every layer in the same way, with what differs in a Variable; or "
+        f"keep the layers in a list."
+    )
+
+
+def _difference(path: Path, one: Any, two: Any) -> tuple[Path, str]:
+    """Returns the path at which two definitions differ, and how."""
+    if type(one) is not type(two) or getattr(one, "type", None) is not getattr(two, "type", None):
+        return path, f"{_kind(one)} against {_kind(two)}"
+    if isinstance(one, VariableDef):
+        return path, f"metadata ({one.metadata!r}) against ({two.metadata!r})"
+    before, after = (dict(definition_children(each)) for each in (one, two))
+    for key in {**before, **after}:
+        if key not in before or key not in after:
+            return (*path, key), "only one of them has it"
+        if before[key] != after[key]:
+            return (*path, key), f"{_child(before[key])} against {_child(after[key])}"
+    return path, "the order of attributes"
+
+
+def _kind(definition: Any) -> str:
+    found = getattr(definition, "type", type(definition))
+    return f"a {found.__name__}"
+
+
+def _child(child: Any) -> str:
+    if isinstance(child, Static):
+        return repr(child.value)
+    if isinstance(child, Ref):
+        return "an object"
+    return f"a {getattr(child.config, '__name__', child.handler.name)}"
+
+
+def _where(path: Path) -> str:
+    return format_path(path) if path else "the top"
+
+
+def _values(variables: Sequence[Variable[Any]], walk: GraphWalk, position: int) -> list[Any]:
+    """Returns the values of like Variables."""
+    values = [resolve(variable, local.frame)._value for variable in variables]
+    first = values[0]
+    for number, value in enumerate(values):
+        if _form(value) != _form(first):
+            kind, path = walk.definitions[position].type.__name__, walk.paths[position]
+            raise StackError(
+                f"The layers of a stack must be alike, but the {kind} at {_where(path)} is "
+                f"{_shown(first)} in layer 0 and {_shown(value)} in layer {number}."
+            )
+    return values

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults of what is made anew: the dtype of floats, and the device.
+"""Default dtype and device of new arrays.
 
 A *creation helper* is a function that makes an array of nothing but its arguments, and only outside
 of programs: those of ``shardax.random``. Where it is given no dtype or device, defaults apply, the
@@ -27,7 +27,9 @@ from shardax._core.errors import DeviceError, DtypeError
 
 
 class _Process:
-    """The defaults of the process. A device is kept by name, for no backend may run yet."""
+    """Defaults of the process."""
+
+    # A device by name, for no backend may run yet.
 
     dtype: np.dtype | None = None
     device: str | None = None
@@ -37,18 +39,7 @@ _block_dtype: ContextVar[np.dtype | None] = ContextVar("shardax_default_dtype", 
 
 
 def exact_dtype(dtype: Any) -> np.dtype:
-    """Returns a dtype as NumPy names it, or refuses one that JAX would narrow.
-
-    Args:
-        dtype: A dtype, its name, or ``float``, ``int``, ``complex``, which mean JAX's default.
-
-    Raises:
-        DtypeError: If it is no dtype, or has 64 bits while JAX uses 32.
-
-    Example:
-        >>> exact_dtype("bfloat16"), exact_dtype(float)
-        (dtype(bfloat16), dtype('float32'))
-    """
+    """Returns a dtype that JAX would not narrow."""
     try:
         wanted = jnp.dtype(dtype)
     except TypeError as error:
@@ -67,22 +58,14 @@ def exact_dtype(dtype: Any) -> np.dtype:
 
 
 def float_dtype(dtype: Any = None) -> np.dtype:
-    """Returns the dtype given, else the default of floats.
-
-    Raises:
-        DtypeError: If it is no dtype, or has 64 bits while JAX uses 32.
-    """
+    """Returns the dtype given, else the default of floats."""
     if dtype is None:
         dtype = _block_dtype.get() or _Process.dtype or float
     return exact_dtype(dtype)
 
 
 def default_float(dtype: Any) -> np.dtype:
-    """Returns a dtype that may be the default of floats.
-
-    Raises:
-        DtypeError: If it is not floating, or has 64 bits while JAX uses 32.
-    """
+    """Returns a dtype that may be the default of floats."""
     exact = exact_dtype(dtype)
     if not jnp.issubdtype(exact, jnp.floating):
         raise DtypeError(
@@ -94,7 +77,7 @@ def default_float(dtype: Any) -> np.dtype:
 
 @contextlib.contextmanager
 def default_dtype(dtype: Any) -> Iterator[np.dtype]:
-    """Sets the dtype of floats that creation helpers make, in a ``with`` block or a function.
+    """Sets the default dtype of new float arrays in a block.
 
     It belongs to the thread that enters the block. Functions of ``jax.numpy`` have defaults of
     their own, which this leaves alone.
@@ -123,7 +106,7 @@ def default_dtype(dtype: Any) -> Iterator[np.dtype]:
 
 @contextlib.contextmanager
 def default_device(device: Any) -> Iterator[Any]:
-    """Sets the device of new arrays and computations, in a ``with`` block or a function.
+    """Sets the device of new arrays and computations in a block.
 
     It is ``jax.default_device`` with devices by name, and belongs to the thread that enters the
     block. Arrays are not committed to the device: they may be used together with others.
@@ -149,17 +132,7 @@ def default_device(device: Any) -> Iterator[Any]:
 
 
 def as_device(device: Any) -> Any:
-    """Returns a device by name; starts JAX's backend.
-
-    Args:
-        device: A ``jax.Device``, or a name such as ``"cpu"`` or ``"gpu:1"``.
-
-    Returns:
-        The ``jax.Device``.
-
-    Raises:
-        DeviceError: If there is no such device.
-    """
+    """Returns a device by name; starts JAX's backend."""
     if isinstance(device, jax.Device):
         return device
     platform, number = parse_device(device)
@@ -180,18 +153,7 @@ def as_device(device: Any) -> Any:
 
 
 def parse_device(name: Any) -> tuple[str, int]:
-    """Reads the name of a device, without starting JAX's backend.
-
-    Returns:
-        The platform and the number, 0 if none is given.
-
-    Raises:
-        DeviceError: If it is not such a name.
-
-    Example:
-        >>> parse_device("cpu"), parse_device("gpu:1")
-        (('cpu', 0), ('gpu', 1))
-    """
+    """Reads the name of a device, without starting JAX's backend."""
     platform, colon, number = name.partition(":") if isinstance(name, str) else ("", "", "")
     if not platform.isidentifier() or (colon and not number.isdecimal()):
         raise DeviceError(
@@ -214,12 +176,12 @@ def set_process_device(name: str | None) -> None:
 
 
 def process_defaults() -> tuple[np.dtype | None, str | None]:
-    """Returns the dtype and the device of the process, None where JAX's own applies."""
+    """Returns dtype and device of the process, None for JAX's own."""
     return _Process.dtype, _Process.device
 
 
 def creation_device() -> contextlib.AbstractContextManager[Any]:
-    """Returns the block in which a creation helper makes an array that was given no device."""
+    """Returns the context for creating an array without a given device."""
     if _Process.device is None or getattr(jax.config, "jax_default_device", None) is not None:
         return contextlib.nullcontext()
     return jax.default_device(as_device(_Process.device))

@@ -1,35 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy values: parameters that exist as a recipe until someone needs the array.
+"""Lazy values: parameters computed on first use.
 
-A *lazy value* knows its shape and dtype and how to compute its array, but holds none. Building a
-model from lazy values runs no JAX operation and takes no memory. To *materialise* is to run the
-recipe: on first read, when a model is first passed to a compiled function, or by ``shardax.shard``,
-which writes each array straight into its shards.
+A *lazy value* has a shape and a dtype and can compute its array, but holds none. Building a model
+from lazy values runs no JAX operation and takes no memory. To *materialise* is to compute the
+array: on first read, when a model is first passed to a compiled function, or by ``shardax.shard``,
+which writes each array straight into its shards. A *recipe* is a lazy value made of random keys
+alone.
 
-A *recipe* is a lazy value made of random keys alone. Its keys are folded from key sources
-(``_core.init.lazy``), and the array is made by one small compiled program per distinct (initializer,
-shape, dtype, sharding) (``_core.init.lazy``). The numbers are the same to the last bit with every
-sharding.
+*Key sources.* A key source is a root (an integer seed or a key) and the integers to fold into it.
+It needs no JAX operation until its key is asked for. The *words* of a key are its raw numbers,
+``uint32[k]``, on the host; with the name of the generator (*impl*) they are the key. Many keys are
+folded in one call of one small program of a fixed size, so a deep model calls it more often but
+never compiles another.
 
-Initializer programs: one small compiled program per (initializer, shape, dtype, sharding).
-
-An *initializer* is a function ``(key, shape, dtype) -> array``, such as those of
-``jax.nn.initializers``. Its program takes the words of the key (``_core.init.lazy``) and, given a
-sharding, writes the array straight into its shards: each device computes its own part only.
-
-The numbers must not depend on the sharding. They do not where each element is computed by itself
-(*elementwise*: random bits, and functions of them). A sum, a product of matrices or a decomposition
-may round differently when it is cut in parts; an initializer that has one is computed whole by
-every device, of which each then keeps its part.
-
-Key sources: recipes of random keys, and how many of them become keys at once.
-
-A *key source* is a root (an integer seed or a key) and the integers to fold into it. It needs no
-JAX operation until its key is asked for. The *words* of a key are its raw numbers, ``uint32[k]``,
-on the host; with the name of the generator (*impl*) they are the key.
-
-Keys are folded apart from the programs that use them, many in one call of one small program. That
-program has a fixed size, so a deep model calls it more often but never compiles another.
+*Initializer programs.* An *initializer* is a function ``(key, shape, dtype) -> array``, such as
+those of ``jax.nn.initializers``. There is one small compiled program per distinct (initializer,
+shape, dtype, sharding). Given a sharding, each device computes its own shard only, and the numbers
+are the same to the last bit with every sharding. That is so where each element is computed by
+itself (*elementwise*: random bits, and functions of them). A sum, a product of matrices or a
+decomposition may round differently when it is cut in parts; an initializer that has one is computed
+whole by every device, of which each then keeps its part.
 """
 
 from __future__ import annotations
@@ -50,7 +40,7 @@ from shardax._core._jax import Tracer, is_eager
 from shardax._core.errors import MissingRngsError
 from shardax._core.graph.static import Static
 
-# --- Keys ---
+# --- key sources ----------------------------------------------------------------------------------
 
 CHUNK = 64
 """Keys made by one call of the folding program."""
@@ -60,15 +50,10 @@ NO_MESH = AbstractMesh((), ())
 
 
 class KeySource(NamedTuple):
-    """The recipe of a random key.
+    """The recipe of a random key."""
 
-    Attributes:
-        root: An integer seed or a typed key array of shape ().
-        folds: Integers folded into the root, in order (``jax.random.fold_in``).
-    """
-
-    root: Any
-    folds: tuple[int, ...] = ()
+    root: Any  # an integer seed or a typed key array of shape ()
+    folds: tuple[int, ...] = ()  # integers folded into it, in order
 
     def fold(self, *data: int) -> KeySource:
         """Returns the source with more integers folded in."""
@@ -95,28 +80,14 @@ def prng_name() -> str:
 
 
 def words_of(sources: Sequence[KeySource]) -> list[Any]:
-    """Returns the words of several keys, folded together where no transform is tracing.
-
-    Args:
-        sources: The recipes; roots may be tracers.
-
-    Returns:
-        ``uint32[k]`` for each, in order, as ``key_words`` gives them.
-    """
+    """Returns the words of several keys, together where possible."""
     if is_eager() and not any(isinstance(source.root, Tracer) for source in sources):
         return list(all_key_words(sources))
     return [key_words(source) for source in sources]
 
 
 def key_words(source: KeySource) -> Any:
-    """Returns the words of one key.
-
-    Args:
-        source: The recipe; its root may be a tracer.
-
-    Returns:
-        ``uint32[k]``: a NumPy array, or a tracer while a transform is tracing.
-    """
+    """Returns the words of one key."""
     if is_eager() and not isinstance(source.root, Tracer):
         return all_key_words([source])[0]
     folds = np.asarray(source.folds, np.uint32)
@@ -127,21 +98,7 @@ def key_words(source: KeySource) -> Any:
 
 
 def all_key_words(sources: Sequence[KeySource]) -> list[np.ndarray]:
-    """Returns the words of many keys, folded in chunks. Only outside of traces.
-
-    Args:
-        sources: Recipes with concrete roots.
-
-    Returns:
-        ``uint32[k]`` for each, in order; the same words as folding one key at a time.
-
-    Example:
-        >>> import jax
-        >>> words = all_key_words([KeySource(0, (1, 2)), KeySource(7)])
-        >>> key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 1), 2)
-        >>> words[0].tolist() == jax.random.key_data(key).tolist()
-        True
-    """
+    """Returns the words of many keys, outside of traces."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return _fold_all(sources)
 
@@ -204,7 +161,7 @@ def _seed_words(seed: int, impl: str) -> np.ndarray:
         return np.asarray(jax.random.key_data(jax.random.key(seed, impl=impl)))
 
 
-# --- Initializers ---
+# --- initializer programs -------------------------------------------------------------------------
 
 _ELEMENTWISE = """
 abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type broadcast broadcast_in_dim
@@ -221,13 +178,7 @@ memory, not correctness: the array is then computed whole."""
 
 
 class InitializerProgram:
-    """A compiled initializer for one shape, dtype and sharding; call it with the key's words.
-
-    Args:
-        function: Takes the key's words (None without a key) and returns the array.
-        words: Shape and dtype of the key's words, or None; any tree, if the function takes one.
-        sharding: Where the array goes, or None for the default device.
-    """
+    """A compiled initializer, called with the words of a key."""
 
     __slots__ = ("_call", "_sharding", "_words", "compiled")
 
@@ -254,11 +205,10 @@ class InitializerProgram:
 
 
 class _EmptyProgram(InitializerProgram):
-    """The program of an array without elements, which is laid out afterwards.
+    """The program of an array without elements, which is laid out afterwards."""
 
-    Where a program lays one out, JAX gives every device the whole shape, and the array cannot be
-    read.
-    """
+    # Where a program lays one out, JAX gives every device the whole shape, and the array cannot be
+    # read.
 
     __slots__ = ("_place",)
 
@@ -279,17 +229,9 @@ def initializer_program(
     sharding: Any,
     lead: tuple[int, ...] = (),
 ) -> InitializerProgram:
-    """Returns the program of an initializer.
-
-    Args:
-        initializer: The function ``(key, shape, dtype) -> array``.
-        shape: Shape of the array.
-        dtype: Its dtype.
-        impl: The generator of the key; None to call the initializer without a key.
-        sharding: A ``jax.sharding.Sharding``, or None for the default device.
-        lead: Leading dimensions: the program then makes one array per key of ``uint32[*lead, k]``
-            words, the same as one at a time, in one array of shape ``(*lead, *shape)``.
-    """
+    """Returns the program of an initializer."""
+    # With leading dimensions it takes words uint32[*lead, k] and makes one array per key, the same
+    # as one at a time. Without a generator (impl) the initializer is called without a key.
     words = None if impl is None else _words_of(impl)
 
     def initialise(given: Any) -> jax.Array:
@@ -313,15 +255,8 @@ def initializer_program(
 def program_into(
     sharding: Any, function: Callable[[Any], jax.Array], given: Any, freely: bool
 ) -> InitializerProgram:
-    """Returns the program that writes what a function makes into a sharding.
-
-    Args:
-        sharding: A ``jax.sharding.Sharding``, or None for the default device.
-        function: Makes the array of ``given``.
-        given: Shapes and dtypes of what the function takes.
-        freely: Whether each device may compute its part only (``cuts_freely``); otherwise each
-            computes the whole array and keeps its part.
-    """
+    """Returns the program that writes what a function makes into a sharding."""
+    # Freely: each device may compute its part only. Otherwise each computes the whole array.
     if freely or not isinstance(sharding, NamedSharding):
         return InitializerProgram(function, given, sharding)
     whole = NamedSharding(sharding.mesh, PartitionSpec())
@@ -335,7 +270,7 @@ def program_into(
 def _repeated(
     function: Callable[[Any], jax.Array], lead: tuple[int, ...], repeat: Callable[..., Any] | None
 ) -> Callable[[Any], jax.Array]:
-    """Returns the function over leading dimensions; without ``repeat`` all rows are the same."""
+    """Maps a function over leading dimensions, or broadcasts its result."""
     if repeat is None:
         return lambda given: _broadcast(function(given), lead)
     for _ in lead:
@@ -348,10 +283,8 @@ def _broadcast(array: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 
 
 def _one_by_one(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
-    """Returns the function over a leading dimension, as a loop.
-
-    Some random generators give other numbers when they are batched, and some sums other roundings.
-    """
+    """Returns the function over a leading dimension, as a loop."""
+    # Some generators give other numbers when they are batched, and some sums other roundings.
     return lambda rows: jax.lax.map(function, rows)
 
 
@@ -361,7 +294,7 @@ def _many_words(words: Any, lead: tuple[int, ...]) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def key_program(impl: Any, sharding: Any, lead: tuple[int, ...] = ()) -> InitializerProgram:
-    """Returns the program that makes the keys themselves of their words, ``uint32[*lead, k]``."""
+    """Returns the program that makes keys of words ``uint32[*lead, k]``."""
     return InitializerProgram(
         lambda words: jax.random.wrap_key_data(words, impl=impl),
         _many_words(_words_of(impl), lead),
@@ -370,11 +303,7 @@ def key_program(impl: Any, sharding: Any, lead: tuple[int, ...] = ()) -> Initial
 
 
 def compile_together(programs: Iterable[InitializerProgram]) -> None:
-    """Compiles programs at the same time, as far as there are processors; each at most once.
-
-    Args:
-        programs: Programs, possibly repeated or compiled already.
-    """
+    """Compiles programs in parallel, each at most once."""
     pending = [program for program in dict.fromkeys(programs) if not program.compiled]
     lowered = [program.lower() for program in pending]
     if len(lowered) > 1:
@@ -390,13 +319,7 @@ def _words_of(impl: Any) -> jax.ShapeDtypeStruct:
 
 
 def cuts_freely(function: Callable[[Any], jax.Array], given: Any, impl: Any) -> bool:
-    """Whether the numbers are the same to the last bit whichever way the array is cut.
-
-    Args:
-        function: Makes the array of ``given``.
-        given: Shapes and dtypes of what the function takes.
-        impl: The generator of its keys, or None.
-    """
+    """Whether no sharding changes a bit of the result."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
         names = set(_primitives(jax.make_jaxpr(function)(given).jaxpr))
     draws = any(name.startswith("random") for name in names)
@@ -412,25 +335,19 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
                 yield from _primitives(inner)
 
 
-# --- Lazy ---
+# --- lazy values ----------------------------------------------------------------------------------
 
 Initializer = Callable[..., Any]
 
 
 class LazyValue:
-    """Base of lazy values. ``shape`` and ``dtype`` are known; ``compute`` makes the array.
-
-    Attributes:
-        shape: Shape of the array.
-        dtype: Its dtype, canonical for the current JAX configuration.
-    """
+    """Base of lazy values."""
 
     __slots__ = ("dtype", "shape")
     shape: tuple[int, ...]
     dtype: Any
 
     def compute(self, sharding: Any = None) -> jax.Array:
-        """Makes the array; with a sharding, straight into its shards."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -448,7 +365,7 @@ class LazyValue:
 
 
 class Recipe(LazyValue):
-    """Base of lazy values whose program and keys are known before they run."""
+    """Base of lazy values made of random keys alone."""
 
     __slots__ = ()
 
@@ -459,7 +376,7 @@ class Recipe(LazyValue):
 
     @property
     def is_known(self) -> bool:
-        """Whether the program and the keys are known outside of the trace that made this."""
+        """Whether the keys are known outside of a trace."""
         return not any(isinstance(source.root, Tracer) for source in self.sources)
 
     @property
@@ -468,36 +385,15 @@ class Recipe(LazyValue):
         raise NotImplementedError
 
     def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
-        """Returns the program that makes the array of the words of the keys.
-
-        Args:
-            sharding: A ``jax.sharding.Sharding``, or None for the default device.
-            lead: Leading dimensions, for a program that makes as many arrays in one.
-        """
+        """Returns the program from words of keys to the array."""
         raise NotImplementedError
 
     def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
-        """Runs the program.
-
-        Args:
-            program: What ``program`` returned.
-            words: The words of the key of each of ``sources``.
-        """
+        """Runs the program."""
         raise NotImplementedError
 
     def compute(self, sharding: Any = None) -> jax.Array:
-        """Runs the recipe; with a sharding, straight into its shards.
-
-        Args:
-            sharding: A ``jax.sharding.Sharding``, or None for the default device.
-
-        Returns:
-            The array.
-
-        Raises:
-            MissingRngsError: If the initializer needs a key and this value was made without
-                ``rngs``.
-        """
+        """Runs the recipe; with a sharding, straight into its shards."""
         return self.run(self.program(sharding), words_of(self.sources))
 
 
@@ -546,22 +442,19 @@ class Init(Recipe):
 
     @property
     def is_traced(self) -> bool:
-        """Whether the key is a tracer, so that the value must be computed where it is made."""
+        """Whether the key is a tracer."""
         return self.source is not None and isinstance(self.source.root, Tracer)
 
     @property
     def sources(self) -> tuple[KeySource, ...]:
-        """The source of the key, if there is one."""
         return () if self.source is None else (self.source,)
 
     @property
     def likeness(self) -> Hashable:
-        """See ``Recipe``."""
         impl = None if self.source is None else self.source.impl
         return Static(self.initializer), self.shape, self.dtype, impl
 
     def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
-        """Returns the program that makes the array of the words of the key."""
         impl = None if self.source is None else self.source.impl
         try:
             return initializer_program(
@@ -572,7 +465,6 @@ class Init(Recipe):
             raise
 
     def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
-        """Runs the program, explaining what goes wrong without a key."""
         try:
             return program(words[0] if words else None)
         except TypeError as error:
@@ -600,16 +492,13 @@ class LazyKey(Recipe):
 
     @property
     def sources(self) -> tuple[KeySource, ...]:
-        """The source of the key."""
         return (self.source,)
 
     @property
     def likeness(self) -> Hashable:
-        """See ``Recipe``."""
         return self.source.impl
 
     def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
-        """Returns the program that makes the key of its words."""
         return key_program(self.source.impl, sharding, lead)
 
     def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
@@ -623,19 +512,10 @@ def _key_dtype(impl: str) -> Any:
 
 
 def compute_all(values: Sequence[LazyValue], shardings: Sequence[Any]) -> Iterator[jax.Array]:
-    """Runs many recipes: keys together, programs compiled together, arrays one after another.
-
-    Only outside of traces. Everything is compiled before the first array is made, so an initializer
-    that does not trace fails before anything changed.
-
-    Args:
-        values: The recipes.
-        shardings: Where each array goes, or None for the default device.
-
-    Yields:
-        The arrays, in order; each is made when it is asked for, so that the caller decides what is
-        alive at the same time.
-    """
+    """Computes many lazy values outside of traces, yielding the arrays in order."""
+    # Keys are folded and programs compiled together. All is compiled before the first array is
+    # made, so an initializer that does not trace fails before anything changed. Each array is made
+    # when it is asked for, so that the caller decides what is alive at the same time.
     known = [value if isinstance(value, Recipe) and value.is_known else None for value in values]
     programs = [
         None if value is None else value.program(sharding)

@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random state: named streams of keys that behave under every transform.
+"""Random streams, and a check of key reuse.
 
 A *stream* hands out keys: its n-th key is its base key with n folded in. Base key and counter are
 Variables (``RngState``), so a stream advances through ``jit``, splits under ``vmap`` and replays
 under ``remat`` like any other state. ``Rngs`` is a set of streams by name (``params`` for
-initialisation, ``dropout``, ...), with an optional default for names it does not hold.
-
-A *scope* is a child whose keys depend on its name and not on how many keys were drawn before, so
-that inserting a layer does not reshuffle the others. Names enter keys through a stable hash, so the
-same program draws the same numbers in every process.
-
-Finding random numbers that are drawn twice: a mode for tests and for looking for faults.
+initialisation, ``dropout``, ...), with an optional default for names it does not hold. A *scope* is
+a child whose keys depend on its name and not on how many keys were drawn before, so that inserting
+a layer does not reshuffle the others. Names enter keys through a stable hash, so the same program
+draws the same numbers in every process.
 
 *Reuse* of a key: two draws from one key, which are equal or related while they should be
 independent. JAX's own mode, ``jax.debug_key_reuse``, finds a key that is used twice, in programs
 too. It cannot see that two keys are equal which were made apart, as streams make theirs: two
-``Rngs`` of one seed, a model and its clone, a restored state.
-
-So here every draw that a stream takes outside of programs is noted, by base key and count, with the
-line that took it. A second draw of the same pair is an error that names both lines.
+``Rngs`` of one seed, a model and its clone, a restored state. So here every draw that a stream
+takes outside of programs is recorded, by base key and count, with the line that took it. A second
+draw of the same pair is an error that names both lines.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
 from shardax._core.module import Module
 from shardax._core.variable import RngState
 
-# --- Key reuse ---
+# --- key reuse ------------------------------------------------------------------------------------
 
 Notes = dict[tuple[Any, bytes, int], str]
 """Where each (generator, base key, count) was drawn."""
@@ -55,7 +51,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 @contextlib.contextmanager
 def debug_key_reuse() -> Iterator[None]:
-    """Makes it an error to use a random key twice, in a ``with`` block or a function.
+    """Makes the reuse of a random key an error in a block.
 
     It switches ``jax.debug_key_reuse`` on, and checks the draws of ``Rngs`` outside of programs.
     Inside of a program JAX checks keys, not how often a stream stood at the same count. Draws that
@@ -73,7 +69,7 @@ def debug_key_reuse() -> Iterator[None]:
         ...     second = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
         Traceback (most recent call last):
             ...
-        shardax.core.errors.RepeatedKeyError: The stream 'default' drew key number 0 again...
+        shardax.errors.RepeatedKeyError: The stream 'default' drew key number 0 again...
     """
     token = _block.set({})
     try:
@@ -84,21 +80,12 @@ def debug_key_reuse() -> Iterator[None]:
 
 
 def check_whole_process(check: bool) -> None:
-    """Switches the check of streams on or off for all threads of the process."""
+    """Switches the check of streams for all threads."""
     _process[:] = [{}] if check else []
 
 
 def note_draw(stream: str, source: KeySource | None, count: Any) -> None:
-    """Notes a draw, if somebody wants to know.
-
-    Args:
-        stream: Name of the stream.
-        source: Its base key; None for one that is not a single key.
-        count: Its count before the draw.
-
-    Raises:
-        RepeatedKeyError: If the same draw was noted before.
-    """
+    """Records a draw while key reuse is checked."""
     notes = _block.get()
     if notes is None:
         if not _process:
@@ -127,7 +114,7 @@ def _line_of_the_caller() -> str:
     return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-# --- Rng ---
+# --- streams --------------------------------------------------------------------------------------
 
 
 def _name_hash(name: str) -> int:
@@ -174,7 +161,7 @@ class RngStream(Module):
         )
 
     def draw_source(self) -> KeySource:
-        """Takes one draw and returns the recipe of its key, computing it only if it must."""
+        """Takes one draw and returns the source of its key."""
         base = self._base()
         count = resolve(self.count, local.frame)._value
         if base is None or isinstance(count, Tracer) or isinstance(base.root, Tracer):
@@ -183,14 +170,14 @@ class RngStream(Module):
         return base.fold(int(count))
 
     def _base(self) -> KeySource | None:
-        """The source of the base key; None if there are many, on a leading axis."""
+        """Returns the source of a single base key, else None."""
         key = resolve(self.key, local.frame)._value
         if isinstance(key, LazyKey):
             return key.source
         return None if key.ndim else KeySource(key)
 
     def derive(self, *data: int) -> Any:
-        """Returns a source: this stream's base key with ``data`` folded in; takes no draw."""
+        """Returns the base key with ``data`` folded in, without a draw."""
         key = resolve(self.key, local.frame)._value
         if isinstance(key, LazyKey):
             return key.source.fold(*data)
@@ -200,23 +187,17 @@ class RngStream(Module):
 
 
 def is_integer(source: Any) -> bool:
-    """Whether a seed is an integer of Python or NumPy, which ``bool`` is not here."""
+    """Whether a seed is an integer, not a bool."""
     if isinstance(source, np.ndarray):
         return source.ndim == 0 and np.issubdtype(source.dtype, np.integer)
     return isinstance(source, (int, np.integer)) and not isinstance(source, bool)
 
 
 def seed_source(seed: int) -> KeySource:
-    """Returns the source of the key of an integer seed of any size.
-
-    ``jax.random.key`` keeps the lowest 32 bits alone unless 64 bits are enabled, so that seeds such
-    as ``2**32`` and 0 give one key. Here every seed gives a key of its own, the same with 64 bits
-    and without; from 0 to ``2**32 - 1`` it is that of ``jax.random.key``.
-
-    Example:
-        >>> seed_source(7), seed_source(2**32 + 7)
-        (KeySource(root=7, folds=()), KeySource(root=7, folds=(1, 0)))
-    """
+    """Returns the key source of an integer seed of any size."""
+    # jax.random.key keeps the lowest 32 bits alone unless 64 bits are enabled, so that seeds such
+    # as 2**32 and 0 give one key. Here every seed gives a key of its own, the same with 64 bits and
+    # without; from 0 to 2**32 - 1 it is that of jax.random.key.
     if 0 <= seed <= _WORD:
         return KeySource(seed)
     words = [seed & _WORD]
@@ -229,11 +210,7 @@ _WORD = 2**32 - 1
 
 
 def key_value(source: Any) -> Any:
-    """Returns a seed or key as a stream holds it: a typed key, or a ``LazyKey`` for an integer.
-
-    Raises:
-        SeedError: If it is neither.
-    """
+    """Returns a typed key, or a ``LazyKey`` for an integer."""
     if isinstance(source, KeySource):
         return LazyKey(source)
     if is_integer(source):
@@ -272,7 +249,7 @@ class Rngs(Module):
         >>> sx.Rngs(params=0).noise
         Traceback (most recent call last):
             ...
-        shardax.core.errors.UnknownStreamError: Rngs has no stream 'noise' and no default; it has:
+        shardax.errors.UnknownStreamError: Rngs has no stream 'noise' and no default; it has:
         params. Make it with Rngs(params=..., noise=0), or give a default: Rngs(0, params=...).
     """
 
@@ -297,8 +274,7 @@ class Rngs(Module):
         raise UnknownStreamError(
             f"Rngs has no stream {name!r} and no default; it has: {present}. Make it with "
             f"Rngs({'=..., '.join(self.__dict__)}{'=..., ' if self.__dict__ else ''}{name}=0), or "
-            f"give a default: "
-            f"Rngs(0{''.join(f', {known}=...' for known in self.__dict__)})."
+            f"give a default: Rngs(0{''.join(f', {known}=...' for known in self.__dict__)})."
         )
 
     def __getitem__(self, name: str) -> RngStream:
@@ -315,7 +291,9 @@ class Rngs(Module):
         )
 
     def scope(self, name: str) -> Rngs:
-        """Returns a child whose keys depend on ``name`` alone, not on what was drawn before.
+        """Returns a child whose keys depend on ``name`` alone.
+
+        They do not depend on what was drawn before.
 
         Args:
             name: Any string; the same name gives the same child.
@@ -330,14 +308,14 @@ class Rngs(Module):
         child = Rngs()
         for stream_name, stream in self.streams():
             setattr(
-                child,
-                stream_name,
-                RngStream(stream.derive(_SCOPE, _name_hash(name)), stream_name),
+                child, stream_name, RngStream(stream.derive(_SCOPE, _name_hash(name)), stream_name)
             )
         return child
 
     def fork(self, split: int | None = None) -> Rngs:
-        """Returns a child with streams of its own, taking one draw from each stream.
+        """Returns a child with streams forked from these.
+
+        That takes one draw from each stream.
 
         Args:
             split: If given, each stream of the child has ``split`` keys on a leading axis, for
@@ -364,7 +342,7 @@ _SCOPE = 0x5C09E
 
 
 def _named(source: Any, name: str) -> Any:
-    """Folds a stream's name into a seed, so that equal seeds give different streams."""
+    """Folds a stream's name into a seed."""
     if is_integer(source):
         return seed_source(int(source)).fold(_name_hash(name))
     key = key_value(source)

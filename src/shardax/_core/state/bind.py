@@ -1,25 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taking Variables out of a tree, and putting them in.
+"""Slots and functional calls: unbind, bind, freeze, thaw, stateless_call.
 
-A *tree* is a Module, or any pytree that holds Modules and Variables. ``unbind`` puts a slot in the
-place of each Variable and returns the Variables beside it; ``bind`` is the inverse. ``freeze`` and
-``thaw`` change the form of Variables where they stand. All four return a new tree, with new Modules
-and containers around the old Variables, and leave the given one as it was.
+A *tree* is a Module, or any pytree that holds Modules and Variables. ``unbind`` replaces Variables
+by slots and returns them beside the tree; ``bind`` is the inverse. ``freeze`` and ``thaw`` replace
+Variables by frozen values and back. All four return a new tree, with new Modules and containers
+around the old Variables, and leave the given one as it was. ``stateless_call`` takes a model with
+slots and frozen values for them, and returns the result with the new values; it changes nothing, so
+plain JAX transforms can be used on it.
 
 A Variable's *label* is the path at which it is met first. So it is the same in every process, and a
 Variable that is shared has one. A frozen value carries its label; a mutable Variable remembers the
 labels under which it was taken out.
-
-Trees taken apart, to be rebuilt with other Variables in them.
-
-A *tree* is a Module, or any pytree that holds Modules and Variables. What is rebuilt has new
-Modules and containers, so that the given tree stays as it was; Variables are used as they are,
-unless something else is put in their *place*.
-
-Calling a model as a function of values.
-
-A *functional call* takes a model with slots and frozen values for them, and returns the result with
-the new values. It changes nothing, so plain JAX transforms can be used on it.
 """
 
 from __future__ import annotations
@@ -34,45 +25,35 @@ from shardax._core.errors import BindError, LabelConflictError, StatelessCallErr
 from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable, Slot, frozen
 from shardax._core.graph.flatten import (
-    Decoder,
+    ChildDecoder,
     GraphDef,
+    GraphWalk,
     Ref,
     VariableDef,
-    Walk,
+    assemble,
     definition_children,
-    has_parts,
-    rebuild,
 )
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.handlers import has_parts
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.object import Object
-from shardax._core.state.filters import Filter, to_predicates
+from shardax._core.state.filters import Filter, matching
 from shardax._core.variable import Variable
 
-# --- Taken ---
 
-
-class Place(NamedTuple):
+class OpenSlot(NamedTuple):
     """A slot, and where it is."""
 
     path: Path
     slot: Slot
 
 
-class Taken:
-    """A tree taken apart into objects and slots.
-
-    Args:
-        tree: A Module, Variable, or pytree of these.
-
-    Attributes:
-        walk: The objects, with paths from the top of the tree.
-        variables: Positions of the Variables among them.
-    """
+class FlatTree:
+    """A tree taken apart into objects and slots."""
 
     def __init__(self, tree: Any) -> None:
         leaves, self._treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_part)
-        self.walk = Walk()
+        self.walk = GraphWalk()
         self._leaves = [
             (self._encoded(keys, leaf) if has_parts(leaf) else leaf) for keys, leaf in leaves
         ]
@@ -83,16 +64,22 @@ class Taken:
     def _encoded(self, keys: Sequence[Any], leaf: Any) -> _Encoded:
         return _Encoded(self.walk.encode(leaf, plain_path(keys)))
 
+    def matching(self, filters: Sequence[Filter]) -> list[tuple[int, Path, Any]]:
+        """Returns (position, path, Variable) of those that any filter matches; no filter: all."""
+        named = [(i, self.walk.paths[i], self.walk.objects[i]) for i in self.variables]
+        found = matching(filters or (...,), [(path, variable) for _, path, variable in named])
+        return [named[i] for i in found]
+
     def bare(self) -> set[int]:
-        """Returns the positions of Variables that are leaves of the tree, in no Module."""
+        """Returns the positions of Variables outside of all Modules."""
         children = (leaf.child for leaf in self._leaves if type(leaf) is _Encoded)
         return {child.position for child in children if type(child) is Ref}
 
-    def places(self) -> Iterator[Place]:
+    def open_slots(self) -> Iterator[OpenSlot]:
         """Yields every slot, in order."""
         for path, leaf in zip(self._paths, self._leaves, strict=True):
             if type(leaf) is _Encoded:
-                yield from _places(leaf.child, path)
+                yield from _slots_in(leaf.child, path)
         for path, definition in zip(self.walk.paths, self.walk.definitions, strict=True):
             if type(definition) is not VariableDef:
                 yield from _below(definition, path)
@@ -100,23 +87,18 @@ class Taken:
     def rebuilt(
         self,
         variables: Mapping[int, Any],
-        decoder: Callable[[Sequence[Any]], Decoder] = Decoder,
+        decoder: Callable[[Sequence[Any]], ChildDecoder] = ChildDecoder,
     ) -> Any:
-        """Returns the tree with new Modules and containers.
-
-        Args:
-            variables: What to put in the places of Variables, by position; the others stay.
-            decoder: Turns children into values.
-        """
+        """Returns the tree with new Modules and containers."""
         given = {i: variables.get(i, self.walk.objects[i]) for i in self.variables}
-        decode = rebuild(self.walk, given, owner_here(), decoder)
+        decode = assemble(self.walk.definitions, given, owner_here(), decoder=decoder)
         return self._treedef.unflatten(
             [decode(leaf.child) if type(leaf) is _Encoded else leaf for leaf in self._leaves]
         )
 
 
 class _Encoded(NamedTuple):
-    """A leaf of a tree that holds objects or slots, as a child of the graph."""
+    """A leaf that holds objects or slots, as a child."""
 
     child: Any
 
@@ -125,25 +107,18 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, (Object, Slot))
 
 
-def plain_path(keys: Sequence[Any]) -> Path:
-    """Returns the path that a JAX key path stands for."""
-    return tuple(path_step(key) for key in keys)
-
-
-def _places(child: Any, path: Path) -> Iterator[Place]:
+def _slots_in(child: Any, path: Path) -> Iterator[OpenSlot]:
     if type(child) is Static:
         if isinstance(child.value, Slot):
-            yield Place(path, child.value)
+            yield OpenSlot(path, child.value)
     elif type(child) is not Ref:
         yield from _below(child, path)
 
 
-def _below(definition: Any, path: Path) -> Iterator[Place]:
+def _below(definition: Any, path: Path) -> Iterator[OpenSlot]:
     for key, child in definition_children(definition):
-        yield from _places(child, path if key is None else (*path, key))
+        yield from _slots_in(child, path if key is None else (*path, key))
 
-
-# --- Binding ---
 
 # --- taking out -----------------------------------------------------------------------------------
 
@@ -174,30 +149,26 @@ def unbind(tree: Any, *filters: Filter, freeze: bool = False) -> tuple[Any, tupl
         >>> [gradient.shape for gradient in jax.grad(loss)(params)]
         [(2, 3), (3,)]
     """
-    taken = Taken(tree)
-    predicates = to_predicates(filters or (...,))
-    walk = taken.walk
-    chosen = [
-        i for i in taken.variables if any(p(walk.paths[i], walk.objects[i]) for p in predicates)
-    ]
-    owners = {place.slot.label: place.path for place in reversed(list(taken.places()))}
-    for i in chosen:
-        path = walk.paths[i]
+    flat = FlatTree(tree)
+    chosen = flat.matching(filters)
+    owners = {each.slot.label: each.path for each in reversed(list(flat.open_slots()))}
+    for _, path, _ in chosen:
         if path in owners:
             _refuse_label(path, f"a slot at {format_path(owners[path])}", format_path(path))
         owners[path] = path
     given, variables = {}, []
-    for i in chosen:
-        variable, path = walk.objects[i], walk.paths[i]
+    for i, path, variable in chosen:
         if freeze or isinstance(variable, FrozenVariable):
             made = frozen(variable, path)
         else:
             made = variable
             others = [label for label in getattr(variable, "_labels", ()) if label != path]
             variable._labels = (*others, path)
-        given[i] = Slot(path, walk.definitions[i].type if made is variable else made.variable_type)
+        given[i] = Slot(
+            path, flat.walk.definitions[i].type if made is variable else made.variable_type
+        )
         variables.append(made)
-    return taken.rebuilt(given), tuple(variables)
+    return flat.rebuilt(given), tuple(variables)
 
 
 def freeze(tree: Any, *filters: Filter) -> Any:
@@ -221,22 +192,20 @@ def freeze(tree: Any, *filters: Filter) -> Any:
         >>> sorted(path[0] for path, _ in sx.iter_variables(mlp, sx.Param))
         ['down', 'gate']
     """
-    taken = Taken(tree)
-    predicates = to_predicates(filters or (...,))
-    bare = taken.bare()
+    flat = FlatTree(tree)
+    bare = flat.bare()
     given: dict[int, Any] = {}
-    for i in taken.variables:
-        path, variable = taken.walk.paths[i], taken.walk.objects[i]
-        if isinstance(variable, FrozenVariable):
-            continue
-        if any(predicate(path, variable) for predicate in predicates):
+    for i, path, variable in flat.matching(filters):
+        if not isinstance(variable, FrozenVariable):
             known = getattr(variable, "_labels", ()) if i in bare else ()
             given[i] = frozen(variable, known[-1] if known else path)
-    return taken.rebuilt(given)
+    return flat.rebuilt(given)
 
 
 def thaw(tree: Any, *filters: Filter) -> Any:
-    """Returns the tree with new mutable Variables in place of frozen values: undoes ``freeze``.
+    """Replaces frozen values by new mutable Variables.
+
+    It undoes ``freeze``.
 
     Args:
         tree: A Module, or any pytree that holds frozen values.
@@ -252,22 +221,17 @@ def thaw(tree: Any, *filters: Filter) -> Any:
         >>> layer.bias.value.tolist()
         [1.0, 1.0, 1.0]
     """
-    taken = Taken(tree)
-    predicates = to_predicates(filters or (...,))
-    given: dict[int, Any] = {}
-    for i in taken.variables:
-        path, variable = taken.walk.paths[i], taken.walk.objects[i]
-        if isinstance(variable, FrozenVariable):
-            origin = variable._here()._metadata.origin()
-            if any(predicate(path, origin) for predicate in predicates):
-                given[i] = variable.thaw()
-    return taken.rebuilt(given)
+    flat = FlatTree(tree)
+    found = [each for each in flat.matching(()) if isinstance(each[2], FrozenVariable)]
+    origins = [(path, variable._here()._metadata.origin()) for _, path, variable in found]
+    chosen = [found[i] for i in matching(filters or (...,), origins)]
+    return flat.rebuilt({i: variable.thaw() for i, _, variable in chosen})
 
 
 # --- putting in -----------------------------------------------------------------------------------
 
 
-class _Filling(Decoder):
+class _SlotDecoder(ChildDecoder):
     """Turns children into values, with Variables for slots."""
 
     __slots__ = ("by_label",)
@@ -282,7 +246,9 @@ class _Filling(Decoder):
 
 
 def bind(tree: Any, variables: Any, allow_unused: bool = False) -> Any:
-    """Puts Variables or frozen values into the slots of a tree: the inverse of ``unbind``.
+    """Puts Variables or frozen values into the slots of a tree.
+
+    It is the inverse of ``unbind``.
 
     Args:
         tree: A tree with slots; several slots of one label get one Variable.
@@ -312,35 +278,25 @@ def bind(tree: Any, variables: Any, allow_unused: bool = False) -> Any:
 def bound(
     tree: Any, variables: Any, change: Callable[[Any], Any], allow_unused: bool = False
 ) -> tuple[Any, dict[Path, Any]]:
-    """Puts into the slots of a tree what ``change`` makes of each Variable; see ``bind``.
-
-    Returns:
-        (the new tree, what was put in by label).
-    """
-    taken = Taken(tree)
-    found = _matched(_open_places(taken), variables, allow_unused)
+    """Returns the bound tree and what was put in, by label."""
+    flat = FlatTree(tree)
+    found = _matched(_first_open(flat), variables, allow_unused)
     by_label = {label: change(variable) for label, variable in found.items()}
-    return taken.rebuilt({}, lambda objects: _Filling(objects, by_label)), by_label
+    return flat.rebuilt({}, lambda objects: _SlotDecoder(objects, by_label)), by_label
 
 
-def _open_places(taken: Taken) -> dict[Path, Place]:
-    """Returns the first place of every label.
-
-    Raises:
-        LabelConflictError: If slots of one label belong to Variables of two types.
-    """
-    found: dict[Path, Place] = {}
-    for place in taken.places():
-        known = found.setdefault(place.slot.label, place)
-        if known.slot != place.slot:
-            _refuse_label(
-                place.slot.label,
-                *(f"{each.slot!r} at {format_path(each.path)}" for each in (known, place)),
-            )
+def _first_open(flat: FlatTree) -> dict[Path, OpenSlot]:
+    """Returns the first slot of every label."""
+    found: dict[Path, OpenSlot] = {}
+    for each in flat.open_slots():
+        first = found.setdefault(each.slot.label, each)
+        if first.slot != each.slot:
+            one, other = (f"{s.slot!r} at {format_path(s.path)}" for s in (first, each))
+            _refuse_label(each.slot.label, one, other)
     return found
 
 
-def _matched(places: Mapping[Path, Place], variables: Any, allow_unused: bool) -> dict[Path, Any]:
+def _matched(slots: Mapping[Path, OpenSlot], variables: Any, allow_unused: bool) -> dict[Path, Any]:
     """Returns the Variable for every label that gets one."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         variables, is_leaf=lambda item: isinstance(item, Object)
@@ -349,17 +305,17 @@ def _matched(places: Mapping[Path, Place], variables: Any, allow_unused: bool) -
     wrong = []
     for keys, variable in pairs:
         where = f"variables{format_path(plain_path(keys)) if keys else ''}"
-        label = _label_for(variable, places)
+        label = _label_for(variable, slots)
         problem = None if isinstance(label, tuple) else label
         if isinstance(label, tuple):
             known = found.setdefault(label, (where, variable))
             if known[1] is not variable and not _equal(known[1], variable):
                 _refuse_label(label, known[0], where)
-            if label in places:
-                problem = _misfit(variable, places[label].slot)
+            if label in slots:
+                problem = _misfit(variable, slots[label].slot)
             elif not allow_unused:
                 problem = f"has the label {format_path(label)}, for which there is no slot"
-                problem += _near(label, places)
+                problem += _near(label, slots)
         if problem:
             wrong.append(f"  {where}: {_shown(variable)} {problem}")
     if wrong:
@@ -371,8 +327,8 @@ def _matched(places: Mapping[Path, Place], variables: Any, allow_unused: bool) -
     return {label: variable for label, (_, variable) in found.items()}
 
 
-def _label_for(variable: Any, places: Mapping[Path, Place]) -> Path | str:
-    """Returns the label by which a Variable goes into the tree, or why there is none."""
+def _label_for(variable: Any, slots: Mapping[Path, OpenSlot]) -> Path | str:
+    """Returns a Variable's label, or why there is none."""
     if isinstance(variable, FrozenVariable):
         return variable.label
     if not isinstance(variable, Variable):
@@ -383,7 +339,7 @@ def _label_for(variable: Any, places: Mapping[Path, Place]) -> Path | str:
             "has no label: it was not taken out by sx.unbind, or not in this transform. Give "
             "transforms frozen values, sx.unbind(tree, freeze=True)"
         )
-    fitting = [label for label in labels if label in places]
+    fitting = [label for label in labels if label in slots]
     if len(fitting) > 1:
         shown = " and ".join(map(format_path, fitting))
         return f"was taken out as {shown}, and there are slots for both: assign it yourself"
@@ -397,7 +353,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _misfit(variable: Any, slot: Slot) -> str | None:
     is_frozen = isinstance(variable, FrozenVariable)
-    kind = variable.variable_type if is_frozen else variable._describe(None).type
+    kind = variable.variable_type if is_frozen else variable._flatten(None).type
     if issubclass(kind, slot.variable_type):
         return None
     return f"does not belong into the slot of a {slot.variable_type.__name__}"
@@ -409,8 +365,8 @@ def _shown(variable: Any) -> str:
     return f"the {type(variable).__name__}"
 
 
-def _near(label: Path, places: Mapping[Path, Place]) -> str:
-    near = difflib.get_close_matches(format_path(label), map(format_path, places), n=1)
+def _near(label: Path, slots: Mapping[Path, OpenSlot]) -> str:
+    near = difflib.get_close_matches(format_path(label), map(format_path, slots), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
@@ -423,11 +379,11 @@ def _refuse_label(label: Path, one: str, other: str) -> NoReturn:
     )
 
 
-# --- Stateless ---
+# --- functional calls -----------------------------------------------------------------------------
 
 
 def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Calls a model with slots as a pure function of the values that belong there.
+    """Calls a model as a pure function of values for its slots.
 
     Args:
         tree: A callable Module with slots, or one of its methods. Variables that it still has are
@@ -470,7 +426,7 @@ def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> t
             f"sx.bind(model, variables)(...)."
         )
     arguments = (args, kwargs)
-    has_slots = any(True for _ in Taken(arguments).places())
+    has_slots = any(True for _ in FlatTree(arguments).open_slots())
     call = (_with_frozen_rest(tree, arguments), arguments if has_slots else None)
     filled, thawed = bound(call, leaves, lambda leaf: leaf.thaw())
     args, kwargs = filled[1] if has_slots else arguments
@@ -481,15 +437,15 @@ def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> t
 
 
 def _with_frozen_rest(tree: Any, arguments: Any) -> Any:
-    """Returns the tree with its Variables frozen, but for those that are arguments too."""
-    given = set(map(id, Taken(arguments).walk.objects))
-    taken = Taken(tree)
-    items = [(i, taken.walk.objects[i], taken.walk.paths[i]) for i in taken.variables]
-    return taken.rebuilt({i: frozen(v, path) for i, v, path in items if id(v) not in given})
+    """Freezes the Variables that are not arguments too."""
+    given = set(map(id, FlatTree(arguments).walk.objects))
+    flat = FlatTree(tree)
+    items = [(i, flat.walk.objects[i], flat.walk.paths[i]) for i in flat.variables]
+    return flat.rebuilt({i: frozen(v, path) for i, v, path in items if id(v) not in given})
 
 
 def _structure(tree: Any) -> tuple[GraphDef, list[Path]]:
-    walk = Taken(tree).walk
+    walk = FlatTree(tree).walk
     return GraphDef(tuple(walk.definitions), ()), walk.paths
 
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters: how to say which Variables are meant.
+"""Filters of Variables.
 
 A *filter* is one of: a Variable type (matches by ``isinstance``); a string (matches a metadata
 ``tag``); ``...`` or ``True`` (everything); ``None`` or ``False`` (nothing); a callable ``(path,
 variable) -> bool``; a list or tuple of filters (any of them); or a combination made of ``All``,
-``Any``, ``Not``, ``PathContains``. Where several are given, the first that matches decides.
-
-A *predicate* is a filter turned into a callable ``(path, variable) -> bool``.
+``Any``, ``Not``, ``PathContains``. Where several are given, the first that matches decides. A
+*predicate* is a filter turned into a callable ``(path, variable) -> bool``.
 """
 
 from __future__ import annotations
 
 import builtins
+import itertools
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardax._core.errors import FilterError
@@ -85,8 +85,8 @@ class PathContains:
         exact: If False, a string step that merely contains ``key`` as a substring matches too.
 
     Example:
-        >>> from shardax.core.filters import PathContains
-        >>> PathContains("attn")(("layers", 0, "attn", "kernel"), None)
+        >>> import shardax as sx
+        >>> sx.PathContains("attn")(("layers", 0, "attn", "kernel"), None)
         True
     """
 
@@ -100,7 +100,7 @@ class PathContains:
 
 
 class _Combination:
-    """Holds filters as predicates; equal combinations are equal, so they can be static."""
+    """Filters as predicates, hashable as configuration."""
 
     def __init__(self, *filters: Filter) -> None:
         self.predicates = tuple(to_predicate(item) for item in filters)
@@ -164,20 +164,7 @@ class Not(_Combination):
 
 
 def to_predicate(item: Filter) -> Predicate:
-    """Turns a filter into a predicate.
-
-    Args:
-        item: A filter as defined at the top of this module.
-
-    Raises:
-        FilterError: If it is not a filter.
-
-    Example:
-        >>> import shardax as sx
-        >>> from shardax.core.filters import to_predicate
-        >>> to_predicate(sx.Param)(("w",), sx.Param(0.0))
-        True
-    """
+    """Turns a filter into a predicate."""
     if item is ... or item is True:
         return Everything()
     if item is None or item is False:
@@ -198,11 +185,7 @@ def to_predicate(item: Filter) -> Predicate:
 
 
 def to_predicates(filters: Sequence[Filter]) -> list[Predicate]:
-    """Turns filters into predicates, checking that a filter for everything comes last.
-
-    Raises:
-        FilterError: If ``...`` is followed by another filter, which could then never match.
-    """
+    """Turns filters into predicates, checking that a filter for everything comes last."""
     predicates = [to_predicate(item) for item in filters]
     for position, predicate in enumerate(predicates[:-1]):
         if isinstance(predicate, Everything) and not all(
@@ -210,8 +193,7 @@ def to_predicates(filters: Sequence[Filter]) -> list[Predicate]:
         ):
             raise FilterError(
                 f"Filter {position + 1} of {len(filters)} is `...`, which matches everything, so "
-                f"{filters[position + 1]!r} after it could "
-                f"never match. Put `...` last."
+                f"{filters[position + 1]!r} after it could never match. Put `...` last."
             )
     return predicates
 
@@ -224,12 +206,35 @@ def first_match(predicates: Sequence[Predicate], path: Path, variable: typing.An
     return None
 
 
+def group_by_filter(
+    filters: Sequence[Filter], pairs: Iterable[tuple[Path, typing.Any]], complete: bool = False
+) -> list[list[int]]:
+    """Returns for each filter the positions of what it is the first to match.
+
+    Every split of a model or a State into groups is this one. A complete one refuses what no filter
+    matches; otherwise that is left out.
+    """
+    predicates = to_predicates(filters)
+    groups: list[list[int]] = [[] for _ in predicates]
+    for i, (path, variable) in enumerate(pairs):
+        position = first_match(predicates, path, variable)
+        if position is not None:
+            groups[position].append(i)
+        elif complete:
+            raise no_match_error(path, variable, filters)
+    return groups
+
+
+def matching(filters: Sequence[Filter], pairs: Iterable[tuple[Path, typing.Any]]) -> list[int]:
+    """Returns the positions of what any of the filters matches."""
+    return sorted(itertools.chain(*group_by_filter(filters, pairs)))
+
+
 def no_match_error(path: Path, variable: typing.Any, filters: Sequence[Filter]) -> FilterError:
     """Makes the error for a Variable that no filter matches."""
     kind = variable.variable_type.__name__ if _is_info(variable) else type(variable).__name__
     shown = ", ".join(item.__name__ if isinstance(item, type) else repr(item) for item in filters)
     return FilterError(
         f"No filter matches the {kind} at {format_path(path)}; the filters are ({shown}). Add "
-        f"`...` as the last filter to take "
-        f"what remains."
+        f"`...` as the last filter to take what remains."
     )

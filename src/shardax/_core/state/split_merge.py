@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functional side of models: splitting into structure and values, and back.
+"""Splitting models into structure and values, and merging them.
 
 ``split`` takes a model apart into a ``GraphDef`` and one or more ``State``; ``merge`` puts one
 together; ``state`` and ``update`` read and write values by path. All take any *tree*: a Module, a
@@ -8,45 +8,35 @@ Variable, a tracked container, or a pytree (tuple, list, dict) of these.
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from shardax._core.array_ops import as_value, snapshot
-from shardax._core.containers import (
-    Dict,
-    List,
-    box,
-    unboxed,
-)
+from shardax._core.containers import Dict, box, unbox_attribute
 from shardax._core.errors import FilterError, StateMismatchError, VariableValueError
-from shardax._core.frames import (
-    check_structural_write,
-    local,
-    owner_here,
-    resolve,
-)
+from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import (
     Flat,
     GraphDef,
-    Walk,
+    GraphWalk,
     build,
     flatten,
     flatten_roots,
-    rebuild_tuple,
     values_of,
+)
+from shardax._core.graph.handlers import (
+    DICT,
+    LIST,
+    NAMED_TUPLE,
+    TUPLE,
+    children_in_model,
+    handler_of,
 )
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
-from shardax._core.object import Object, Wrapper
-from shardax._core.state.filters import (
-    Filter,
-    first_match,
-    no_match_error,
-    to_predicates,
-)
+from shardax._core.object import Object
+from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.state import Origin, State, merged_values
 from shardax._core.variable import ArrayAttribute, Variable
 
@@ -55,59 +45,43 @@ T = TypeVar("T")
 
 def flatten_tree(tree: Any) -> Flat:
     """Flattens a tree; a single object's flattening is remembered."""
-    return flatten(tree) if isinstance(tree, Object) else flatten_roots((_boxed(tree),))
+    return flatten(tree) if isinstance(tree, Object) else flatten_roots((_box_tree(tree),))
 
 
-def _boxed(tree: Any) -> Any:
+_PLAIN = (LIST, TUPLE, NAMED_TUPLE, DICT)
+
+
+def _box_tree(tree: Any) -> Any:
     """Returns the tree with arrays boxed and plain containers kept plain."""
-    if isinstance(tree, (Object, str)):
-        return tree
-    if isinstance(tree, (tuple, list)):
-        items = [_boxed(item) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, dict):
-        return {key: _boxed(item) for key, item in tree.items()}
-    return box(tree, "an entry of the tree")
+    handler = handler_of(tree)
+    if handler in _PLAIN:
+        pairs = [(key, _box_tree(child)) for key, child in handler.children(tree)]
+        return handler.rebuild(handler.config(tree), pairs)
+    return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
 
 
-def _unboxed(tree: Any) -> Any:
-    if isinstance(tree, list):
-        return [_unboxed(item) for item in tree]
-    if isinstance(tree, dict):
-        return {key: _unboxed(item) for key, item in tree.items()}
-    if isinstance(tree, tuple):
-        return rebuild_tuple(type(tree), [_unboxed(item) for item in tree])
-    return unboxed(tree)
-
-
-def _origin(definition: Any) -> Origin:
-    return Origin(definition.type, definition.metadata)
+def _unbox_tree(tree: Any) -> Any:
+    handler = handler_of(tree)
+    if handler not in _PLAIN:
+        return unbox_attribute(tree)
+    pairs = [(key, _unbox_tree(child)) for key, child in handler.children(tree)]
+    return handler.rebuild(list if handler is LIST else handler.config(tree), pairs)
 
 
 def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
-    """Reads the values of the Variables at some positions (None: all).
-
-    Others stay lazy if they are.
-    """
+    """Reads the values of the Variables at some positions (None: all)."""
     chosen = range(len(flat.leaves)) if positions is None else list(positions)
     paths = [flat.leaf_paths[i] for i in chosen]
     values = values_of(flat.leaves[i] for i in chosen)
-    definitions = (flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen)
+    definitions = [flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen]
+    origins = [Origin(each.type, each.metadata) for each in definitions]
     return State.from_flat(
-        dict(zip(paths, values, strict=True)),
-        dict(zip(paths, map(_origin, definitions), strict=True)),
+        dict(zip(paths, values, strict=True)), dict(zip(paths, origins, strict=True))
     )
 
 
-def _groups(flat: Flat, filters: tuple[Filter, ...]) -> list[list[int]]:
-    """Returns for each filter the positions of the Variables that it is the first to match."""
-    predicates = to_predicates(filters)
-    groups: list[list[int]] = [[] for _ in predicates]
-    for i, (path, variable) in enumerate(zip(flat.leaf_paths, flat.leaves, strict=True)):
-        position = first_match(predicates, path, variable)
-        if position is not None:
-            groups[position].append(i)
-    return groups
+def _named(flat: Flat) -> Iterator[tuple[Path, Any]]:
+    return zip(flat.leaf_paths, flat.leaves, strict=True)
 
 
 def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
@@ -135,12 +109,14 @@ def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
     flat = flatten_tree(tree)
     if not filters:
         return (flat.graphdef, _read(flat))
-    check_covered(flat, filters)
-    return (flat.graphdef, *(_read(flat, group) for group in _groups(flat, filters)))
+    groups = group_by_filter(filters, _named(flat), complete=True)
+    return (flat.graphdef, *(_read(flat, group) for group in groups))
 
 
 def merge(graphdef: GraphDef, *states: Any) -> Any:
-    """Makes a new model from a structure and values: the inverse of ``split``.
+    """Makes a new model from a structure and values.
+
+    It is the inverse of ``split``.
 
     Args:
         graphdef: The structure.
@@ -161,7 +137,7 @@ def merge(graphdef: GraphDef, *states: Any) -> Any:
     paths = graphdef.leaf_paths
     values = merged_values(states, paths, complete=True)
     roots, _ = build(graphdef, [values[path] for path in paths], owner_here())
-    return _unboxed(roots[0])
+    return _unbox_tree(roots[0])
 
 
 def state(tree: Any, *filters: Filter) -> Any:
@@ -187,12 +163,14 @@ def state(tree: Any, *filters: Filter) -> Any:
     flat = flatten_tree(tree)
     if not filters:
         return _read(flat)
-    states = tuple(_read(flat, group) for group in _groups(flat, filters))
+    states = tuple(_read(flat, group) for group in group_by_filter(filters, _named(flat)))
     return states[0] if len(states) == 1 else states
 
 
 def graphdef(tree: Any) -> GraphDef:
-    """Returns the structure of a model: hashable, equal for models that differ only in values.
+    """Returns the structure of a model.
+
+    It is hashable, and equal for models that differ only in values.
 
     Args:
         tree: A Module, Variable, container or pytree of them.
@@ -207,7 +185,9 @@ def graphdef(tree: Any) -> GraphDef:
 
 
 def update(tree: Any, *states: Any) -> None:
-    """Writes values into a model's Variables, by path. Paths not mentioned keep their values.
+    """Writes values into a model's Variables, by path.
+
+    Paths that are not given keep their values.
 
     Args:
         tree: A Module, Variable, container or pytree of them.
@@ -224,10 +204,10 @@ def update(tree: Any, *states: Any) -> None:
         >>> layer.bias.value.tolist()
         [1.0, 1.0, 1.0]
     """
-    tree = tree if isinstance(tree, Object) else _boxed(tree)
+    tree = _box_tree(tree)
     flat = flatten_tree(tree)
     given = merged_values(states, flat.leaf_paths)
-    variables = dict(zip(flat.leaf_paths, flat.leaves, strict=True))
+    variables = dict(_named(flat))
     loose = {id(item) for item in _directly_in(tree) if isinstance(item, ArrayAttribute)}
     values: dict[Path, Any] = {}
     wrong = []
@@ -255,7 +235,7 @@ def update(tree: Any, *states: Any) -> None:
 
 
 def _misfit(variable: Variable[Any], new: Any) -> str | None:
-    """Says why a value cannot replace that of a Variable, or returns None."""
+    """Returns why a value does not fit a Variable, or None."""
     old = resolve(variable, local.frame)._value
     if not hasattr(old, "shape"):
         return None
@@ -268,20 +248,12 @@ def _misfit(variable: Variable[Any], new: Any) -> str | None:
 
 def _directly_in(value: Any) -> Iterator[Object]:
     """Yields the objects in a value without looking into them."""
-    if isinstance(value, Object):
+    handler = handler_of(value)
+    if handler.is_object:
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _directly_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _directly_in(item)
-    elif isinstance(value, functools.partial):
-        yield from _directly_in((value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, types.MethodType):
-        yield from _directly_in(value.__self__)
-    elif isinstance(value, Wrapper):
-        yield from _directly_in(value.__wrapped__)
+    elif handler.in_models:
+        for _, child in handler.children(value):
+            yield from _directly_in(child)
 
 
 def clone(tree: T) -> T:
@@ -304,7 +276,7 @@ def clone(tree: T) -> T:
     flat = flatten_tree(tree)
     values = [snapshot(resolve(leaf, local.frame)._value) for leaf in flat.leaves]
     roots, _ = build(flat.graphdef, values, owner_here())
-    return _unboxed(roots[0])
+    return _unbox_tree(roots[0])
 
 
 def pop(tree: Any, *filters: Filter) -> Any:
@@ -340,9 +312,9 @@ def pop(tree: Any, *filters: Filter) -> Any:
             "pop needs at least one filter, to say which Variables to remove: sx.pop(model, "
             "sx.Intermediate)."
         )
-    root = tree if isinstance(tree, Object) else _boxed(tree)
+    root = _box_tree(tree)
     flat = flatten_tree(root)
-    groups = _groups(flat, filters)
+    groups = group_by_filter(filters, _named(flat))
     chosen = {id(flat.leaves[i]): flat.leaf_paths[i] for group in groups for i in group}
     removals = list(_removals(root, chosen))
     popped = tuple(_read(flat, group) for group in groups)
@@ -355,16 +327,12 @@ def pop(tree: Any, *filters: Filter) -> Any:
 
 
 def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]]:
-    """Yields (Module or Dict, key) for every place that holds a chosen Variable.
-
-    Raises:
-        StateMismatchError: If one sits where removing it would shift others, or cannot be removed.
-    """
-    walk = Walk()
+    """Yields (holder, key) of every place of a chosen Variable."""
+    walk = GraphWalk()
     walk.encode(root, ())
     places = [
         (None, None, root),
-        *((item, key, child) for item in walk.objects for key, child in _parts(item)),
+        *((item, key, child) for item in walk.objects for key, child in children_in_model(item)),
     ]
     for holder, key, child in places:
         found = [item for item in _directly_in(child) if id(item) in chosen]
@@ -396,14 +364,12 @@ def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable
         [('kernel',), ('bias',)]
     """
     flat = flatten_tree(tree)
-    predicates = to_predicates(filters or (...,))
-    for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
-        if first_match(predicates, path, variable) is not None:
-            yield path, variable
+    for position in matching(filters or (...,), _named(flat)):
+        yield flat.leaf_paths[position], flat.leaves[position]
 
 
 def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
-    """Yields (path, Module) pairs in order, each Module once, the tree itself included.
+    """Yields (path, Module) pairs in order, each Module once.
 
     Example:
         >>> import shardax as sx
@@ -411,15 +377,15 @@ def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
         >>> [type(module).__name__ for _, module in sx.iter_modules(mlp)]
         ['MLP', 'Linear', 'Linear', 'Linear']
     """
-    walk = Walk()
-    walk.encode(tree if isinstance(tree, Object) else _boxed(tree), ())
+    walk = GraphWalk()
+    walk.encode(_box_tree(tree), ())
     for path, item in zip(walk.paths, walk.objects, strict=True):
         if isinstance(item, Module):
             yield path, item
 
 
 def find_duplicates(tree: Any) -> list[list[Path]]:
-    """Returns, for each Variable reachable by several paths, the list of those paths.
+    """Returns the paths of each Variable with several.
 
     Example:
         >>> import shardax as sx
@@ -431,7 +397,7 @@ def find_duplicates(tree: Any) -> list[list[Path]]:
         [[('embed',), ('head',)]]
     """
     found: dict[int, list[Path]] = {}
-    root = tree if isinstance(tree, Object) else _boxed(tree)
+    root = _box_tree(tree)
     for path, variable in _occurrences(root, (), ()):
         found.setdefault(id(variable), []).append(path)
     return [paths for paths in found.values() if len(paths) > 1]
@@ -440,48 +406,12 @@ def find_duplicates(tree: Any) -> list[list[Path]]:
 def _occurrences(
     value: Any, path: Path, above: tuple[int, ...]
 ) -> Iterator[tuple[Path, Variable[Any]]]:
-    """Yields every way to reach a Variable that does not pass through one object twice."""
+    """Yields every acyclic path to every Variable."""
     if isinstance(value, Variable):
         yield path, value
         return
     if id(value) in above:
         return
-    for key, child in _parts(value):
+    for key, child in children_in_model(value):
         below = path if key is None else (*path, key)
         yield from _occurrences(child, below, (*above, id(value)))
-
-
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields (key, child) of an object or plain container; key None adds no step to the path."""
-    if isinstance(value, Module):
-        yield from vars(value).items()
-        yield from value._boxed.items()
-    elif isinstance(value, (List, Dict)):
-        items = value._items
-        yield from items.items() if isinstance(items, dict) else enumerate(items)
-    elif isinstance(value, dict):
-        yield from value.items()
-    elif isinstance(value, (tuple, list)):
-        yield from enumerate(value)
-    elif isinstance(value, functools.partial):
-        yield from ((None, value.func), *enumerate(value.args), *value.keywords.items())
-    elif isinstance(value, types.MethodType):
-        yield None, value.__self__
-    elif isinstance(value, Wrapper):
-        yield None, value.__wrapped__
-
-
-def check_covered(flat: Flat, filters: tuple[Filter, ...]) -> list[int]:
-    """Returns for each Variable the position of the first filter that matches it.
-
-    Raises:
-        FilterError: If a Variable matches none.
-    """
-    predicates = to_predicates(filters)
-    positions = []
-    for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
-        position = first_match(predicates, path, variable)
-        if position is None:
-            raise no_match_error(path, variable, filters)
-        positions.append(position)
-    return positions

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State: the values of a model, by path.
+"""States: values of a model by path.
 
 A ``State`` maps paths to values. It looks like a nested mapping (``state["layers"][0]["kernel"]``,
 ``state.layers[0].kernel``) and is stored flat. It is immutable, and a pytree whose leaves are the
-values, so optimizers and ``jax.tree.map`` work on it. For each path it remembers what kind of
-Variable the value came from, so that it can be filtered by the same filters as a model.
+values, so optimizers and ``jax.tree.map`` work on it. For each path it keeps the *origin* of the
+value, the type and metadata of its Variable, so that it can be filtered like a model.
 """
 
 from __future__ import annotations
@@ -14,19 +14,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardax._core.cross_process import packed
+from shardax._core.cross_process import format_mesh, packed
 from shardax._core.errors import StateMismatchError
+from shardax._core.graph.handlers import Handler, register
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY, Metadata
-from shardax._core.layout_text import layout_text
 from shardax._core.object import Shown
-from shardax._core.state.filters import (
-    Filter,
-    first_match,
-    no_match_error,
-    to_predicates,
-)
+from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.variable import Variable
 
 
@@ -96,7 +92,7 @@ class State(Shown, Mapping[Any, Any]):
         return dict(self._values)
 
     def origins(self) -> dict[Path, Origin]:
-        """Returns a dict from full path to the kind of Variable that the value came from."""
+        """Returns a dict from full path to the value's origin."""
         return dict(self._origins)
 
     def __getitem__(self, key: Any) -> Any:
@@ -153,13 +149,8 @@ class State(Shown, Mapping[Any, Any]):
             >>> [sx.errors and path for path in state.filter(sx.PathContains("bias")).flat()]
             [('bias',)]
         """
-        predicates = to_predicates(filters)
-        kept = [
-            path
-            for path in self._values
-            if first_match(predicates, path, self._origins[path]) is not None
-        ]
-        return self._take(kept)
+        paths = list(self._values)
+        return self._take(paths[i] for i in matching(filters, self._origins.items()))
 
     def split(self, *filters: Filter) -> tuple[State, ...]:
         """Returns one State per filter; the first matching filter takes an entry.
@@ -167,14 +158,9 @@ class State(Shown, Mapping[Any, Any]):
         Raises:
             FilterError: If an entry matches none.
         """
-        predicates = to_predicates(filters)
-        groups: list[list[Path]] = [[] for _ in predicates]
-        for path in self._values:
-            position = first_match(predicates, path, self._origins[path])
-            if position is None:
-                raise no_match_error(path, self._origins[path], filters)
-            groups[position].append(path)
-        return tuple(self._take(group) for group in groups)
+        paths = list(self._values)
+        groups = group_by_filter(filters, self._origins.items(), complete=True)
+        return tuple(self._take(paths[i] for i in group) for group in groups)
 
     def merge(self, *others: State) -> State:
         """Returns a State with the entries of all; later ones win."""
@@ -185,7 +171,10 @@ class State(Shown, Mapping[Any, Any]):
         return State.from_flat(values, origins)
 
     def to_pure_dict(self) -> dict[Any, Any]:
-        """Returns nested plain dicts of the values; of a bare Variable's State, ``{(): value}``."""
+        """Returns the values in nested plain dicts.
+
+        That of a bare Variable's State is ``{(): value}``.
+        """
         if () in self._values:
             return dict(self._values)
         nested: dict[Any, Any] = {}
@@ -224,14 +213,7 @@ def _shown(value: Any) -> str:
 def flatten_mapping(
     entries: Mapping[Any, Any], known: Any = None, path: Path = ()
 ) -> dict[Path, Any]:
-    """Flattens a nested mapping to values by path.
-
-    Args:
-        entries: Nested mappings of values; a State inside contributes its entries.
-        known: Paths at which to stop although the value is a mapping (a Variable may hold a dict),
-            or None.
-        path: Where ``entries`` stands.
-    """
+    """Flattens a nested mapping to values by path, down to known paths."""
     if isinstance(entries, State):
         return {(*path, *below): value for below, value in entries.flat().items()}
     flat: dict[Path, Any] = {}
@@ -261,26 +243,37 @@ def _unflatten(aux: tuple[tuple[Path, Origin], ...], children: Iterable[Any]) ->
     return State.from_flat(dict(zip((path for path, _ in aux), children, strict=True)), dict(aux))
 
 
+def _rebuild(origins: Mapping[Path, Origin], pairs: Iterable[tuple[Any, Any]]) -> State:
+    values: dict[Path, Any] = {}
+    known = dict(origins)
+    for key, item in pairs:
+        if isinstance(item, State):
+            values.update(((key, *path), value) for path, value in item._values.items())
+            known.update(((key, *path), origin) for path, origin in item._origins.items())
+        else:
+            values[(key,)] = item
+    return State.from_flat(values, known)
+
+
+register(
+    State,
+    Handler(
+        "State",
+        children=lambda state: [(key, state[key]) for key in state],
+        config=State.origins,
+        rebuild=_rebuild,
+        size="shrinks",
+    ),
+)
 jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
 
 
 def merged_values(
     states: Sequence[Any], known: Sequence[Path], complete: bool = False
 ) -> dict[Path, Any]:
-    """Joins States or nested mappings into values by path, with the paths spelled as in ``known``.
-
-    Formats that only have string keys turn ``0`` into ``"0"``; such a step is understood where the
-    model has no other reading.
-
-    Args:
-        states: States or nested mappings; later ones win.
-        known: Paths of the model's Variables.
-        complete: Whether every known path must be given.
-
-    Raises:
-        StateMismatchError: If an entry fits no known path, or one is missing; all such entries are
-            listed.
-    """
+    """Joins States or nested mappings into values by known paths."""
+    # Formats that only have string keys turn 0 into "0"; such a step is understood where the model
+    # has no other reading. Later mappings win. All mismatches are listed in one error.
     spelled = {tuple(map(str, path)): path for path in known}
     known_set = set(known)
     values: dict[Path, Any] = {}
@@ -319,3 +312,65 @@ def _mismatch(
             f"{counted} missing (pass every State that split returned):\n" + "\n".join(lines)
         )
     return "The State does not fit the model; nothing was changed. " + "\n".join(parts)
+
+
+# --- layouts as text ------------------------------------------------------------------------------
+
+
+def layout_text(rows: Iterable[tuple[Path, Any, Any]]) -> str | None:
+    """Formats shardings or specs as a table; None for other values."""
+    # They are short, and alike from row to row: a column for each thing that differs reads best.
+    leaves = [
+        (_leaf_path(path, below), axes, leaf)
+        for path, axes, value in rows
+        for below, leaf in jax.tree_util.tree_leaves_with_path(value)
+    ]
+    values = [leaf for _, _, leaf in leaves]
+    if not values or not all(isinstance(value, (Sharding, PartitionSpec)) for value in values):
+        return None
+    kind = "specs" if all(isinstance(value, PartitionSpec) for value in values) else "shardings"
+    meshes = dict.fromkeys(format_mesh(v.mesh) for v in values if isinstance(v, NamedSharding))
+    header = ["path", "axes", "spec"] + (["mesh"] if len(meshes) > 1 else [])
+    cells = [header]
+    for path, axes, value in leaves:
+        mesh = format_mesh(value.mesh) if isinstance(value, NamedSharding) else ""
+        cells.append([format_path(path), format_axes(axes), _spec(value), mesh][: len(header)])
+    over = f" over the mesh {next(iter(meshes))}" if len(meshes) == 1 else ""
+    return "\n".join([f"State of {kind}{over}", *(f"  {line}" for line in columns(cells))])
+
+
+def columns(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Aligns cells in columns, and returns the lines."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    return [
+        "  ".join(
+            text.rjust(widths[i]) if i in right else text.ljust(widths[i])
+            for i, text in enumerate(line)
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def format_axes(axes: Any) -> str:
+    """Formats axis names, an unnamed dimension as ``-``."""
+    return ", ".join("-" if name is None else str(name) for name in axes or ())
+
+
+def _spec(value: Any) -> str:
+    if isinstance(value, PartitionSpec):
+        return str(value)
+    if not isinstance(value, NamedSharding):
+        return str(value)
+    elsewhere = value.memory_kind not in (None, "device")
+    return f"{value.spec}, in {value.memory_kind}" if elsewhere else str(value.spec)
+
+
+def _leaf_path(path: Path, below: Sequence[Any]) -> Path:
+    steps: list[Any] = []
+    for key in below:
+        if isinstance(key, PathKey):
+            steps.extend(key.path)
+            continue
+        names = (getattr(key, attribute, None) for attribute in ("key", "idx", "name"))
+        steps.append(next((name for name in names if name is not None), str(key)))
+    return (*path, *steps)

@@ -450,8 +450,8 @@ def describe_change(old: Any, new: Any) -> str:
     if before is None or after is None:
         same = getattr(old, "metadata", None) == getattr(new, "metadata", None)
         return "its items change" if same else "its metadata change"
-    first = dict([*before, *old.boxed])
-    second = dict([*after, *new.boxed])
+    first = dict([*before, *old.array_attributes])
+    second = dict([*after, *new.array_attributes])
     changes = [
         *(f".{name} is new" for name in second if name not in first),
         *(f".{name} is removed" for name in first if name not in second),

@@ -366,7 +366,10 @@ def _only_adds(old: Any, new: Any, stackable: set[int]) -> bool:
     """Whether a Module only gained attributes that have a row per iteration."""
     if type(old) is not ModuleDef or type(new) is not ModuleDef:
         return False
-    for before, after in ((old.attributes, new.attributes), (old.boxed, new.boxed)):
+    for before, after in (
+        (old.attributes, new.attributes),
+        (old.array_attributes, new.array_attributes),
+    ):
         known = dict(before)
         for name, child in after:
             if name in known:

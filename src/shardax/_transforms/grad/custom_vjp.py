@@ -205,8 +205,8 @@ class BackwardFrame(Frame):
         super().__init__(name)
         self.function = function
 
-    def adopt(self, outer: Any) -> Any:
-        """See ``Frame.adopt``."""
+    def capture(self, outer: Any) -> Any:
+        """See ``Frame.capture``."""
         known = format_path(path_of([self.function], outer)).removeprefix(".")
         raise ClosureError(
             f"bwd of sx.custom_vjp uses the {type(outer).__name__} {known}, which it was not "
@@ -356,8 +356,8 @@ class RuleCall:
     def _carry_out(self, inside: Inside, result: Any) -> Carried:
         refuse_objects(result, "custom_vjp")
         check_result(result, "custom_vjp")
-        if inside.frame.adopted:
-            raise Captured([item.outer for item in inside.frame.adopted])
+        if inside.frame.captured:
+            raise Captured([item.outer for item in inside.frame.captured])
         return inside.carry_out(result, self.emit)
 
     def _agree(self, inside: Inside, record: Record) -> None:

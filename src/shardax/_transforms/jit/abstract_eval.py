@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax._core.frames import Adopted, Frame, owner_here
+from shardax._core.frames import CapturedVariable, Frame, owner_here
 from shardax._core.graph.flatten import build
 from shardax._core.init.lazy import LazyValue
 from shardax._transforms.errors import StaticArgumentError
@@ -33,17 +33,17 @@ class AbstractFrame(Frame):
 
     __slots__ = ()
 
-    def adopt(self, outer: Any) -> Any:
-        """See ``Frame.adopt``."""
+    def capture(self, outer: Any) -> Any:
+        """See ``Frame.capture``."""
         value = outer._value
         if isinstance(value, LazyValue):
             value = value.compute()
         elif any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)):
             value = jax.tree.map(_filled, value)
         else:
-            return super().adopt(outer)
+            return super().capture(outer)
         stand_in = type(outer)._make(value, outer._metadata, self)
-        self.adopted.append(Adopted(outer, stand_in, stand_in._value))
+        self.captured.append(CapturedVariable(outer, stand_in, stand_in._value))
         return stand_in
 
 

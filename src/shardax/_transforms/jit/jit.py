@@ -19,7 +19,7 @@ everything that the compiled function offers.
 Call entries: what a compiled function remembers about a call, to repeat it at no cost.
 
 An entry belongs to particular objects, and is valid while the structure epoch stays
-(``_core.epoch``).
+(``_core.object``).
 
 What a compiled function remembers: plans, at the cost of a trace, and calls, of a flattening.
 
@@ -38,13 +38,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardax._core import epoch
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import local
 from shardax._core.graph.flatten import has_objects, walk_objects
 from shardax._core.graph.paths import Path
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object, Wrapper
+from shardax._core.object import Object, Wrapper, epoch
 from shardax._core.variable import Variable
 from shardax._transforms.errors import OutputError, StaticArgumentError
 from shardax._transforms.jit import retraces as explain

@@ -322,7 +322,7 @@ class Plan:
                 self._emitted(result, copies),
             )
             lost = [
-                *(item.outer for item in frame.adopted),
+                *(item.outer for item in frame.captured),
                 *carried.record.foreign.values(),
             ]
             if lost:

@@ -36,7 +36,8 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core._jax import Tracer
-from shardax._core.graph.flatten import flatten_plain, has_objects, has_parts, is_object
+from shardax._core.graph.flatten import flatten_plain, has_objects, is_object
+from shardax._core.graph.handlers import has_parts
 from shardax._core.graph.paths import Path, path_step
 from shardax._core.graph.static import Static
 from shardax._core.object import Object, Wrapper

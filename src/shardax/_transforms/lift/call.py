@@ -36,10 +36,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core import epoch
-from shardax._core.frames import Adopted, Frame, local
+from shardax._core.frames import CapturedVariable, Frame, local
 from shardax._core.graph.flatten import GraphDef, build, flatten, is_object
 from shardax._core.graph.paths import Path, format_path
+from shardax._core.object import epoch
 from shardax._core.variable import Variable
 from shardax._transforms.errors import ArgumentError, ClosureError, DecisionError
 from shardax._transforms.lift.arguments import Arguments, Mixed, leaf_paths, plain_paths, root_names
@@ -251,11 +251,11 @@ class Inside:
         """Returns the copy of a Variable, by its position among the graph's Variables."""
         return self.copies[self.graphdef.leaves[position]]
 
-    def captured(self) -> list[Adopted]:
+    def captured(self) -> list[CapturedVariable]:
         """Returns the captured Variables that were written or given other metadata."""
         return [
             item
-            for item in self.frame.adopted
+            for item in self.frame.captured
             if not same_value(item.value, item.stand_in._value)
             or item.outer._metadata != item.stand_in._metadata
         ]
@@ -313,8 +313,8 @@ class LateFrame(Frame):
 
     __slots__ = ()
 
-    def adopt(self, outer: Any) -> Any:
-        """See ``Frame.adopt``."""
+    def capture(self, outer: Any) -> Any:
+        """See ``Frame.capture``."""
         raise ClosureError(
             f"A function given to sx.{self.name} uses a {type(outer).__name__} that it did not use "
             f"when it was called, but only now that it is differentiated. Pass it as an argument."
@@ -337,9 +337,9 @@ class SealedFrame(Frame):
         self.functions = functions
         self.reason = reason
 
-    def adopt(self, outer: Any) -> Any:
-        """See ``Frame.adopt``."""
-        stand_in = super().adopt(outer)
+    def capture(self, outer: Any) -> Any:
+        """See ``Frame.capture``."""
+        stand_in = super().capture(outer)
         self.seal(stand_in, path_of(self.functions, outer))
         return stand_in
 
@@ -395,7 +395,7 @@ class Once:
             static_numbers=static_numbers,
         )
         self._record: Record | None = None
-        self._adopted: list[Adopted] = []
+        self._captured: list[CapturedVariable] = []
 
     @property
     def arguments(self) -> Arguments:
@@ -432,8 +432,8 @@ class Once:
             head, rest = split(inside.result)
             carried = inside.carry_out(rest)
             self._record = carried.record
-            self._adopted = inside.captured()
-            captured = [item.stand_in.value for item in self._adopted]
+            self._captured = inside.captured()
+            captured = [item.stand_in.value for item in self._captured]
             return head, (carried.result, carried.written, carried.fresh, captured)
 
         return self.call.run(values, plain, plain_named, leave)
@@ -446,7 +446,7 @@ class Once:
         """
         carried = self._carried(leaving)
         check_no_leak(self.graph, carried)
-        for item, value in zip(self._adopted, leaving[3], strict=True):
+        for item, value in zip(self._captured, leaving[3], strict=True):
             item.outer._write(value)
             if item.outer._metadata != item.stand_in._metadata:
                 item.outer._metadata = item.stand_in._metadata

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardax._core import _jax, epoch
+from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.array_ops import realise_all
-from shardax._core.containers import unboxed
+from shardax._core.containers import unbox_attribute
 from shardax._core.errors import AbstractValueError, TraceLeakError
 from shardax._core.frames import (
     Frame,
@@ -37,10 +37,10 @@ from shardax._core.frames import (
     resolve,
 )
 from shardax._core.graph.flatten import (
-    Decoder,
+    ChildDecoder,
     GraphDef,
+    GraphWalk,
     VariableDef,
-    Walk,
     build,
     flatten_roots,
     is_object,
@@ -49,7 +49,7 @@ from shardax._core.graph.flatten import (
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object
+from shardax._core.object import Object, epoch
 from shardax._core.variable import Variable
 from shardax._transforms.errors import OutputError
 from shardax._transforms.lift.arguments import PLAIN as PLAIN
@@ -241,7 +241,7 @@ def carry_out(
     """
     walk = _continue_walk(frame, copies)
     for position, copy in enumerate(copies):
-        walk.definitions[position] = copy._describe(lambda child, key: walk.encode(child, ()))
+        walk.definitions[position] = copy._flatten(lambda child, key: walk.encode(child, ()))
     count = len(copies)
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_object)
     places = tuple(
@@ -280,8 +280,8 @@ def carry_out(
     return Carried(arrays, values, fresh, record)
 
 
-def _continue_walk(frame: Frame, copies: Sequence[Any]) -> Walk:
-    walk = Walk()
+def _continue_walk(frame: Frame, copies: Sequence[Any]) -> GraphWalk:
+    walk = GraphWalk()
     walk.objects = list(copies)
     walk.definitions = [None] * len(copies)
     walk.paths = [()] * len(copies)
@@ -331,19 +331,19 @@ def carry_in(graph: Graph, carried: Carried) -> Any:
     _add_fresh(objects, record, carried.fresh)
     for position, value in zip(record.written, carried.written, strict=True):
         graph.leaves[position]._value = value
-    decode = Decoder(objects)
+    decode = ChildDecoder(objects)
     for position, definition in record.updates.items():
         if type(definition) is VariableDef:
             resolve(objects[position], local.frame)._metadata = definition.metadata
         else:
-            objects[position]._fill(definition, decode)
+            objects[position]._unflatten(definition, decode)
     if record.updates:
         epoch.advance()
     if record.result is None:
         return carried.result
     leaves = list(carried.result)
     for place, position in record.result.roots:
-        leaves.insert(place, unboxed(objects[position]))
+        leaves.insert(place, unbox_attribute(objects[position]))
     return record.result.treedef.unflatten(leaves)
 
 
@@ -358,10 +358,10 @@ def _add_fresh(objects: list[Any], record: Record, values: Sequence[Any]) -> Non
             objects.append(definition.type._make(next(remaining), definition.metadata, owner))
         else:
             objects.append(definition.type._allocate(owner, None))
-    decode = Decoder(objects)
+    decode = ChildDecoder(objects)
     for offset, definition in enumerate(record.fresh):
         if count + offset not in record.foreign and type(definition) is not VariableDef:
-            objects[count + offset]._fill(definition, decode)
+            objects[count + offset]._unflatten(definition, decode)
 
 
 def check_no_leak(graph: Graph, carried: Carried) -> None:

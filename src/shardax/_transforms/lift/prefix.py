@@ -42,13 +42,9 @@ import jax
 from shardax._core.errors import FilterError
 from shardax._core.graph.flatten import (
     GraphDef,
-    MappingDef,
-    MethodDef,
-    PartialDef,
+    NodeDef,
     Ref,
-    TupleDef,
     VariableDef,
-    WrapperDef,
     definition_children,
     flatten,
 )
@@ -142,11 +138,9 @@ def _objects_in(graphdef: GraphDef, position: int, path: Path) -> Iterator[tuple
 
 def _objects(child: Any, path: Path) -> Iterator[tuple[int, Path]]:
     """Yields the object that a child is, or those in it."""
-    if type(child) is MethodDef:
-        child = child.owner
     if type(child) is Ref:
         yield child.position, path
-    elif type(child) in (TupleDef, MappingDef, PartialDef, WrapperDef):
+    elif type(child) is NodeDef:
         for key, below in definition_children(child):
             yield from _objects(below, path if key is None else (*path, key))
 

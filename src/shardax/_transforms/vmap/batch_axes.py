@@ -34,10 +34,9 @@ from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.init.lazy import LazyValue
-from shardax._core.layout_text import columns
 from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, to_predicates
-from shardax._core.state.state import Origin, State
+from shardax._core.state.state import Origin, State, columns
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.errors import AmbiguousBatchError, AxisSizeError, PrefixError
 from shardax._transforms.lift.prefix import ExactPath, StateAxes, alias_paths, consistent, is_axis

@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardax._core._jax import Tracer
-from shardax._core.cross_process import Packed, reduced
+from shardax._core.cross_process import PickledArray, reduced
 from shardax._transforms.jit.jit import Jit
 from shardax.host.errors import WorkerPickleError
 
@@ -127,7 +127,7 @@ def _pickler_class() -> Any:
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, jax.Array):
                 return _reduce_jax(obj)
-            if type(obj) is Packed:
+            if type(obj) is PickledArray:
                 return _reduce_jax(obj.array)
             if type(obj) is np.ndarray and not obj.dtype.hasobject:
                 return _to_numpy, _raw(np.array(obj))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardax._core.layout_text import columns
+from shardax._core.state.state import columns
 from shardax.plan.records import ArrayLayout, LayoutReport
 from shardax.plan.report.columns import (
     BINARY,

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardax._core.layout_text import columns as aligned
+from shardax._core.state.state import columns as aligned
 from shardax.plan.hardware.cost import ties
 from shardax.plan.records import LayoutReport
 from shardax.plan.report.columns import Column, columns_of, measured_label

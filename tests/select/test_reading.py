@@ -8,10 +8,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.test_select import Block, Model, Pair, takes
+from tests.select.test_selecting import Block, Model, Pair, takes
 
 import shardax as sx
-from shardax._core import epoch
+from shardax._core.object import epoch
 from shardax._select.places import SelectionCountError, SelectionError, StaleSelectionError
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.strategies import Node, OtherNode, Pair, assert_same_model, models, objects_of
 
 import shardax as sx
-from shardax._core import epoch
 from shardax._core.errors import ShardaxError
+from shardax._core.object import epoch
 from shardax._core.variable import ArrayAttribute
-from shardax._select.places import Survey, children
+from shardax._select.places import HolderGraph, children
 
 
 class Around(sx.Module):
@@ -78,7 +78,7 @@ def stand_apart(selection: sx.Selection) -> bool:
 
     What is set is taken as it is, so an edit of that something would not be seen in it.
     """
-    nodes = Survey(selection.tree, selection._places, every_path=False).nodes
+    nodes = HolderGraph(selection.tree, selection._places, every_path=False).nodes
     leading = {id(node.place.holder) for node in nodes if node.leads}
     waiting, met = list(selection._places), set[int]()
     for place in waiting:

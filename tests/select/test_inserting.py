@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.test_select_edits import Layer, Model, Pair
+from tests.select.test_edits import Layer, Model, Pair
 
 import shardax as sx
 from shardax._select.places import SelectionError

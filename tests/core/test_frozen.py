@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax._core import epoch
 from shardax._core.errors import (
     FrozenVariableError,
     MetadataError,
@@ -21,6 +20,7 @@ from shardax._core.errors import (
     StaticAttributeError,
     UnboundVariableError,
 )
+from shardax._core.object import epoch
 from shardax.train.errors import CheckpointMismatchError
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.test_select_edits import Layer, Model
+from tests.select.test_edits import Layer, Model
 
 import shardax as sx
-from shardax._core import epoch
 from shardax._core.errors import FrozenVariableError, StaticAttributeError, TraceLeakError
+from shardax._core.object import epoch
 from shardax._select.places import SelectionError
 
 
@@ -50,11 +50,14 @@ def test_one_object_cannot_change_at_one_of_its_paths(model: Model) -> None:
 
 def test_values_are_written_into_their_variables(model: Model) -> None:
     sx.graphdef(model)
-    before, weight, scale = epoch.current, model.first.w, model.first._boxed["scale"]
+    before, weight, scale = epoch.current, model.first.w, model.first._array_attributes["scale"]
     selection = sx.select(model).at(lambda m: (m.first.w.value, m.first.scale))
     selection.apply(lambda array: array + 1, inplace=True)
     assert model.first.w is weight and weight.value.tolist() == [2.0, 2.0]
-    assert model.first._boxed["scale"] is scale and model.first.scale.tolist() == [2.0, 2.0]
+    assert model.first._array_attributes["scale"] is scale and model.first.scale.tolist() == [
+        2.0,
+        2.0,
+    ]
     assert epoch.current == before
 
 

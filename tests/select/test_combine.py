@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.test_select_edits import Layer, Model, Pair, takes
+from tests.select.test_edits import Layer, Model, Pair, takes
 from tests.strategies import assert_same_model
 
 import shardax as sx

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.test_select import takes
+from tests.select.test_selecting import takes
 from tests.strategies import Pair, assert_same_model
 
 import shardax as sx
-from shardax._core import epoch
 from shardax._core.errors import LayerViewError, MetadataError, StaticAttributeError
+from shardax._core.object import epoch
 from shardax._select.places import (
     EmptySelectionError,
     SelectionCountError,

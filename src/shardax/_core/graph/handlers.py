@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handlers: one table for walking and rebuilding trees.
+
+A *handler* says, for a type of value, what its children are and under which keys, how to make
+another value from other children, and whether it has identity. One table maps types to handlers;
+every walk over models and mixed trees looks up ``handler_of(value)`` there and adds nothing but
+what it does with the children. Packages above the core add rows for their own types (``register``).
+Types that are told apart by a test, such as dataclasses registered with JAX, are one row too:
+``register(object, handler, where=test)``.
+
+These distinctions carry the differences between walks:
+
+- *Objects* (Modules, Variables, tracked containers) have identity everywhere; they may be shared
+  and lead to cycles. So may plain lists and dicts in a tree of the user's, not inside a value.
+- Containers with ``in_models`` are looked into wherever they stand. Other pytree nodes are looked
+  into in trees only; as an attribute of a model they are one static value, or one array attribute.
+- What is ``mutable`` is made empty and filled afterwards; the rest is rebuilt from its children.
+- Everything without a handler of its own is a ``LEAF``; ``tree_handler_of`` also knows the nodes
+  that are registered with JAX.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from shardax._core.graph.paths import plain_path
+from shardax._core.graph.static import Static
+from shardax._core.object import Object, Placeholder, Wrapper
+
+Pairs = Sequence[tuple[Any, Any]]
+"""(key, child) for every child, in order. A key is a step of a path; None adds none."""
+
+
+def _attribute_text(value: Any, key: Any) -> tuple[str, str]:
+    return f"{key}=", f".{key}"
+
+
+def _item_text(value: Any, key: Any) -> tuple[str, str]:
+    return "", f"[{key}]"
+
+
+def _entry_text(value: Any, key: Any) -> tuple[str, str]:
+    return f"{key!r}: ", f"[{key!r}]"
+
+
+def _node_text(value: Any, key: Any) -> tuple[str, str]:
+    return _item_text(value, key) if isinstance(key, int) else _attribute_text(value, key)
+
+
+def _refuse(*args: Any) -> Any:
+    raise TypeError("This kind of value cannot be made from children.")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Handler:
+    """How to walk, rebuild, edit and print one kind of value."""
+
+    name: str  # unique; pickles of definitions refer to handlers by it
+    children: Callable[[Any], Pairs] = lambda value: ()
+    config: Callable[[Any], Any] = type  # all that a value is besides its children
+    rebuild: Callable[[Any, Iterable[tuple[Any, Any]]], Any] = _refuse  # of config and children
+    empty: Callable[[Any], Any] = _refuse  # a new value like a mutable one, to be filled
+    fill: Callable[[Any, Pairs], None] = _refuse  # gives a mutable value other children
+    mutable: bool = False  # filled after it is made, so that cycles can lead through it
+    is_object: bool = False
+    in_models: bool = False
+    stores_items: bool = False  # children are stored as attributes are: arrays of a model boxed
+    size: Literal["fixed", "shrinks", "any"] = "fixed"  # how many children an edit may leave
+    text: Callable[[Any, Any], tuple[str, str]] = _node_text  # a child's label, the code to it
+
+    @property
+    def has_identity(self) -> bool:
+        """Whether a value is one thing at several paths of a tree."""
+        return self.is_object or self.mutable
+
+    def remake(self, value: Any, pairs: Pairs) -> Any:
+        """Returns a value like the given one with other children."""
+        if not self.mutable:
+            return self.rebuild(self.config(value), pairs)
+        made = self.empty(value)
+        self.fill(made, pairs)
+        return made
+
+    def __reduce__(self) -> Any:
+        return handler_named, (self.name,)
+
+
+# --- built-in rows --------------------------------------------------------------------------------
+
+
+def _fill_list(holder: list[Any], pairs: Pairs) -> None:
+    holder[:] = [item for _, item in pairs]
+
+
+def _fill_dict(holder: dict[Any, Any], pairs: Pairs) -> None:
+    holder.clear()
+    holder.update(pairs)
+
+
+def _partial_children(value: Any) -> Pairs:
+    return [(None, value.func), *enumerate(value.args), *value.keywords.items()]
+
+
+def _rebuild_partial(config: Any, pairs: Iterable[tuple[Any, Any]]) -> Any:
+    (_, function), *others = pairs
+    args = [item for key, item in others if isinstance(key, int)]
+    return functools.partial(
+        function, *args, **{key: item for key, item in others if isinstance(key, str)}
+    )
+
+
+def _partial_text(value: Any, key: Any) -> tuple[str, str]:
+    if key is None:
+        return "", ".func"
+    return ("", f".args[{key}]") if isinstance(key, int) else (f"{key}=", f".keywords[{key!r}]")
+
+
+def _field_text(value: Any, key: Any) -> tuple[str, str]:
+    return _attribute_text(value, value._fields[key])
+
+
+class Pattern:
+    """A wrapper as configuration, compared by what it adds."""
+
+    __slots__ = ("key", "wrapper")
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        self.wrapper = wrapper
+        self.key = (type(wrapper), wrapper._wrapping())
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pattern) and self.key == other.key
+
+
+def _node_children(value: Any) -> Pairs:
+    below, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
+    return [(plain_path(keys)[0], child) for keys, child in below]
+
+
+LEAF = Handler("leaf")
+OBJECT = Handler("object", is_object=True, in_models=True)
+PLACEHOLDER = Handler("placeholder", in_models=True)
+LIST = Handler(
+    "list",
+    children=lambda value: list(enumerate(value)),
+    rebuild=lambda kind, pairs: kind([item for _, item in pairs]),
+    empty=copy.copy,
+    fill=_fill_list,
+    mutable=True,
+    in_models=True,
+    size="any",
+    text=_item_text,
+)
+TUPLE = Handler(
+    "tuple",
+    children=lambda value: list(enumerate(value)),
+    rebuild=lambda kind, pairs: kind([item for _, item in pairs]),
+    in_models=True,
+    stores_items=True,
+    size="any",
+    text=_item_text,
+)
+NAMED_TUPLE = Handler(
+    "named tuple",
+    children=lambda value: list(enumerate(value)),
+    rebuild=lambda kind, pairs: kind(*(item for _, item in pairs)),
+    in_models=True,
+    stores_items=True,
+    text=_field_text,
+)
+DICT = Handler(
+    "dict",
+    children=lambda value: list(value.items()),
+    config=lambda value: (type(value), Static(tuple(value))),
+    rebuild=lambda config, pairs: dict(pairs),
+    empty=copy.copy,
+    fill=_fill_dict,
+    mutable=True,
+    in_models=True,
+    size="shrinks",
+    text=_entry_text,
+)
+PARTIAL = Handler(
+    "partial",
+    children=_partial_children,
+    config=lambda value: functools.partial,
+    rebuild=_rebuild_partial,
+    in_models=True,
+    text=_partial_text,
+)
+METHOD = Handler(
+    "method",
+    children=lambda value: [(None, value.__self__)],
+    config=lambda value: Static(value.__func__),
+    rebuild=lambda function, pairs: types.MethodType(function.value, *(item for _, item in pairs)),
+    in_models=True,
+    text=lambda value, key: ("", ".__self__"),
+)
+WRAPPER = Handler(
+    "wrapper",
+    children=lambda value: [(None, value.__wrapped__)],
+    config=Pattern,
+    rebuild=lambda pattern, pairs: pattern.wrapper._wrap(*(item for _, item in pairs)),
+    in_models=True,
+    text=lambda value, key: ("", ".__wrapped__"),
+)
+NODE = Handler(
+    "pytree node",
+    children=_node_children,
+    config=lambda value: jax.tree.structure(value, is_leaf=lambda item: item is not value),
+    rebuild=lambda treedef, pairs: treedef.unflatten(item for _, item in pairs),
+)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+_rows: list[tuple[type, Callable[[type], bool] | None, Handler]] = []
+_by_name: dict[str, Handler] = {each.name: each for each in (LEAF, NODE)}
+_known: dict[type, Handler] = {}  # what was looked up, so that a walk costs one lookup per value
+
+
+def register(cls: type, handler: Handler, where: Callable[[type], bool] | None = None) -> None:
+    """Adds a row for a class and its subclasses."""
+    # Of several rows for a class the last one registered decides.
+    _rows.append((cls, where, handler))
+    _by_name[handler.name] = handler
+    _known.clear()
+
+
+def handler_named(name: str) -> Handler:
+    """Returns the handler of a name, for pickles."""
+    return _by_name[name]
+
+
+def handler_of(value: Any) -> Handler:
+    """Returns the handler of a value, ``LEAF`` by default."""
+    kind = type(value)
+    return _known.get(kind) or _look_up(kind)
+
+
+def tree_handler_of(value: Any) -> Handler:
+    """Returns the handler of a value in a tree, pytree nodes included."""
+    handler = handler_of(value)
+    if handler is not LEAF or value is None or jax.tree_util.all_leaves((value,)):
+        return handler
+    return NODE
+
+
+def _look_up(kind: type) -> Handler:
+    matching = (
+        handler
+        for cls, where, handler in reversed(_rows)
+        if issubclass(kind, cls) and (where is None or where(kind))
+    )
+    _known[kind] = handler = next(matching, LEAF)
+    return handler
+
+
+register(functools.partial, PARTIAL)
+register(Wrapper, WRAPPER)
+register(types.MethodType, METHOD)
+register(dict, DICT)
+register(list, LIST)
+register(tuple, TUPLE)
+register(tuple, NAMED_TUPLE, where=lambda kind: hasattr(kind, "_fields"))
+register(Placeholder, PLACEHOLDER)
+register(Object, OBJECT)
+
+
+def has_parts(value: Any) -> bool:
+    """Whether a value is or contains an object or placeholder."""
+    handler = handler_of(value)
+    if handler is LEAF or not handler.in_models:
+        return False
+    if handler.is_object or handler is PLACEHOLDER:
+        return True
+    if handler is METHOD:  # of anything else than an object it is configuration
+        return isinstance(value.__self__, Object)
+    return any(has_parts(child) for _, child in handler.children(value))
+
+
+def children_in_model(value: Any) -> Pairs:
+    """Returns the children of a value as part of a model."""
+    handler = handler_of(value)
+    return handler.children(value) if handler.in_models else ()
+
+
+def map_children(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to the children of a container."""
+    handler = handler_of(value)
+    pairs = [(key, child, function(child)) for key, child in handler.children(value)]
+    if all(new is old for _, old, new in pairs):  # then it is shared
+        return value
+    return handler.remake(value, [(key, new) for key, _, new in pairs])
