@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initialisation in the functional style: parameters made where they belong, by one program.
+"""Initialisation of functional parameters by one program.
 
 A *functional initializer* is a function of random keys, shapes and the like that returns parameters
-in boxes. It is traced for shapes, the boxes say where each value goes, and one compiled program
+in boxes. It is traced for shapes, the boxes give each value its sharding, and one compiled program
 computes every value straight into its shards, so that no device holds more than it keeps.
 
-Programs of initializers: compiled once, found again, and keeping nothing alive.
-
-A *program* belongs to one function, what its arguments are but for the numbers in them, a mesh and
-rules. Arrays, Modules and Variables among the arguments are its *inputs*; everything else, such as
-widths and other functions, is *static*. Functions are held weakly, and a program is forgotten with
-any of its functions: they may close over whole models. What is static and cannot be hashed makes a
-program for one call.
+A program is found by its function, the types of its arguments, mesh and rules. Arrays, Modules and
+Variables among the arguments are *inputs*; everything else, such as widths and other functions, is
+*static*. Functions are held weakly, and a program is forgotten with any of its functions: they may
+close over whole models. Static arguments that cannot be hashed make a program for one call.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,23 +38,96 @@ from shardax.partition.rules import Rules, RulesLike
 from shardax.partition.specs import get_sharding
 from shardax.partition.tree_layout import require_mesh
 
-# --- Init programs ---
-
 MOST = 64
-"""How many programs are remembered; the one not used for longest is forgotten first."""
+"""The number of remembered programs; the least recently used is forgotten first."""
 
 
-class Call:
-    """The arguments of one call of an initializer, taken apart.
+def initialise(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: AnyMesh | None = None,
+    rules: RulesLike | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Computes the results of a functional initializer straight into their shardings.
+
+    It is compiled once: a call with the same function, mesh and rules, and arguments that differ in
+    their numbers only, runs the same program, as with ``jax.jit``.
+
+    The mesh and the rules are in scope while ``fn`` is traced, also for the constraints in it. Over
+    a mesh with Explicit axes ``fn`` is traced as over Auto ones, for only then may the compiler
+    compute a value in parts; the results are laid out over the mesh as it is.
 
     Args:
-        function: The initializer.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        fn: A function that returns a pytree of boxes (``Partitioned``, ``LogicallyPartitioned``,
+            Variables), and of arrays, which are replicated: parameters, or a whole training state
+            of parameters, optimizer state and step counter.
+        *args: Its arguments. Arrays are inputs of the program; everything else is part of it.
+        mesh: The mesh; None for the one in scope.
+        rules: Rules for logical names; None for the current rules.
+        **kwargs: Its keyword arguments.
 
-    Attributes:
-        inputs: The inputs among them.
+    Returns:
+        The results of ``fn``, laid out by ``get_sharding``.
+
+    Raises:
+        NoMeshError: If no mesh is given and none is in scope.
+        MeshError: If the mesh has no devices, or the call is inside a program.
+        NoRulesError: If there are logical names and no rules.
+        PartitionCheckError: If an array cannot be laid out so; lists all by path, and nothing was
+            compiled.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> def init(key, widths):
+        ...     normal = jax.nn.initializers.normal()
+        ...     make = sx.partition.with_partitioning(normal, (None, "model"))
+        ...     return [make(key, shape) for shape in zip(widths, widths[1:])]
+        >>> mesh = jax.make_mesh((1,), ("model",))
+        >>> layers = initialise(init, jax.random.key(0), (4, 8, 2), mesh=mesh)
+        >>> layers[0].value.sharding.spec, layers[0].names
+        (P(None, 'model'), (None, 'model'))
     """
+    where = require_mesh(mesh, "initialise")
+    if not is_eager():
+        raise MeshError(
+            "initialise places arrays and cannot be called inside a program. Call it outside; or, "
+            "inside, call the initializer itself and unbox(result), which constrains the values."
+        )
+    if not isinstance(where, Mesh) or AxisType.Manual in where.axis_types:
+        raise MeshError(
+            f"initialise cannot place arrays over {where}: it has no devices, or Manual axes, "
+            "which are for the inside of jax.shard_map. Pass a mesh such as "
+            "jax.make_mesh((2, 4), ('data', 'model')). For specs alone, use "
+            "get_sharding(jax.eval_shape(fn, ...), mesh)."
+        )
+    chosen = resolve_rules(rules)
+    automatic = _automatic(where)
+    call = InitializerCall(fn, args, kwargs)
+    inputs = [_over_automatic(array) for array in call.inputs]
+    with jax.set_mesh(automatic), axis_rules(chosen):
+        key = call.key(automatic, chosen)
+        program = None if key is None else _programs.pop(key, None)
+        if program is None:
+            shardings = get_sharding(eval_shape(call.run, inputs), automatic, chosen)
+            function = CurrentCall(call)
+            program = function, jit(function, out_shardings=shardings)
+        if key is not None:
+            _programs[key] = program  # as the last one used
+            while len(_programs) > MOST:
+                _programs.pop(next(iter(_programs)), None)
+        function, compiled = program
+        result = function.run(call, compiled, inputs)
+    if automatic == where:
+        return result
+    return jax.tree.map(lambda leaf: _over(leaf, where, chosen), result, is_leaf=is_object)
+
+
+# --- Programs ---
+
+
+class InitializerCall:
+    """A call of an initializer, its arguments split into inputs and the rest."""
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -73,96 +143,71 @@ class Call:
         args, kwargs = self._treedef.unflatten(filled)
         return self.function(*args, **kwargs)
 
-    def key(self, *more: Hashable) -> Key | None:
-        """Returns what the program of this call is found by, or None if it is for this call alone.
-
-        Args:
-            *more: What else it depends on.
-        """
-        if isinstance(self.function, Object) or isinstance(_owner(self.function), Object):
+    def key(self, *more: Hashable) -> ProgramKey | None:
+        """The key of the program of this call and ``more``, or None for this call alone."""
+        owner = getattr(self.function, "__self__", None)
+        if isinstance(self.function, Object) or isinstance(owner, Object):
             return None
         static = [self.function, *(leaf for leaf in self._leaves if not _is_input(leaf))]
         weak: list[_Weak] = []
         try:
-            parts = tuple(_part(item, weak) for item in static)
-            content = (self._treedef, parts, _kinds(self.inputs), more)
-            hash(content)
+            parts = tuple(_key_of(item, weak) for item in static)
+            return ProgramKey((self._treedef, parts, _types_of(self.inputs), more), tuple(weak))
         except TypeError:  # something has no hash
             return None
-        return Key(content, tuple(weak))
 
 
-class Key(NamedTuple):
-    """What a program is found by.
+class ProgramKey:
+    """The key of a program, with the weak references in it, whose end is the program's."""
 
-    Attributes:
-        content: All of it.
-        weak: The references in it whose end ends the program.
-    """
+    def __init__(self, content: Hashable, weak: tuple[_Weak, ...]) -> None:
+        self.content = content
+        self.weak = weak
+        self._hash = hash(content)
 
-    content: Hashable
-    weak: tuple[_Weak, ...]
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProgramKey) and self.content == other.content
 
 
-class Runner:
-    """The function of a program: what runs is the call that is being made, so it holds none."""
+class CurrentCall:
+    """The function of a program: runs the current call, so that it holds none."""
 
     __signature__ = inspect.Signature(
         [inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     )
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: InitializerCall) -> None:
         self._local = threading.local()
         self._function = _weakly(call.function)
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         return self._local.call.run(inputs)
 
-    def run(self, call: Call, program: Callable[[Any], Any], inputs: Sequence[Any]) -> Any:
-        """Calls the program of this function for a call."""
+    def run(
+        self, call: InitializerCall, compiled: Callable[[Any], Any], inputs: Sequence[Any]
+    ) -> Any:
+        """Runs the compiled program for a call."""
         self._local.call = call
         try:
-            return program(inputs)
+            return compiled(inputs)
         finally:
             self._local.call = None
 
     @property
     def __wrapped__(self) -> Any:
-        """What is looked through for objects that the function uses without being given them."""
+        # Looked through for objects that the function uses without being given them.
         function = self._function()
         return lambda: function
 
 
-class Program(NamedTuple):
-    """A compiled function of inputs alone, and what it runs."""
-
-    runner: Runner
-    compiled: Callable[[Any], Any]
-
-
-def find(key: Key | None, make: Callable[[], Program]) -> Program:
-    """Returns the program remembered under a key, else a new one.
-
-    Args:
-        key: The key, or None to remember nothing.
-        make: Makes the program.
-    """
-    if key is None:
-        return make()
-    program = _programs.pop(key, None)
-    if program is None:
-        program = make()
-    _programs[key] = program
-    while len(_programs) > MOST:
-        _programs.pop(next(iter(_programs)), None)
-    return program
-
-
-_programs: dict[Key, Program] = {}
+_programs: dict[ProgramKey, tuple[CurrentCall, Callable[[Any], Any]]] = {}
 
 
 class _Weak(weakref.ref[Any]):
-    """A weak reference that is equal to others of the very same object."""
+    """A weak reference, equal to others of the same object."""
 
     __slots__ = ("_id",)
 
@@ -185,22 +230,18 @@ def _forget(dead: Any) -> None:
         _programs.pop(key, None)
 
 
-def _part(item: Any, weak: list[_Weak]) -> Hashable:
-    """A static value as a part of a key."""
+def _key_of(item: Any, weak: list[_Weak]) -> Hashable:
+    """A static value as part of a key."""
     if isinstance(item, types.MethodType):
-        return _part(item.__func__, weak), _reference(item.__self__, weak)
+        return _key_of(item.__func__, weak), _weak_reference(item.__self__, weak)
     if callable(item) and type(item).__hash__ is object.__hash__:
-        return _reference(item, weak)
+        return _weak_reference(item, weak)
     return Static(item)
 
 
-def _reference(item: Any, weak: list[_Weak]) -> _Weak:
+def _weak_reference(item: Any, weak: list[_Weak]) -> _Weak:
     weak.append(_Weak(item))
     return weak[-1]
-
-
-def _owner(function: Any) -> Any:
-    return getattr(function, "__self__", None)
 
 
 def _weakly(function: Any) -> Callable[[], Any]:
@@ -208,7 +249,7 @@ def _weakly(function: Any) -> Callable[[], Any]:
         return weakref.WeakMethod(function)
     try:
         return weakref.ref(function)
-    except TypeError:  # a kind of callable that cannot be referred to so, which closes over nothing
+    except TypeError:  # a kind of callable without weak references, which closes over nothing
         return lambda: function
 
 
@@ -216,8 +257,8 @@ def _is_input(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray)) or is_object(leaf)
 
 
-def _kinds(inputs: Sequence[Any]) -> Hashable:
-    """What shapes depend on: structures of objects, and shapes and dtypes of all arrays."""
+def _types_of(inputs: Sequence[Any]) -> Hashable:
+    """Structures of objects, and shapes and dtypes of all arrays."""
     flat = flatten_roots([item for item in inputs if isinstance(item, Object)])
     values = [variable._value for variable in flat.leaves]
     arrays = [item for item in inputs if not isinstance(item, Object)]
@@ -225,88 +266,7 @@ def _kinds(inputs: Sequence[Any]) -> Hashable:
     return flat.graphdef, treedef, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
-# --- Initialise ---
-
-
-def initialise(
-    fn: Callable[..., Any],
-    *args: Any,
-    mesh: AnyMesh | None = None,
-    rules: RulesLike | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Computes what a functional initializer returns straight into its shardings.
-
-    It is compiled once: a call with the same function, arguments that differ in their numbers only,
-    the same mesh and rules runs the program of the one before, as with ``jax.jit``.
-
-    The mesh and the rules are in scope while ``fn`` is traced, also for the constraints in it. Over
-    a mesh with Explicit axes ``fn`` is traced as over Auto ones, for only then may the compiler
-    compute a value in parts; the results are laid out over the mesh as it is.
-
-    Args:
-        fn: A function that returns a pytree of boxes (``Partitioned``, ``LogicallyPartitioned``,
-            Variables), and of arrays, which are replicated: parameters, or a whole training state
-            of parameters, optimizer state and step counter.
-        *args: Its arguments. Arrays are inputs of the program; everything else is part of it.
-        mesh: The mesh; None for the one in scope.
-        rules: Rules for logical names; None for the current rules.
-        **kwargs: Its keyword arguments.
-
-    Returns:
-        What ``fn`` returns, the values laid out as ``get_sharding`` says.
-
-    Raises:
-        NoMeshError: If no mesh is given and none is in scope.
-        MeshError: If the mesh has no devices, or the call is inside a program.
-        NoRulesError: If there are logical names and no rules.
-        PartitionCheckError: If an array cannot be laid out so; lists all by path, and nothing was
-            compiled.
-
-    Example:
-        >>> import jax, shardax as sx
-        >>> def init(key, widths):
-        ...     normal = jax.nn.initializers.normal()
-        ...     make = sx.partition.with_partitioning(normal, (None, "model"))
-        ...     return [make(key, shape) for shape in zip(widths, widths[1:])]
-        >>> mesh = jax.make_mesh((1,), ("model",))
-        >>> layers = initialise(init, jax.random.key(0), (4, 8, 2), mesh=mesh)
-        >>> layers[0].value.sharding.spec, layers[0].names
-        (P(None, 'model'), (None, 'model'))
-    """
-    where = _usable(require_mesh(mesh, "initialise"))
-    chosen = resolve_rules(rules)
-    automatic = _automatic(where)
-    call = Call(fn, args, kwargs)
-    inputs = [_over_automatic(array) for array in call.inputs]
-
-    def make() -> Program:
-        places = get_sharding(eval_shape(call.run, inputs), automatic, chosen)
-        runner = Runner(call)
-        return Program(runner, jit(runner, out_shardings=places))
-
-    with jax.set_mesh(automatic), axis_rules(chosen):
-        program = find(call.key(automatic, chosen), make)
-        result = program.runner.run(call, program.compiled, inputs)
-    if automatic == where:
-        return result
-    return jax.tree.map(lambda leaf: _over(leaf, where, chosen), result, is_leaf=is_object)
-
-
-def _usable(mesh: AnyMesh) -> Mesh:
-    if not is_eager():
-        raise MeshError(
-            "initialise places arrays and cannot be called inside a program. Call it outside; or, "
-            "inside, call the initializer itself and unbox(result), which constrains the values."
-        )
-    if not isinstance(mesh, Mesh) or AxisType.Manual in mesh.axis_types:
-        raise MeshError(
-            f"initialise cannot place arrays over {mesh}: it has no devices, or Manual axes, which "
-            "are for the inside of jax.shard_map. Pass a mesh such as "
-            "jax.make_mesh((2, 4), ('data', 'model')). For specs alone, use "
-            "get_sharding(jax.eval_shape(fn, ...), mesh)."
-        )
-    return mesh
+# --- Meshes ---
 
 
 def _automatic(mesh: Mesh) -> Mesh:
@@ -317,20 +277,18 @@ def _automatic(mesh: Mesh) -> Mesh:
 
 
 def _over(leaf: Any, mesh: Mesh, rules: Rules) -> Any:
-    """Says that an array is laid out over a mesh that has the same devices; moves nothing."""
+    """Declares an array over a mesh of the same devices; moves nothing."""
     if is_object(leaf):
         return shard(leaf, mesh, rules)
     return jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
 
 
 def _over_automatic(array: Any) -> Any:
-    """Says that an input is laid out over Auto axes, as the program will be; moves nothing."""
+    """Declares an input over Auto axes, as in the program; moves nothing."""
     now = array.sharding if isinstance(array, jax.Array) else None
     if not isinstance(now, NamedSharding) or not isinstance(now.mesh, Mesh):
         return array
     automatic = _automatic(now.mesh)
-    return (
-        array
-        if automatic == now.mesh
-        else jax.device_put(array, NamedSharding(automatic, now.spec))
-    )
+    if automatic == now.mesh:
+        return array
+    return jax.device_put(array, NamedSharding(automatic, now.spec))
