@@ -106,18 +106,20 @@ def initialise(
     call = InitializerCall(fn, args, kwargs)
     inputs = [_over_automatic(array) for array in call.inputs]
     with jax.set_mesh(automatic), axis_rules(chosen):
-        key = call.key(automatic, chosen)
+        functions: list[Any] = []
+        key = call.key(functions, automatic, chosen)
         program = None if key is None else _programs.pop(key, None)
         if program is None:
             shardings = get_sharding(eval_shape(call.run, inputs), automatic, chosen)
-            function = CurrentCall(call)
-            program = function, jit(function, out_shardings=shardings)
+            runner = CurrentCall(call)
+            ends = [weakref.ref(each, lambda _: _programs.pop(key, None)) for each in functions]
+            program = runner, jit(runner, out_shardings=shardings), ends
         if key is not None:
             _programs[key] = program  # as the last one used
             while len(_programs) > MOST:
                 _programs.pop(next(iter(_programs)), None)
-        function, compiled = program
-        result = function.run(call, compiled, inputs)
+        runner, compiled, _ = program
+        result = runner.run(call, compiled, inputs)
     if automatic == where:
         return result
     return jax.tree.map(lambda leaf: _over(leaf, where, chosen), result, is_leaf=is_object)
@@ -143,33 +145,37 @@ class InitializerCall:
         args, kwargs = self._treedef.unflatten(filled)
         return self.function(*args, **kwargs)
 
-    def key(self, *more: Hashable) -> ProgramKey | None:
-        """The key of the program of this call and ``more``, or None for this call alone."""
+    def key(self, functions: list[Any], *more: Hashable) -> Hashable | None:
+        """The key of the program of this call and ``more``, or None for this call alone.
+
+        Functions are in it by identity; they are added to the list, and must outlive the program.
+        """
         owner = getattr(self.function, "__self__", None)
         if isinstance(self.function, Object) or isinstance(owner, Object):
             return None
         static = [self.function, *(leaf for leaf in self._leaves if not _is_input(leaf))]
-        weak: list[_Weak] = []
         try:
-            parts = tuple(_key_of(item, weak) for item in static)
-            return ProgramKey((self._treedef, parts, _types_of(self.inputs), more), tuple(weak))
-        except TypeError:  # something has no hash
+            parts = tuple(_key_of(item, functions) for item in static)
+            key = (self._treedef, parts, _types_of(self.inputs), more)
+            hash(key)
+        except TypeError:  # something has no hash, or no weak references
             return None
+        return key
 
 
-class ProgramKey:
-    """The key of a program, with the weak references in it, whose end is the program's."""
+def _key_of(item: Any, functions: list[Any]) -> Hashable:
+    """A static value as part of a key."""
+    if isinstance(item, types.MethodType):
+        return _key_of(item.__func__, functions), _identity(item.__self__, functions)
+    if callable(item) and type(item).__hash__ is object.__hash__:
+        return _identity(item, functions)
+    return Static(item)
 
-    def __init__(self, content: Hashable, weak: tuple[_Weak, ...]) -> None:
-        self.content = content
-        self.weak = weak
-        self._hash = hash(content)
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ProgramKey) and self.content == other.content
+def _identity(item: Any, functions: list[Any]) -> Hashable:
+    weakref.ref(item)  # raises if there are none
+    functions.append(item)
+    return id, id(item)  # no other object has it while this one is alive
 
 
 class CurrentCall:
@@ -203,45 +209,7 @@ class CurrentCall:
         return lambda: function
 
 
-_programs: dict[ProgramKey, tuple[CurrentCall, Callable[[Any], Any]]] = {}
-
-
-class _Weak(weakref.ref[Any]):
-    """A weak reference, equal to others of the same object."""
-
-    __slots__ = ("_id",)
-
-    def __new__(cls, item: Any) -> _Weak:
-        self = super().__new__(cls, item, _forget)
-        self._id = id(item)
-        return self
-
-    def __hash__(self) -> int:
-        return self._id
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, _Weak) and self() is not None and self() is other()
-        )
-
-
-def _forget(dead: Any) -> None:
-    for key in [key for key in list(_programs) if any(item is dead for item in key.weak)]:
-        _programs.pop(key, None)
-
-
-def _key_of(item: Any, weak: list[_Weak]) -> Hashable:
-    """A static value as part of a key."""
-    if isinstance(item, types.MethodType):
-        return _key_of(item.__func__, weak), _weak_reference(item.__self__, weak)
-    if callable(item) and type(item).__hash__ is object.__hash__:
-        return _weak_reference(item, weak)
-    return Static(item)
-
-
-def _weak_reference(item: Any, weak: list[_Weak]) -> _Weak:
-    weak.append(_Weak(item))
-    return weak[-1]
+_programs: dict[Hashable, tuple[CurrentCall, Callable[[Any], Any], list[Any]]] = {}
 
 
 def _weakly(function: Any) -> Callable[[], Any]:

@@ -27,7 +27,7 @@ from shardax._transforms.errors import NoMeshError
 from shardax.partition.boxes.boxes import identity_rules
 from shardax.partition.checker import explicit_spec, spec_for
 from shardax.partition.context import current_rules
-from shardax.partition.errors import NEAR, Diagnostic, NoRulesError, raise_on_errors
+from shardax.partition.errors import NEAR, Diagnostic, NoRulesError, PartitionCheckError
 from shardax.partition.inventory import (
     LeafInfo,
     TreeInventory,
@@ -232,7 +232,9 @@ class TreeLayout:
         for diagnostic in self.diagnostics:
             if diagnostic.code == "no-rules":
                 raise NoRulesError(str(diagnostic))
-        raise_on_errors([*self.diagnostics, *more])
+        errors = [d for d in (*self.diagnostics, *more) if d.severity == "error"]
+        if errors:
+            raise PartitionCheckError(errors)
         return self
 
     def shardings(self) -> list[list[NamedSharding]]:
