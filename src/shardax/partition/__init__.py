@@ -7,9 +7,7 @@ from shardax.partition.boxes.boxes import LogicallyPartitioned as LogicallyParti
 from shardax.partition.boxes.boxes import Partitioned as Partitioned
 from shardax.partition.boxes.boxes import logical_axis_rules as logical_axis_rules
 from shardax.partition.boxes.boxes import with_logical_constraint as with_logical_constraint
-from shardax.partition.boxes.boxes import (
-    with_logical_partitioning as with_logical_partitioning,
-)
+from shardax.partition.boxes.boxes import with_logical_partitioning as with_logical_partitioning
 from shardax.partition.boxes.boxes import with_partitioning as with_partitioning
 from shardax.partition.boxes.trees import VariableBox as VariableBox
 from shardax.partition.boxes.trees import add_axis as add_axis

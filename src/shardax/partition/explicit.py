@@ -36,9 +36,7 @@ def explicit_sharding(array: jax.Array) -> NamedSharding | None:
     return None if explicit_entries(array) is None else jax.typeof(array).sharding
 
 
-def joined_sharding(
-    parts: Iterable[tuple[jax.Array, Sequence[int]]],
-) -> NamedSharding | None:
+def joined_sharding(parts: Iterable[tuple[jax.Array, Sequence[int]]]) -> NamedSharding | None:
     """Sharding for ``out_sharding=`` of a result whose dimensions come from several operands.
 
     ``parts`` are pairs of an operand and those of its dimensions that the result has, in the

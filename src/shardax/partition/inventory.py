@@ -31,6 +31,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
@@ -54,8 +55,7 @@ T = TypeVar("T")
 def walk(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
     """The subtrees of a mixed tree with their paths, and the treedef above them."""
     leaves, treedef = jax.tree.flatten_with_path(
-        tree,
-        is_leaf=lambda x: isinstance(x, (Object, State, AxisMetadata)) or knows_axes(x),
+        tree, is_leaf=lambda x: isinstance(x, (Object, State, AxisMetadata)) or knows_axes(x)
     )
     return [(plain_path(key_path), leaf) for key_path, leaf in leaves], treedef
 
@@ -119,6 +119,16 @@ class LeafInfo(NamedTuple):
         if isinstance(self.axes, PartitionSpec):
             return (*self.axes, *(None,) * (len(info.shape) - len(self.axes)))
         return self.axes
+
+    def names_as_array(self, over_mesh: bool) -> tuple[ArrayInfo, ...]:
+        """An empty array to check the names of a box without arrays."""
+        if self.box is None:
+            return ()
+        # 0 is divisible by everything. A number may stand for an array while there is no mesh, as
+        # in Flax; over a mesh it has no dimensions.
+        names = None if self.axes is None else tuple(self.axes)
+        shape = () if self.is_number and over_mesh else (0,) * len(names or ())
+        return (ArrayInfo(self.path, shape, np.dtype("V0"), False, None, names),)
 
     def arrays_in(self, value: Any) -> list[Any]:
         """The arrays of a value like this leaf's, in the order of ``arrays``."""

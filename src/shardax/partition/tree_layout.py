@@ -18,17 +18,18 @@ import difflib
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import format_path
 from shardax._transforms.errors import NoMeshError
 from shardax.partition.boxes.boxes import identity_rules
 from shardax.partition.checker import explicit_spec, spec_for
 from shardax.partition.context import current_rules
 from shardax.partition.errors import NEAR, Diagnostic, NoRulesError, PartitionCheckError
 from shardax.partition.inventory import (
+    ArrayInfo,
     LeafInfo,
     TreeInventory,
     reduced_states,
@@ -43,6 +44,7 @@ from shardax.partition.overrides import (
     overrides_of,
 )
 from shardax.partition.rules import (
+    Names,
     Rules,
     RulesLike,
     check_names,
@@ -56,19 +58,6 @@ LARGE_BYTES = 2**20
 """An array is large above this many bytes ..."""
 LARGE_FRACTION = 0.01
 """... if it also is more than this fraction of all arrays together."""
-
-
-class _ArrayToPlace(NamedTuple):
-    """One array of a leaf; a box without arrays counts as one of its names alone."""
-
-    path: Path
-    names: Any
-    shape: tuple[int, ...]
-    nbytes: int
-    rules: Rules
-    own_rules: bool  # whether the rules are not the layout's, overrides aside
-    mesh: AnyMesh | None
-    override: Override
 
 
 class TreeLayout:
@@ -129,75 +118,55 @@ class TreeLayout:
     def _lay_out(
         self, leaves: Sequence[LeafInfo]
     ) -> tuple[list[list[PartitionSpec]], list[Diagnostic]]:
-        arrays = [
-            list(self._arrays_of(leaf, mesh, override))
-            for leaf, mesh, override in zip(leaves, self.meshes, self._overrides, strict=True)
-        ]
-        total = sum(array.nbytes for some in arrays for array in some)
+        total = sum(info.nbytes for leaf in leaves for info in leaf.arrays)
         large = max(self._large_bytes, self._large_fraction * total)
         specs: list[list[PartitionSpec]] = []
         diagnostics: list[Diagnostic] = []
-        laid_out: list[_ArrayToPlace] = []  # by rules, with sound names
-        for leaf, override, some in zip(leaves, self._overrides, arrays, strict=True):
+        by_rules: list[tuple[Rules, Names]] = []  # of the layout, with those of overrides
+        for leaf, mesh, override in zip(leaves, self.meshes, self._overrides, strict=True):
+            own = leaf.rules
+            if self._names_alone and leaf.axes is not None:
+                own = identity_rules(tuple(leaf.axes))
+            rules = self.rules if own is None else own
+            if override.rules is not None:
+                rules = rules.override(override.rules)
             if override.spec is None:
                 diagnostics += _axes_of_many(leaf)
-            of_leaf: list[PartitionSpec] = []
-            for array in some:
-                path, names, shape, mesh = array.path, array.names, array.shape, array.mesh
+            specs.append([])
+            for info in leaf.arrays or leaf.names_as_array(mesh is not None):
+                path, names, shape = info.path, leaf.names_of(info), info.shape
                 if override.spec is not None:
                     spec, found = explicit_spec(override.spec, shape, mesh, override.source, path)
                 else:
-                    spec, found = spec_for(
-                        names, shape, mesh, array.rules, path, placed=self._placed
-                    )
-                    codes = {diagnostic.code for diagnostic in found}
-                    if names is not None and codes.isdisjoint(("axis-names", "rank-mismatch")):
-                        laid_out.append(array)
-                    sound = all(diagnostic.severity != "error" for diagnostic in found)
-                    if mesh is not None and sound and array.nbytes > large:
-                        found = [*found, *_large_replicated(array, spec, mesh, total)]
+                    spec, found = spec_for(names, shape, mesh, rules, path, placed=self._placed)
+                    errors = {each.code for each in found if each.severity == "error"}
+                    if names is not None and errors.isdisjoint(("axis-names", "rank-mismatch")):
+                        names = check_names(names)
+                        if own is None or own == self.rules:
+                            by_rules.append((rules, names))
+                    if mesh is not None and not errors and info.nbytes > large:
+                        found += _large_replicated(info, names or (), spec, mesh, rules, total)
                     if isinstance(leaf.axes, PartitionSpec):
                         # The specs of a box are one: they differ at most in trailing Nones.
                         spec = PartitionSpec(*tuple(spec)[: len(leaf.axes)])
-                of_leaf.append(spec)
+                specs[-1].append(spec)
                 diagnostics += found
-            specs.append(of_leaf)
-        diagnostics += self._about_rules([array for array in laid_out if not array.own_rules])
+        diagnostics += self._unused_rules(by_rules)
         return specs, diagnostics
 
-    def _arrays_of(
-        self, leaf: LeafInfo, mesh: AnyMesh | None, override: Override
-    ) -> Iterator[_ArrayToPlace]:
-        own = leaf.rules
-        if self._names_alone and leaf.axes is not None:
-            own = identity_rules(tuple(leaf.axes))
-        rules = self.rules if own is None else own
-        if override.rules is not None:
-            rules = rules.override(override.rules)
-        about = (rules, own is not None and own != self.rules, mesh, override)
-        if leaf.box is not None and not leaf.arrays:
-            axes = None if leaf.axes is None else tuple(leaf.axes)
-            # There are only names to be checked, and 0 is divisible by everything. A number may
-            # stand for an array while no mesh is asked about, as in Flax; on a mesh it is one.
-            shape = () if leaf.is_number and mesh is not None else (0,) * len(axes or ())
-            yield _ArrayToPlace(leaf.path, axes, shape, 0, *about)
-        for info in leaf.arrays:
-            yield _ArrayToPlace(info.path, leaf.names_of(info), info.shape, info.nbytes, *about)
-
-    def _about_rules(self, arrays: Sequence[_ArrayToPlace]) -> Iterator[Diagnostic]:
-        """Yields diagnostics of rules that no array chose."""
+    def _unused_rules(self, by_rules: Sequence[tuple[Rules, Names]]) -> Iterator[Diagnostic]:
         chosen: set[int] = set()
         elsewhere: set[Any] = set()  # rules chosen together with an override's
         lost: set[Any] = set()
         present: set[str] = set()
-        for array in arrays:
-            assignment = array.rules.assign(array.names)
-            if array.rules == self.rules:
+        for rules, names in by_rules:
+            assignment = rules.assign(names)
+            if rules == self.rules:
                 chosen.update(assignment.chosen.values())
             else:
-                elsewhere.update(array.rules.pairs[i] for i in assignment.chosen.values())
+                elsewhere.update(rules.pairs[i] for i in assignment.chosen.values())
             lost.update(loss.rule for loss in assignment.passed_over)
-            present.update(strings(check_names(array.names)))
+            present.update(strings(names))
         for position, rule in enumerate(self.rules.pairs):
             if position in chosen or rule in elsewhere:
                 continue
@@ -283,11 +252,15 @@ def _axes_of_many(leaf: LeafInfo) -> Iterator[Diagnostic]:
 
 
 def _large_replicated(
-    array: _ArrayToPlace, spec: PartitionSpec, mesh: AnyMesh, total: int
+    info: ArrayInfo, names: Names, spec: PartitionSpec, mesh: AnyMesh, rules: Rules, total: int
 ) -> Iterator[Diagnostic]:
     parts = math.prod(mesh.shape[axis] for entry in spec for axis in mesh_axes_of(entry))
-    names = () if array.names is None else check_names(array.names)
-    if mesh.size == 1 or parts > 1 or _replicated_on_purpose(names, array.rules):
+    chosen = rules.assign(names).chosen
+    on_purpose = bool(names) and all(
+        isinstance(name, str) and name in chosen and rules.pairs[chosen[name]][1] is None
+        for name in names
+    )
+    if mesh.size == 1 or parts > 1 or on_purpose:
         return
     shown = ", ".join(map(repr, strings(names)))
     fix = (
@@ -296,20 +269,11 @@ def _large_replicated(
         else "Give its dimensions names, axes=(...), and one of them a rule"
     )
     text = (
-        f"{format_path(array.path)}: {array.nbytes / 2**20:.1f} MiB "
-        f"({100 * array.nbytes / total:.0f} % of all arrays), shape {array.shape}, are held whole "
-        f"by each of {mesh.size} devices. {fix}."
+        f"{format_path(info.path)}: {info.nbytes / 2**20:.1f} MiB "
+        f"({100 * info.nbytes / total:.0f} % of all arrays), shape {info.shape}, are held whole by "
+        f"each of {mesh.size} devices. {fix}."
     )
-    yield Diagnostic("warning", array.path, "large-replicated", text)
-
-
-def _replicated_on_purpose(names: tuple[Any, ...], rules: Rules) -> bool:
-    """Whether every dimension has a name that a rule maps to None."""
-    chosen = rules.assign(names).chosen
-    return bool(names) and all(
-        isinstance(name, str) and name in chosen and rules.pairs[chosen[name]][1] is None
-        for name in names
-    )
+    yield Diagnostic("warning", info.path, "large-replicated", text)
 
 
 def _unused_rule(rule: tuple[str, Any], rules: Rules, present: set[str], lost: bool) -> Diagnostic:

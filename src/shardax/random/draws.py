@@ -301,12 +301,7 @@ def choice(
 
 
 def permutation(
-    x: Any,
-    axis: int = 0,
-    independent: bool = False,
-    *,
-    device: Any = None,
-    sharding: Any = None,
+    x: Any, axis: int = 0, independent: bool = False, *, device: Any = None, sharding: Any = None
 ) -> jax.Array:
     """Shuffles an array along an axis.
 

@@ -482,11 +482,7 @@ class LogicallyPartitioned(Partitioned[T]):
     rules: Rules | None = None
 
     def __init__(
-        self,
-        value: T,
-        names: Any,
-        mesh: AnyMesh | None = None,
-        rules: RulesLike | None = None,
+        self, value: T, names: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None
     ) -> None:
         baked = rules if rules is None or isinstance(rules, Rules) else Rules(rules)
         for name, item in (("value", value), ("names", names), ("mesh", mesh), ("rules", baked)):
