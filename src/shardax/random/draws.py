@@ -14,7 +14,6 @@ on them. Without either the array is on the default device and may be used toget
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,8 +65,8 @@ def bits(
         >>> sx.random.bits(4, "uint8").dtype.name
         'uint8'
     """
-    options = {"shape": _shape("bits", shape), "dtype": exact_dtype(dtype)}
-    return draw("bits", device=device, sharding=sharding, **options)
+    dtype = exact_dtype(dtype)
+    return draw("bits", device=device, sharding=sharding, shape=shape, dtype=dtype)
 
 
 def uniform(
@@ -100,7 +99,7 @@ def uniform(
         >>> bool(((-1 <= numbers) & (numbers < 1)).all())
         True
     """
-    dtype, shape = float_dtype(dtype), _shape("uniform", shape)
+    dtype = float_dtype(dtype)
     bounds = {"minval": _operand(minval, dtype), "maxval": _operand(maxval, dtype)}
     _check_order("uniform", bounds, _is_finite_interval)
     return draw("uniform", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
@@ -127,8 +126,8 @@ def normal(
         >>> weights.shape, weights.dtype.name
         ((4, 8), 'bfloat16')
     """
-    options = {"shape": _shape("normal", shape), "dtype": float_dtype(dtype)}
-    return draw("normal", device=device, sharding=sharding, **options)
+    dtype = float_dtype(dtype)
+    return draw("normal", device=device, sharding=sharding, shape=shape, dtype=dtype)
 
 
 def truncated_normal(
@@ -161,11 +160,11 @@ def truncated_normal(
         True
     """
     dtype = float_dtype(dtype)
-    name = "truncated_normal"
     bounds = {"lower": _operand(lower, dtype), "upper": _operand(upper, dtype)}
-    _check_order(name, bounds, np.less)
-    shape = None if shape is None else _shape(name, shape)
-    return draw(name, bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
+    _check_order("truncated_normal", bounds, np.less)
+    return draw(
+        "truncated_normal", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype
+    )
 
 
 def randint(
@@ -197,7 +196,7 @@ def randint(
         >>> sorted(set(sx.random.randint(100, 1, 7).tolist()))
         [1, 2, 3, 4, 5, 6]
     """
-    dtype, shape = exact_dtype(dtype), _shape("randint", shape)
+    dtype = exact_dtype(dtype)
     bounds = _integer_bounds("randint", {"minval": minval, "maxval": maxval}, dtype)
     return draw("randint", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
 
@@ -226,7 +225,6 @@ def bernoulli(
         5
     """
     operands = {"p": _probabilities("bernoulli", p)}
-    shape = None if shape is None else _shape("bernoulli", shape)
     return draw("bernoulli", operands, device=device, sharding=sharding, shape=shape)
 
 
@@ -255,7 +253,6 @@ def categorical(
         [0, 1]
     """
     operands = {"logits": _operand(logits)}
-    shape = None if shape is None else _shape("categorical", shape)
     return draw("categorical", operands, device=device, sharding=sharding, axis=axis, shape=shape)
 
 
@@ -296,7 +293,7 @@ def choice(
     operands, options = _entries("a", a)
     if p is not None:
         operands["p"] = _probabilities("choice", p, total=True)
-    options.update(shape=_shape("choice", shape), replace=bool(replace), axis=axis)
+    options.update(shape=shape, replace=bool(replace), axis=axis)
     return draw("choice", operands, device=device, sharding=sharding, **options)
 
 
@@ -334,21 +331,6 @@ def _entries(name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 # --- Arguments ---
-
-
-def _shape(name: str, shape: Any) -> tuple[int, ...]:
-    """A shape as a tuple; an integer is the size of one dimension."""
-    try:
-        sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
-        checked = tuple(operator.index(size) for size in sizes)
-    except TypeError:
-        checked = (-1,)
-    if any(size < 0 for size in checked):
-        raise DrawError(
-            f"shardax.random.{name} was given the shape {shape!r}; a shape is an integer or a "
-            f"tuple of integers, none below 0."
-        )
-    return checked
 
 
 def _operand(value: Any, dtype: Any = None) -> Any:
@@ -391,10 +373,9 @@ def _integer_bounds(name: str, bounds: Mapping[str, Any], dtype: np.dtype) -> di
     default = jax.dtypes.canonicalize_dtype(int)
     # One above the highest is no number of the dtype itself, and so needs a wider one.
     above = limits.max + (limits.max < jnp.iinfo(default).max)
-    operands = {}
+    operands = dict(given)
     for (text, bound), highest in zip(given.items(), (limits.max, above), strict=True):
         if _is_jax(bound):
-            operands[text] = bound
             continue
         if not np.all((limits.min <= bound) & (bound <= highest)):
             raise DrawError(

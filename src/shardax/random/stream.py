@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import secrets
 import threading
 from collections.abc import Hashable, Iterator, Mapping
@@ -304,6 +305,8 @@ def draw(
 
     ``"key"`` draws the key itself. ``operands`` are arrays by name of the argument.
     """
+    if options.get("shape") is not None:
+        options["shape"] = _shape(name, options["shape"])
     stream = current(name)
     operands = operands or {}
     place = _placement(name, device, sharding)
@@ -316,6 +319,21 @@ def draw(
         return program(given)
     with creation_device():
         return program(given)
+
+
+def _shape(name: str, shape: Any) -> tuple[int, ...]:
+    """A shape as a tuple; an integer is the size of one dimension."""
+    try:
+        sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
+        checked = tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        checked = (-1,)
+    if any(size < 0 for size in checked):
+        raise DrawError(
+            f"shardax.random.{name} was given the shape {shape!r}; a shape is an integer or a "
+            f"tuple of integers, none below 0."
+        )
+    return checked
 
 
 @functools.lru_cache(maxsize=1024)
