@@ -68,7 +68,7 @@ class ConfigureError(ShardaxError, ValueError):
 
 
 class ConfiguredTooLateError(ConfigureError):
-    """Settings can no longer take effect, because JAX's backend runs; nothing was changed."""
+    """Settings came after the start of JAX's backend; nothing was changed."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -255,7 +255,7 @@ Problems = Iterator[object]
 
 
 def check_settings(given: Mapping[str, Any], runs: bool) -> Changes:
-    """The changes that settings ask for; raises one ConfigureError with all problems."""
+    """The changes by settings; one ConfigureError lists all problems."""
     changes, problems = Changes(), []
     for check in (_backend, _switches, _choices, _cache, _seed, _dtype, _create_on):
         problems += map(str, check(given, runs, changes))
@@ -437,7 +437,7 @@ def _is_default(value: Any) -> bool:
 
 
 def backend_runs() -> bool:
-    """Whether JAX's backend has started; JAX has no such function that does not start it."""
+    """Whether JAX's backend has started, without starting it."""
     before: Any = jax.config.values[CPU_DEVICES]
     try:  # JAX refuses to change this once its backend runs, and only then
         jax.config.update(CPU_DEVICES, 1 if before < 0 else before + 1)
@@ -479,7 +479,7 @@ def usable_platform(name: Any) -> str:
 
 
 def installed_plugins() -> set[str]:
-    """Names of the modules that bring platforms to JAX."""
+    """Names of modules of JAX's platform plugins."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     found = {module.name for module in pkgutil.iter_modules(folders)}
@@ -487,7 +487,7 @@ def installed_plugins() -> set[str]:
 
 
 def nvidia_gpu_is_visible() -> bool:
-    """Whether this process can reach an NVIDIA GPU; JAX silently goes on without one."""
+    """Whether this process can reach an NVIDIA GPU."""
     return any(os.path.exists(path) for path in NVIDIA_FILES)
 
 

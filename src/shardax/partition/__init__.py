@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partitioning by name: rules map the axis names of arrays to the axes of a device mesh."""
+"""Partitioning of arrays over a device mesh by axis names."""
 
 from shardax._core.graph.static import PARTITION_NAME as PARTITION_NAME
 from shardax.partition.boxes.boxes import AxisMetadata as AxisMetadata

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checker of specs: diagnostics of one array before anything is compiled or moved.
+"""The checker of specs.
 
 ``diagnose`` takes an array's shape, names, spec and mesh. It serves specs made by rules and specs
 or shardings given outright alike, so both get the same codes (``shardax.partition.errors``) with
@@ -84,7 +84,7 @@ def explicit_spec(
     source: str,
     path: Path = (),
 ) -> tuple[PartitionSpec, list[Diagnostic]]:
-    """Usable part of a spec over ``mesh``, or of a sharding over its own, and its diagnostics."""
+    """Usable part of a spec or sharding given outright, and its diagnostics."""
     spec, where = (given, mesh) if isinstance(given, PartitionSpec) else (given.spec, given.mesh)
     if len(spec) > len(shape):
         text = (
@@ -107,7 +107,7 @@ def diagnose(
     source: str = "",
     path: Path = (),
 ) -> Iterator[Diagnostic]:
-    """Yields the diagnostics of one array's spec, made by rules or given by ``source``.
+    """Yields the diagnostics of one array's spec.
 
     With rules, ``spec`` is what they make of ``names``, one entry per dimension. Without a mesh,
     the spec is checked alone.
@@ -132,9 +132,8 @@ def diagnose(
         if entry is UNCONSTRAINED:
             whose = f", {source}" if names is None else f" (names {names})"
             text = (
-                f"dimension {i} is UNCONSTRAINED{whose}. The compiler can choose a layout inside a "
-                "program only, not where an array is placed, so the dimension is not split. Name a "
-                "mesh axis or None."
+                f"dimension {i} is UNCONSTRAINED{whose}. The compiler chooses layouts inside "
+                "programs only, so where it is placed it is not split. Name a mesh axis or None."
             )
             severity = "error" if names is None else "warning"
             yield _diagnostic(path, severity, "unconstrained", text)
@@ -199,7 +198,7 @@ def _well_formed(entry: SpecEntry) -> bool:
 
 
 def _usable(spec: Sequence[SpecEntry], mesh: AnyMesh | None) -> tuple[SpecEntry, ...]:
-    """Entries without mesh axes that are unknown, or taken by an earlier dimension."""
+    """Entries without unknown mesh axes and those of earlier dimensions."""
     taken: set[str] = set()
     usable: list[SpecEntry] = []
     for entry in spec:
@@ -214,7 +213,7 @@ def _usable(spec: Sequence[SpecEntry], mesh: AnyMesh | None) -> tuple[SpecEntry,
 
 
 def _rules_of(name: Any, assignment: AxisAssignment, rules: Rules) -> str:
-    """Text of the rules behind one dimension; names of mesh axes are their own rules."""
+    """Text of the rules behind one dimension."""
     parts = name if isinstance(name, tuple) else (name,)
     chosen = assignment.chosen
     behind = [rules.pairs[chosen[part]] for part in parts if part in chosen]
@@ -265,7 +264,7 @@ def _conflicts(path: Path, assignment: AxisAssignment, rules: Rules) -> Iterator
 
 
 def _wrong_order(entry: SpecEntry, mesh: AnyMesh) -> str:
-    """Text on an Auto mesh axis before an Explicit one in a dimension; empty if there is none."""
+    """Text on an Auto mesh axis before an Explicit one, or nothing."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     axes = [axis for axis in mesh_axes_of(entry) if mesh.shape[axis] > 1]
     better = sorted(axes, key=lambda axis: types[axis] is not AxisType.Explicit)

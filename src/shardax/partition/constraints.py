@@ -51,6 +51,8 @@ from shardax.partition.rules import (
     strings,
 )
 
+_TO_IGNORE = "To run without a mesh or rules too, say constrain(..., on_no_mesh='ignore')."
+
 
 def constrain(
     x: Any,
@@ -60,7 +62,7 @@ def constrain(
     *,
     on_no_mesh: OnNoMesh | None = None,
 ) -> jax.Array:
-    """Lays an array out by the names of its dimensions, inside a program or outside.
+    """Lays an array out by axis names, inside a program or outside.
 
     Works in any transform of shardax or JAX, and can be differentiated.
 
@@ -112,12 +114,11 @@ def constrain(
         if policy == "ignore":
             return array
         raise MeshError(
-            f"{_intro(array, names)} {where} has no devices, and nothing else says which devices "
-            "the program is for, so JAX would drop the constraint. Call the compiled function "
-            "under jax.set_mesh(mesh) and not under use_abstract_mesh; or pass the mesh itself, "
-            "mesh=mesh; or, without any mesh in scope, give the function arrays that are laid out "
-            "over one, or shapes, jax.ShapeDtypeStruct(..., sharding=...). A function that shall "
-            "also run without a mesh can say constrain(..., on_no_mesh='ignore')."
+            f"{_intro(array, names)} {where} has no devices, and nothing says which the program is "
+            "for, so JAX would drop the constraint. Call the compiled function under "
+            "jax.set_mesh(mesh), not use_abstract_mesh; or pass mesh=mesh; or, without a mesh in "
+            "scope, give it arrays that are laid out over one, or jax.ShapeDtypeStruct(..., "
+            f"sharding=...). {_TO_IGNORE}"
         )
     chosen = resolve_rules(rules)
     has_names = next(iter(strings(names)), None) is not None
@@ -126,17 +127,15 @@ def constrain(
             return array
         raise NoMeshError(
             f"{_intro(array, names)} no mesh was given, none is in scope, and the array is not "
-            "laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass "
-            "mesh=mesh. A function that shall also run without a mesh can say "
-            "constrain(..., on_no_mesh='ignore')."
+            "laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass mesh=mesh. "
+            f"{_TO_IGNORE}"
         )
     if rules is None and not chosen and has_names:
         if policy == "ignore":
             return array
         raise NoRulesError(
             f"{_intro(array, names)} no rules were given and none are in scope. Put them in "
-            "scope, with sx.axis_rules(rules): ..., or pass rules=rules. A function that shall "
-            "also run without rules can say constrain(..., on_no_mesh='ignore')."
+            f"scope, with sx.axis_rules(rules): ..., or pass rules=rules. {_TO_IGNORE}"
         )
     manual = frozenset(_axes_of_type(where, AxisType.Manual))
     entries = _entries(array, names, where, chosen, manual)
@@ -149,9 +148,9 @@ def constrain(
     except Exception as error:  # of classes that JAX keeps to itself
         raise ConstraintError(
             f"{_intro(array, names)} JAX refuses {PartitionSpec(*entries)} over {where} here: "
-            f"{error}\nUnder vmap, a mesh axis that splits the mapped dimension (over Explicit "
-            "axes by the array's type, else by spmd_axis_name) is taken: give the names inside "
-            "the mapped function other mesh axes, or None, by rules of their own."
+            f"{error}\nUnder vmap, a mesh axis that splits the mapped dimension (by an Explicit "
+            "type or spmd_axis_name) is taken: give the names inside the mapped function other "
+            "mesh axes, or None, by rules of their own."
         ) from error
 
 
@@ -174,7 +173,7 @@ def _intro(array: Any, names: Names) -> str:
 
 
 def _mesh_for(array: jax.Array, given: AnyMesh | None) -> AnyMesh | None:
-    """The mesh to constrain over: given, in scope, or that of the array; as it is seen here."""
+    """The mesh given, in scope, or of the array, as seen here."""
     inside = jax.sharding.get_abstract_mesh()
     own = _own_mesh(array)
     if given is None:
@@ -198,7 +197,7 @@ def _mesh_for(array: jax.Array, given: AnyMesh | None) -> AnyMesh | None:
 
 
 def _has_devices(mesh: AnyMesh | None, array: jax.Array) -> bool:
-    """Whether something says which devices a program is for; else JAX would drop the constraint.
+    """Whether the devices of a program are known; else JAX drops constraints.
 
     Over axes that are not Auto, JAX says so itself, and outside of programs ``_move`` does.
     """
@@ -212,7 +211,7 @@ def _has_devices(mesh: AnyMesh | None, array: jax.Array) -> bool:
 
 
 def _own_mesh(array: jax.Array) -> AnyMesh | None:
-    """The mesh that an array is laid out over, as far as that is known."""
+    """The known mesh of an array."""
     if not isinstance(array, Tracer):
         return array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
     mesh = jax.typeof(array).sharding.mesh
@@ -220,7 +219,7 @@ def _own_mesh(array: jax.Array) -> AnyMesh | None:
 
 
 def _as_seen(mesh: AnyMesh, seen: AnyMesh | None) -> AnyMesh:
-    """The mesh with the axis types of ``seen``, if that is the same mesh otherwise."""
+    """The mesh with the axis types of ``seen``, if otherwise equal."""
     if seen is None or tuple(seen.shape.items()) != tuple(mesh.shape.items()):
         return mesh
     if seen.axis_types == mesh.axis_types:
@@ -268,7 +267,7 @@ def _apply(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> j
 
 
 def lay_out_traced(array: jax.Array, entries: Sequence[SpecEntry], mesh: AnyMesh) -> jax.Array:
-    """Lays out a tracer over mesh axes of every type but Manual; missing entries are None."""
+    """Lays out a tracer over all mesh axes but Manual ones."""
     entries = _full(entries, array.ndim)
     explicit = frozenset(_axes_of_type(mesh, AxisType.Explicit))
     automatic = frozenset(_axes_of_type(mesh, AxisType.Auto))
@@ -311,7 +310,7 @@ def _full(spec: Iterable[SpecEntry], ndim: int) -> tuple[SpecEntry, ...]:
 def _fill_unconstrained(
     entries: tuple[SpecEntry, ...], present: tuple[SpecEntry, ...]
 ) -> tuple[SpecEntry, ...]:
-    """Leaves unconstrained dimensions as they are, but for mesh axes that others now want."""
+    """Keeps entries of unconstrained dimensions, but for mesh axes now taken."""
     taken = frozenset(axis for entry in entries for axis in mesh_axes_of(entry))
     return tuple(
         _without(now, taken) if entry is UNCONSTRAINED else entry

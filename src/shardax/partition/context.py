@@ -66,7 +66,7 @@ def resolve_rules(rules: RulesLike | None = None) -> Rules:
 
 
 def resolve_on_no_mesh(on_no_mesh: OnNoMesh | None = None) -> OnNoMesh:
-    """The policy given, or for None that of the innermost scope, else ``"error"``."""
+    """The policy given, else that in scope, else ``"error"``."""
     if on_no_mesh is None:
         return _settings_by_text[_current.value].on_no_mesh
     if on_no_mesh not in ("error", "ignore"):
@@ -117,8 +117,8 @@ class AxisRulesScope:
         ):
             raise RulesError(
                 f"axis_rules cannot decorate {function!r}: a generator or coroutine runs after the "
-                f"call that made it has returned. Write `with axis_rules(...)` inside, around code "
-                f"that neither yields nor awaits."
+                "call that made it. Write `with axis_rules(...)` inside, around code that neither "
+                "yields nor awaits."
             )
 
         @functools.wraps(function)
@@ -165,7 +165,7 @@ _MARK = "shardax-names:"
 
 
 def marking_names(rules: RulesLike) -> AxisRulesScope:
-    """A scope whose constraints lay nothing out, and leave their names in the program.
+    """A scope of constraints for marking alone.
 
     Programs traced in it are not used outside of it, nor the other way round.
     """
@@ -173,7 +173,7 @@ def marking_names(rules: RulesLike) -> AxisRulesScope:
 
 
 def mark_names(array: jax.Array, names: Iterable[Any]) -> jax.Array:
-    """The array, by an equation of the primitive ``name`` that holds its names."""
+    """The array, marked by an equation of the primitive ``name``."""
     plain = [list(n) if isinstance(n, tuple) else n if isinstance(n, str) else None for n in names]
     return checkpoint_name(array, _MARK + json.dumps(plain))
 

@@ -26,18 +26,18 @@ from shardax.partition.rules import SpecEntry, mesh_axes_of
 
 
 def explicit_entries(array: jax.Array) -> tuple[SpecEntry, ...] | None:
-    """Mesh axes of each dimension in the array's type, or None if it has none."""
+    """Mesh axes of each dimension in the array's type, or None."""
     entries = tuple(jax.typeof(array).sharding.spec)
     return entries if any(entry is not None for entry in entries) else None
 
 
 def explicit_sharding(array: jax.Array) -> NamedSharding | None:
-    """Sharding of an array's type over Explicit axes, or None if it has none."""
+    """Sharding of an array's type over Explicit axes, or None."""
     return None if explicit_entries(array) is None else jax.typeof(array).sharding
 
 
 def joined_sharding(parts: Iterable[tuple[jax.Array, Sequence[int]]]) -> NamedSharding | None:
-    """Sharding for ``out_sharding=`` of a result whose dimensions come from several operands.
+    """Sharding of a result with several operands' dimensions, for ``out_sharding=``.
 
     ``parts`` are pairs of an operand and those of its dimensions that the result has, in the
     result's order. Where two want one mesh axis, the earlier has it. None if no operand is split.
@@ -60,7 +60,7 @@ def joined_sharding(parts: Iterable[tuple[jax.Array, Sequence[int]]]) -> NamedSh
 
 
 def align(parameter: jax.Array, x: jax.Array, dimensions: Sequence[int] | None = None) -> jax.Array:
-    """Lays a parameter out like the dimensions of ``x`` that it meets elementwise.
+    """Lays a parameter out like the dimensions it meets elementwise.
 
     ``dimensions`` are those of ``x``, the last ones by default.
     """

@@ -96,9 +96,8 @@ def initialise(
         )
     if not isinstance(where, Mesh) or AxisType.Manual in where.axis_types:
         raise MeshError(
-            f"initialise cannot place arrays over {where}: it has no devices, or Manual axes, "
-            "which are for the inside of jax.shard_map. Pass a mesh such as "
-            "jax.make_mesh((2, 4), ('data', 'model')). For specs alone, use "
+            f"initialise cannot place arrays over {where}: it has no devices, or Manual axes. Pass "
+            "a mesh such as jax.make_mesh((2, 4), ('data', 'model')). For specs alone, use "
             "get_sharding(jax.eval_shape(fn, ...), mesh)."
         )
     chosen = resolve_rules(rules)
@@ -129,7 +128,7 @@ def initialise(
 
 
 class InitializerCall:
-    """A call of an initializer, its arguments split into inputs and the rest."""
+    """A call of an initializer, with its inputs apart."""
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -146,7 +145,7 @@ class InitializerCall:
         return self.function(*args, **kwargs)
 
     def key(self, functions: list[Any], *more: Hashable) -> Hashable | None:
-        """The key of the program of this call and ``more``, or None for this call alone.
+        """The key of the program, or None for this call alone.
 
         Functions are in it by identity; they are added to the list, and must outlive the program.
         """
@@ -179,7 +178,7 @@ def _identity(item: Any, functions: list[Any]) -> Hashable:
 
 
 class CurrentCall:
-    """The function of a program: runs the current call, so that it holds none."""
+    """The function of a program, for any call."""
 
     __signature__ = inspect.Signature(
         [inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD)]

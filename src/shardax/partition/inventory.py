@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inventory of a tree's leaves: all that a layout needs to know of each.
+"""The inventory of a tree's leaves.
 
 A *tree* is a Module, a Variable, a ``State``, a box, or a pytree that holds such and arrays. It is
 walked once (``walk``), into *subtrees*: Modules, Variables, States, boxes, arrays, and whatever
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 def walk(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
-    """The subtrees of a mixed tree with their paths, and the treedef above them."""
+    """The subtrees of a mixed tree by path, and their treedef."""
     leaves, treedef = jax.tree.flatten_with_path(
         tree, is_leaf=lambda x: isinstance(x, (Object, State, AxisMetadata)) or knows_axes(x)
     )
@@ -61,7 +61,7 @@ def walk(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
 
 
 def plain_path(key_path: Sequence[Any]) -> Path:
-    """The path that a JAX key path stands for."""
+    """The path of a JAX key path."""
     steps: list[Hashable] = []
     for key in key_path:
         steps += key.path if isinstance(key, PathKey) else (path_step(key),)
@@ -69,7 +69,7 @@ def plain_path(key_path: Sequence[Any]) -> Path:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value has a shape and a dtype: an array, a lazy one, or a ShapeDtypeStruct."""
+    """Whether a value has a shape and a dtype."""
     # Classes such as jnp.float32 have these attributes too, for their instances.
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
 
@@ -91,7 +91,7 @@ class ArrayInfo(NamedTuple):
 
 
 class LeafInfo(NamedTuple):
-    """One place of a tree that holds a value."""
+    """One value of a tree, as layouts see it."""
 
     path: Path
     axes: Any  # one name per dimension, or None; of a user's own box, a PartitionSpec
@@ -131,7 +131,7 @@ class LeafInfo(NamedTuple):
         return (ArrayInfo(self.path, shape, np.dtype("V0"), False, None, names),)
 
     def arrays_in(self, value: Any) -> list[Any]:
-        """The arrays of a value like this leaf's, in the order of ``arrays``."""
+        """The arrays of a value like this leaf's."""
         if self.box is not None:
             return [leaf for leaf in jax.tree.leaves(value.value) if is_array(leaf)]
         return [value] if self.treedef is None else self.treedef.flatten_up_to(value)
@@ -146,14 +146,14 @@ class LeafInfo(NamedTuple):
         )
 
     def entry(self, each: Sequence[Any]) -> Any:
-        """The leaf's entry, given those of its arrays; a box without arrays has one, too."""
+        """The leaf's entry, given those of its arrays."""
         if self.box is not None or self.treedef is None:
             return each[0]
         return self.treedef.unflatten(each)
 
 
 class Subtree(NamedTuple):
-    """A Module, Variable, State, box, array, or other leaf of the tree's pytree."""
+    """A leaf of the tree's pytree, such as a Module or box."""
 
     value: Any
     path: Path
@@ -161,7 +161,7 @@ class Subtree(NamedTuple):
     origins: dict[Path, Origin] | None  # of Modules and States, by path below, as ``leaves``
 
     def filled(self, entries: Sequence[Any]) -> Any:
-        """Entries in place of leaves: a State for a Module or State, None for what has none."""
+        """Entries in place of leaves; a State for a Module or State."""
         if self.origins is not None:
             pairs = zip(self.origins, self.leaves, strict=True)
             return State.from_flat({path: entries[i] for path, i in pairs}, self.origins)
@@ -267,7 +267,7 @@ class TreeInventory:
         return self.treedef.unflatten(map(fill, self.subtrees))
 
     def filled(self, entries: Sequence[Any]) -> Any:
-        """The tree with one entry in place of each leaf, and None for what is no array."""
+        """The tree with entries in place of leaves, None for other values."""
         return self.unflatten(lambda subtree: subtree.filled(entries))
 
 
@@ -295,7 +295,7 @@ def _box_leaf(
 
 
 def _origin_of(leaf: LeafInfo) -> Origin:
-    """Type and metadata of a plain array, or of a box; a ``VariableBox`` is what it was."""
+    """Type and metadata of a plain array or box."""
     if leaf.box is None:
         return Origin(Variable, EMPTY)
     kind: Any = getattr(leaf.box, "variable_type", type(leaf.box))
@@ -329,7 +329,7 @@ class PathEnds(Generic[T]):
                 self._by_end.setdefault(end, []).append(item)
 
     def nearest(self, paths: Iterable[Path], fits: Callable[[T, Path], bool]) -> list[T]:
-        """The fitting items with the longest common end with one of the paths."""
+        """The fitting items of the longest common path end."""
         ends = {path[start:] for path in paths for start in range(len(path) + 1)}
         for end in sorted(ends, key=len, reverse=True):
             found = [item for item in self._by_end.get(end, ()) if fits(item, end)]
@@ -341,7 +341,7 @@ class PathEnds(Generic[T]):
 def dimensions_of_state(
     shape: tuple[int, ...], parameter: tuple[int, ...]
 ) -> tuple[int | None, ...] | None:
-    """The parameter's dimension that each dimension of an optimizer's state is.
+    """The parameter's dimension of each dimension of an optimizer's state.
 
     None for a new dimension; None in place of all if that is unclear. Three forms occur: the
     parameter's shape, leading dimensions before it (a history), and one dimension less (row and
@@ -360,7 +360,7 @@ def dimensions_of_state(
 def reduced_states(
     leaves: Sequence[LeafInfo], diagnostics: Sequence[Diagnostic]
 ) -> tuple[dict[int, LeafInfo], list[Diagnostic]]:
-    """Reduced states by position, with names that fit or None, and their diagnostics.
+    """Reduced states by position, renamed, and their diagnostics.
 
     ``diagnostics`` are those of a layout of all boxes by their names.
     """

@@ -48,9 +48,8 @@ def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
         return mesh
     if mesh is not None:
         raise MeshError(
-            f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh. Make one of the devices "
-            "at hand, for instance mesh = jax.make_mesh((2, 4), ('data', 'model')), or pass None "
-            "to use the mesh in scope."
+            f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh. Make one, for instance "
+            "jax.make_mesh((2, 4), ('data', 'model')), or pass None for the mesh in scope."
         )
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:

@@ -55,7 +55,7 @@ def overrides_of(
     overrides: OverridesLike | None,
     memory_kind: MemoryKinds | None,
 ) -> tuple[Sequence[Override], list[Diagnostic]]:
-    """The override of every leaf, and diagnostics of overrides that disagree or match nothing."""
+    """The override of every leaf, and diagnostics of overrides."""
     values = _FilterTable("overrides", () if overrides is None else overrides, _checked_value)
     kinds = _FilterTable(
         "memory_kind",
@@ -90,7 +90,7 @@ class _FilterTable:
         self.used: set[int] = set()
 
     def first(self, subject: FilterSubject, diagnostics: list[Diagnostic]) -> int | None:
-        """The position that decides about a leaf; an error is added if its paths disagree."""
+        """The position of the deciding filter; disagreements add a diagnostic."""
         decided: dict[int, Any] = {}
         for path in subject.paths:
             position = first_match(self.predicates, path, subject.like)
@@ -114,7 +114,7 @@ class _FilterTable:
         return None
 
     def unused(self) -> Iterator[Diagnostic]:
-        """Warnings about filters that decided about nothing."""
+        """Warnings about filters without effect."""
         for position, (text, value) in enumerate(zip(self.filters, self.values, strict=True)):
             if position not in self.used and value is not None:
                 message = (

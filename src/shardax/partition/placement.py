@@ -169,14 +169,13 @@ def _one_device(device: Any) -> Any:
 def _check_devices(mesh: AnyMesh) -> None:
     if not isinstance(mesh, Mesh):
         raise MeshError(
-            f"shard cannot place arrays over {mesh}, which has no devices. Pass the mesh itself, "
-            "shard(model, mesh): an AbstractMesh serves partition_specs, shardings, abstract and "
-            "check only."
+            f"shard cannot place arrays over {mesh}, which has no devices. Pass the mesh itself: "
+            "an AbstractMesh serves partition_specs, shardings, abstract and check only."
         )
     if AxisType.Manual in mesh.axis_types:
         raise MeshError(
-            f"shard cannot place arrays over {mesh}, which has axes of type Manual: these are for "
-            "the inside of jax.shard_map. Make the mesh with axes of type Auto or Explicit."
+            f"shard cannot place arrays over {mesh}: axes of type Manual are for the inside of "
+            "jax.shard_map. Make the mesh with axes of type Auto or Explicit."
         )
 
 
@@ -195,38 +194,34 @@ def _not_placeable(inventory: TreeInventory) -> Iterator[Diagnostic]:
         if parent is not None:
             text = (
                 f"{format_path(leaf.path)}: is a view of one layer of a stacked "
-                f"{type(parent).__name__}: all layers are one array, which lies as a whole. "
-                "Give the stack itself, shard(stack, mesh, rules), or a copy of the layer, "
-                "sx.clone(stack[i])."
+                f"{type(parent).__name__}, and all layers are one array. Give the stack itself, "
+                "shard(stack, mesh, rules), or a copy of the layer, sx.clone(stack[i])."
             )
             yield Diagnostic("error", leaf.path, "layer-view", text)
     for _, info, array in inventory.arrays():
         where = format_path(info.path)
         if isinstance(array, jax.ShapeDtypeStruct):
             text = (
-                f"{where}: is abstract, {array.dtype}{list(array.shape)}: there are no numbers "
-                "to place. Shard the model that this one was made from, or restore a "
-                "checkpoint into it."
+                f"{where}: is abstract, {array.dtype}{list(array.shape)}, without numbers. "
+                "Shard the model that this one was made from, or restore a checkpoint into it."
             )
             yield Diagnostic("error", info.path, "abstract", text)
         elif isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
             text = (
-                f"{where}: its array was deleted, usually by being donated to a compiled "
-                "function through another Variable. Copy arrays before sharing them: "
-                "sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
+                f"{where}: its array was deleted, usually by donation through another Variable. "
+                "Copy before sharing: sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
             )
             yield Diagnostic("error", info.path, "deleted", text)
 
 
 def _not_gatherable(inventory: TreeInventory) -> Iterator[Diagnostic]:
-    """Yields errors about arrays that one device cannot be given."""
+    """Yields errors about arrays in programs and other processes."""
     for _, info, array in inventory.arrays():
         where = format_path(info.path)
         if isinstance(array, Tracer):
             text = (
-                f"{where}: is being traced, and inside a program the compiler says where "
-                "arrays are. Call unshard outside, or constrain the array: "
-                "sx.constrain(x, (None,) * x.ndim)."
+                f"{where}: is being traced, and inside a program the compiler places arrays. Call "
+                "unshard outside, or constrain the array: sx.constrain(x, (None,) * x.ndim)."
             )
             yield Diagnostic("error", info.path, "traced", text)
         elif isinstance(array, jax.Array) and not (
@@ -243,7 +238,7 @@ def _not_gatherable(inventory: TreeInventory) -> Iterator[Diagnostic]:
 
 
 def _place(inventory: TreeInventory, model: T, destinations: Sequence[Destinations]) -> T:
-    """Places every array with a destination; Variables in place, the rest as a new tree."""
+    """Places arrays: Variables in place, the rest in a new tree."""
     leaves = inventory.leaves
     copies = _Copies(sum(any(to is not None for to in some) for some in destinations))
     pairs = list(zip(leaves, destinations, strict=True))
@@ -301,7 +296,7 @@ class _Copies:
     def start(
         self, path: Path, make: Callable[[], list[Any]], store: Callable[[list[Any]], None]
     ) -> None:
-        """Makes arrays at their new place; ``store`` gets them when they are ready."""
+        """Makes arrays at their new place, for ``store`` when ready."""
         try:
             arrays = make()
         except jax.errors.JaxRuntimeError as error:
@@ -312,7 +307,7 @@ class _Copies:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the batch and stores it; a batch with a refused array is not stored."""
+        """Waits for the batch and stores it, unless a device refuses."""
         batch, self._batch, self._bytes = self._batch, [], 0
         try:
             jax.block_until_ready([_on_devices(arrays) for _, arrays, _ in batch])
@@ -325,11 +320,10 @@ class _Copies:
     def _refused(self, paths: list[Path], error: Exception) -> PlacementError:
         shown = ", ".join(map(format_path, paths[:8])) + (" ..." if len(paths) > 8 else "")
         return PlacementError(
-            f"{shown}: could not be placed, because a device refused: {error}\n{self.done} of "
-            f"{self.total} values are at their new place and the others where they were; all are "
-            "valid. Make room (a State or another model may hold the old arrays), split by more "
-            "mesh axes, or use another memory_kind, and call again: what is in place is not moved "
-            "a second time."
+            f"{shown}: a device refused: {error}\n{self.done} of {self.total} values are at their "
+            "new place and the others where they were; all are valid. Make room (a State or "
+            "another model may hold the old arrays), split by more mesh axes, or use another "
+            "memory_kind, and call again: what is in place is not moved a second time."
         )
 
 

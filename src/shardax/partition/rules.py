@@ -54,7 +54,7 @@ Names = tuple[Any, ...]
 
 
 class PassedOver(NamedTuple):
-    """A rule that lost a mesh axis to an earlier choice."""
+    """A rule passed over for want of a mesh axis."""
 
     rule: Rule  # ``rule[0]`` is the name that went without
     mesh_axis: str  # the first of its mesh axes that was taken
@@ -62,7 +62,7 @@ class PassedOver(NamedTuple):
 
 
 class AxisAssignment(NamedTuple):
-    """The mesh axes that rules assign to one array's names."""
+    """The mesh axes of one array's names, by rules."""
 
     entries: tuple[SpecEntry, ...]  # one per dimension
     chosen: dict[str, int]  # for each name that got a rule, the rule's position
@@ -123,10 +123,9 @@ def check_names(names: Iterable[Any]) -> Names:
     repeated = sorted({name for name in flat if flat.count(name) > 1})
     if repeated:
         raise AxisNamesError(
-            f"Axis names {entries} hold {', '.join(map(repr, repeated))} more than once. Rules map "
-            "a name to mesh axes, and one array can use a mesh axis only once. Name the "
-            f"dimensions apart, for instance {repeated[0] + '_in'!r} and {repeated[0] + '_out'!r}, "
-            "or use None for the dimension to replicate."
+            f"Axis names {entries} hold {', '.join(map(repr, repeated))} more than once, but one "
+            "array can use a mesh axis only once. Name the dimensions apart, for instance "
+            f"{repeated[0] + '_in'!r} and {repeated[0] + '_out'!r}, or None for one to replicate."
         )
     return entries
 
@@ -157,7 +156,7 @@ def assign(names: Names, rules: tuple[Rule, ...]) -> AxisAssignment:
 
 
 def _entry(name: Any, targets: dict[str, SpecEntry]) -> SpecEntry:
-    """Entry of one dimension, given the targets of the names that have one."""
+    """Entry of one dimension, given targets by name."""
     if isinstance(name, str):
         return targets.get(name)
     if not isinstance(name, tuple):
@@ -233,7 +232,7 @@ class Rules:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes that occur in targets, each once, in order."""
+        """The mesh axes in targets, each once, in order."""
         return tuple(dict.fromkeys(axis for _, to in self.pairs for axis in mesh_axes_of(to)))
 
     def assign(self, names: Iterable[Any]) -> AxisAssignment:
@@ -472,12 +471,12 @@ def _check_target(position: int, name: str, target: Any) -> SpecEntry:
 
 
 def _plain(name: str) -> str:
-    """The name as a ``str`` proper, also of a member of a string enumeration."""
+    """The name as a ``str`` proper, also of a string enumeration."""
     return str.__str__(name)
 
 
 def explain_conflicts(assignment: AxisAssignment) -> str:
-    """Text of every rule passed over: which mesh axis was taken, by which rule."""
+    """Text of every rule passed over and its winner."""
     parts = [
         f"mesh axis {loss.mesh_axis!r} is wanted by {loss.rule[0]!r} through the rule "
         f"{format_rule(loss.rule)}, but {loss.winner[0]!r} already has it through "
@@ -491,7 +490,7 @@ def explain_conflicts(assignment: AxisAssignment) -> str:
 
 
 def explain_unmapped(assignment: AxisAssignment, rules: Rules) -> str:
-    """Text of the names without a rule, and the names of rules like them."""
+    """Text of the names without a rule, and similar names."""
     names = ", ".join(map(repr, assignment.unmapped))
     near = [
         f"{match!r} for {name!r}"
@@ -512,7 +511,7 @@ def explain_unmapped(assignment: AxisAssignment, rules: Rules) -> str:
 
 
 def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[Diagnostic]:
-    """Yields an error for each mesh axis of a rule that the mesh lacks."""
+    """Yields an error for each mesh axis unknown to the mesh."""
     for axis in mesh_axes_of(rule[1]):
         if axis not in mesh.shape:
             text = (
@@ -524,7 +523,7 @@ def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[Diagnostic]:
 
 
 def _shadowed(pairs: Sequence[Rule], on_conflict: str) -> Iterator[Diagnostic]:
-    """Yields a warning for each rule to which an earlier one leaves nothing to do."""
+    """Yields a warning for each rule made useless by an earlier one."""
     for position, rule in enumerate(pairs):
         for earlier in range(position):
             why = _why_shadowed(pairs, earlier, position, on_conflict)
@@ -537,7 +536,7 @@ def _shadowed(pairs: Sequence[Rule], on_conflict: str) -> Iterator[Diagnostic]:
 
 
 def _why_shadowed(pairs: Sequence[Rule], earlier: int, later: int, on_conflict: str) -> str | None:
-    """Why one rule leaves another nothing to do, whatever the array; None if it does not."""
+    """Why one rule makes another useless for any array, or None."""
     name, target = pairs[earlier]
     if name != pairs[later][0]:
         return None

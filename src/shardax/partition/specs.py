@@ -39,13 +39,12 @@ from shardax.partition.tree_layout import TreeLayout, named_sharding, require_me
 def partition_specs(
     tree: Any, rules: RulesLike | None = None, *, overrides: OverridesLike | None = None
 ) -> Any:
-    """Returns the ``PartitionSpec`` of every array of a tree, by its axis names.
+    """Returns the ``PartitionSpec`` of every array of a tree.
 
     Args:
         tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to spec or rules, for the Variables that match it, before the rules (see
-            ``shardax.partition.overrides``).
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
 
     Returns:
         A State of specs for a Module; a pytree like ``tree`` otherwise, with one spec for a box.
@@ -77,16 +76,14 @@ def shardings(
     overrides: OverridesLike | None = None,
     memory_kind: MemoryKinds | None = None,
 ) -> Any:
-    """Returns the ``NamedSharding`` of every array of a tree, by its axis names.
+    """Returns the ``NamedSharding`` of every array of a tree.
 
     Args:
         tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to spec or rules, for the Variables that match it, before the rules (see
-            ``shardax.partition.overrides``).
-        memory_kind: Memory of the devices for all arrays, or a mapping from filters to such; None
-            for the default.
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
+        memory_kind: Memory of the devices, or a mapping from filters to such; None for the default.
 
     Returns:
         As ``partition_specs``, with shardings.
@@ -117,7 +114,7 @@ def abstract(
     overrides: OverridesLike | None = None,
     memory_kind: MemoryKinds | None = None,
 ) -> Any:
-    """Returns a copy of a tree with shapes, dtypes and shardings for arrays.
+    """Returns a copy of a tree with abstract arrays and their shardings.
 
     It can be given to ``sx.jit(f).lower(...)``, ``jax.eval_shape`` or a checkpoint's restore.
 
@@ -126,10 +123,8 @@ def abstract(
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope. Without any, arrays
             that already have a ``NamedSharding`` keep it and the others have none.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to spec or rules, for the Variables that match it, before the rules (see
-            ``shardax.partition.overrides``).
-        memory_kind: Memory of the devices for all arrays, or a mapping from filters to such; None
-            for the default.
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
+        memory_kind: Memory of the devices, or a mapping from filters to such; None for the default.
 
     Returns:
         The tree with new Modules, Variables and boxes, whose values are ``jax.ShapeDtypeStruct``.
@@ -178,7 +173,7 @@ def abstract(
 def batch_sharding(
     axes: Iterable[Any], mesh: AnyMesh | None = None, rules: RulesLike | None = None
 ) -> NamedSharding:
-    """Returns the ``NamedSharding`` of one array, such as a batch, by its axis names.
+    """Returns the ``NamedSharding`` of one array by its axis names.
 
     Args:
         axes: One name per dimension (see ``logical_to_mesh_axes``).
@@ -233,7 +228,7 @@ def get_partition_spec(tree: Any) -> Any:
 
 
 def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
-    """Maps the logical names in every spec of a tree to mesh axes.
+    """Maps the logical specs of a tree to mesh axes.
 
     Args:
         tree: A tree of logical ``PartitionSpec``, as ``get_partition_spec`` returns it, or the
@@ -259,7 +254,7 @@ def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
 def logical_to_mesh_sharding(
     tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None
 ) -> Any:
-    """Maps the logical names in every spec of a tree to a sharding over a mesh.
+    """Maps the logical specs of a tree to shardings over a mesh.
 
     Args:
         tree: As for ``logical_to_mesh``.
@@ -317,7 +312,7 @@ def get_sharding(tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None
 
 
 def _boxed(tree: Any) -> Any:
-    """The tree with an empty box, of the same logical names, in place of each spec."""
+    """The tree with empty boxes of the same names for specs."""
     return jax.tree.map(
         lambda x: LogicallyPartitioned(None, tuple(x)) if isinstance(x, PartitionSpec) else x,
         tree,

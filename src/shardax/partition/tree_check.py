@@ -109,16 +109,15 @@ def _other_meshes(layout: TreeLayout) -> Iterator[Diagnostic]:
             differ = tuple(leaf.mesh.shape.items()) != tuple(mesh.shape.items())
         if differ:
             text = (
-                f"{format_path(leaf.path)}: has a mesh of its own, "
-                f"({mesh_text(leaf.mesh.shape)}), but is laid out over the mesh given, "
-                f"({mesh_text(mesh.shape)}). Where it is unboxed it goes to its own again. Make "
-                "the box without a mesh."
+                f"{format_path(leaf.path)}: has a mesh of its own, ({mesh_text(leaf.mesh.shape)}), "
+                f"but is laid out over the mesh given, ({mesh_text(mesh.shape)}). Unboxed it goes "
+                "to its own again. Make the box without a mesh."
             )
             yield Diagnostic("warning", leaf.path, "other-mesh", text)
 
 
 def _states(layout: TreeLayout) -> Iterator[Diagnostic]:
-    """Yields warnings about states of optimizers split into fewer parts than their parameters."""
+    """Yields warnings about optimizer states split less than their parameters."""
     is_state = OfType(OptState)
     states: list[tuple[Any, ArrayInfo, int]] = []
     others: list[tuple[Any, tuple[ArrayInfo, int]]] = []
@@ -159,7 +158,7 @@ def _parts(sharding: NamedSharding) -> int:
 
 
 def _differences(layout: TreeLayout, mesh: AnyMesh) -> Iterator[Diagnostic]:
-    """Yields warnings about live arrays that are not where their names say."""
+    """Yields warnings about live arrays laid out otherwise."""
     wrong = {d.path for d in layout.diagnostics if d.severity == "error"}
     live = [
         (info, array, to)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of whole trees: the common start of all functions that lay out trees.
+"""Layouts of whole trees.
 
 A layout takes three steps: the inventory lists the leaves; overrides and memory kinds are matched;
 names become specs, with diagnostics of all leaves at once and of the rules as a whole.
@@ -207,7 +207,7 @@ class TreeLayout:
         return self
 
     def shardings(self) -> list[list[NamedSharding]]:
-        """For each leaf a sharding of each of its arrays; all leaves must have a mesh."""
+        """For each leaf, its arrays' shardings; all must have a mesh."""
         found: list[list[NamedSharding]] = []
         for specs, mesh, override in zip(self.specs, self.meshes, self._overrides, strict=True):
             kind = override.memory_kind
@@ -218,7 +218,7 @@ class TreeLayout:
         return found
 
     def entries(self, each: Sequence[Sequence[Any]]) -> Any:
-        """The tree with entries in place of leaves, such as ``specs`` or ``shardings()``."""
+        """The tree with entries, such as specs, in place of leaves."""
         pairs = zip(self.inventory.leaves, each, strict=True)
         return self.inventory.filled([leaf.entry(of_arrays) for leaf, of_arrays in pairs])
 
@@ -237,7 +237,7 @@ def require_mesh(mesh: AnyMesh | None, function: str) -> AnyMesh:
 
 @functools.lru_cache(maxsize=4096)
 def named_sharding(mesh: Any, spec: PartitionSpec, memory_kind: str | None = None) -> NamedSharding:
-    """The sharding of a mesh and a spec, the same object each time."""
+    """The one sharding of a mesh and a spec."""
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 

@@ -326,7 +326,7 @@ def permutation(
 
 
 def _entries(name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An array is an operand; the number of entries is part of the program."""
+    """Operands and options of an array or a number of entries."""
     return ({}, {name: int(array)}) if is_integer(array) else ({name: _operand(array)}, {})
 
 
@@ -334,7 +334,7 @@ def _entries(name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _operand(value: Any, dtype: Any = None) -> Any:
-    """An operand as an array, of NumPy if it is on the host."""
+    """An operand as an array, a NumPy one on the host."""
     if isinstance(value, (bool, int, float, complex, list, tuple, np.ndarray, np.generic)):
         array = np.asarray(value)
         return array.astype(dtype or jax.dtypes.canonicalize_dtype(array.dtype))
@@ -342,7 +342,7 @@ def _operand(value: Any, dtype: Any = None) -> Any:
 
 
 def _check_order(name: str, bounds: Mapping[str, Any], in_order: Callable[[Any, Any], Any]) -> None:
-    """Raises for a lower and an upper bound on the host that are not in order."""
+    """Raises unless bounds on the host are in order."""
     (low_name, low), (high_name, high) = bounds.items()
     if not _is_jax(low) and not _is_jax(high) and not np.all(in_order(low, high)):
         raise DrawError(

@@ -57,7 +57,7 @@ class TracedDrawError(ShardaxError, RuntimeError):
 
 
 class DrawError(ShardaxError, ValueError):
-    """Random numbers cannot be drawn as asked: a shape, range, probability or place is wrong."""
+    """A draw has a wrong shape, range, probability or place."""
 
 
 WORD = 2**32  # a word of a key is below
@@ -177,7 +177,7 @@ def current(caller: str) -> KeyStream:
 
 
 def as_source(seed: Any) -> KeySource | StreamState:
-    """The start of a stream: a seed or key as a source, or a state."""
+    """The start of a stream from a seed, key or state."""
     if isinstance(seed, StreamState):
         return seed
     key = key_value(seed)
@@ -301,7 +301,7 @@ def draw(
     sharding: Any = None,
     **options: Hashable,
 ) -> jax.Array:
-    """Takes the next draw, by the function of that name in ``jax.random``.
+    """Takes the next draw, by a function of ``jax.random``.
 
     ``"key"`` draws the key itself. ``operands`` are arrays by name of the argument.
     """
@@ -322,7 +322,7 @@ def draw(
 
 
 def _shape(name: str, shape: Any) -> tuple[int, ...]:
-    """A shape as a tuple; an integer is the size of one dimension."""
+    """A shape as a tuple."""
     try:
         sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
         checked = tuple(operator.index(size) for size in sizes)

@@ -40,7 +40,7 @@ from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
 from shardax._transforms.lift.call import wraps
 from shardax.partition.checker import spec_for
 from shardax.partition.constraints import constrain
-from shardax.partition.context import AxisRulesScope, OnNoMesh, axis_rules, current_rules
+from shardax.partition.context import OnNoMesh, axis_rules, current_rules
 from shardax.partition.errors import ConstraintError, NoRulesError, raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import (
@@ -55,6 +55,7 @@ from shardax.partition.rules import (
 
 T = TypeVar("T")
 P = ParamSpec("P")
+B = TypeVar("B", bound="AxisMetadata[Any]")
 
 
 class AxisMetadata(abc.ABC, Generic[T]):
@@ -132,7 +133,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
         return PartitionSpec()
 
     def layout(self) -> tuple[Any, Rules | None]:
-        """Returns the names that lay out the value, and the rules that map them.
+        """Returns the names of the value and the rules for them.
 
         Every function that lays out trees calls this. By default the names are the axes of a mesh
         that ``get_partition_spec`` returns; a subclass with names of its own kind returns these.
@@ -188,7 +189,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
 
 
 class BoxAttributes:
-    """Static attributes of a box; equal only for equal types at every depth."""
+    """Static attributes of a box, compared by type and value."""
 
     __slots__ = ("_hash", "_key", "items")
 
@@ -199,10 +200,9 @@ class BoxAttributes:
             self._hash = hash(self._key)
         except TypeError as error:
             raise BoxError(
-                f"{owner.__name__}: a static attribute is not hashable ({error}): "
-                f"{dict(items)!r}. Compiled programs are found by the static attributes of boxes. "
-                "Use tuples instead of lists, frozen dataclasses instead of dicts, and keep arrays "
-                "in the box's value."
+                f"{owner.__name__}: a static attribute is not hashable ({error}): {dict(items)!r}. "
+                "Compiled programs are found by them. Use tuples instead of lists, frozen "
+                "dataclasses instead of dicts, and keep arrays in the box's value."
             ) from error
 
     def __hash__(self) -> int:
@@ -228,7 +228,7 @@ def _attributes_of(box: AxisMetadata[Any]) -> BoxAttributes:
 
 
 def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: Any) -> Any:
-    """A box without its constructor: JAX rebuilds boxes with any object as a value."""
+    """A box made without its constructor, around any object."""
     box = object.__new__(cls)
     object.__setattr__(box, "value", value)
     for name, item in attributes.items:
@@ -280,20 +280,19 @@ class _ArrayText:
 
 
 def inserted(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
-    """The names of a box with one more at a position; negative counts from the new end."""
+    """The names with one inserted; negative positions count from the new end."""
     rank = len(names) + 1
     if not -rank <= index < rank:
         raise BoxError(
-            f"{box!r}: cannot add an axis {name!r} at {index} to the names {names}. Places for "
-            f"another dimension go from {-rank} to {rank - 1}; negative ones count from the end of "
-            "the new names. A box has one name per dimension, None for one without."
+            f"{box!r}: cannot add an axis {name!r} at {index} to the names {names}: give a place "
+            f"from {-rank} to {rank - 1}. A box has one name per dimension, None for one without."
         )
     place = index % rank
     return (*names[:place], name, *names[place:])
 
 
 def without(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
-    """The names of a box without the one at a position: the inverse of ``inserted``."""
+    """The names with one removed: the inverse of ``inserted``."""
     rank = len(names)
     if not -rank <= index < rank:
         raise BoxError(
@@ -316,7 +315,7 @@ def without(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[An
 
 @dataclasses.dataclass(frozen=True)
 class Partitioned(AxisMetadata[T]):
-    """A box whose names are axes of a mesh.
+    """A box of axis names of a mesh.
 
     Attributes:
         value: An array, or a pytree of arrays, to each of which the names apply.
@@ -347,7 +346,7 @@ class Partitioned(AxisMetadata[T]):
         resolve_mesh(self.mesh)
 
     def unbox(self, apply_constraint: bool = True) -> T:
-        """Returns the value, laid out by the names if a mesh is known.
+        """Returns the value, laid out if a mesh is known.
 
         A mesh is known if the box has one or one is in scope, by ``jax.set_mesh``,
         ``jax.sharding.use_abstract_mesh`` or ``with mesh:``. Over Explicit axes the value is
@@ -368,7 +367,7 @@ class Partitioned(AxisMetadata[T]):
         return jax.tree.map(lambda leaf: _laid_out(leaf, names, self.mesh, mesh, rules), self.value)
 
     def layout(self) -> tuple[Any, Rules | None]:
-        """Returns the names and rules by which they stand for themselves."""
+        """Returns the names, with rules from each mesh axis to itself."""
         return self.names, identity_rules(self.names or ())
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
@@ -386,7 +385,7 @@ class Partitioned(AxisMetadata[T]):
         return self if self.names is None else self._named(inserted(self, self.names, index, name))
 
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-        """Returns the box with the name of a dimension removed: the inverse of ``add_axis``.
+        """Returns the box with the name of a dimension removed.
 
         Args:
             index: Which dimension goes; negative counts from the end.
@@ -425,9 +424,7 @@ class Partitioned(AxisMetadata[T]):
             return NamedSharding(where, PartitionSpec())
         names, rules = self._names_and_rules("make a sharding of", "")
         shape = getattr(self.value, "shape", (0,) * len(names))
-        spec, findings = spec_for(names, shape, where, rules)
-        raise_on_errors(findings)
-        return NamedSharding(where, spec)
+        return _sharding(names, shape, where, rules)
 
     def _names_and_rules(self, what: str, way_out: str) -> tuple[Names, Rules]:
         names, own = self.layout()
@@ -435,9 +432,9 @@ class Partitioned(AxisMetadata[T]):
         if rules or next(iter(strings(check_names(names))), None) is None:
             return names, rules
         raise NoRulesError(
-            f"Cannot {what} {self!r} over a mesh: its names are logical, it has no rules of its "
-            "own, and none are in scope. Put them in scope, with sx.axis_rules(rules): ..., or "
-            f"give the box rules=rules{way_out}."
+            f"Cannot {what} {self!r} over a mesh: its names are logical, and it has no rules, nor "
+            "are any in scope. Put them in scope, with sx.axis_rules(rules): ..., or give the box "
+            f"rules=rules{way_out}."
         )
 
     def _named(self, names: tuple[Any, ...]) -> Self:
@@ -455,7 +452,7 @@ class Partitioned(AxisMetadata[T]):
 
 @dataclasses.dataclass(frozen=True)
 class LogicallyPartitioned(Partitioned[T]):
-    """A box whose names are logical: rules map them to mesh axes.
+    """A box of logical names, for rules to map to mesh axes.
 
     Attributes:
         value: An array, or a pytree of arrays, to each of which the names apply.
@@ -498,10 +495,14 @@ def _laid_out(leaf: Any, names: Names, baked: AnyMesh | None, mesh: AnyMesh, rul
     if not hasattr(leaf, "shape"):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        spec, findings = spec_for(names, leaf.shape, mesh, rules)
-        raise_on_errors(findings)
-        return leaf.update(sharding=NamedSharding(mesh, spec))
+        return leaf.update(sharding=_sharding(names, leaf.shape, mesh, rules))
     return constrain(leaf, names, baked, rules)
+
+
+def _sharding(names: Names, shape: tuple[int, ...], mesh: AnyMesh, rules: Rules) -> NamedSharding:
+    spec, diagnostics = spec_for(names, shape, mesh, rules)
+    raise_on_errors(diagnostics)
+    return NamedSharding(mesh, spec)
 
 
 BOX_ENTRY = "box"
@@ -511,7 +512,7 @@ BOX_ENTRY = "box"
 def layout_of_variable(
     axes: tuple[Any, ...] | None, entries: Mapping[str, Any]
 ) -> tuple[AnyMesh | None, Rules | None]:
-    """Mesh and rules of a Variable made of a box; its axes may have changed since."""
+    """Mesh and rules of a Variable made of a box."""
     box: Any = entries.get(BOX_ENTRY)
     if axes is None or not isinstance(box, AxisMetadata) or not hasattr(box, "names"):
         return None, None
@@ -521,7 +522,7 @@ def layout_of_variable(
 
 @functools.lru_cache(maxsize=1024)
 def identity_rules(names: Names) -> Rules:
-    """Rules by which names of mesh axes stand for themselves."""
+    """Rules from each mesh axis to itself."""
     axes = (axis for name in names for axis in mesh_axes_of(name))
     return Rules([(axis, axis) for axis in axes if isinstance(axis, str)])
 
@@ -552,13 +553,7 @@ def with_partitioning(
         >>> init(jax.random.key(0), (4, 8), dtype="bfloat16")
         Partitioned(bfloat16[4, 8], names=(None, 'model'))
     """
-    empty = Partitioned(None, names, mesh)
-
-    @wraps(init_fn)
-    def boxed(*args: P.args, **kwargs: P.kwargs) -> Partitioned[Any]:
-        return empty.replace_boxed(init_fn(*args, **kwargs))
-
-    return boxed
+    return _boxed(init_fn, Partitioned(None, names, mesh))
 
 
 def with_logical_partitioning(
@@ -590,10 +585,12 @@ def with_logical_partitioning(
         >>> init(jax.random.key(0), (4, 8))
         LogicallyPartitioned(float32[4, 8], names=('embed', 'mlp'))
     """
-    empty = LogicallyPartitioned(None, names, mesh, rules)
+    return _boxed(init_fn, LogicallyPartitioned(None, names, mesh, rules))
 
+
+def _boxed(init_fn: Callable[P, Any], empty: B) -> Callable[P, B]:
     @wraps(init_fn)
-    def boxed(*args: P.args, **kwargs: P.kwargs) -> LogicallyPartitioned[Any]:
+    def boxed(*args: P.args, **kwargs: P.kwargs) -> B:
         return empty.replace_boxed(init_fn(*args, **kwargs))
 
     return boxed
@@ -607,7 +604,7 @@ def with_logical_constraint(
     *,
     on_no_mesh: OnNoMesh | None = None,
 ) -> Any:
-    """Lays out arrays by the logical names of their dimensions: ``constrain`` for pytrees.
+    """Lays out a pytree of arrays by logical names.
 
     Args:
         x: An array, or a pytree of arrays.
@@ -657,32 +654,13 @@ def with_logical_constraint(
     return treedef.unflatten(map(laid_out, leaves, per_array))
 
 
-def logical_axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> AxisRulesScope:
-    """Makes ``rules`` current in a block or function: ``axis_rules`` under Flax's name.
-
-    Args:
-        rules: Rules, pairs or a mapping.
-        on_no_mesh: As for ``axis_rules``.
-
-    Returns:
-        The context manager, which is also a decorator.
-
-    Raises:
-        RulesError: If the rules are malformed.
-        ConstraintError: If ``on_no_mesh`` is no policy.
-
-    Example:
-        >>> import shardax as sx
-        >>> with logical_axis_rules([("mlp", "model")]):
-        ...     sx.partition.logical_to_mesh_axes(("embed", "mlp"))
-        P(None, 'model')
-    """
-    return axis_rules(rules, on_no_mesh=on_no_mesh)
-
-
 def _is_names(value: Any) -> bool:
     if value is None or isinstance(value, PartitionSpec):
         return True
     return isinstance(value, tuple) and all(
         entry is None or entry is UNCONSTRAINED or isinstance(entry, str) for entry in value
     )
+
+
+logical_axis_rules = axis_rules
+"""``axis_rules`` under Flax's name."""

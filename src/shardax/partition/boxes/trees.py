@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of boxes: unboxing, refilling, new axes, and conversion to and from Variables.
+"""Trees of boxes: unboxing, refilling, new axes, conversion of Variables.
 
 A *boxed tree* is a pytree with boxes in it, at any place and also inside each other. A Variable and
 a box describe a value alike, so Variables count as boxes here, and what a function makes of one is
@@ -82,7 +82,7 @@ class VariableBox(LogicallyPartitioned[T]):
 
 
 def _box_of(variable: Variable[Any]) -> VariableBox[Any]:
-    """A Variable as a box, its value unread: a lazy one stays lazy."""
+    """A Variable as a box; lazy values stay lazy."""
     target = resolve(variable, local.frame)
     metadata = target._metadata
     entries = Metadata(None, metadata.entries) if metadata.entries else EMPTY
@@ -159,8 +159,8 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
         inner = jax.tree.leaves(leaf.value, is_leaf=_is_metadata)
         if not isinstance(leaf, Partitioned) or any(map(_is_metadata, inner)):
             raise BoxError(
-                f"{leaf!r}: a Variable has axes and an array; this box has no names, or holds "
-                "another box. Make a Variable of what is in it: sx.Param(unbox(box), axes=...)."
+                f"{leaf!r}: has no names, or holds another box, so it is no Variable. Make one of "
+                "its value: sx.Param(unbox(box), axes=...)."
             )
         if isinstance(leaf, VariableBox):
             return _variable_of(leaf)
@@ -175,7 +175,7 @@ def _is_metadata(value: Any) -> bool:
 
 
 def _new_variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> Variable[Any]:
-    """A new Variable; its axes may be ahead of its value, as those of a box may."""
+    """A new Variable; the axes may not fit the value."""
     return kind._make(as_value(value, kind.__name__), metadata, owner_here())
 
 
@@ -204,7 +204,7 @@ def is_box(value: Any) -> bool:
 
 
 def unbox(tree: Any, apply_constraint: bool = True) -> Any:
-    """Takes the value out of every box of a tree, also out of boxes in boxes.
+    """Takes the values out of all boxes of a tree.
 
     Where a mesh is known, by ``jax.set_mesh``, ``with mesh:`` or the box itself, a value is laid
     out by its box; so a gradient or update made of it is, too.
@@ -241,7 +241,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
 
 
 def replace_boxed(tree: Any, values: Any) -> Any:
-    """Puts other values into the boxes of a tree; ``replace_boxed(t, unbox(t))`` is ``t``.
+    """Puts other values into the boxes of a tree.
 
     Args:
         tree: A boxed tree.
@@ -281,7 +281,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
 
 
 def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
-    """Inserts the name of a new dimension into every box of a tree.
+    """Adds a new dimension's name to every box of a tree.
 
     Args:
         tree: A boxed tree, such as ``jax.vmap(init)(keys)`` returns it.
@@ -346,7 +346,7 @@ def _has_boxes(box: AxisMetadata[Any]) -> bool:
 
 
 def _located(path: Path, function: Callable[[], Any]) -> Any:
-    """Calls a method of the box at a path, which is added to its errors."""
+    """Calls a method of a box; errors get its path."""
     try:
         return function()
     except PartitionCheckError as error:
