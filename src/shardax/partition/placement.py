@@ -19,7 +19,6 @@ the others at their old one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.frames import check_trace, check_unlocked
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import format_path
 from shardax._core.init.lazy import LazyValue, Recipe, compute_all
 from shardax._core.object import Object
 from shardax._transforms.errors import MeshError
@@ -240,24 +239,32 @@ def _not_gatherable(inventory: TreeInventory) -> Iterator[Diagnostic]:
 def _place(inventory: TreeInventory, model: T, destinations: Sequence[Destinations]) -> T:
     """Places arrays: Variables in place, the rest in a new tree."""
     leaves = inventory.leaves
-    copies = _Copies(sum(any(to is not None for to in some) for some in destinations))
-    pairs = list(zip(leaves, destinations, strict=True))
-    variables = [(leaf, to) for leaf, to in pairs if leaf.variable is not None]
+    copies = _Copies(leaves, sum(any(to is not None for to in some) for some in destinations))
     recipes = [
-        (leaf, to) for leaf, to in variables if isinstance(leaf.value, Recipe) and to[0] is not None
+        i
+        for i, (leaf, to) in enumerate(zip(leaves, destinations, strict=True))
+        if leaf.variable is not None and isinstance(leaf.value, Recipe) and to[0] is not None
     ]
     if recipes and _jax.is_eager():
-        arrays = compute_all([leaf.value for leaf, _ in recipes], [to[0] for _, to in recipes])
-        for leaf, _ in recipes:
-            copies.start(leaf.path, lambda: [next(arrays)], functools.partial(_store, leaf))
+        to = [destinations[i][0] for i in recipes]
+        arrays = compute_all([leaves[i].value for i in recipes], to)
+        for i in recipes:
+            copies.start(i, lambda: [next(arrays)])
         copies.finish()
-    # Lazy values that are computed from other Variables come after these.
-    is_lazy = [isinstance(leaf.value, LazyValue) for leaf, _ in variables]
-    for wanted in (False, True):
-        for (leaf, to), lazy in zip(variables, is_lazy, strict=True):
-            if lazy is wanted and not _is_placed(leaf, to):
-                make = functools.partial(_moved_arrays, leaf, to)
-                copies.start(leaf.path, make, functools.partial(_store, leaf))
+    present: list[int] = []
+    dependent: list[int] = []  # lazy values that are computed from other Variables
+    rest: list[int] = []
+    for i, leaf in enumerate(leaves):
+        lazy = isinstance(leaf.value, LazyValue)
+        (rest if leaf.variable is None else dependent if lazy else present).append(i)
+    for some in (present, dependent, rest):
+        for i in some:
+            # A box without arrays has a destination nevertheless.
+            pairs = zip(leaves[i].arrays_in(leaves[i].value), destinations[i], strict=False)
+            moves = list(pairs)
+            if any(to is not None and not _is_at(array, to) for array, to in moves):
+                copies.start(i, lambda moves=moves: [_moved(*move) for move in moves])
+            del pairs, moves  # the next copy begins when the old arrays are released
         copies.finish()
 
     def is_kept(subtree: Subtree) -> bool:
@@ -265,43 +272,29 @@ def _place(inventory: TreeInventory, model: T, destinations: Sequence[Destinatio
 
     if all(map(is_kept, inventory.subtrees)):
         return model
-    values = [leaf.held for leaf in leaves]
-    for position, (leaf, to) in enumerate(pairs):
-        if leaf.variable is None and not _is_placed(leaf, to):
-
-            def store(arrays: Sequence[Any], i: int = position, leaf: LeafInfo = leaf) -> None:
-                values[i] = leaf.with_arrays(leaf.held, arrays)
-
-            copies.start(leaf.path, functools.partial(_moved_arrays, leaf, to), store)
-    copies.finish()
     return inventory.unflatten(
-        lambda subtree: subtree.value if is_kept(subtree) else subtree.filled(values)
+        lambda subtree: subtree.value if is_kept(subtree) else subtree.filled(copies.values)
     )
 
 
-def _store(leaf: LeafInfo, arrays: Sequence[Any]) -> None:
-    variable: Any = leaf.variable
-    variable._value = leaf.with_arrays(leaf.value, arrays)
-
-
 class _Copies:
-    """Copies under way, in batches, and where to store them."""
+    """Copies under way, in batches, and the values of leaves that are no Variables."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, leaves: Sequence[LeafInfo], total: int) -> None:
+        self.leaves = leaves
+        self.values = [leaf.held for leaf in leaves]
         self.total = total  # for messages
         self.done = 0
-        self._batch: list[tuple[Path, list[Any], Callable[[list[Any]], None]]] = []
+        self._batch: list[tuple[int, list[Any]]] = []
         self._bytes = 0
 
-    def start(
-        self, path: Path, make: Callable[[], list[Any]], store: Callable[[list[Any]], None]
-    ) -> None:
-        """Makes arrays at their new place, for ``store`` when ready."""
+    def start(self, position: int, make: Callable[[], list[Any]]) -> None:
+        """Makes the arrays of a leaf at their new place."""
         try:
             arrays = make()
         except jax.errors.JaxRuntimeError as error:
-            raise self._refused([path], error) from error
-        self._batch.append((path, arrays, store))
+            raise self._refused([position], error) from error
+        self._batch.append((position, arrays))
         self._bytes += sum(array.nbytes for array in _on_devices(arrays))
         if self._bytes >= BATCH_BYTES:
             self.finish()
@@ -310,14 +303,19 @@ class _Copies:
         """Waits for the batch and stores it, unless a device refuses."""
         batch, self._batch, self._bytes = self._batch, [], 0
         try:
-            jax.block_until_ready([_on_devices(arrays) for _, arrays, _ in batch])
+            jax.block_until_ready([_on_devices(arrays) for _, arrays in batch])
         except jax.errors.JaxRuntimeError as error:
-            raise self._refused([path for path, _, _ in batch], error) from error
-        for _, arrays, store in batch:
-            store(arrays)
+            raise self._refused([position for position, _ in batch], error) from error
+        for position, arrays in batch:
+            leaf = self.leaves[position]
+            if leaf.variable is None:
+                self.values[position] = leaf.with_arrays(leaf.held, arrays)
+            else:
+                leaf.variable._value = leaf.with_arrays(leaf.value, arrays)
         self.done += len(batch)
 
-    def _refused(self, paths: list[Path], error: Exception) -> PlacementError:
+    def _refused(self, positions: list[int], error: Exception) -> PlacementError:
+        paths = [self.leaves[position].path for position in positions]
         shown = ", ".join(map(format_path, paths[:8])) + (" ..." if len(paths) > 8 else "")
         return PlacementError(
             f"{shown}: a device refused: {error}\n{self.done} of {self.total} values are at their "
@@ -331,22 +329,13 @@ def _on_devices(arrays: Sequence[Any]) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(arrays) if not isinstance(leaf, Tracer)]
 
 
-def _is_placed(leaf: LeafInfo, destinations: Destinations) -> bool:
-    pairs = zip(leaf.arrays_in(leaf.value), destinations, strict=False)
-    return all(to is None or _is_at(array, to) for array, to in pairs)
-
-
-def _moved_arrays(leaf: LeafInfo, destinations: Destinations) -> list[Any]:
-    # A box without arrays has a destination nevertheless.
-    pairs = zip(leaf.arrays_in(leaf.value), destinations, strict=False)
-    return [array if to is None or _is_at(array, to) else _moved(array, to) for array, to in pairs]
-
-
 def _is_at(array: Any, to: Any) -> bool:
     return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.sharding == to
 
 
 def _moved(array: Any, to: Any) -> Any:
+    if to is None or _is_at(array, to):
+        return array
     if isinstance(array, LazyValue):
         array = array.compute(to)
     if isinstance(array, Tracer):  # device_put would be a wish that the compiler may ignore
