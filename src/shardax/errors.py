@@ -80,8 +80,8 @@ if _typing.TYPE_CHECKING:
     from shardax._select.places import SelectionPathError as SelectionPathError
     from shardax._select.places import StaleSelectionError as StaleSelectionError
     from shardax.cli.inputs import CommandError as CommandError
-    from shardax.config.settings import ConfiguredTooLateError as ConfiguredTooLateError
-    from shardax.config.settings import ConfigureError as ConfigureError
+    from shardax.config.configure import ConfiguredTooLateError as ConfiguredTooLateError
+    from shardax.config.configure import ConfigureError as ConfigureError
     from shardax.hlo.program import CompilerFailedError as CompilerFailedError
     from shardax.hlo.program import HloReadError as HloReadError
     from shardax.host.errors import ArtifactCallError as ArtifactCallError
@@ -146,7 +146,7 @@ _MODULES = {
         "DrawError",
         "TracedDrawError",
     ),
-    "shardax.config.settings": (
+    "shardax.config.configure": (
         "ConfigureError",
         "ConfiguredTooLateError",
     ),

@@ -20,8 +20,7 @@ import shardax as sx
 from shardax._core.init import defaults
 from shardax._core.init import rng as key_reuse
 from shardax.config import configure as configure_module
-from shardax.config import settings as platforms
-from shardax.config.settings import (
+from shardax.config.configure import (
     ConfiguredTooLateError,
     ConfigureError,
     backend_runs,
@@ -301,8 +300,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretends that plugins are installed, and that there is a GPU or none."""
 
     def pretend(*plugins: str, gpu: bool = True) -> None:
-        monkeypatch.setattr(platforms, "installed_plugins", lambda: set(plugins))
-        monkeypatch.setattr(platforms, "nvidia_gpu_is_visible", lambda: gpu)
+        monkeypatch.setattr(configure_module, "installed_plugins", lambda: set(plugins))
+        monkeypatch.setattr(configure_module, "nvidia_gpu_is_visible", lambda: gpu)
 
     return pretend
 

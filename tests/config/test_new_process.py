@@ -14,7 +14,7 @@ PROGRAM = """
 import json, sys
 import jax
 import shardax as sx
-from shardax.config.platforms import backend_runs
+from shardax.config.configure import backend_runs
 
 def refused(**settings):
     before = dict(jax.config.values)

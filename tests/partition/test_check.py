@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout checks: every finding, its severity, its path, and the facts in its message."""
+"""Layout checks: every diagnostic, its severity, its path, and the facts in its message."""
 
 from __future__ import annotations
 
 import math
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import pytest
@@ -15,15 +15,13 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from shardax._core.errors import ShardaxError
-from shardax.partition.checker import (
-    ArrayRecord,
-    raise_on_errors,
-    spec_for,
-    specs_for,
-)
-from shardax.partition.errors import PartitionCheckError
-from shardax.partition.findings import Finding
-from shardax.partition.rules import Rules, mesh_axes_of
+from shardax._core.graph.paths import PathKey
+from shardax.partition import Diagnostic, LogicallyPartitioned, Rules
+from shardax.partition.checker import spec_for
+from shardax.partition.errors import PartitionCheckError, raise_on_errors
+from shardax.partition.inventory import TreeInventory
+from shardax.partition.rules import mesh_axes_of
+from shardax.partition.tree_layout import TreeLayout
 
 ANY = PartitionSpec.UNCONSTRAINED
 MESH = AbstractMesh((2, 4), ("data", "model"))
@@ -31,16 +29,49 @@ PATH = ("layers", 0, "kernel")
 RULES = Rules({"batch": "data", "embed": None, "mlp": "model", "wide": ("data", "model")})
 
 
+class ArrayRecord(NamedTuple):
+    """Names and shape of one array at a path."""
+
+    path: tuple[Any, ...]
+    axes: Any
+    shape: tuple[int, ...]
+
+
 def record(axes: Any, shape: tuple[int, ...], *path: Any) -> ArrayRecord:
-    return ArrayRecord(path or PATH, axes, shape, 4 * math.prod(shape))
+    return ArrayRecord(path or PATH, axes, shape)
 
 
-def only(findings: list[Finding]) -> Finding:
+class Boxes:
+    """A tree of boxes of float32 shapes, in order, at any paths."""
+
+    def __init__(self, records: list[ArrayRecord]) -> None:
+        self.boxes = [
+            (
+                PathKey(r.path),
+                LogicallyPartitioned(jax.ShapeDtypeStruct(r.shape, "float32"), r.axes),
+            )
+            for r in records
+        ]
+
+
+jax.tree_util.register_pytree_with_keys(Boxes, lambda t: (t.boxes, None), lambda _, each: Boxes([]))
+
+
+def specs_for(
+    records: list[ArrayRecord], mesh: Any, rules: Rules, **options: Any
+) -> tuple[list[PartitionSpec], list[Diagnostic]]:
+    """Specs and diagnostics of many arrays, but for that of boxes where there are no rules."""
+    layout = TreeLayout(TreeInventory(Boxes(records)), mesh, rules, **options)
+    diagnostics = [d for d in layout.diagnostics if d.code != "no-rules"]
+    return [spec for specs in layout.specs for spec in specs], diagnostics
+
+
+def only(findings: list[Diagnostic]) -> Diagnostic:
     assert len(findings) == 1, [str(finding) for finding in findings]
     return findings[0]
 
 
-def check_facts(finding: Finding, severity: str, code: str, *facts: str) -> None:
+def check_facts(finding: Diagnostic, severity: str, code: str, *facts: str) -> None:
     """Asserts severity and code, that the message begins with the path, and each fact in it."""
     assert (finding.severity, finding.code, finding.path) == (severity, code, PATH)
     assert str(finding).startswith(".layers[0].kernel: ")
@@ -351,4 +382,4 @@ def test_errors_are_raised_together_and_nothing_else_is() -> None:
 
 def test_nothing_is_raised_without_errors() -> None:
     raise_on_errors([])
-    raise_on_errors([Finding("warning", PATH, "unconstrained", "text")])
+    raise_on_errors([Diagnostic("warning", PATH, "unconstrained", "text")])

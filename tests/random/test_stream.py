@@ -214,11 +214,11 @@ def test_isolated_threads_do_not_depend_on_timing() -> None:
 
 
 def test_several_processes_of_one_program_must_be_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardax.random.stream import Stream
+    from shardax.random.stream import KeyStream
 
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(SeedError, match=r"runs in 4 processes.*seed\(0\)"):
-        Stream(None).state()
+        KeyStream(None).state()
     sx.random.seed(0)
     assert sx.random.normal().shape == ()
 
@@ -230,8 +230,8 @@ jax.config.update("jax_num_cpu_devices", 3)  # raises once a backend runs
 print(json.dumps(jax.device_count()))
 sx.random.set_state(sx.random.StreamState(**json.loads(sys.argv[1])))
 print(json.dumps(sx.random.uniform(3).tolist()))
-from shardax.random.stream import Stream
-print(json.dumps([Stream(None).state().words for _ in range(2)]))
+from shardax.random.stream import KeyStream
+print(json.dumps([KeyStream(None).state().words for _ in range(2)]))
 """
 
 

@@ -30,7 +30,7 @@ from shardax.cli.runs import (
     read_settings,
 )
 from shardax.models import DECODER_RULES, Decoder
-from shardax.partition.findings import Finding, did_you_mean
+from shardax.partition.errors import Diagnostic, did_you_mean
 from shardax.partition.mesh import mesh_text
 from shardax.plan.rules_file import NamedRules
 
@@ -144,7 +144,7 @@ class Check:
         return {"model": model, "optimizer": train.Optimizer(model, optax.adamw(1e-3))}
 
     def _print(
-        self, findings: Sequence[Finding], counts: Counter[str], sizes: dict[str, int]
+        self, findings: Sequence[Diagnostic], counts: Counter[str], sizes: dict[str, int]
     ) -> None:
         for severity, word in _SHOWN.items():
             if not (self.quiet and severity == "info"):
@@ -157,7 +157,7 @@ class Check:
         print(f"{self.model} over {mesh_text(sizes)}: {', '.join(told)}")
 
 
-def _grouped(findings: Sequence[Finding], severity: str) -> dict[str, list[str]]:
+def _grouped(findings: Sequence[Diagnostic], severity: str) -> dict[str, list[str]]:
     """Returns the paths that each text is to be said of, in order."""
     groups: dict[str, list[str]] = {}
     for finding in findings:

@@ -29,9 +29,8 @@ from jax.sharding import AxisType, Mesh
 from shardax._core.errors import ShardaxError
 from shardax._core.object import Object
 from shardax.models import DecoderConfig
-from shardax.partition.errors import RulesError
-from shardax.partition.findings import did_you_mean
-from shardax.partition.inventory import Survey
+from shardax.partition.errors import RulesError, did_you_mean
+from shardax.partition.inventory import TreeInventory
 from shardax.partition.rules import Rules
 from shardax.plan.rules_file import NamedRules, parse_rules
 
@@ -101,7 +100,7 @@ def load_model(text: str) -> Any:
     """
     found = load_target(text)
     made = found if isinstance(found, Object) or not callable(found) else found()
-    if not Survey(made).slots:
+    if not TreeInventory(made).leaves:
         raise CommandError(
             f"{text!r} gave {made!r} of type {type(made).__name__}, in which there is no array. "
             "Name a function without arguments that returns a model, or a model."

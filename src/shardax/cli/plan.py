@@ -38,7 +38,7 @@ from shardax.cli.inputs import (
     mesh_sizes,
 )
 from shardax.models import Decoder, next_token_loss
-from shardax.partition.findings import did_you_mean
+from shardax.partition.errors import did_you_mean
 from shardax.plan import NamedShape, Plan
 from shardax.plan.errors import PlanInputError, PlanInterrupted
 from shardax.plan.records import Layout, LayoutReport

@@ -1,50 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``configure``: the settings of a process in one call, at the top of a script.
+"""``configure``: the settings of a process in one call.
 
-All settings are checked before the first is changed, and if something fails on the way, what was
-changed is put back. Only options of ``jax.config`` and shardax's own defaults are set; nothing in
-JAX is replaced.
+A *setting* is an argument of ``configure``. All are checked before the first is changed, and if one
+fails to change, the others are put back. Only options of ``jax.config`` and shardax's own defaults
+are set; nothing in JAX is replaced.
+
+A *platform* is a kind of device: ``cpu``, ``cuda``, ``rocm``, ``tpu``. All but ``cpu`` come with a
+plugin, a package in the namespace ``jax_plugins`` (for TPUs, ``libtpu``). JAX's *backend* is its
+connection to the devices. It starts with the first array or the first look at the devices; from
+then on platform and devices are fixed, though JAX silently accepts later changes of
+``jax_platforms``, without effect. So ``platform`` and ``devices`` must come before; the other
+settings work at any time.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from shardax._core._jax import is_eager
-from shardax._core.init.defaults import process_defaults
-from shardax.config.settings import (
-    BACKEND_SETTINGS,
-    CACHE_DIR,
-    CACHE_SECONDS,
-    CHOICES,
-    CPU_DEVICES,
-    GPUS,
-    PLATFORMS,
-    SWITCHES,
-    VISIBLE,
-    Changes,
-    ConfiguredTooLateError,
-    ConfigureError,
-    backend_runs,
-    check_settings,
-    platform_of,
+from shardax._core.errors import ShardaxError
+from shardax._core.init.defaults import (
+    as_device,
+    default_float,
+    parse_device,
+    process_defaults,
+    set_process_device,
+    set_process_dtype,
 )
+from shardax._core.init.rng import check_whole_process
+from shardax.partition.errors import did_you_mean
+
+GPUS = ("cuda", "rocm")
+PLATFORMS = ("cpu", "gpu", *GPUS, "tpu")
+NVIDIA_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # one of them; the last is of WSL
+
+# Options of ``jax.config``.
+PLATFORMS_OPTION = "jax_platforms"
+CPU_DEVICES = "jax_num_cpu_devices"
+VISIBLE = "jax_{}_visible_devices"
+CACHE_DIR = "jax_compilation_cache_dir"
+CACHE_SECONDS = "jax_persistent_cache_min_compile_time_secs"
+SWITCHES = {
+    "x64": "jax_enable_x64",
+    "debug_nans": "jax_debug_nans",
+    "debug_infs": "jax_debug_infs",
+    "debug_key_reuse": "jax_debug_key_reuse",
+    "log_compiles": "jax_log_compiles",
+}
+CHOICES: dict[str, tuple[str, Callable[[Any], Any]]] = {  # with what knows the valid values
+    "matmul_precision": ("jax_default_matmul_precision", jax.default_matmul_precision),
+    "rank_promotion": ("jax_numpy_rank_promotion", jax.numpy_rank_promotion),
+}
+
+
+class ConfigureError(ShardaxError, ValueError):
+    """Settings of the process are not valid; nothing was changed."""
+
+
+class ConfiguredTooLateError(ConfigureError):
+    """Settings came after the start of JAX's backend; nothing was changed."""
 
 
 @dataclass(frozen=True, repr=False)
 class Configuration:
-    """The settings of the process, as ``configure`` found and left them; printing shows them all.
+    """Settings of the process after a call of ``configure``.
 
     Attributes:
-        settings: The value of each setting by name, None where the choice is JAX's. A seed is there
-            only if it was given.
-        given: The names of those that the call set.
-        notes: What else to know about them.
+        settings: Value of each setting by name, None for JAX's own choice; a seed only if given.
+        given: Names of those that the call set.
+        notes: Further remarks on them.
         backend_runs: Whether JAX's backend has started.
 
     Example:
@@ -92,10 +126,10 @@ def configure(
     debug_key_reuse: bool | None = None,
     log_compiles: bool | None = None,
 ) -> Configuration:
-    """Sets up the process: call it once at the top of a script.
+    """Sets up the process; called once, at the top of a script.
 
-    What is not given stays as it is. ``devices`` and ``platform`` must come before JAX starts its
-    backend, which the first array does, or ``jax.devices()``; the others may come at any time.
+    Settings that are not given stay as they are. ``devices`` and ``platform`` must come before JAX
+    starts its backend, with the first array or ``jax.devices()``; the others may come at any time.
     ``dtype``, ``create_on`` and ``cache_dir`` go back to JAX's own choice with ``"default"``.
 
     Args:
@@ -148,12 +182,13 @@ def configure(
 
 
 def _check_not_late(given: Mapping[str, Any]) -> None:
-    late = {name: given[name] for name in BACKEND_SETTINGS if name in given}
+    late = {name: given[name] for name in ("platform", "devices") if name in given}
     running, count = jax.default_backend(), jax.local_device_count()
-    platform, devices, options = platform_of(given), given.get("devices"), jax.config.values
+    platform, devices, options = _platform_of(given), given.get("devices"), jax.config.values
     if platform == running or (platform in GPUS and running == "gpu"):
         late.pop("platform", None)
-        if devices == count or _visible(devices) in [options[VISIBLE.format(gpu)] for gpu in GPUS]:
+        numbers = ",".join(map(str, devices)) if isinstance(devices, Sequence) else None
+        if devices == count or numbers in [options[VISIBLE.format(gpu)] for gpu in GPUS]:
             late.pop("devices", None)
     if late:
         asked = ", ".join(f"{name}={value!r}" for name, value in late.items())
@@ -164,11 +199,6 @@ def _check_not_late(given: Mapping[str, Any]) -> None:
             f"before anything makes an array or asks for devices (jax.devices(), jnp.zeros, ...), "
             f"modules that are imported before included; in a notebook, restart the kernel first."
         )
-
-
-def _visible(devices: Any) -> str | None:
-    """The numbers of devices as JAX's options have them."""
-    return ",".join(map(str, devices)) if isinstance(devices, Sequence) else None
 
 
 def _apply(changes: Changes) -> None:
@@ -196,7 +226,7 @@ def _settings_now(seed: Any, runs: bool) -> dict[str, Any]:
     dtype, device = process_defaults()
     count = options[CPU_DEVICES]
     return {
-        "platform": jax.default_backend() if runs else options[PLATFORMS] or None,
+        "platform": jax.default_backend() if runs else options[PLATFORMS_OPTION] or None,
         "devices": jax.local_device_count() if runs else count if count >= 0 else None,
         "dtype": None if dtype is None else dtype.name,
         "create_on": device,
@@ -206,3 +236,264 @@ def _settings_now(seed: Any, runs: bool) -> dict[str, Any]:
         **{name: options[option] for name, (option, _) in CHOICES.items()},
         **{name: options[option] for name, option in SWITCHES.items()},
     }
+
+
+# --- Checks of settings ---
+
+
+@dataclass
+class Changes:
+    """Changes of settings, none made yet."""
+
+    options: dict[str, Any] = field(default_factory=dict)  # of ``jax.config``
+    actions: list[Callable[[], None]] = field(default_factory=list)  # the rest; cannot fail
+    folder: Path | None = None  # to be made
+    notes: list[str] = field(default_factory=list)  # for the user
+
+
+Problems = Iterator[object]
+
+
+def check_settings(given: Mapping[str, Any], runs: bool) -> Changes:
+    """The changes by settings; one ConfigureError lists all problems."""
+    changes, problems = Changes(), []
+    for check in (_backend, _switches, _choices, _cache, _seed, _dtype, _create_on):
+        problems += map(str, check(given, runs, changes))
+    if problems:
+        listed = problems[0] if len(problems) == 1 else "".join(f"\n  {line}" for line in problems)
+        raise ConfigureError(f"shardax.configure changed nothing: {listed}")
+    return changes
+
+
+def _backend(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+    platform, devices = given.get("platform"), given.get("devices")
+    if platform is None and devices is None:
+        return
+    if devices is not None and not _is_count(devices) and not _are_numbers(devices):
+        yield (
+            f"devices={devices!r} is neither how many devices, from 1, nor a list of their "
+            f"numbers, each once."
+        )
+        return
+    if runs:  # too late to change: what is asked for is compared with what runs
+        return
+    try:
+        name = usable_platform(_platform_of(given))
+    except ConfigureError as problem:
+        yield problem
+        return
+    # With one platform alone JAX would not know the processor: jax.devices("cpu") fails.
+    changes.options[PLATFORMS_OPTION] = "cpu" if name == "cpu" else f"{name},cpu"
+    wanted = os.environ.get("JAX_PLATFORMS")
+    if wanted and wanted.split(",")[0] != name:
+        changes.notes.append(f"platform: overrides JAX_PLATFORMS={wanted} of the environment.")
+    if devices is None:
+        return
+    flag = "xla_force_host_platform_device_count"
+    if name == "cpu" and flag in os.environ.get("XLA_FLAGS", ""):
+        changes.notes.append(f"devices: overrides {flag} of XLA_FLAGS.")
+    if name == "cpu" and _is_count(devices):
+        changes.options[CPU_DEVICES] = devices
+    elif name == "cpu":
+        yield f"devices={devices!r}: processors have no numbers; say how many, devices=8."
+    elif name in GPUS:
+        numbers = range(devices) if _is_count(devices) else devices
+        changes.options[VISIBLE.format(name)] = ",".join(map(str, numbers))
+    else:
+        yield f"devices={devices!r}: JAX does not choose among the devices of {name!r}."
+
+
+def _platform_of(given: Mapping[str, Any]) -> Any:
+    """The platform asked for; a number of devices alone means the processor."""
+    return given.get("platform", "cpu" if _is_count(given.get("devices")) else "gpu")
+
+
+def _is_count(devices: Any) -> bool:
+    return type(devices) is int and devices >= 1
+
+
+def _are_numbers(devices: Any) -> bool:
+    return (
+        isinstance(devices, Sequence)
+        and all(type(number) is int and number >= 0 for number in devices)
+        and len(devices) == len(set(devices)) > 0
+    )
+
+
+def _switches(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+    for name, option in SWITCHES.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if type(value) is not bool:  # JAX takes "off" for true
+            yield f"{name}={value!r} is neither True nor False."
+            continue
+        changes.options[option] = value
+    if type(given.get("debug_key_reuse")) is bool:
+        changes.actions.append(partial(check_whole_process, given["debug_key_reuse"]))
+    if runs and given.get("x64") not in (None, jax.config.values[SWITCHES["x64"]]):
+        changes.notes.append("x64: arrays that exist keep their dtypes.")
+
+
+def _choices(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+    for name, (option, block) in CHOICES.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        try:
+            with block(value):
+                changes.options[option] = value
+        except (ValueError, TypeError) as error:
+            yield f"{name}={value!r}: {error}"
+
+
+def _cache(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+    seconds, folder = given.get("cache_min_seconds"), given.get("cache_dir")
+    if seconds is not None:
+        if type(seconds) not in (int, float) or not 0 <= seconds < float("inf"):
+            yield f"cache_min_seconds={seconds!r} is not a number of seconds, from 0."
+        else:
+            changes.options[CACHE_SECONDS] = float(seconds)
+    if folder is None:
+        return
+    if _is_default(folder):
+        changes.options[CACHE_DIR] = None
+        return
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        yield f"cache_dir={folder!r} is not the path of a folder."
+        return
+    if "://" in os.fspath(folder):  # a bucket, which JAX reaches by itself
+        place = os.fspath(folder)
+    else:
+        path = Path(folder).expanduser().absolute()
+        there = next(part for part in (path, *path.parents) if part.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            kind = "not a folder" if not there.is_dir() else "not writable by this process"
+            yield f"cache_dir={str(folder)!r}: {there} is {kind}. Choose another folder."
+            return
+        changes.folder, place = path, str(path)
+        # Compiled programs are run as they are found, so who writes there runs code here.
+        status = path.stat() if path.exists() else None
+        mine = status is None or not hasattr(os, "getuid") or status.st_uid == os.getuid()
+        if status is not None and (status.st_mode & 0o022 or not mine):
+            changes.notes.append(
+                f"cache_dir: others can write into {path}, and JAX runs the programs that it finds "
+                f"there. Use a folder of your own: chmod 700."
+            )
+    changes.options |= {CACHE_DIR: place, "jax_enable_compilation_cache": True}
+
+
+def _seed(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+    if (seed := given.get("seed")) is None:
+        return
+    from shardax.random import stream  # here, so that `import shardax` stays quick
+
+    try:
+        stream.as_source(seed)
+    except ShardaxError as problem:
+        yield f"seed={seed!r}: {problem}"
+    else:
+        changes.actions.append(partial(stream.seed, seed))
+
+
+def _dtype(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+    dtype, x64 = given.get("dtype", process_defaults()[0]), given.get("x64")
+    if _is_default(dtype):
+        changes.actions.append(partial(set_process_dtype, None))
+    elif dtype is not None:
+        try:  # with the new x64, on which it depends whether a dtype is valid
+            with jax.enable_x64(x64 if type(x64) is bool else jax.config.values[SWITCHES["x64"]]):
+                exact = default_float(dtype)
+        except ShardaxError as problem:
+            yield f"dtype={dtype!r}{'' if 'dtype' in given else ', set before'}: {problem}"
+        else:
+            changes.actions.append(partial(set_process_dtype, exact))
+
+
+def _create_on(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+    device = given.get("create_on")
+    if _is_default(device):
+        changes.actions.append(partial(set_process_device, None))
+    elif device is not None:
+        try:
+            platform, _ = parse_device(device)
+            if runs:
+                as_device(device)
+        except ShardaxError as problem:
+            yield f"create_on={device!r}: {problem}"
+            return
+        changes.actions.append(partial(set_process_device, device))
+        chosen = changes.options.get(PLATFORMS_OPTION, jax.config.values[PLATFORMS_OPTION])
+        if chosen and not runs and platform not in (*chosen.split(","), "gpu"):
+            changes.options[PLATFORMS_OPTION] = f"{chosen},{platform}"
+
+
+def _is_default(value: Any) -> bool:
+    """Whether a setting goes back to JAX's own choice."""
+    return isinstance(value, str) and value == "default"
+
+
+# --- Platforms ---
+
+
+def backend_runs() -> bool:
+    """Whether JAX's backend has started, without starting it."""
+    before: Any = jax.config.values[CPU_DEVICES]
+    try:  # JAX refuses to change this once its backend runs, and only then
+        jax.config.update(CPU_DEVICES, 1 if before < 0 else before + 1)
+    except RuntimeError:
+        return True
+    jax.config.update(CPU_DEVICES, before)
+    return False
+
+
+def usable_platform(name: Any) -> str:
+    """The platform as JAX's settings name it; for ``gpu`` the installed one."""
+    if not isinstance(name, str):
+        raise ConfigureError(f"platform={name!r} is not the name of a platform, such as 'cpu'.")
+    plugins = installed_plugins()
+    if name == "cpu" or (
+        name not in PLATFORMS and any(name in plugin for plugin in plugins if name)
+    ):
+        return name
+    if name not in PLATFORMS:
+        raise ConfigureError(
+            f"platform={name!r}: JAX has no such platform, and no plugin for it is installed. "
+            f"There are {', '.join(PLATFORMS)}.{did_you_mean(name.strip().lower(), PLATFORMS)}"
+        )
+    if name == "tpu":
+        if importlib.util.find_spec("libtpu") is None:
+            raise ConfigureError(_not_installed(name))
+        return name
+    wanted = GPUS if name == "gpu" else (name,)
+    installed = [gpu for gpu in wanted if any(gpu in plugin for plugin in plugins)]
+    if not installed:
+        raise ConfigureError(_not_installed(name))
+    if installed[0] == "cuda" and not nvidia_gpu_is_visible():
+        raise ConfigureError(
+            f"platform={name!r}: there is no NVIDIA GPU here that this process can see (none of "
+            f"{', '.join(NVIDIA_FILES)} exists). Run it on a machine with one, or choose "
+            f"platform='cpu'."
+        )
+    return installed[0]
+
+
+def installed_plugins() -> set[str]:
+    """Names of modules of JAX's platform plugins."""
+    spec = importlib.util.find_spec("jax_plugins")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    found = {module.name for module in pkgutil.iter_modules(folders)}
+    return found | {entry.value for entry in entry_points(group="jax_plugins")}
+
+
+def nvidia_gpu_is_visible() -> bool:
+    """Whether this process can reach an NVIDIA GPU."""
+    return any(os.path.exists(path) for path in NVIDIA_FILES)
+
+
+def _not_installed(name: str) -> str:
+    package = "jax[rocm7-local]" if name == "rocm" else f"shardax[{name.replace('gpu', 'cuda')}]"
+    return (
+        f"platform={name!r}: JAX's support for it is not installed. Install it with "
+        f"pip install '{package}', or choose platform='cpu'."
+    )

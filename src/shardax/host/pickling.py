@@ -50,7 +50,7 @@ from shardax._core.graph.static import Metadata, Static
 from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Variable
-from shardax.partition.inventory import Survey
+from shardax.partition.inventory import TreeInventory
 
 # --- Pickle notes ---
 
@@ -113,11 +113,10 @@ def read_note(data: Any) -> tuple[dict[str, Any], int]:
 def written_layout(tree: Any) -> list[dict[str, Any]]:
     """Returns, as JSON can hold it, how the arrays of a tree are laid out over meshes."""
     rows = []
-    for slot, arrays in Survey(tree).arrays():
-        for info, array in zip(slot.arrays, arrays, strict=True):
-            sharding = getattr(array, "sharding", None)
-            if isinstance(sharding, NamedSharding):
-                rows.append(_row(info.path, slot.names_of(info), sharding))
+    for leaf, info, array in TreeInventory(tree).arrays():
+        sharding = getattr(array, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            rows.append(_row(info.path, leaf.names_of(info), sharding))
     return rows
 
 

@@ -35,7 +35,7 @@ from shardax.nn.mlp import MLP
 from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import as_array, as_size, refuse_input
 from shardax.nn.stack import Stack, check_policy, rematerialised
-from shardax.partition.constrain import constrain
+from shardax.partition.constraints import constrain
 from shardax.partition.context import current_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import UNCONSTRAINED, Rules, mesh_axes_of

@@ -21,8 +21,8 @@ from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
 from shardax.named.array import NamedArray
 from shardax.named.base import NamedAxesError, label
-from shardax.partition.constrain import constrain as constrain_array
-from shardax.partition.inventory import Survey
+from shardax.partition.constraints import constrain as constrain_array
+from shardax.partition.inventory import TreeInventory
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.placement import shard as shard_by_rules
 from shardax.partition.rules import Rules, strings
@@ -139,7 +139,7 @@ def _rules(mapping: Mapping[Any, Any]) -> Rules:
 
 def _check_known(mapping: Mapping[Any, Any], tree: Any) -> None:
     """Raises if the mapping has names that no array of the tree has."""
-    found = [slot.names_of(info) or () for slot in Survey(tree).slots for info in slot.arrays]
+    found = [leaf.names_of(info) or () for leaf, info, _ in TreeInventory(tree).arrays()]
     known = {part for names in found for part in strings(names)}
     unknown = [name for name in mapping if label(name) not in known]
     if not unknown:

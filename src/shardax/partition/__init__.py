@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partitioning by name: rules map the axis names of arrays to the axes of a device mesh."""
+"""Partitioning of arrays over a device mesh by axis names."""
 
 from shardax._core.graph.static import PARTITION_NAME as PARTITION_NAME
 from shardax.partition.boxes.boxes import AxisMetadata as AxisMetadata
-from shardax.partition.boxes.partitioned import LogicallyPartitioned as LogicallyPartitioned
-from shardax.partition.boxes.partitioned import Partitioned as Partitioned
-from shardax.partition.boxes.partitioned import logical_axis_rules as logical_axis_rules
-from shardax.partition.boxes.partitioned import with_logical_constraint as with_logical_constraint
-from shardax.partition.boxes.partitioned import (
-    with_logical_partitioning as with_logical_partitioning,
-)
-from shardax.partition.boxes.partitioned import with_partitioning as with_partitioning
+from shardax.partition.boxes.boxes import LogicallyPartitioned as LogicallyPartitioned
+from shardax.partition.boxes.boxes import Partitioned as Partitioned
+from shardax.partition.boxes.boxes import logical_axis_rules as logical_axis_rules
+from shardax.partition.boxes.boxes import with_logical_constraint as with_logical_constraint
+from shardax.partition.boxes.boxes import with_logical_partitioning as with_logical_partitioning
+from shardax.partition.boxes.boxes import with_partitioning as with_partitioning
 from shardax.partition.boxes.trees import VariableBox as VariableBox
 from shardax.partition.boxes.trees import add_axis as add_axis
 from shardax.partition.boxes.trees import is_box as is_box
@@ -19,11 +17,11 @@ from shardax.partition.boxes.trees import replace_boxed as replace_boxed
 from shardax.partition.boxes.trees import to_boxes as to_boxes
 from shardax.partition.boxes.trees import to_variables as to_variables
 from shardax.partition.boxes.trees import unbox as unbox
-from shardax.partition.constrain import constrain as constrain
+from shardax.partition.constraints import constrain as constrain
 from shardax.partition.context import axis_rules as axis_rules
 from shardax.partition.context import current_rules as current_rules
 from shardax.partition.context import logical_to_mesh_axes as logical_to_mesh_axes
-from shardax.partition.findings import Finding as Finding
+from shardax.partition.errors import Diagnostic as Diagnostic
 from shardax.partition.initialization import initialise as initialise
 from shardax.partition.mesh import resolve_mesh as resolve_mesh
 from shardax.partition.placement import shard as shard

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules in scope, and the mapping of names by them.
+"""The rules in scope.
 
 The *current rules* are those of the innermost ``with axis_rules(...)`` around the running code, in
 this thread; without one they are empty. They are part of the key by which ``jax.jit`` finds
 compiled programs, so a function traced under some rules is traced anew under others.
 
-A scope can also say what a constraint does where there is no mesh, for all the code inside; and
-that constraints are only *marked*: an array stays as it is, and the program that is traced holds
-the names that it was to be laid out by (``marking_names``). That is how a planner learns the names
-of the dimensions inside of a program.
+A scope can also set what a constraint without a mesh does, for all the code inside; and that
+constraints only *mark* arrays: an array stays as it is, and the traced program holds the names that
+it was to be laid out by (``marking_names``). A planner learns the names of dimensions inside of a
+program that way.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OnNoMesh = Literal["error", "ignore"]
-"""What a constraint does without a mesh or without rules: raise, or leave the array as it is."""
+"""The effect of a constraint without a mesh or rules: raise, or leave the array as it is."""
 
 
 class _Settings(NamedTuple):
-    """What a scope says."""
-
     rules: Rules = Rules()
     on_no_mesh: OnNoMesh = "error"
     marking: bool = False
@@ -51,7 +49,7 @@ _settings_by_text: dict[str, _Settings] = {_DEFAULT: _Settings()}
 
 
 def current_rules() -> Rules:
-    """Returns the rules of the innermost ``axis_rules`` scope of this thread, else empty rules.
+    """Returns the rules of this thread's innermost ``axis_rules`` scope, else empty rules.
 
     Example:
         >>> len(current_rules())
@@ -61,18 +59,14 @@ def current_rules() -> Rules:
 
 
 def resolve_rules(rules: RulesLike | None = None) -> Rules:
-    """Returns ``rules`` as Rules, or the current rules for None."""
+    """``rules`` as Rules, or the current rules for None."""
     if rules is None:
         return current_rules()
     return rules if isinstance(rules, Rules) else Rules(rules)
 
 
 def resolve_on_no_mesh(on_no_mesh: OnNoMesh | None = None) -> OnNoMesh:
-    """Returns the policy given, or for None that of the innermost scope, else ``"error"``.
-
-    Raises:
-        ConstraintError: If it is no policy.
-    """
+    """The policy given, else that in scope, else ``"error"``."""
     if on_no_mesh is None:
         return _settings_by_text[_current.value].on_no_mesh
     if on_no_mesh not in ("error", "ignore"):
@@ -83,12 +77,12 @@ def resolve_on_no_mesh(on_no_mesh: OnNoMesh | None = None) -> OnNoMesh:
 
 
 def is_marking() -> bool:
-    """Whether constraints only mark arrays by their names (see ``marking_names``)."""
+    """Whether constraints only mark arrays by their names."""
     return _settings_by_text[_current.value].marking
 
 
 class AxisRulesScope:
-    """A scope in which given rules are the current ones: a context manager and a decorator."""
+    """A scope of current rules: a context manager and a decorator."""
 
     def __init__(
         self, rules: Rules, on_no_mesh: OnNoMesh | None = None, marking: bool | None = None
@@ -116,16 +110,15 @@ class AxisRulesScope:
         self._local.entered.pop().__exit__(*exception)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        kinds = (
-            inspect.iscoroutinefunction,
-            inspect.isgeneratorfunction,
-            inspect.isasyncgenfunction,
-        )
-        if any(is_kind(function) for is_kind in kinds):
+        if (
+            inspect.iscoroutinefunction(function)
+            or inspect.isgeneratorfunction(function)
+            or inspect.isasyncgenfunction(function)
+        ):
             raise RulesError(
                 f"axis_rules cannot decorate {function!r}: a generator or coroutine runs after the "
-                f"call that made it has returned. Write `with axis_rules(...)` inside, around code "
-                f"that neither yields nor awaits."
+                "call that made it. Write `with axis_rules(...)` inside, around code that neither "
+                "yields nor awaits."
             )
 
         @functools.wraps(function)
@@ -137,16 +130,15 @@ class AxisRulesScope:
 
 
 def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> AxisRulesScope:
-    """Makes ``rules`` the current rules in a ``with`` block or a decorated function.
+    """Makes ``rules`` the current rules in a ``with`` block or decorated function.
 
-    Scopes nest: the inner rules replace the outer ones (use ``current_rules().override(...)`` to
-    add to them), which come back at the end, also when an exception ends it. Scopes belong to a
-    thread.
+    Scopes nest: inner rules replace outer ones (``current_rules().override(...)`` adds to them)
+    until the end of the block, also by an exception. Scopes belong to a thread.
 
     Args:
         rules: Rules, pairs or a mapping.
         on_no_mesh: What constraints inside do without a mesh or without rules: ``"error"``, or
-            ``"ignore"`` to leave arrays as they are. None: as the scope around says, else
+            ``"ignore"`` to leave arrays as they are. None: as in the scope around, else
             ``"error"``.
 
     Returns:
@@ -173,35 +165,21 @@ _MARK = "shardax-names:"
 
 
 def marking_names(rules: RulesLike) -> AxisRulesScope:
-    """Makes a scope in which constraints lay nothing out, and leave their names in the program.
+    """A scope of constraints for marking alone.
 
-    Programs that were traced in it are not used outside of it, nor the other way round.
-
-    Args:
-        rules: The rules in scope, for code that asks for them.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, shardax as sx
-        >>> with marking_names({}):
-        ...     jaxpr = jax.make_jaxpr(lambda x: sx.constrain(x, ("batch", None)))(jnp.ones((2, 3)))
-        >>> [names_marked(equation.params["name"]) for equation in jaxpr.eqns]
-        [('batch', None)]
+    Programs traced in it are not used outside of it, nor the other way round.
     """
     return AxisRulesScope(resolve_rules(rules), None, True)
 
 
 def mark_names(array: jax.Array, names: Iterable[Any]) -> jax.Array:
-    """Returns the array, with an equation of the primitive ``name`` that holds its names."""
+    """The array, marked by an equation of the primitive ``name``."""
     plain = [list(n) if isinstance(n, tuple) else n if isinstance(n, str) else None for n in names]
     return checkpoint_name(array, _MARK + json.dumps(plain))
 
 
 def names_marked(text: str) -> tuple[Any, ...] | None:
-    """Returns the names that ``mark_names`` wrote, or None for a name that it did not write.
-
-    Args:
-        text: The parameter ``name`` of an equation of the primitive ``name``.
-    """
+    """Names from ``mark_names`` in a parameter ``name``, or None for another name."""
     if not text.startswith(_MARK):
         return None
     entries = json.loads(text.removeprefix(_MARK))

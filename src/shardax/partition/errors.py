@@ -1,12 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of ``shardax.partition``."""
+"""Diagnostics of layouts, and the errors of ``shardax.partition``.
+
+A *diagnostic* is one thing worth knowing about a layout: an ``"error"`` (the layout is impossible),
+a ``"warning"`` (possible, but hardly as meant) or ``"info"``. Its ``code`` names the kind:
+
+* ``axis-names``: error; names malformed, or a name twice in one array.
+* ``rank-mismatch``: error; not one name per dimension.
+* ``unknown-mesh-axis``: error; the mesh has no such axis.
+* ``indivisible``: error; a dimension cannot be cut into equal parts.
+* ``mesh-axis-conflict``: two dimensions of one array want one mesh axis. Of rules: error under
+  ``on_conflict="error"``, else warning if a name goes without, info if a later rule serves it.
+* ``unmapped-name``: no rule mentions a name. Error under ``on_unmapped="error"``; else a warning,
+  and only for a name that looks like one that has a rule.
+* ``axis-type-order``: warning; a dimension is split over an Auto mesh axis before an Explicit one.
+* ``unconstrained``: ``UNCONSTRAINED`` where an array is placed.
+* ``unused-rule``: info; no array chose a rule. Warning if its name looks misspelt.
+* ``large-replicated``: warning; every device holds a large array whole.
+* ``shadowed-rule``: warning; an earlier rule for the same name leaves a rule nothing to do.
+* ``unused-mesh-axis``: info; no rule names a mesh axis.
+
+``shardax.partition.tree_check`` lists those of whole trees.
+"""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 from shardax._core.errors import ShardaxError
+from shardax._core.graph.paths import Path
+
+Severity = Literal["error", "warning", "info"]
+
+NEAR = 0.85  # difflib ratio: "embd" is near "embed" (0.89), "kv_heads" is not near "heads" (0.77)
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One thing worth knowing about a layout; ``str()`` gives the message.
+
+    Attributes:
+        severity: ``"error"``, ``"warning"`` or ``"info"``.
+        path: Path of the array; ``()`` for a diagnostic of the rules as a whole.
+        code: Kind of diagnostic, such as ``"indivisible"``.
+        message: What is wrong, where, why it matters and what to do.
+
+    Example:
+        >>> print(Diagnostic("error", ("up", "kernel"), "indivisible", ".up.kernel: size 30 ..."))
+        .up.kernel: size 30 ...
+    """
+
+    severity: Severity
+    path: Path
+    code: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the most similar of the known names, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class RulesError(ShardaxError, ValueError):
@@ -14,15 +72,15 @@ class RulesError(ShardaxError, ValueError):
 
 
 class AxisNamesError(ShardaxError, ValueError):
-    """The logical names of one array are malformed, or one name occurs twice."""
+    """The logical names of one array are malformed or repeated."""
 
 
 class AxisConflictError(ShardaxError, ValueError):
-    """Two names of one array want one mesh axis, and the rules say that this is an error."""
+    """Two names of one array want one mesh axis, against the policy."""
 
 
 class UnmappedAxisError(ShardaxError, ValueError):
-    """No rule mentions a logical name, and the rules say that this is an error."""
+    """No rule mentions a logical name, against the policy."""
 
 
 class NoRulesError(ShardaxError, ValueError):
@@ -34,14 +92,14 @@ class ConstraintError(ShardaxError, ValueError):
 
 
 class PartitionCheckError(ShardaxError, ValueError):
-    """A tree cannot be laid out by these rules over this mesh; lists every offending array.
+    """A layout is impossible; lists every offending array.
 
     Attributes:
-        findings: The findings of severity ``"error"``, each with its path.
+        findings: The diagnostics of severity ``"error"``, each with its path.
     """
 
-    def __init__(self, findings: Iterable[Any]) -> None:
-        self.findings: tuple[Any, ...] = tuple(findings)
+    def __init__(self, findings: Iterable[Diagnostic]) -> None:
+        self.findings: tuple[Diagnostic, ...] = tuple(findings)
         super().__init__(self.findings)
 
     def __str__(self) -> str:
@@ -51,9 +109,16 @@ class PartitionCheckError(ShardaxError, ValueError):
         return f"The layout has {problems}; nothing was moved.{lines}"
 
 
+def raise_on_errors(diagnostics: Iterable[Diagnostic]) -> None:
+    """Raises one PartitionCheckError with all diagnostics of severity ``"error"``, if any."""
+    errors = [diagnostic for diagnostic in diagnostics if diagnostic.severity == "error"]
+    if errors:
+        raise PartitionCheckError(errors)
+
+
 class OverrideError(ShardaxError, ValueError):
-    """What was said about places apart from the rules is malformed: an override, a memory kind."""
+    """An override or a memory kind is malformed."""
 
 
 class PlacementError(ShardaxError, RuntimeError):
-    """A device refused an array while a model was being placed; every array is still valid."""
+    """A device refused an array during placement; every array is still valid."""

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initialisation in the functional style: parameters made where they belong, by one program.
+"""Initialisation of functional parameters by one program.
 
 A *functional initializer* is a function of random keys, shapes and the like that returns parameters
-in boxes. It is traced for shapes, the boxes say where each value goes, and one compiled program
+in boxes. It is traced for shapes, the boxes give each value its sharding, and one compiled program
 computes every value straight into its shards, so that no device holds more than it keeps.
 
-Programs of initializers: compiled once, found again, and keeping nothing alive.
-
-A *program* belongs to one function, what its arguments are but for the numbers in them, a mesh and
-rules. Arrays, Modules and Variables among the arguments are its *inputs*; everything else, such as
-widths and other functions, is *static*. Functions are held weakly, and a program is forgotten with
-any of its functions: they may close over whole models. What is static and cannot be hashed makes a
-program for one call.
+A program is found by its function, the types of its arguments, mesh and rules. Arrays, Modules and
+Variables among the arguments are *inputs*; everything else, such as widths and other functions, is
+*static*. Functions are held weakly, and a program is forgotten with any of its functions: they may
+close over whole models. Static arguments that cannot be hashed make a program for one call.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,191 +38,8 @@ from shardax.partition.rules import Rules, RulesLike
 from shardax.partition.specs import get_sharding
 from shardax.partition.tree_layout import require_mesh
 
-# --- Init programs ---
-
 MOST = 64
-"""How many programs are remembered; the one not used for longest is forgotten first."""
-
-
-class Call:
-    """The arguments of one call of an initializer, taken apart.
-
-    Args:
-        function: The initializer.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Attributes:
-        inputs: The inputs among them.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.function = function
-        self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-        self.inputs = [leaf for leaf in self._leaves if _is_input(leaf)]
-
-    def run(self, given: Sequence[Any]) -> Any:
-        """Calls the function with other inputs."""
-        remaining = iter(given)
-        filled = [next(remaining) if _is_input(leaf) else leaf for leaf in self._leaves]
-        args, kwargs = self._treedef.unflatten(filled)
-        return self.function(*args, **kwargs)
-
-    def key(self, *more: Hashable) -> Key | None:
-        """Returns what the program of this call is found by, or None if it is for this call alone.
-
-        Args:
-            *more: What else it depends on.
-        """
-        if isinstance(self.function, Object) or isinstance(_owner(self.function), Object):
-            return None
-        static = [self.function, *(leaf for leaf in self._leaves if not _is_input(leaf))]
-        weak: list[_Weak] = []
-        try:
-            parts = tuple(_part(item, weak) for item in static)
-            content = (self._treedef, parts, _kinds(self.inputs), more)
-            hash(content)
-        except TypeError:  # something has no hash
-            return None
-        return Key(content, tuple(weak))
-
-
-class Key(NamedTuple):
-    """What a program is found by.
-
-    Attributes:
-        content: All of it.
-        weak: The references in it whose end ends the program.
-    """
-
-    content: Hashable
-    weak: tuple[_Weak, ...]
-
-
-class Runner:
-    """The function of a program: what runs is the call that is being made, so it holds none."""
-
-    __signature__ = inspect.Signature(
-        [inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    )
-
-    def __init__(self, call: Call) -> None:
-        self._local = threading.local()
-        self._function = _weakly(call.function)
-
-    def __call__(self, inputs: Sequence[Any]) -> Any:
-        return self._local.call.run(inputs)
-
-    def run(self, call: Call, program: Callable[[Any], Any], inputs: Sequence[Any]) -> Any:
-        """Calls the program of this function for a call."""
-        self._local.call = call
-        try:
-            return program(inputs)
-        finally:
-            self._local.call = None
-
-    @property
-    def __wrapped__(self) -> Any:
-        """What is looked through for objects that the function uses without being given them."""
-        function = self._function()
-        return lambda: function
-
-
-class Program(NamedTuple):
-    """A compiled function of inputs alone, and what it runs."""
-
-    runner: Runner
-    compiled: Callable[[Any], Any]
-
-
-def find(key: Key | None, make: Callable[[], Program]) -> Program:
-    """Returns the program remembered under a key, else a new one.
-
-    Args:
-        key: The key, or None to remember nothing.
-        make: Makes the program.
-    """
-    if key is None:
-        return make()
-    program = _programs.pop(key, None)
-    if program is None:
-        program = make()
-    _programs[key] = program
-    while len(_programs) > MOST:
-        _programs.pop(next(iter(_programs)), None)
-    return program
-
-
-_programs: dict[Key, Program] = {}
-
-
-class _Weak(weakref.ref[Any]):
-    """A weak reference that is equal to others of the very same object."""
-
-    __slots__ = ("_id",)
-
-    def __new__(cls, item: Any) -> _Weak:
-        self = super().__new__(cls, item, _forget)
-        self._id = id(item)
-        return self
-
-    def __hash__(self) -> int:
-        return self._id
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, _Weak) and self() is not None and self() is other()
-        )
-
-
-def _forget(dead: Any) -> None:
-    for key in [key for key in list(_programs) if any(item is dead for item in key.weak)]:
-        _programs.pop(key, None)
-
-
-def _part(item: Any, weak: list[_Weak]) -> Hashable:
-    """A static value as a part of a key."""
-    if isinstance(item, types.MethodType):
-        return _part(item.__func__, weak), _reference(item.__self__, weak)
-    if callable(item) and type(item).__hash__ is object.__hash__:
-        return _reference(item, weak)
-    return Static(item)
-
-
-def _reference(item: Any, weak: list[_Weak]) -> _Weak:
-    weak.append(_Weak(item))
-    return weak[-1]
-
-
-def _owner(function: Any) -> Any:
-    return getattr(function, "__self__", None)
-
-
-def _weakly(function: Any) -> Callable[[], Any]:
-    if isinstance(function, types.MethodType):
-        return weakref.WeakMethod(function)
-    try:
-        return weakref.ref(function)
-    except TypeError:  # a kind of callable that cannot be referred to so, which closes over nothing
-        return lambda: function
-
-
-def _is_input(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray)) or is_object(leaf)
-
-
-def _kinds(inputs: Sequence[Any]) -> Hashable:
-    """What shapes depend on: structures of objects, and shapes and dtypes of all arrays."""
-    flat = flatten_roots([item for item in inputs if isinstance(item, Object)])
-    values = [variable._value for variable in flat.leaves]
-    arrays = [item for item in inputs if not isinstance(item, Object)]
-    leaves, treedef = jax.tree.flatten((values, arrays))
-    return flat.graphdef, treedef, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
-
-
-# --- Initialise ---
+"""The number of remembered programs; the least recently used is forgotten first."""
 
 
 def initialise(
@@ -235,10 +49,10 @@ def initialise(
     rules: RulesLike | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Computes what a functional initializer returns straight into its shardings.
+    """Computes the results of a functional initializer straight into their shardings.
 
-    It is compiled once: a call with the same function, arguments that differ in their numbers only,
-    the same mesh and rules runs the program of the one before, as with ``jax.jit``.
+    It is compiled once: a call with the same function, mesh and rules, and arguments that differ in
+    their numbers only, runs the same program, as with ``jax.jit``.
 
     The mesh and the rules are in scope while ``fn`` is traced, also for the constraints in it. Over
     a mesh with Explicit axes ``fn`` is traced as over Auto ones, for only then may the compiler
@@ -254,7 +68,7 @@ def initialise(
         **kwargs: Its keyword arguments.
 
     Returns:
-        What ``fn`` returns, the values laid out as ``get_sharding`` says.
+        The results of ``fn``, laid out by ``get_sharding``.
 
     Raises:
         NoMeshError: If no mesh is given and none is in scope.
@@ -274,39 +88,152 @@ def initialise(
         >>> layers[0].value.sharding.spec, layers[0].names
         (P(None, 'model'), (None, 'model'))
     """
-    where = _usable(require_mesh(mesh, "initialise"))
-    chosen = resolve_rules(rules)
-    automatic = _automatic(where)
-    call = Call(fn, args, kwargs)
-    inputs = [_over_automatic(array) for array in call.inputs]
-
-    def make() -> Program:
-        places = get_sharding(eval_shape(call.run, inputs), automatic, chosen)
-        runner = Runner(call)
-        return Program(runner, jit(runner, out_shardings=places))
-
-    with jax.set_mesh(automatic), axis_rules(chosen):
-        program = find(call.key(automatic, chosen), make)
-        result = program.runner.run(call, program.compiled, inputs)
-    if automatic == where:
-        return result
-    return jax.tree.map(lambda leaf: _over(leaf, where, chosen), result, is_leaf=is_object)
-
-
-def _usable(mesh: AnyMesh) -> Mesh:
+    where = require_mesh(mesh, "initialise")
     if not is_eager():
         raise MeshError(
             "initialise places arrays and cannot be called inside a program. Call it outside; or, "
             "inside, call the initializer itself and unbox(result), which constrains the values."
         )
-    if not isinstance(mesh, Mesh) or AxisType.Manual in mesh.axis_types:
+    if not isinstance(where, Mesh) or AxisType.Manual in where.axis_types:
         raise MeshError(
-            f"initialise cannot place arrays over {mesh}: it has no devices, or Manual axes, which "
-            "are for the inside of jax.shard_map. Pass a mesh such as "
-            "jax.make_mesh((2, 4), ('data', 'model')). For specs alone, use "
+            f"initialise cannot place arrays over {where}: it has no devices, or Manual axes. Pass "
+            "a mesh such as jax.make_mesh((2, 4), ('data', 'model')). For specs alone, use "
             "get_sharding(jax.eval_shape(fn, ...), mesh)."
         )
-    return mesh
+    chosen = resolve_rules(rules)
+    automatic = _automatic(where)
+    call = InitializerCall(fn, args, kwargs)
+    inputs = [_over_automatic(array) for array in call.inputs]
+    with jax.set_mesh(automatic), axis_rules(chosen):
+        functions: list[Any] = []
+        key = call.key(functions, automatic, chosen)
+        program = None if key is None else _programs.pop(key, None)
+        if program is None:
+            shardings = get_sharding(eval_shape(call.run, inputs), automatic, chosen)
+            runner = CurrentCall(call)
+            ends = [weakref.ref(each, lambda _: _programs.pop(key, None)) for each in functions]
+            program = runner, jit(runner, out_shardings=shardings), ends
+        if key is not None:
+            _programs[key] = program  # as the last one used
+            while len(_programs) > MOST:
+                _programs.pop(next(iter(_programs)), None)
+        runner, compiled, _ = program
+        result = runner.run(call, compiled, inputs)
+    if automatic == where:
+        return result
+    return jax.tree.map(lambda leaf: _over(leaf, where, chosen), result, is_leaf=is_object)
+
+
+# --- Programs ---
+
+
+class InitializerCall:
+    """A call of an initializer, with its inputs apart."""
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.function = function
+        self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+        self.inputs = [leaf for leaf in self._leaves if _is_input(leaf)]
+
+    def run(self, given: Sequence[Any]) -> Any:
+        """Calls the function with other inputs."""
+        remaining = iter(given)
+        filled = [next(remaining) if _is_input(leaf) else leaf for leaf in self._leaves]
+        args, kwargs = self._treedef.unflatten(filled)
+        return self.function(*args, **kwargs)
+
+    def key(self, functions: list[Any], *more: Hashable) -> Hashable | None:
+        """The key of the program, or None for this call alone.
+
+        Functions are in it by identity; they are added to the list, and must outlive the program.
+        """
+        owner = getattr(self.function, "__self__", None)
+        if isinstance(self.function, Object) or isinstance(owner, Object):
+            return None
+        static = [self.function, *(leaf for leaf in self._leaves if not _is_input(leaf))]
+        try:
+            parts = tuple(_key_of(item, functions) for item in static)
+            key = (self._treedef, parts, _types_of(self.inputs), more)
+            hash(key)
+        except TypeError:  # something has no hash, or no weak references
+            return None
+        return key
+
+
+def _key_of(item: Any, functions: list[Any]) -> Hashable:
+    """A static value as part of a key."""
+    if isinstance(item, types.MethodType):
+        return _key_of(item.__func__, functions), _identity(item.__self__, functions)
+    if callable(item) and type(item).__hash__ is object.__hash__:
+        return _identity(item, functions)
+    return Static(item)
+
+
+def _identity(item: Any, functions: list[Any]) -> Hashable:
+    weakref.ref(item)  # raises if there are none
+    functions.append(item)
+    return id, id(item)  # no other object has it while this one is alive
+
+
+class CurrentCall:
+    """The function of a program, for any call."""
+
+    __signature__ = inspect.Signature(
+        [inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    )
+
+    def __init__(self, call: InitializerCall) -> None:
+        self._local = threading.local()
+        self._function = _weakly(call.function)
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        return self._local.call.run(inputs)
+
+    def run(
+        self, call: InitializerCall, compiled: Callable[[Any], Any], inputs: Sequence[Any]
+    ) -> Any:
+        """Runs the compiled program for a call."""
+        self._local.call = call
+        try:
+            return compiled(inputs)
+        finally:
+            self._local.call = None
+
+    @property
+    def __wrapped__(self) -> Any:
+        # Looked through for objects that the function uses without being given them.
+        function = self._function()
+        return lambda: function
+
+
+_programs: dict[Hashable, tuple[CurrentCall, Callable[[Any], Any], list[Any]]] = {}
+
+
+def _weakly(function: Any) -> Callable[[], Any]:
+    if isinstance(function, types.MethodType):
+        return weakref.WeakMethod(function)
+    try:
+        return weakref.ref(function)
+    except TypeError:  # a kind of callable without weak references, which closes over nothing
+        return lambda: function
+
+
+def _is_input(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray)) or is_object(leaf)
+
+
+def _types_of(inputs: Sequence[Any]) -> Hashable:
+    """Structures of objects, and shapes and dtypes of all arrays."""
+    flat = flatten_roots([item for item in inputs if isinstance(item, Object)])
+    values = [variable._value for variable in flat.leaves]
+    arrays = [item for item in inputs if not isinstance(item, Object)]
+    leaves, treedef = jax.tree.flatten((values, arrays))
+    return flat.graphdef, treedef, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+# --- Meshes ---
 
 
 def _automatic(mesh: Mesh) -> Mesh:
@@ -317,20 +244,18 @@ def _automatic(mesh: Mesh) -> Mesh:
 
 
 def _over(leaf: Any, mesh: Mesh, rules: Rules) -> Any:
-    """Says that an array is laid out over a mesh that has the same devices; moves nothing."""
+    """Declares an array over a mesh of the same devices; moves nothing."""
     if is_object(leaf):
         return shard(leaf, mesh, rules)
     return jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
 
 
 def _over_automatic(array: Any) -> Any:
-    """Says that an input is laid out over Auto axes, as the program will be; moves nothing."""
+    """Declares an input over Auto axes, as in the program; moves nothing."""
     now = array.sharding if isinstance(array, jax.Array) else None
     if not isinstance(now, NamedSharding) or not isinstance(now.mesh, Mesh):
         return array
     automatic = _automatic(now.mesh)
-    return (
-        array
-        if automatic == now.mesh
-        else jax.device_put(array, NamedSharding(automatic, now.spec))
-    )
+    if automatic == now.mesh:
+        return array
+    return jax.device_put(array, NamedSharding(automatic, now.spec))

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mesh in scope: which mesh is meant when none is given.
+"""The mesh in scope.
 
 JAX knows three ways to put a mesh in scope: ``jax.set_mesh(mesh)``,
-``jax.sharding.use_abstract_mesh(mesh)`` and the older ``with mesh:``. The first two can be asked
-for; the third is hidden, yet it still is what the user's program says, and a library that overlooks
-it turns constraints into no-ops without a word. It shows in the sharding that JAX gives to an array
-constrained by a bare ``PartitionSpec``, which is how it is found here.
+``jax.sharding.use_abstract_mesh(mesh)`` and the older ``with mesh:``. JAX has functions that return
+the mesh of the first two. The third shows only in the sharding of an array constrained by a bare
+``PartitionSpec``; overlooking it would turn constraints into silent no-ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -29,7 +27,7 @@ def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
         mesh: A mesh to use as it is, or None for the one in scope.
 
     Returns:
-        Outside of traced code the concrete ``Mesh`` in scope where there is one. Under ``jax.jit``
+        Outside of traced code the concrete ``Mesh`` in scope if there is one. Under ``jax.jit``
         the ``AbstractMesh``, because JAX hides the devices there, and inside ``jax.shard_map``
         likewise, with its axes marked Manual. A mesh entered by ``with mesh:`` is always the
         concrete one. None if no mesh with axes is in scope.
@@ -46,34 +44,39 @@ def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
         ...     resolve_mesh() == mesh
         True
     """
+    if isinstance(mesh, (Mesh, AbstractMesh)):
+        return mesh
     if mesh is not None:
-        return _check_mesh(mesh)
+        raise MeshError(
+            f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh. Make one, for instance "
+            "jax.make_mesh((2, 4), ('data', 'model')), or pass None for the mesh in scope."
+        )
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return _mesh_of_with_statement()
-    concrete = _mesh_of_set_mesh()
+    try:
+        concrete = jax.sharding.get_mesh()
+    except ValueError:  # JAX refuses to name devices during tracing
+        return abstract
     # Inside shard_map and under use_abstract_mesh the abstract mesh says more.
-    return concrete if concrete is not None and concrete.abstract_mesh == abstract else abstract
+    usable = isinstance(concrete, Mesh) and not concrete.empty
+    return concrete if usable and concrete.abstract_mesh == abstract else abstract
 
 
-def mesh_text(sizes: Mapping[str, int] | Iterable[tuple[str, int]], separator: str = ", ") -> str:
-    """Returns the sizes of mesh axes as text.
-
-    Args:
-        sizes: Sizes by name, or pairs.
-        separator: What stands between two; ``","`` gives what ``--mesh`` takes.
-
-    Example:
-        >>> mesh_text({"data": 2, "model": 4})
-        'data=2, model=4'
-    """
-    return separator.join(f"{axis}={size}" for axis, size in dict(sizes).items())
+def _mesh_of_with_statement() -> Mesh | None:
+    with jax.ensure_compile_time_eval():
+        try:
+            probe = jax.lax.with_sharding_constraint(np.zeros((), np.float32), PartitionSpec())
+        except RuntimeError:  # no mesh of any kind is in scope
+            return None
+    mesh = probe.sharding.mesh if isinstance(probe.sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) else None
 
 
 def scope_has_devices() -> bool:
-    """Whether the mesh in scope has devices, inside a trace too, where JAX does not name them.
+    """Whether the mesh in scope has devices, also inside a trace.
 
-    It has if it was entered by ``jax.set_mesh``, and has not under ``use_abstract_mesh`` alone.
+    True under ``jax.set_mesh``, False under ``use_abstract_mesh`` alone.
     """
     try:  # a bare spec is made a sharding of the devices in scope
         jax.eval_shape(lambda x: jax.device_put(x, PartitionSpec()), np.zeros((), np.float32))
@@ -82,30 +85,6 @@ def scope_has_devices() -> bool:
     return True
 
 
-def _check_mesh(mesh: Any) -> AnyMesh:
-    if isinstance(mesh, (Mesh, AbstractMesh)):
-        return mesh
-    raise MeshError(
-        f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh. Make one of the devices at "
-        "hand, for instance mesh = jax.make_mesh((2, 4), ('data', 'model')), or pass None to use "
-        "the mesh in scope."
-    )
-
-
-def _mesh_of_set_mesh() -> Mesh | None:
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:  # JAX refuses to name devices while it traces
-        return None
-    return mesh if isinstance(mesh, Mesh) and not mesh.empty else None
-
-
-def _mesh_of_with_statement() -> Mesh | None:
-    """The mesh entered by ``with mesh:``; JAX offers no function that returns it."""
-    with jax.ensure_compile_time_eval():
-        try:
-            probe = jax.lax.with_sharding_constraint(np.zeros((), np.float32), PartitionSpec())
-        except RuntimeError:  # no mesh of any kind is in scope
-            return None
-    mesh = probe.sharding.mesh if isinstance(probe.sharding, NamedSharding) else None
-    return mesh if isinstance(mesh, Mesh) else None
+def mesh_text(sizes: Mapping[str, int] | Iterable[tuple[str, int]], separator: str = ", ") -> str:
+    """Sizes of mesh axes as text, ``data=2, model=4``."""
+    return separator.join(f"{axis}={size}" for axis, size in dict(sizes).items())

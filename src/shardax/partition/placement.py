@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement: laying a model out over the devices of a mesh.
+"""Placement of models over the devices of a mesh.
 
 ``shard`` gives every array of a tree the sharding that its axis names, the rules and the mesh say.
-A lazy value is written straight into its shards, so that no device ever holds more of it than it
-will keep; an array that exists is moved, and the old one let go, before the next is touched.
-Everything that can be wrong is found before anything is moved.
+A lazy value is computed straight into its shards, so that no device ever holds more of it than it
+will keep. Everything that can be wrong is found before anything is moved.
 
-Moves: bringing arrays to other devices one after another, so that no two models are held.
+An array that exists is moved, and the old one freed, before the next is touched, so that no device
+holds two models. JAX copies in the background: whoever waits only until the last copy was *issued*
+can fill the devices with old and new arrays at once. So an array counts as moved when its copy is
+*ready*: then its holder gets the copy, the old array is released, and only then does the next copy
+begin. Small arrays go in batches, because waiting for each would take longer than copying it.
 
-JAX copies in the background. Someone who only asks for the next copy when the last was *asked for*
-can fill the devices with old and new arrays at once, however early the old ones are let go. So an
-array counts as moved when its copy is *there*: then its holder gets the copy, the old one is let
-go, and only then does the next copy begin. Small arrays go in *batches*, because waiting for each
-would take longer than copying it.
-
-Letting go is all that is done to an old array. It is not deleted, since something else may hold it:
-a State taken before, a clone that has not been trained yet. And since a holder keeps its array
-until the copy is there, a device that has no room leaves every holder with a valid array: the
-batches before are at their new place, the others at their old one.
+Old arrays are released and not deleted, since something else may hold them: a State taken before,
+a clone that has not been trained yet. And since a holder keeps its array until the copy is ready, a
+device without room leaves every holder with a valid array: earlier batches are at their new place,
+the others at their old one.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
@@ -32,104 +28,25 @@ from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.frames import check_trace, check_unlocked
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import format_path
 from shardax._core.init.lazy import LazyValue, Recipe, compute_all
 from shardax._core.object import Object
-from shardax._core.state.state import State
-from shardax._core.variable import Variable
 from shardax._transforms.errors import MeshError
-from shardax.partition.checker import raise_on_errors
-from shardax.partition.constrain import lay_out_traced
-from shardax.partition.errors import PlacementError
-from shardax.partition.findings import Finding
-from shardax.partition.inventory import (
-    Part,
-    Slot,
-    Survey,
-    arrays_in,
-    with_arrays,
-)
+from shardax.partition.constraints import lay_out_traced
+from shardax.partition.errors import Diagnostic, PlacementError, raise_on_errors
+from shardax.partition.inventory import LeafInfo, Subtree, TreeInventory
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike
 from shardax.partition.tree_layout import TreeLayout
 
-# --- Moves ---
-
-BATCH_BYTES = 2**18
-"""A batch is waited for when it holds this many bytes."""
-
-
-class Moves:
-    """Copies in the making, and where to put them when they are there.
-
-    Args:
-        total: How many moves are to come, for messages.
-    """
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.done = 0
-        self._batch: list[tuple[Path, Any, Callable[[Any], None]]] = []
-        self._bytes = 0
-
-    def add(self, path: Path, make: Callable[[], Any], store: Callable[[Any], None]) -> None:
-        """Begins one move.
-
-        Args:
-            path: Where the value is, for messages.
-            make: Makes the value at its new place; an array or a pytree.
-            store: Called with the value when it is there.
-
-        Raises:
-            PlacementError: If a device refuses; what was stored stays, nothing else changed.
-        """
-        try:
-            value = make()
-        except jax.errors.JaxRuntimeError as error:
-            raise self._refused([path], error) from error
-        self._batch.append((path, value, store))
-        self._bytes += sum(array.nbytes for array in _arrays(value))
-        if self._bytes >= BATCH_BYTES:
-            self.finish()
-
-    def finish(self) -> None:
-        """Waits for the copies in the making and stores them.
-
-        Raises:
-            PlacementError: If a device refuses; the batch is not stored.
-        """
-        batch, self._batch, self._bytes = self._batch, [], 0
-        try:
-            jax.block_until_ready([_arrays(value) for _, value, _ in batch])
-        except jax.errors.JaxRuntimeError as error:
-            raise self._refused([path for path, _, _ in batch], error) from error
-        for _, value, store in batch:
-            store(value)
-        self.done += len(batch)
-
-    def _refused(self, paths: list[Path], error: Exception) -> PlacementError:
-        shown = ", ".join(map(format_path, paths[:8])) + (" ..." if len(paths) > 8 else "")
-        return PlacementError(
-            f"{shown}: could not be placed, because a device refused: {error}\n{self.done} of "
-            f"{self.total} values are at their new place and the others where they were; all are "
-            "valid. Make room (a State or another model may hold the old arrays), split by more "
-            "mesh axes, or use another memory_kind, and call again: what is in place is not moved "
-            "a second time."
-        )
-
-
-def _arrays(value: Any) -> list[Any]:
-    """The arrays of a value; what is being traced is on no device yet."""
-    return [leaf for leaf in jax.tree.leaves(value) if not isinstance(leaf, Tracer)]
-
-
-# --- Placement ---
-
 T = TypeVar("T")
 
-Places = Sequence[Any]
-"""Where each array of a slot goes: a sharding, or None for one that stays."""
+Destinations = Sequence[Any]
+"""For each array of a leaf a sharding, or None for one that stays."""
+
+BATCH_BYTES = 2**18
+"""A batch of copies is waited for when it holds this many bytes."""
 
 
 def shard(
@@ -144,8 +61,8 @@ def shard(
 
     Lazy values are computed, one small compiled program per distinct (initializer, shape, dtype,
     sharding), each writing straight into its shards; other arrays are moved, from wherever they
-    are, one after the other (see ``shardax.partition.placement``). The values are the same to the last
-    bit whatever the mesh and the rules. A Variable that is reached by several paths is placed once.
+    are, one after the other. The values are the same to the last bit whatever the mesh and the
+    rules. A Variable that is reached by several paths is placed once.
     An array without axis names, and a dimension whose name no rule mentions, is not split.
 
     Args:
@@ -153,9 +70,9 @@ def shard(
             ``(model, optimizer)``.
         mesh: The mesh, its axes Auto or Explicit; None for the one in scope, or of a box its own.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to place or rules, which hold for the Variables that match instead of the
-            rules alone (see ``shardax.partition.overrides``). ``{sx.OptState: {"embed": "data"}}``
-            splits an optimizer's state further than its parameters.
+        overrides: Filter to spec or rules, for the Variables that match it, before the rules (see
+            ``shardax.partition.overrides``). ``{sx.OptState: {"embed": "data"}}`` splits an
+            optimizer's state further than its parameters.
         memory_kind: Memory of the devices for all arrays, such as ``"pinned_host"``, or a mapping
             from filters to such; None for the default.
 
@@ -183,15 +100,15 @@ def shard(
     """
     where = resolve_mesh(mesh)
     if where is not None:
-        _with_devices(where)
-    survey = Survey(model)
-    layout = TreeLayout(survey, mesh, rules, overrides, memory_kind, function="shard")
-    places = layout.shardings()
-    for meshes in {place.mesh for some in places for place in some}:
-        _with_devices(meshes)
-    layout.checked(list(_not_placeable(survey)))
-    _check_writable(survey)
-    return _place(survey, model, places)
+        _check_devices(where)
+    inventory = TreeInventory(model)
+    layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function="shard")
+    shardings = layout.shardings()
+    for each in {sharding.mesh for some in shardings for sharding in some}:
+        _check_devices(each)
+    layout.checked(list(_not_placeable(inventory)))
+    _check_writable(inventory)
+    return _place(inventory, model, shardings)
 
 
 def unshard(model: T, device: Any = None) -> T:
@@ -222,15 +139,15 @@ def unshard(model: T, device: Any = None) -> T:
         >>> unshard(weight) is weight, weight.sharding == SingleDeviceSharding(jax.devices()[0])
         (True, True)
     """
-    place = SingleDeviceSharding(_one_device(device))
-    survey = Survey(model)
-    raise_on_errors([*_not_placeable(survey), *_not_gatherable(survey)])
-    _check_writable(survey)
-    places = {
-        id(slot): [None if isinstance(array, LazyValue) else place for array in arrays]
-        for slot, arrays in survey.arrays()
-    }
-    return _place(survey, model, [places[id(slot)] for slot in survey.slots])
+    to = SingleDeviceSharding(_one_device(device))
+    inventory = TreeInventory(model)
+    raise_on_errors([*_not_placeable(inventory), *_not_gatherable(inventory)])
+    _check_writable(inventory)
+    destinations = [
+        [None if isinstance(array, LazyValue) else to for array in leaf.arrays_in(leaf.value)]
+        for leaf in inventory.leaves
+    ]
+    return _place(inventory, model, destinations)
 
 
 def _one_device(device: Any) -> Any:
@@ -248,182 +165,168 @@ def _one_device(device: Any) -> Any:
     )
 
 
-def _with_devices(mesh: AnyMesh) -> Mesh:
+def _check_devices(mesh: AnyMesh) -> None:
     if not isinstance(mesh, Mesh):
         raise MeshError(
-            f"shard cannot place arrays over {mesh}, which has no devices. Pass the mesh itself, "
-            "shard(model, mesh): an AbstractMesh serves partition_specs, shardings, abstract and "
-            "check only."
+            f"shard cannot place arrays over {mesh}, which has no devices. Pass the mesh itself: "
+            "an AbstractMesh serves partition_specs, shardings, abstract and check only."
         )
     if AxisType.Manual in mesh.axis_types:
         raise MeshError(
-            f"shard cannot place arrays over {mesh}, which has axes of type Manual: these are for "
-            "the inside of jax.shard_map. Make the mesh with axes of type Auto or Explicit."
+            f"shard cannot place arrays over {mesh}: axes of type Manual are for the inside of "
+            "jax.shard_map. Make the mesh with axes of type Auto or Explicit."
         )
-    return mesh
 
 
-def _check_writable(survey: Survey) -> None:
-    for slot in survey.slots:
-        if slot.variable is not None:
-            what = f"to the {type(slot.variable).__name__} at {format_path(slot.path)}"
-            check_unlocked(slot.variable, what)
-            check_trace(slot.variable, what)
+def _check_writable(inventory: TreeInventory) -> None:
+    for leaf in inventory.leaves:
+        if leaf.variable is not None:
+            what = f"to the {type(leaf.variable).__name__} at {format_path(leaf.path)}"
+            check_unlocked(leaf.variable, what)
+            check_trace(leaf.variable, what)
 
 
-# --- what cannot be placed -----------------------------------------------------------------------
-
-
-def _not_placeable(survey: Survey) -> Iterator[Finding]:
-    """Errors about parts of a stack, and values that are not there: abstract or donated ones."""
-    yield from _layer_views(survey)
-    for slot, arrays in survey.arrays():
-        for info, leaf in zip(slot.arrays, arrays, strict=True):
-            where = format_path(info.path)
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                text = (
-                    f"{where}: is abstract, {leaf.dtype}{list(leaf.shape)}: there are no numbers "
-                    "to place. Shard the model that this one was made from, or restore a "
-                    "checkpoint into it."
-                )
-                yield Finding("error", info.path, "abstract", text)
-            elif isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-                text = (
-                    f"{where}: its array was deleted, usually by being donated to a compiled "
-                    "function through another Variable. Copy arrays before sharing them: "
-                    "sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
-                )
-                yield Finding("error", info.path, "deleted", text)
-
-
-def _layer_views(survey: Survey) -> Iterator[Finding]:
-    """Errors about views of one layer of a stack (``_core.graph.views``), which lie as the stack does."""
-    for slot in survey.slots:
-        if slot.variable is not None and (parent := slot.variable._parent) is not None:
+def _not_placeable(inventory: TreeInventory) -> Iterator[Diagnostic]:
+    """Yields errors about layers of a stack, and abstract or donated values."""
+    for leaf in inventory.leaves:
+        parent = None if leaf.variable is None else leaf.variable._parent
+        if parent is not None:
             text = (
-                f"{format_path(slot.path)}: is a view of one layer of a stacked "
-                f"{type(parent).__name__}: all layers are one array, which lies as a whole. "
-                "Give the stack itself, shard(stack, mesh, rules), or a copy of the layer, "
-                "sx.clone(stack[i])."
+                f"{format_path(leaf.path)}: is a view of one layer of a stacked "
+                f"{type(parent).__name__}, and all layers are one array. Give the stack itself, "
+                "shard(stack, mesh, rules), or a copy of the layer, sx.clone(stack[i])."
             )
-            yield Finding("error", slot.path, "layer-view", text)
+            yield Diagnostic("error", leaf.path, "layer-view", text)
+    for _, info, array in inventory.arrays():
+        where = format_path(info.path)
+        if isinstance(array, jax.ShapeDtypeStruct):
+            text = (
+                f"{where}: is abstract, {array.dtype}{list(array.shape)}, without numbers. "
+                "Shard the model that this one was made from, or restore a checkpoint into it."
+            )
+            yield Diagnostic("error", info.path, "abstract", text)
+        elif isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
+            text = (
+                f"{where}: its array was deleted, usually by donation through another Variable. "
+                "Copy before sharing: sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
+            )
+            yield Diagnostic("error", info.path, "deleted", text)
 
 
-def _not_gatherable(survey: Survey) -> Iterator[Finding]:
-    """Errors about arrays that one device cannot be given."""
-    for slot, arrays in survey.arrays():
-        for info, leaf in zip(slot.arrays, arrays, strict=True):
-            where = format_path(info.path)
-            if isinstance(leaf, Tracer):
-                text = (
-                    f"{where}: is being traced, and inside a program the compiler says where "
-                    "arrays are. Call unshard outside, or constrain the array: "
-                    "sx.constrain(x, (None,) * x.ndim)."
-                )
-                yield Finding("error", info.path, "traced", text)
-            elif isinstance(leaf, jax.Array) and not (
-                leaf.is_fully_addressable or leaf.is_fully_replicated
-            ):
-                text = (
-                    f"{where}: parts of it are on devices of other processes. Replicate it on "
-                    "every device first, shard(model, mesh, {}), in all processes."
-                )
-                yield Finding("error", info.path, "not-addressable", text)
+def _not_gatherable(inventory: TreeInventory) -> Iterator[Diagnostic]:
+    """Yields errors about arrays in programs and other processes."""
+    for _, info, array in inventory.arrays():
+        where = format_path(info.path)
+        if isinstance(array, Tracer):
+            text = (
+                f"{where}: is being traced, and inside a program the compiler places arrays. Call "
+                "unshard outside, or constrain the array: sx.constrain(x, (None,) * x.ndim)."
+            )
+            yield Diagnostic("error", info.path, "traced", text)
+        elif isinstance(array, jax.Array) and not (
+            array.is_fully_addressable or array.is_fully_replicated
+        ):
+            text = (
+                f"{where}: parts of it are on devices of other processes. Replicate it on "
+                "every device first, shard(model, mesh, {}), in all processes."
+            )
+            yield Diagnostic("error", info.path, "not-addressable", text)
 
 
-# --- placing -------------------------------------------------------------------------------------
+# --- Moving ---
 
 
-def _place(survey: Survey, model: T, places: Sequence[Places]) -> T:
-    """Places every array; one whose place is None stays."""
-    moves = Moves(sum(any(to is not None for to in some) for some in places))
-    _place_variables(survey.slots, places, moves)
-    if all(isinstance(part.value, Object) or not part.slots for part in survey.parts):
-        moves.finish()
-        return model
-    placed: list[Any] = [_place_part(part, survey.slots, places, moves) for part in survey.parts]
-    moves.finish()
-    return survey.treedef.unflatten([result() for result in placed])
-
-
-def _place_variables(slots: Sequence[Slot], places: Sequence[Places], moves: Moves) -> None:
-    """Places the values of Variables; values that are computed from other Variables come last."""
-    all_of_them = [
-        _VariablePlace(slot, slot.variable, to)
-        for slot, to in zip(slots, places, strict=True)
-        if slot.variable is not None
+def _place(inventory: TreeInventory, model: T, destinations: Sequence[Destinations]) -> T:
+    """Places arrays: Variables in place, the rest in a new tree."""
+    leaves = inventory.leaves
+    copies = _Copies(leaves, sum(any(to is not None for to in some) for some in destinations))
+    recipes = [
+        i
+        for i, (leaf, to) in enumerate(zip(leaves, destinations, strict=True))
+        if leaf.variable is not None and isinstance(leaf.value, Recipe) and to[0] is not None
     ]
-    recipes = [place for place in all_of_them if place.is_recipe()]
     if recipes and _jax.is_eager():
-        arrays = compute_all([p.variable._value for p in recipes], [p.to[0] for p in recipes])
-        for place in recipes:
-            moves.add(place.slot.path, lambda: [next(arrays)], place.store)
-        moves.finish()
-    dependent = [p for p in all_of_them if isinstance(p.variable._value, LazyValue)]
-    late = {id(place.variable) for place in dependent}
-    present = [p for p in all_of_them if id(p.variable) not in late]
-    for some in (present, dependent):
-        for place in some:
-            if not _is_placed(place.slot, place.variable._value, place.to):
-                moves.add(place.slot.path, place.moved, place.store)
-        moves.finish()
+        to = [destinations[i][0] for i in recipes]
+        arrays = compute_all([leaves[i].value for i in recipes], to)
+        for i in recipes:
+            copies.start(i, lambda: [next(arrays)])
+        copies.finish()
+    present: list[int] = []
+    dependent: list[int] = []  # lazy values that are computed from other Variables
+    rest: list[int] = []
+    for i, leaf in enumerate(leaves):
+        lazy = isinstance(leaf.value, LazyValue)
+        (rest if leaf.variable is None else dependent if lazy else present).append(i)
+    for some in (present, dependent, rest):
+        for i in some:
+            # A box without arrays has a destination nevertheless.
+            pairs = zip(leaves[i].arrays_in(leaves[i].value), destinations[i], strict=False)
+            moves = list(pairs)
+            if any(to is not None and not _is_at(array, to) for array, to in moves):
+                copies.start(i, lambda moves=moves: [_moved(*move) for move in moves])
+            del pairs, moves  # the next copy begins when the old arrays are released
+        copies.finish()
+
+    def is_kept(subtree: Subtree) -> bool:
+        return isinstance(subtree.value, Object) or not subtree.leaves
+
+    if all(map(is_kept, inventory.subtrees)):
+        return model
+    return inventory.unflatten(
+        lambda subtree: subtree.value if is_kept(subtree) else subtree.filled(copies.values)
+    )
 
 
-class _VariablePlace(NamedTuple):
-    """A Variable and where its value belongs."""
+class _Copies:
+    """Copies under way, in batches, and the values of leaves that are no Variables."""
 
-    slot: Slot
-    variable: Variable[Any]
-    to: Places
+    def __init__(self, leaves: Sequence[LeafInfo], total: int) -> None:
+        self.leaves = leaves
+        self.values = [leaf.held for leaf in leaves]
+        self.total = total  # for messages
+        self.done = 0
+        self._batch: list[tuple[int, list[Any]]] = []
+        self._bytes = 0
 
-    def is_recipe(self) -> bool:
-        return isinstance(self.variable._value, Recipe) and self.to[0] is not None
+    def start(self, position: int, make: Callable[[], list[Any]]) -> None:
+        """Makes the arrays of a leaf at their new place."""
+        try:
+            arrays = make()
+        except jax.errors.JaxRuntimeError as error:
+            raise self._refused([position], error) from error
+        self._batch.append((position, arrays))
+        self._bytes += sum(array.nbytes for array in _on_devices(arrays))
+        if self._bytes >= BATCH_BYTES:
+            self.finish()
 
-    def moved(self) -> list[Any]:
-        return _placed(self.slot, self.variable._value, self.to)
+    def finish(self) -> None:
+        """Waits for the batch and stores it, unless a device refuses."""
+        batch, self._batch, self._bytes = self._batch, [], 0
+        try:
+            jax.block_until_ready([_on_devices(arrays) for _, arrays in batch])
+        except jax.errors.JaxRuntimeError as error:
+            raise self._refused([position for position, _ in batch], error) from error
+        for position, arrays in batch:
+            leaf = self.leaves[position]
+            if leaf.variable is None:
+                self.values[position] = leaf.with_arrays(leaf.held, arrays)
+            else:
+                leaf.variable._value = leaf.with_arrays(leaf.value, arrays)
+        self.done += len(batch)
 
-    def store(self, arrays: Sequence[Any]) -> None:
-        self.variable._value = with_arrays(self.slot, self.variable._value, arrays)
-
-
-def _place_part(
-    part: Part, slots: Sequence[Slot], places: Sequence[Places], moves: Moves
-) -> Callable[[], Any]:
-    """Begins to place what is no Variable; returns what gives the result when all is there."""
-    value = part.value
-    if isinstance(value, Object) or not part.slots:
-        return lambda: value
-    before = value.flat() if isinstance(value, State) else {(): value}
-    after = dict(before)
-    for (path, item), position in zip(before.items(), part.slots, strict=True):
-        slot, to = slots[position], places[position]
-        if not _is_placed(slot, item, to):
-            make = functools.partial(_placed, slot, item, to)
-            moves.add(slot.path, make, functools.partial(_store, after, path, slot))
-    if isinstance(value, State):
-        return lambda: State.from_flat(after, part.origins)
-    return lambda: after[()]
-
-
-def _store(values: dict[Path, Any], path: Path, slot: Slot, arrays: Sequence[Any]) -> None:
-    values[path] = with_arrays(slot, values[path], arrays)
-
-
-def _is_placed(slot: Slot, value: Any, places: Places) -> bool:
-    return all(to is None or _is_at(array, to) for array, to in _pairs(slot, value, places))
-
-
-def _placed(slot: Slot, value: Any, places: Places) -> list[Any]:
-    """Returns the arrays of a value where they belong."""
-    return [
-        array if to is None or _is_at(array, to) else _moved(array, to)
-        for array, to in _pairs(slot, value, places)
-    ]
+    def _refused(self, positions: list[int], error: Exception) -> PlacementError:
+        paths = [self.leaves[position].path for position in positions]
+        shown = ", ".join(map(format_path, paths[:8])) + (" ..." if len(paths) > 8 else "")
+        return PlacementError(
+            f"{shown}: a device refused: {error}\n{self.done} of {self.total} values are at their "
+            "new place and the others where they were; all are valid. Make room (a State or "
+            "another model may hold the old arrays), split by more mesh axes, or use another "
+            "memory_kind, and call again: what is in place is not moved a second time."
+        )
 
 
-def _pairs(slot: Slot, value: Any, places: Places) -> Iterator[tuple[Any, Any]]:
-    # A box without arrays has a place nevertheless: its entry.
-    return zip(arrays_in(slot, value), places, strict=False)
+def _on_devices(arrays: Sequence[Any]) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(arrays) if not isinstance(leaf, Tracer)]
 
 
 def _is_at(array: Any, to: Any) -> bool:
@@ -431,6 +334,8 @@ def _is_at(array: Any, to: Any) -> bool:
 
 
 def _moved(array: Any, to: Any) -> Any:
+    if to is None or _is_at(array, to):
+        return array
     if isinstance(array, LazyValue):
         array = array.compute(to)
     if isinstance(array, Tracer):  # device_put would be a wish that the compiler may ignore

@@ -1,44 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules: how logical axis names map to mesh axes.
+"""Rules: the mapping of logical axis names to mesh axes.
 
-A *rule* is a pair of a logical name and a *target*: a mesh axis, a tuple of mesh axes (the
-dimension is split over all of them, the first varying slowest), None (replicate, on purpose), or
-``PartitionSpec.UNCONSTRAINED`` (leave it to the compiler). ``Rules`` are pairs in order of
-priority: where two of an array's names want one mesh axis, the earlier rule has it, and the loser
-may fall back on a later rule of its own. The walk itself is in ``shardax.partition.rules``.
+A *name* is the logical name of a dimension (``"embed"``). A *rule* is a pair of a name and a
+*target*: a mesh axis, a tuple of mesh axes (the dimension is split over all of them, the first
+varying slowest), None (replicate, on purpose), or ``PartitionSpec.UNCONSTRAINED`` (leave it to the
+compiler). Rules stand in order of priority, and one array can use a mesh axis only once.
 
-Two *policies* say what to do when that is not enough. A *conflict* is a name that lost a mesh axis
-to another: ``on_conflict="first"`` goes on, ``"error"`` raises. An *unmapped* name is one that no
-rule mentions: ``on_unmapped="replicate"`` leaves its dimension whole, ``"error"`` raises.
+*Assignment* walks the rules once, in order. A rule is *chosen* if its name occurs in the array,
+that name has no chosen rule yet, and every mesh axis of its target is free. A rule whose name is
+waiting but whose target is (even partly) taken is *passed over*; a later rule for the same name may
+then be chosen. These are the semantics of Flax linen's logical axes. Beyond linen, a dimension may
+carry a tuple of names, ``(("batch", "length"), "embed")``: it was made by merging named dimensions,
+and is laid out over the mesh axes of all of them, in that order.
 
-Malformed rules are refused when they are made. What is wrong with well-formed ones over some mesh,
-whatever the model, ``Rules.check`` says (see ``shardax.partition.rules``).
-
-Assignment: which dimension of one array gets which mesh axes.
-
-A *name* is the logical name of a dimension (``"embed"``); a *rule* is a pair of a name and a
-*target*: one mesh axis, a tuple of mesh axes, ``None`` (replicate) or
-``PartitionSpec.UNCONSTRAINED`` (leave it to the compiler). Rules stand in order of priority, and
-one array can use a mesh axis only once. So the rules are walked once, in order, and a rule is
-*chosen* when its name occurs in the array, that name has no chosen rule yet, and every mesh axis of
-its target is still free. A rule whose name is waiting but whose target is (even partly) taken is
-*passed over*; a later rule for the same name may then be chosen. These are the semantics of Flax
-linen's logical axes.
-
-Beyond linen, one dimension may carry a tuple of names, ``(("batch", "length"), "embed")``: it was
-made by merging named dimensions, and is laid out over the mesh axes of all of them, in that order.
-
-This file knows nothing of meshes and policies: it reports what happened and others judge it.
-
-Findings about rules by themselves, without any array: what could not be right for any model.
-
-A rule is *shadowed* when an earlier rule for the same name leaves it nothing to do, whatever the
-names of the array. That is so when the earlier rule
-
-* can never be passed over, because no rule before it wants one of its mesh axes for another name;
-* wants no mesh axis but such as the later one wants too, so that whatever takes one from the
-  earlier rule takes it from the later one as well; or
-* must not be passed over, under ``on_conflict="error"``.
+Two *policies* handle what remains. A *conflict* is a name that lost a mesh axis to another:
+``on_conflict="first"`` goes on, ``"error"`` raises. An *unmapped* name is one without a rule:
+``on_unmapped="replicate"`` leaves its dimension whole, ``"error"`` raises. Malformed rules are
+refused at construction; ``Rules.check`` diagnoses well-formed ones, over some mesh or none.
 """
 
 from __future__ import annotations
@@ -46,7 +24,6 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 from jax.sharding import AxisType, PartitionSpec
@@ -55,105 +32,72 @@ from shardax._transforms.errors import NoMeshError
 from shardax.partition.errors import (
     AxisConflictError,
     AxisNamesError,
-    PartitionCheckError,
+    Diagnostic,
     RulesError,
     UnmappedAxisError,
+    did_you_mean,
+    raise_on_errors,
 )
-from shardax.partition.findings import Finding, did_you_mean, format_mesh
-from shardax.partition.mesh import AnyMesh, resolve_mesh
-
-# --- Assignment ---
+from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
 
 UNCONSTRAINED: Any = PartitionSpec.UNCONSTRAINED
 
-Target = Any
+SpecEntry = Any
 """``str``, ``tuple[str, ...]``, None or ``UNCONSTRAINED`` (whose type JAX does not publish)."""
 
-Rule = tuple[str, Target]
+Rule = tuple[str, SpecEntry]
 Names = tuple[Any, ...]
 """One entry per dimension: a name, None, ``UNCONSTRAINED``, or a tuple of names."""
 
 
+# --- Names and assignment ---
+
+
 class PassedOver(NamedTuple):
-    """A rule that could not be chosen, because an earlier choice had taken one of its mesh axes.
+    """A rule passed over for want of a mesh axis."""
 
-    Attributes:
-        rule: The rule that was passed over; ``rule[0]`` is the name that went without.
-        mesh_axis: The first of its mesh axes that was taken.
-        winner: The chosen rule that holds that mesh axis.
-    """
-
-    rule: Rule
-    mesh_axis: str
-    winner: Rule
+    rule: Rule  # ``rule[0]`` is the name that went without
+    mesh_axis: str  # the first of its mesh axes that was taken
+    winner: Rule  # the chosen rule that holds that mesh axis
 
 
-class Assignment(NamedTuple):
-    """What the rules make of one array's names.
+class AxisAssignment(NamedTuple):
+    """The mesh axes of one array's names, by rules."""
 
-    Attributes:
-        entries: One ``PartitionSpec`` entry per dimension.
-        chosen: For each name that got a rule, the position of that rule among the rules.
-        passed_over: The rules that came too late for a mesh axis, in order.
-        unmapped: The names that no rule mentions, in order of dimensions.
-    """
-
-    entries: tuple[Target, ...]
-    chosen: dict[str, int]
+    entries: tuple[SpecEntry, ...]  # one per dimension
+    chosen: dict[str, int]  # for each name that got a rule, the rule's position
     passed_over: tuple[PassedOver, ...]
-    unmapped: tuple[str, ...]
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """The entries as a ``PartitionSpec``."""
-        return PartitionSpec(*self.entries)
+    unmapped: tuple[str, ...]  # names without a rule, in order of dimensions
 
 
-def mesh_axes_of(target: Target) -> tuple[str, ...]:
-    """Lists the mesh axes of a rule's target or of one ``PartitionSpec`` entry.
-
-    Args:
-        target: A mesh axis, a tuple of them, None or ``UNCONSTRAINED``.
-
-    Returns:
-        The mesh axes, major to minor; ``()`` for None and ``UNCONSTRAINED``.
-
-    Example:
-        >>> mesh_axes_of(("data", "model")), mesh_axes_of("data"), mesh_axes_of(None)
-        (('data', 'model'), ('data',), ())
-    """
-    if isinstance(target, str):
-        return (target,)
-    return target if isinstance(target, tuple) else ()
+def mesh_axes_of(entry: SpecEntry) -> tuple[str, ...]:
+    """Mesh axes of a rule's target or ``PartitionSpec`` entry, major to minor."""
+    if isinstance(entry, str):
+        return (entry,)
+    return entry if isinstance(entry, tuple) else ()
 
 
-def format_target(target: Target) -> str:
-    """Formats a target as a user would type it."""
+def format_target(target: SpecEntry) -> str:
+    """Text of a target, as in source code."""
     return "PartitionSpec.UNCONSTRAINED" if target is UNCONSTRAINED else repr(target)
 
 
 def format_rule(rule: Rule) -> str:
-    """Formats a rule as the pair a user would type."""
+    """Text of a rule, as in source code."""
     return f"({rule[0]!r}, {format_target(rule[1])})"
 
 
+def strings(names: Names) -> Iterator[str]:
+    """Logical names, those of merged dimensions one by one."""
+    for entry in names:
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, tuple):
+            yield from entry
+
+
 def check_names(names: Iterable[Any]) -> Names:
-    """Returns ``names`` as a tuple after checking each entry.
-
-    Args:
-        names: One entry per dimension: a string, None, ``UNCONSTRAINED``, or a tuple of strings.
-
-    Returns:
-        The names; lists inside become tuples.
-
-    Raises:
-        AxisNamesError: If ``names`` is no sequence of entries, an entry is of another type, or a
-            name occurs twice.
-
-    Example:
-        >>> check_names(["embed", None])
-        ('embed', None)
-    """
+    """Names of one array as a checked tuple; lists inside become tuples."""
     if isinstance(names, str):
         raise AxisNamesError(
             f"Axis names {names!r} are one string; give one name per dimension: ({names!r},)."
@@ -165,9 +109,11 @@ def check_names(names: Iterable[Any]) -> Names:
         )
     entries = tuple(tuple(name) if isinstance(name, list) else name for name in names)
     for position, entry in enumerate(entries):
-        parts = entry if isinstance(entry, tuple) else (entry,)
-        merged = isinstance(entry, tuple)
-        if not all(isinstance(part, str) or (not merged and _is_blank(part)) for part in parts):
+        if isinstance(entry, tuple):
+            valid = all(isinstance(part, str) for part in entry)
+        else:
+            valid = isinstance(entry, str) or entry is None or entry is UNCONSTRAINED
+        if not valid:
             raise AxisNamesError(
                 f"Axis names {entries}: entry {position} is {entry!r} of type "
                 f"{type(entry).__name__}. An entry is a string, None (unnamed), "
@@ -177,36 +123,20 @@ def check_names(names: Iterable[Any]) -> Names:
     repeated = sorted({name for name in flat if flat.count(name) > 1})
     if repeated:
         raise AxisNamesError(
-            f"Axis names {entries} hold {', '.join(map(repr, repeated))} more than once. Rules map "
-            "a name to mesh axes, and one array can use a mesh axis only once. Name the "
-            f"dimensions apart, for instance {repeated[0] + '_in'!r} and {repeated[0] + '_out'!r}, "
-            "or use None for the dimension to replicate."
+            f"Axis names {entries} hold {', '.join(map(repr, repeated))} more than once, but one "
+            "array can use a mesh axis only once. Name the dimensions apart, for instance "
+            f"{repeated[0] + '_in'!r} and {repeated[0] + '_out'!r}, or None for one to replicate."
         )
     return entries
 
 
-@lru_cache(maxsize=4096)
-def assign(names: Names, rules: tuple[Rule, ...]) -> Assignment:
-    """Walks the rules once and chooses mesh axes for every dimension.
-
-    Semantics of ``flax.linen.logical_to_mesh_axes`` (see the module docstring).
-
-    Args:
-        names: Checked names, one entry per dimension (see ``check_names``).
-        rules: Pairs of a name and a target, highest priority first.
-
-    Returns:
-        The assignment; callers must not change its ``chosen``.
-
-    Example:
-        >>> rules = (("batch", "x"), ("features", "x"), ("heads", "y"), ("batch", "z"))
-        >>> assign(("batch", "length", "heads", "features"), rules).entries
-        ('x', None, 'y', None)
-    """
+@functools.lru_cache(maxsize=4096)
+def assign(names: Names, rules: tuple[Rule, ...]) -> AxisAssignment:
+    """Mesh axes of checked names by rules, highest priority first."""
     waiting = dict.fromkeys(strings(names))
     unmapped = tuple(name for name in waiting if all(rule[0] != name for rule in rules))
     chosen: dict[str, int] = {}
-    holder: dict[str, Rule] = {}
+    holder: dict[str, Rule] = {}  # the rule that has a mesh axis
     passed_over: list[PassedOver] = []
     for position, rule in enumerate(rules):
         name, target = rule
@@ -222,11 +152,11 @@ def assign(names: Names, rules: tuple[Rule, ...]) -> Assignment:
         holder.update(dict.fromkeys(wanted, rule))
     targets = {name: rules[position][1] for name, position in chosen.items()}
     entries = tuple(_entry(name, targets) for name in names)
-    return Assignment(entries, chosen, tuple(passed_over), unmapped)
+    return AxisAssignment(entries, chosen, tuple(passed_over), unmapped)
 
 
-def _entry(name: Any, targets: dict[str, Target]) -> Target:
-    """The ``PartitionSpec`` entry of one dimension, given the target of every name that has one."""
+def _entry(name: Any, targets: dict[str, SpecEntry]) -> SpecEntry:
+    """Entry of one dimension, given targets by name."""
     if isinstance(name, str):
         return targets.get(name)
     if not isinstance(name, tuple):
@@ -234,101 +164,7 @@ def _entry(name: Any, targets: dict[str, Target]) -> Target:
     parts = [targets.get(part) for part in name]
     if any(part is UNCONSTRAINED for part in parts):
         return UNCONSTRAINED
-    axes = tuple(axis for part in parts for axis in mesh_axes_of(part))
-    return axes or None
-
-
-def _is_blank(entry: Any) -> bool:
-    return entry is None or entry is UNCONSTRAINED
-
-
-def strings(names: Names) -> Iterable[str]:
-    """Iterates over the logical names, those of merged dimensions one by one."""
-    for entry in names:
-        if isinstance(entry, str):
-            yield entry
-        elif isinstance(entry, tuple):
-            yield from entry
-
-
-# --- Rule findings ---
-
-
-def judge_rules(
-    pairs: Sequence[Rule], on_conflict: str, mesh: AnyMesh | None = None
-) -> list[Finding]:
-    """Returns all findings about rules; their path is ``()``.
-
-    Args:
-        pairs: The rules, highest priority first.
-        on_conflict: Their policy for a mesh axis that two names of an array want.
-        mesh: The mesh, or None to judge the rules alone.
-    """
-    findings = [] if mesh is None else [f for rule in pairs for f in unknown_mesh_axes(rule, mesh)]
-    findings += _shadowed(pairs, on_conflict)
-    return findings if mesh is None else [*findings, *_unused_mesh_axes(pairs, mesh)]
-
-
-def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> list[Finding]:
-    """Returns an error for each mesh axis of a rule that the mesh does not have.
-
-    Args:
-        rule: The rule.
-        mesh: The mesh.
-    """
-    sizes = dict(mesh.shape)
-    return [
-        Finding(
-            "error",
-            (),
-            "unknown-mesh-axis",
-            f"The rule {format_rule(rule)} names the mesh axis {axis!r}, but the mesh has the axes "
-            f"{format_mesh(sizes)}.{did_you_mean(axis, sizes)} Correct or remove it, or make the "
-            f"mesh with an axis {axis!r} (of size 1 to switch it off).",
-        )
-        for axis in mesh_axes_of(rule[1])
-        if axis not in sizes
-    ]
-
-
-def _shadowed(pairs: Sequence[Rule], on_conflict: str) -> Iterable[Finding]:
-    for position, rule in enumerate(pairs):
-        for earlier in range(position):
-            why = _why_shadowed(pairs, earlier, position, on_conflict)
-            if why is not None:
-                first = pairs[earlier]
-                way = "" if first == rule else f", or move it above {format_rule(first)}"
-                text = f"The rule {format_rule(rule)} is never used: {why}. Remove it{way}."
-                yield Finding("warning", (), "shadowed-rule", text)
-                break
-
-
-def _why_shadowed(pairs: Sequence[Rule], earlier: int, later: int, on_conflict: str) -> str | None:
-    """Why one rule leaves another nothing to do; None if it does not."""
-    name, target = pairs[earlier]
-    if name != pairs[later][0]:
-        return None
-    first = format_rule(pairs[earlier])
-    axes = set(mesh_axes_of(target))
-    rivals = [rule for rule in pairs[:earlier] if rule[0] != name]
-    if not any(axes.intersection(mesh_axes_of(rule[1])) for rule in rivals):
-        return f"the earlier rule {first} always serves {name!r}"
-    if axes.issubset(mesh_axes_of(pairs[later][1])):
-        return f"where the earlier rule {first} loses its mesh axis, this one does too"
-    if on_conflict == "error":
-        return f"under on_conflict='error' it is an error where the earlier rule {first} loses"
-    return None
-
-
-def _unused_mesh_axes(pairs: Sequence[Rule], mesh: AnyMesh) -> Iterable[Finding]:
-    used = {axis for _, target in pairs for axis in mesh_axes_of(target)}
-    for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
-        if axis not in used and mesh.shape[axis] > 1 and kind is not AxisType.Manual:
-            text = (
-                f"No rule names the mesh axis {axis!r} of size {mesh.shape[axis]}: every array is "
-                "held whole along it."
-            )
-            yield Finding("info", (), "unused-mesh-axis", text)
+    return tuple(axis for part in parts for axis in mesh_axes_of(part)) or None
 
 
 # --- Rules ---
@@ -338,7 +174,9 @@ OnUnmapped = Literal["replicate", "error"]
 
 
 class Rules:
-    """Ordered pairs of a logical name and its target, with two policies; immutable and hashable.
+    """Ordered pairs of a logical name and its target, with two policies.
+
+    Rules are immutable and hashable.
 
     Args:
         pairs: Pairs, highest priority first; a mapping; or other Rules. A list of mesh axes (as
@@ -372,20 +210,20 @@ class Rules:
         on_unmapped: OnUnmapped | None = None,
     ) -> None:
         base = pairs if isinstance(pairs, Rules) else None
-        conflict: Any = on_conflict
-        if conflict is None:
-            conflict = "first" if base is None else base.on_conflict
-        unmapped: Any = on_unmapped
-        if unmapped is None:
-            unmapped = "replicate" if base is None else base.on_unmapped
-        _check_policy("on_conflict", conflict, ("first", "error"))
-        _check_policy("on_unmapped", unmapped, ("replicate", "error"))
-        checked = base.pairs if base is not None else _check_pairs(pairs)
-        put = functools.partial(object.__setattr__, self)
-        put("pairs", checked)
-        put("on_conflict", conflict)
-        put("on_unmapped", unmapped)
-        put("_hash", hash((checked, conflict, unmapped)))
+        checked = _check_pairs(pairs) if base is None else base.pairs
+        policies: list[Any] = []
+        for name, value, known in (
+            ("on_conflict", on_conflict, ("first", "error")),
+            ("on_unmapped", on_unmapped, ("replicate", "error")),
+        ):
+            if value is None:
+                value = known[0] if base is None else getattr(base, name)
+            if value not in known:
+                raise RulesError(f"{name}={value!r} is not a policy; use one of {known}.")
+            object.__setattr__(self, name, value)
+            policies.append(value)
+        object.__setattr__(self, "pairs", checked)
+        object.__setattr__(self, "_hash", hash((checked, *policies)))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -394,17 +232,17 @@ class Rules:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes that occur in targets, each once, in order."""
+        """The mesh axes in targets, each once, in order."""
         return tuple(dict.fromkeys(axis for _, to in self.pairs for axis in mesh_axes_of(to)))
 
-    def assign(self, names: Iterable[Any]) -> Assignment:
-        """Assigns mesh axes to the dimensions of one array, whatever the policies say.
+    def assign(self, names: Iterable[Any]) -> AxisAssignment:
+        """Assigns mesh axes to the dimensions of one array, regardless of policies.
 
         Args:
             names: One entry per dimension (see ``logical_to_mesh_axes``).
 
         Returns:
-            The assignment: entries, rules chosen, rules passed over, names unmapped.
+            Spec entries, chosen rules, rules passed over, and unmapped names.
 
         Raises:
             AxisNamesError: If ``names`` is malformed or holds a name twice.
@@ -436,20 +274,20 @@ class Rules:
             raise UnmappedAxisError(f"Axis names {entries}: {explain_unmapped(assignment, self)}")
         if self.on_conflict == "error" and assignment.passed_over:
             raise AxisConflictError(f"Axis names {entries}: {explain_conflicts(assignment)}")
-        return assignment.spec
+        return PartitionSpec(*assignment.entries)
 
-    def check(self, mesh: AnyMesh | None = None) -> list[Finding]:
-        """Returns all there is to say about the rules by themselves, before there is any array.
+    def check(self, mesh: AnyMesh | None = None) -> list[Diagnostic]:
+        """Returns diagnostics of the rules by themselves, without any array.
 
-        ``shardax.check(model, mesh, rules)`` says more, because it knows the arrays.
+        ``shardax.check(model, mesh, rules)`` has more, because it knows the arrays.
 
         Args:
             mesh: The mesh, also an ``AbstractMesh``; None to judge the rules alone.
 
         Returns:
-            Findings with the path ``()``: an error for every mesh axis that the mesh does not have,
-            a warning for a rule that is never used because of an earlier one for the same name, and
-            a note for a mesh axis that no rule names.
+            Diagnostics with the path ``()``: an error for every mesh axis that the mesh lacks, a
+            warning for a rule that is never used because of an earlier one for the same name, and
+            information on a mesh axis that no rule names.
 
         Raises:
             MeshError: If ``mesh`` is neither a mesh nor None.
@@ -458,17 +296,23 @@ class Rules:
             >>> import jax
             >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
             >>> rules = Rules([("embed", None), ("mlp", "modle"), ("embed", "data")])
-            >>> for finding in rules.check(mesh):
-            ...     print(finding.severity, finding.code)
+            >>> for diagnostic in rules.check(mesh):
+            ...     print(diagnostic.severity, diagnostic.code)
             error unknown-mesh-axis
             warning shadowed-rule
             info unused-mesh-axis
         """
         where = None if mesh is None else resolve_mesh(mesh)
-        return judge_rules(self.pairs, self.on_conflict, where)
+        diagnostics: list[Diagnostic] = []
+        if where is not None:
+            diagnostics += (d for rule in self.pairs for d in unknown_mesh_axes(rule, where))
+        diagnostics += _shadowed(self.pairs, self.on_conflict)
+        if where is not None:
+            diagnostics += _unused_mesh_axes(self, where)
+        return diagnostics
 
     def validate(self, mesh: AnyMesh | None = None) -> Rules:
-        """Returns these rules if a mesh has all axes that they name, else raises.
+        """Returns these rules if a mesh has all their axes, else raises.
 
         Args:
             mesh: The mesh, also an ``AbstractMesh``; None for the one in scope.
@@ -493,13 +337,11 @@ class Rules:
                 "Rules are validated against a mesh: none was given and none is in scope. Pass "
                 "one, rules.validate(mesh); rules.check() judges rules alone."
             )
-        errors = [finding for finding in self.check(where) if finding.severity == "error"]
-        if errors:
-            raise PartitionCheckError(errors)
+        raise_on_errors(self.check(where))
         return self
 
     def extend(self, more: RulesLike) -> Rules:
-        """Returns these rules followed by ``more``, which have lower priority; policies stay.
+        """Returns these rules followed by ``more``, of lower priority; policies stay.
 
         Example:
             >>> Rules({"mlp": "model"}).extend({"mlp": "data"})
@@ -508,7 +350,7 @@ class Rules:
         return self.replace(pairs=self.pairs + Rules(more).pairs)
 
     def override(self, more: RulesLike) -> Rules:
-        """Returns ``more`` followed by these rules, which have lower priority; policies stay.
+        """Returns ``more`` followed by these rules, of lower priority; policies stay.
 
         Example:
             >>> Rules({"mlp": "model"}).override({"mlp": "data"})
@@ -523,7 +365,7 @@ class Rules:
         on_conflict: OnConflict | None = None,
         on_unmapped: OnUnmapped | None = None,
     ) -> Rules:
-        """Returns Rules with the given parts changed and the others kept.
+        """Returns Rules with some parts changed.
 
         Example:
             >>> Rules({"mlp": "model"}).replace(on_conflict="error")
@@ -573,13 +415,8 @@ class Rules:
         raise AttributeError(f"Rules are immutable: cannot delete {name!r}.")
 
 
-RulesLike = Rules | Mapping[str, Target] | Iterable[Any]
+RulesLike = Rules | Mapping[str, SpecEntry] | Iterable[Any]
 """Rules, a mapping of name to target, or pairs."""
-
-
-def _check_policy(policy: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise RulesError(f"{policy}={value!r} is not a policy; use one of {known}.")
 
 
 def _check_pairs(pairs: Any) -> tuple[Rule, ...]:
@@ -608,7 +445,7 @@ def _check_pairs(pairs: Any) -> tuple[Rule, ...]:
     return tuple(checked)
 
 
-def _check_target(position: int, name: str, target: Any) -> Target:
+def _check_target(position: int, name: str, target: Any) -> SpecEntry:
     if target is None or target is UNCONSTRAINED:
         return target
     if isinstance(target, str):
@@ -634,12 +471,12 @@ def _check_target(position: int, name: str, target: Any) -> Target:
 
 
 def _plain(name: str) -> str:
-    """The name as a ``str`` proper: a member of a string enumeration becomes its value."""
+    """The name as a ``str`` proper, also of a string enumeration."""
     return str.__str__(name)
 
 
-def explain_conflicts(assignment: Assignment) -> str:
-    """Says, for every rule passed over, which mesh axis was taken and by which rule."""
+def explain_conflicts(assignment: AxisAssignment) -> str:
+    """Text of every rule passed over and its winner."""
     parts = [
         f"mesh axis {loss.mesh_axis!r} is wanted by {loss.rule[0]!r} through the rule "
         f"{format_rule(loss.rule)}, but {loss.winner[0]!r} already has it through "
@@ -652,8 +489,8 @@ def explain_conflicts(assignment: Assignment) -> str:
     )
 
 
-def explain_unmapped(assignment: Assignment, rules: Rules) -> str:
-    """Says which names no rule mentions, and which names of rules look like them."""
+def explain_unmapped(assignment: AxisAssignment, rules: Rules) -> str:
+    """Text of the names without a rule, and similar names."""
     names = ", ".join(map(repr, assignment.unmapped))
     near = [
         f"{match!r} for {name!r}"
@@ -668,3 +505,59 @@ def explain_unmapped(assignment: Assignment, rules: Rules) -> str:
         f"no rule mentions {names} ({known}).{hint} Add the rule ({assignment.unmapped[0]!r}, "
         "None) to replicate on purpose, or use on_unmapped='replicate'."
     )
+
+
+# --- Diagnostics of rules ---
+
+
+def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[Diagnostic]:
+    """Yields an error for each mesh axis unknown to the mesh."""
+    for axis in mesh_axes_of(rule[1]):
+        if axis not in mesh.shape:
+            text = (
+                f"The rule {format_rule(rule)} names the mesh axis {axis!r}, but the mesh has the "
+                f"axes ({mesh_text(mesh.shape)}).{did_you_mean(axis, mesh.shape)} Correct or "
+                f"remove it, or make the mesh with an axis {axis!r} (of size 1 to switch it off)."
+            )
+            yield Diagnostic("error", (), "unknown-mesh-axis", text)
+
+
+def _shadowed(pairs: Sequence[Rule], on_conflict: str) -> Iterator[Diagnostic]:
+    """Yields a warning for each rule made useless by an earlier one."""
+    for position, rule in enumerate(pairs):
+        for earlier in range(position):
+            why = _why_shadowed(pairs, earlier, position, on_conflict)
+            if why is not None:
+                first = pairs[earlier]
+                way = "" if first == rule else f", or move it above {format_rule(first)}"
+                text = f"The rule {format_rule(rule)} is never used: {why}. Remove it{way}."
+                yield Diagnostic("warning", (), "shadowed-rule", text)
+                break
+
+
+def _why_shadowed(pairs: Sequence[Rule], earlier: int, later: int, on_conflict: str) -> str | None:
+    """Why one rule makes another useless for any array, or None."""
+    name, target = pairs[earlier]
+    if name != pairs[later][0]:
+        return None
+    first = format_rule(pairs[earlier])
+    axes = set(mesh_axes_of(target))
+    rivals = [rule for rule in pairs[:earlier] if rule[0] != name]
+    if not any(axes.intersection(mesh_axes_of(rule[1])) for rule in rivals):
+        return f"the earlier rule {first} always serves {name!r}"
+    # Whatever takes an axis from the earlier rule takes it from the later one as well.
+    if axes.issubset(mesh_axes_of(pairs[later][1])):
+        return f"where the earlier rule {first} loses its mesh axis, this one does too"
+    if on_conflict == "error":
+        return f"under on_conflict='error' it is an error where the earlier rule {first} loses"
+    return None
+
+
+def _unused_mesh_axes(rules: Rules, mesh: AnyMesh) -> Iterator[Diagnostic]:
+    for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if axis not in rules.mesh_axes and mesh.shape[axis] > 1 and kind is not AxisType.Manual:
+            text = (
+                f"No rule names the mesh axis {axis!r} of size {mesh.shape[axis]}: every array is "
+                "held whole along it."
+            )
+            yield Diagnostic("info", (), "unused-mesh-axis", text)

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs of trees: where each array of a model goes, said before anything is there.
+"""Specs, shardings and abstract copies of trees.
 
-For a tree (see ``shardax.partition.inventory``) and a layout, which is rules plus a mesh, the
-functions here give one entry per array: its ``PartitionSpec``, its ``NamedSharding``, or an
-abstract array that carries it. A Module becomes a ``State``, path to entry, which can stand
-wherever JAX or shardax take one entry per array (``in_shardings``, ``jax.tree.map``). A box gives
-one entry, which is a prefix of it. An array without axis names is replicated; what is no array
-becomes None. Nothing is computed or moved, and lazy values stay lazy.
+For a tree (``shardax.partition.inventory``) and a layout, rules plus a mesh, these functions
+return one entry per leaf: its ``PartitionSpec``, its ``NamedSharding``, or an abstract array with
+one. A Module becomes a ``State``, path to entry, which can stand wherever JAX or shardax take one
+entry per array (``in_shardings``, ``jax.tree.map``). A box gives one entry, which is a prefix of
+it. An array without axis names is replicated; what is no array becomes None. Nothing is computed or
+moved, and lazy values stay lazy.
 
-Where the values of a boxed tree go: specs, logical specs, and shardings.
-
-The functions here give one entry per box, in its place: an entry is a prefix of the box, so the
-result can be given to ``jax.jit`` as ``in_shardings`` and ``out_shardings``. Arrays without a box
-are replicated, Variables count as boxes, a Module gives a ``State`` of entries, and what is no
-array becomes None. They are ``partition_specs`` and ``shardings`` under the names that Flax has for
-them, with two differences: the specs are also for constraints inside programs, so that
-``UNCONSTRAINED`` stays in them; and logical names of Variables, too, are an error without rules.
+``get_partition_spec``, ``logical_to_mesh`` and so on are ``partition_specs`` and ``shardings``
+under Flax's names, with two differences: the specs are also for constraints inside programs, so
+that ``UNCONSTRAINED`` stays in them; and logical names of Variables, too, are an error without
+rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -29,29 +25,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core.frames import owner_here
 from shardax._core.graph.flatten import build, flatten_roots
 from shardax._core.object import Object
-from shardax.partition.boxes.boxes import AxisMetadata
-from shardax.partition.boxes.partitioned import LogicallyPartitioned
-from shardax.partition.checker import raise_on_errors, spec_for
+from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned
+from shardax.partition.checker import spec_for
 from shardax.partition.context import resolve_rules
-from shardax.partition.inventory import Slot, Survey, with_arrays
+from shardax.partition.errors import raise_on_errors
+from shardax.partition.inventory import Subtree, TreeInventory
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike
 from shardax.partition.tree_layout import TreeLayout, named_sharding, require_mesh
 
-# --- Specs ---
-
 
 def partition_specs(
     tree: Any, rules: RulesLike | None = None, *, overrides: OverridesLike | None = None
 ) -> Any:
-    """Returns the ``PartitionSpec`` of every array of a tree, by its axis names.
+    """Returns the ``PartitionSpec`` of every array of a tree.
 
     Args:
         tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to place or rules, which hold for the Variables that match instead of the
-            rules alone (see ``shardax.partition.overrides``).
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
 
     Returns:
         A State of specs for a Module; a pytree like ``tree`` otherwise, with one spec for a box.
@@ -71,9 +64,8 @@ def partition_specs(
         >>> partition_specs([Scale().weight, jnp.ones(3), "no array"], {"mlp": "model"})
         [P(None, 'model'), P(), None]
     """
-    return (
-        TreeLayout(Survey(tree), None, rules, overrides, over_mesh=False).checked().spec_entries()
-    )
+    layout = TreeLayout(TreeInventory(tree), None, rules, overrides, over_mesh=False)
+    return layout.entries(layout.checked().specs)
 
 
 def shardings(
@@ -84,16 +76,14 @@ def shardings(
     overrides: OverridesLike | None = None,
     memory_kind: MemoryKinds | None = None,
 ) -> Any:
-    """Returns the ``NamedSharding`` of every array of a tree, by its axis names.
+    """Returns the ``NamedSharding`` of every array of a tree.
 
     Args:
         tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to place or rules, which hold for the Variables that match instead of the
-            rules alone (see ``shardax.partition.overrides``).
-        memory_kind: Memory of the devices for all arrays, or a mapping from filters to such; None
-            for the default.
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
+        memory_kind: Memory of the devices, or a mapping from filters to such; None for the default.
 
     Returns:
         As ``partition_specs``, with shardings.
@@ -110,8 +100,10 @@ def shardings(
         >>> shardings({"weight": weight}, mesh, {"mlp": "model"})["weight"].spec
         P(None, 'model')
     """
-    layout = TreeLayout(Survey(tree), mesh, rules, overrides, memory_kind, function="shardings")
-    return layout.checked().sharding_entries()
+    layout = TreeLayout(
+        TreeInventory(tree), mesh, rules, overrides, memory_kind, function="shardings"
+    )
+    return layout.entries(layout.checked().shardings())
 
 
 def abstract(
@@ -122,7 +114,7 @@ def abstract(
     overrides: OverridesLike | None = None,
     memory_kind: MemoryKinds | None = None,
 ) -> Any:
-    """Returns a copy of a tree that holds shapes, dtypes and shardings in place of arrays.
+    """Returns a copy of a tree with abstract arrays and their shardings.
 
     It can be given to ``sx.jit(f).lower(...)``, ``jax.eval_shape`` or a checkpoint's restore.
 
@@ -131,10 +123,8 @@ def abstract(
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope. Without any, arrays
             that already have a ``NamedSharding`` keep it and the others have none.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to place or rules, which hold for the Variables that match instead of the
-            rules alone (see ``shardax.partition.overrides``).
-        memory_kind: Memory of the devices for all arrays, or a mapping from filters to such; None
-            for the default.
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
+        memory_kind: Memory of the devices, or a mapping from filters to such; None for the default.
 
     Returns:
         The tree with new Modules, Variables and boxes, whose values are ``jax.ShapeDtypeStruct``.
@@ -152,29 +142,38 @@ def abstract(
         >>> copy.shape, copy.sharding.spec, copy.is_abstract, weight.is_lazy
         ((4, 8), P(None, 'model'), True, True)
     """
-    survey = Survey(tree)
-    said_more = overrides is not None or memory_kind is not None
-    known = resolve_mesh(mesh) is not None or any(slot.mesh for slot in survey.slots)
-    places: list[Sequence[Any]]
-    if known or said_more:
-        function = "abstract" if said_more else None
-        layout = TreeLayout(survey, mesh, rules, overrides, memory_kind, function=function)
-        places = list(layout.checked().shardings())
+    inventory = TreeInventory(tree)
+    leaves = inventory.leaves
+    asked = overrides is not None or memory_kind is not None
+    if asked or resolve_mesh(mesh) is not None or any(leaf.mesh for leaf in leaves):
+        function = "abstract" if asked else None
+        layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function=function)
+        shardings: list[Any] = list(layout.checked().shardings())
     else:
-        places = [[info.sharding for info in slot.arrays] for slot in survey.slots]
-    wanted = {id(slot): place for slot, place in zip(survey.slots, places, strict=True)}
-    made = {id(slot): _struct(slot, value, wanted[id(slot)]) for slot, value in survey.values()}
-    values = [made[id(slot)] for slot in survey.slots]
-    flat = flatten_roots([part.value for part in survey.parts if isinstance(part.value, Object)])
-    given = [values[survey.position(leaf)] for leaf in flat.leaves]
+        shardings = [[info.sharding for info in leaf.arrays] for leaf in leaves]
+    values: list[Any] = []
+    for leaf, of_arrays in zip(leaves, shardings, strict=True):
+        structs = [
+            jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=to, weak_type=info.weak_type)
+            # A box without arrays has a sharding nevertheless.
+            for info, to in zip(leaf.arrays, of_arrays, strict=False)
+        ]
+        values.append(leaf.with_arrays(leaf.value, structs))
+    # All objects at once, so that what several subtrees share stays shared.
+    flat = flatten_roots([s.value for s in inventory.subtrees if isinstance(s.value, Object)])
+    given = [values[inventory.position(variable)] for variable in flat.leaves]
     copies = iter(build(flat.graphdef, given, owner_here())[0])
-    return survey.arrange(values, lambda part: next(copies))
+
+    def fill(subtree: Subtree) -> Any:
+        return next(copies) if isinstance(subtree.value, Object) else subtree.filled(values)
+
+    return inventory.unflatten(fill)
 
 
 def batch_sharding(
     axes: Iterable[Any], mesh: AnyMesh | None = None, rules: RulesLike | None = None
 ) -> NamedSharding:
-    """Returns the ``NamedSharding`` of one array by its axis names, such as a batch to be put.
+    """Returns the ``NamedSharding`` of one array by its axis names.
 
     Args:
         axes: One name per dimension (see ``logical_to_mesh_axes``).
@@ -195,25 +194,14 @@ def batch_sharding(
         P('data', None)
     """
     where, names = require_mesh(mesh, "batch_sharding"), tuple(axes)
-    # The size is not known yet, and 0 is divisible by everything: only the names are judged.
+    # The size is not known yet, and 0 is divisible by everything: only the names are checked.
     spec, findings = spec_for(names, (0,) * len(names), where, resolve_rules(rules))
     raise_on_errors(findings)
     return named_sharding(where, spec)
 
 
-def _struct(slot: Slot, value: Any, places: Sequence[Any]) -> Any:
-    structs = [
-        jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=place, weak_type=info.weak_type)
-        for info, place in zip(slot.arrays, places, strict=False)
-    ]
-    return with_arrays(slot, value, structs)
-
-
-# --- Box layout ---
-
-
 def get_partition_spec(tree: Any) -> Any:
-    """Returns the ``PartitionSpec`` of every box of a tree, as the boxes have it.
+    """Returns the ``PartitionSpec`` of every box of a tree, without rules.
 
     Args:
         tree: A boxed tree, usually what ``jax.eval_shape(init, ...)`` returns, or an optimizer's
@@ -234,14 +222,13 @@ def get_partition_spec(tree: Any) -> Any:
         >>> get_partition_spec(tree)
         {'n': P(), 's': None, 'w': P(None, 'model')}
     """
-    layout = TreeLayout(
-        Survey(_boxed(tree)), None, None, placed=False, names_alone=True, over_mesh=False
-    )
-    return layout.checked().spec_entries()
+    inventory = TreeInventory(_boxed(tree))
+    layout = TreeLayout(inventory, None, None, placed=False, names_alone=True, over_mesh=False)
+    return layout.entries(layout.checked().specs)
 
 
 def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
-    """Maps the logical names in every spec of a tree to mesh axes.
+    """Maps the logical specs of a tree to mesh axes.
 
     Args:
         tree: A tree of logical ``PartitionSpec``, as ``get_partition_spec`` returns it, or the
@@ -259,14 +246,15 @@ def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
         >>> logical_to_mesh({"w": P("embed", "mlp"), "step": None}, {"mlp": "model"})
         {'step': None, 'w': P(None, 'model')}
     """
-    survey = Survey(_boxed(tree))
-    return TreeLayout(survey, None, rules, placed=False, over_mesh=False).checked().spec_entries()
+    inventory = TreeInventory(_boxed(tree))
+    layout = TreeLayout(inventory, None, rules, placed=False, over_mesh=False)
+    return layout.entries(layout.checked().specs)
 
 
 def logical_to_mesh_sharding(
     tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None
 ) -> Any:
-    """Maps the logical names in every spec of a tree to a sharding over a mesh.
+    """Maps the logical specs of a tree to shardings over a mesh.
 
     Args:
         tree: As for ``logical_to_mesh``.
@@ -287,11 +275,11 @@ def logical_to_mesh_sharding(
         >>> logical_to_mesh_sharding(P("embed", "mlp"), mesh, {"mlp": "model"}).spec
         P(None, 'model')
     """
-    function = "logical_to_mesh_sharding"
+    inventory, function = TreeInventory(_boxed(tree)), "logical_to_mesh_sharding"
     layout = TreeLayout(
-        Survey(_boxed(tree)), mesh, rules, function=function, placed=False, rules_for="all"
-    )
-    return layout.checked().sharding_entries()
+        inventory, mesh, rules, function=function, placed=False, rules_for="all"
+    ).checked()
+    return layout.entries(layout.shardings())
 
 
 def get_sharding(tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None) -> Any:
@@ -318,18 +306,15 @@ def get_sharding(tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None
         >>> [sharding.spec for sharding in get_sharding(tree, mesh).values()]
         [P(), P(None, 'model')]
     """
-    layout = TreeLayout(Survey(tree), mesh, rules, function="get_sharding", rules_for="all")
-    return layout.checked().sharding_entries()
+    inventory = TreeInventory(tree)
+    layout = TreeLayout(inventory, mesh, rules, function="get_sharding", rules_for="all").checked()
+    return layout.entries(layout.shardings())
 
 
 def _boxed(tree: Any) -> Any:
-    """The tree with an empty box, of the same logical names, in place of each spec."""
+    """The tree with empty boxes of the same names for specs."""
     return jax.tree.map(
-        lambda leaf: LogicallyPartitioned(None, tuple(leaf)) if _is_spec(leaf) else leaf,
+        lambda x: LogicallyPartitioned(None, tuple(x)) if isinstance(x, PartitionSpec) else x,
         tree,
         is_leaf=lambda value: isinstance(value, (AxisMetadata, Object)),
     )
-
-
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, PartitionSpec)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``check``: all that there is to say about a tree's layout, in one list.
+"""``check``: the diagnostics of a tree's layout, in one list.
 
-Beside what concerns single arrays and rules (``shardax.partition.findings``) it sees what only
-shows in the tree as a whole:
+Beside those of single arrays and rules (``shardax.partition.errors``) there are those of the tree
+as a whole:
 
-* ``state-larger-than-parameter``: warning; an optimizer's state is split into fewer parts than the
-  parameter it belongs to, so that it takes more of each device than the parameter does. A state
-  *belongs* to the parameter whose path its own path ends in and whose shape its shape ends in.
+* ``state-larger-than-parameter``: warning; an optimizer's state is split into fewer parts than its
+  parameter, so that it takes more of each device than the parameter does. A state *belongs* to the
+  parameter whose path its own path ends in and whose shape its shape ends in.
 * ``misplaced``: warning; a live array lies on the mesh's devices otherwise than its names say, so
   that programs compiled for the names move it at every call.
 * ``elsewhere``: warning; a live array was put on other devices than the mesh's, while others of the
@@ -14,6 +14,7 @@ shows in the tree as a whole:
 * ``no-rules``: error; a box has logical names, and there are no rules.
 * ``reduced-state``: an optimizer's state is in the box of its parameter and has another shape (see
   ``shardax.partition.inventory``). Info if that is clear, warning if it is replicated for want.
+* ``axes-of-many``: error; axis names for a Variable of several arrays.
 * ``other-mesh``: warning; a box has a mesh of its own, which is not the one given.
 * ``unused-override`` and ``override-conflict``: see ``shardax.partition.overrides``.
 """
@@ -21,23 +22,22 @@ shows in the tree as a whole:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from shardax._core._jax import Tracer
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import format_path
 from shardax._core.state.filters import OfType
 from shardax._core.variable import OptState
-from shardax.partition.checker import LARGE_BYTES, LARGE_FRACTION
-from shardax.partition.findings import Finding, format_mesh
-from shardax.partition.inventory import ArrayInfo, Slot, Survey
-from shardax.partition.mesh import AnyMesh
+from shardax.partition.errors import Diagnostic
+from shardax.partition.inventory import ArrayInfo, PathEnds, TreeInventory
+from shardax.partition.mesh import AnyMesh, mesh_text
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike, mesh_axes_of
-from shardax.partition.tree_layout import TreeLayout
+from shardax.partition.tree_layout import LARGE_BYTES, LARGE_FRACTION, TreeLayout
 
 
 def check(
@@ -49,15 +49,15 @@ def check(
     memory_kind: MemoryKinds | None = None,
     large_bytes: int = LARGE_BYTES,
     large_fraction: float = LARGE_FRACTION,
-) -> list[Finding]:
-    """Returns all there is to say about how a tree would be, or is, laid out, without raising.
+) -> list[Diagnostic]:
+    """Returns the diagnostics of a tree's layout, without raising.
 
     Nothing is computed or moved: lazy models stay lazy.
 
     Args:
         tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope. Without any, the rules
-            alone are judged.
+            alone are checked.
         rules: Rules, pairs or a mapping; None for the current rules.
         overrides: As for ``shard``.
         memory_kind: As for ``shard``.
@@ -65,9 +65,9 @@ def check(
         large_fraction: ... if it also is more than this fraction of all arrays together.
 
     Returns:
-        Findings, in order of arrays and then those about the whole. Those of severity ``"error"``
-        make ``shard`` refuse. ``str(finding)`` says what was found, where, why it matters and what
-        to do; ``finding.code`` names its kind.
+        Diagnostics, in order of arrays and then those of the whole. Those of severity ``"error"``
+        make ``shard`` refuse. ``str(diagnostic)`` says what is wrong, where, why it matters and
+        what to do; ``diagnostic.code`` names its kind.
 
     Raises:
         OverrideError: If overrides or memory kinds are malformed.
@@ -76,12 +76,12 @@ def check(
         >>> import jax, jax.numpy as jnp, shardax as sx
         >>> mesh = jax.sharding.AbstractMesh((4,), ("model",))
         >>> weight = sx.Param(jnp.ones((4, 6)), axes=("embed", "mlp"))
-        >>> [finding.code for finding in check({"w": weight}, mesh, {"mlp": "model"})]
+        >>> [diagnostic.code for diagnostic in check({"w": weight}, mesh, {"mlp": "model"})]
         ['indivisible']
     """
-    survey = Survey(tree)
+    inventory = TreeInventory(tree)
     layout = TreeLayout(
-        survey,
+        inventory,
         mesh,
         rules,
         overrides,
@@ -89,61 +89,58 @@ def check(
         large_bytes=large_bytes,
         large_fraction=large_fraction,
     )
-    findings = list(layout.findings)
-    where = layout.mesh
-    if where is not None:
-        bad = {finding.path for finding in findings if finding.severity == "error"}
-        laid_out = layout.shardings()
-        placed = [item for item in _present(survey, laid_out) if item[0].path not in bad]
-        findings += [
-            *_other_meshes(survey.slots, layout.meshes),
-            *_states(survey, laid_out),
-            *_differences(placed, where),
+    diagnostics = list(layout.diagnostics)
+    if layout.mesh is not None:
+        diagnostics += [
+            *_other_meshes(layout),
+            *_states(layout),
+            *_differences(layout, layout.mesh),
         ]
-    return findings
+    return diagnostics
 
 
-# --- meshes of boxes ------------------------------------------------------------------------------
-
-
-def _other_meshes(slots: Sequence[Slot], meshes: Sequence[AnyMesh | None]) -> Iterator[Finding]:
-    for slot, mesh in zip(slots, meshes, strict=True):
-        if slot.mesh is not None and mesh is not None and _differ(slot.mesh, mesh):
-            text = (
-                f"{format_path(slot.path)}: has a mesh of its own, {format_mesh(slot.mesh.shape)}, "
-                f"but is laid out over the mesh given, {format_mesh(mesh.shape)}. Where it is "
-                "unboxed it goes to its own again. Make the box without a mesh."
-            )
-            yield Finding("warning", slot.path, "other-mesh", text)
-
-
-def _differ(mesh: AnyMesh, other: AnyMesh) -> bool:
-    if isinstance(mesh, Mesh) and isinstance(other, Mesh):
-        return mesh != other
-    return (mesh.axis_names, mesh.axis_sizes) != (other.axis_names, other.axis_sizes)
-
-
-# --- states of optimizers -------------------------------------------------------------------------
-
-
-def _states(survey: Survey, laid_out: Sequence[Any]) -> Iterator[Finding]:
-    is_state = OfType(OptState)
-    states: list[tuple[tuple[Path, ...], ArrayInfo, int]] = []
-    others: list[tuple[tuple[Path, ...], ArrayInfo, int]] = []
-    for subject, slot, to in zip(survey.subjects(), survey.slots, laid_out, strict=True):
-        if slot.treedef is None and slot.arrays and slot.arrays[0].shape:
-            entry = (subject.paths, slot.arrays[0], _parts(to[0]))
-            (states if is_state((), subject.like) else others).append(entry)
-    by_suffix: dict[Path, list[int]] = {}
-    for position, (paths, _, _) in enumerate(others):
-        for suffix in {path[start:] for path in paths for start in range(len(path))}:
-            by_suffix.setdefault(suffix, []).append(position)
-    for paths, info, parts in states:
-        found = _owner(paths, info, others, by_suffix)
-        if found is None:
+def _other_meshes(layout: TreeLayout) -> Iterator[Diagnostic]:
+    for leaf, mesh in zip(layout.inventory.leaves, layout.meshes, strict=True):
+        if leaf.mesh is None or mesh is None:
             continue
-        owner, owner_parts = found
-        if parts < owner_parts:
+        if isinstance(leaf.mesh, Mesh) and isinstance(mesh, Mesh):
+            differ = leaf.mesh != mesh
+        else:
+            differ = tuple(leaf.mesh.shape.items()) != tuple(mesh.shape.items())
+        if differ:
+            text = (
+                f"{format_path(leaf.path)}: has a mesh of its own, ({mesh_text(leaf.mesh.shape)}), "
+                f"but is laid out over the mesh given, ({mesh_text(mesh.shape)}). Unboxed it goes "
+                "to its own again. Make the box without a mesh."
+            )
+            yield Diagnostic("warning", leaf.path, "other-mesh", text)
+
+
+def _states(layout: TreeLayout) -> Iterator[Diagnostic]:
+    """Yields warnings about optimizer states split less than their parameters."""
+    is_state = OfType(OptState)
+    states: list[tuple[Any, ArrayInfo, int]] = []
+    others: list[tuple[Any, tuple[ArrayInfo, int]]] = []
+    inventory = layout.inventory
+    rows = zip(inventory.filter_subjects(), inventory.leaves, layout.shardings(), strict=True)
+    for subject, leaf, shardings in rows:
+        if leaf.treedef is None and leaf.arrays and leaf.arrays[0].shape:
+            info, parts = leaf.arrays[0], _parts(shardings[0])
+            if is_state((), subject.like):
+                states.append((subject.paths, info, parts))
+            else:
+                others.append((subject.paths, (info, parts)))
+    parameters = PathEnds(others)
+    for paths, info, parts in states:
+        # The parameter with the longest common end of paths; none if it is unclear.
+        found = parameters.nearest(
+            paths,
+            lambda other, end, shape=info.shape: (
+                bool(end) and shape[-len(other[0].shape) :] == other[0].shape
+            ),
+        )
+        if len(found) == 1 and parts < found[0][1]:
+            owner, owner_parts = found[0]
             text = (
                 f"{format_path(info.path)}: this state of an optimizer, shape {info.shape}, is cut "
                 f"into {parts} part{'' if parts == 1 else 's'}, but its parameter "
@@ -151,71 +148,45 @@ def _states(survey: Survey, laid_out: Sequence[Any]) -> Iterator[Finding]:
                 f"{owner_parts // parts} times as much of the one as of the other. Give the state "
                 "the axes of the parameter, and no override that splits it less."
             )
-            yield Finding("warning", info.path, "state-larger-than-parameter", text)
-
-
-def _owner(
-    paths: Sequence[Path],
-    info: ArrayInfo,
-    others: Sequence[tuple[tuple[Path, ...], ArrayInfo, int]],
-    by_suffix: dict[Path, list[int]],
-) -> tuple[ArrayInfo, int] | None:
-    """The parameter whose path the longest end of the state's path is; None if it is unclear."""
-    ends = sorted({p[start:] for p in paths for start in range(len(p))}, key=len, reverse=True)
-    for end in ends:
-        fitting = [
-            others[position][1:]
-            for position in by_suffix.get(end, ())
-            if info.shape[-len(others[position][1].shape) :] == others[position][1].shape
-        ]
-        if fitting:
-            return fitting[0] if len(fitting) == 1 else None
-    return None
+            yield Diagnostic("warning", info.path, "state-larger-than-parameter", text)
 
 
 def _parts(sharding: NamedSharding) -> int:
-    """Into how many different parts an array is cut."""
+    """The number of different parts of an array."""
     sizes = sharding.mesh.shape
     return math.prod(sizes[axis] for entry in sharding.spec for axis in mesh_axes_of(entry))
 
 
-# --- live arrays ----------------------------------------------------------------------------------
-
-
-def _present(
-    survey: Survey, laid_out: Sequence[Any]
-) -> Iterator[tuple[ArrayInfo, Any, NamedSharding]]:
-    """Yields the arrays that exist, and where their names want them."""
-    wanted = {id(slot): to for slot, to in zip(survey.slots, laid_out, strict=True)}
-    for slot, arrays in survey.arrays():
-        for info, array, to in zip(slot.arrays, arrays, wanted[id(slot)], strict=False):
-            if isinstance(array, jax.Array) and not isinstance(array, Tracer):
-                yield info, array, to
-
-
-def _differences(
-    placed: Sequence[tuple[ArrayInfo, Any, NamedSharding]], mesh: AnyMesh
-) -> Iterator[Finding]:
-    here = [item for item in placed if _is_on(item[1], mesh)]
+def _differences(layout: TreeLayout, mesh: AnyMesh) -> Iterator[Diagnostic]:
+    """Yields warnings about live arrays laid out otherwise."""
+    wrong = {d.path for d in layout.diagnostics if d.severity == "error"}
+    live = [
+        (info, array, to)
+        for leaf, shardings in zip(layout.inventory.leaves, layout.shardings(), strict=True)
+        for info, array, to in zip(leaf.arrays, leaf.arrays_in(leaf.value), shardings, strict=False)
+        if isinstance(array, jax.Array) and not isinstance(array, Tracer)
+        if info.path not in wrong
+    ]
+    here = sum(_is_on(array, mesh) for _, array, _ in live)
     if not here:
         return  # not placed yet: there is nothing to differ
-    for info, array, to in placed:
+    for info, array, to in live:
         where = format_path(info.path)
         if not _is_on(array, mesh):
             if array.committed and isinstance(to.mesh, type(mesh)) and to.mesh == mesh:
                 text = (
-                    f"{where}: is on {_devices(array)}, but {len(here)} other arrays are on the "
+                    f"{where}: is on {_devices(array)}, but {here} other arrays are on the "
                     f"mesh {dict(mesh.shape)}; a program that takes both fails. Place all of it: "
                     "shard(model, mesh, rules)."
                 )
-                yield Finding("warning", info.path, "elsewhere", text)
+                yield Diagnostic("warning", info.path, "elsewhere", text)
         elif not _agree(array.sharding, to, len(info.shape)):
             text = (
                 f"{where}: its names say {_shown(to)}, but it lies as {_shown(array.sharding)}. "
                 "Programs that expect it where its names say move it at every call. Place it, "
                 "shard(model, mesh, rules), or correct its axes, v.set_metadata(axes=...)."
             )
-            yield Finding("warning", info.path, "misplaced", text)
+            yield Diagnostic("warning", info.path, "misplaced", text)
 
 
 def _is_on(array: Any, mesh: AnyMesh) -> bool:

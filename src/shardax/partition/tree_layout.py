@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree layouts: where the arrays of a whole tree go. All functions that lay out trees begin here.
+"""Layouts of whole trees.
 
-A layout goes in three steps. The tree is surveyed; overrides and memory kinds choose what holds
-apart from the rules; names become specs, and what is wrong is found, for all slots at once.
+A layout takes three steps: the inventory lists the leaves; overrides and memory kinds are matched;
+names become specs, with diagnostics of all leaves at once and of the rules as a whole.
 
-Variables made of boxes, and boxes, may have rules and a mesh *of their own*. Their own rules hold
-instead of those of the call, whose names are not theirs. Their own mesh holds instead of the one in
-scope, but not instead of one that is given to the call: who gives a mesh wants the tree there.
+Boxes, and Variables made of boxes, may have rules and a mesh *of their own*. Their own rules hold
+instead of those of the call, which are about other names. Their own mesh holds instead of the one
+in scope, but not instead of one given to the call, whose caller wants the tree there.
 
-A box with logical names where there are no rules is an error, and not replicated: nobody said where
-it goes. (A Module without rules is replicated; it is for many programs to lay out, or none.)
+A box with logical names where there are no rules is an error, and not replicated: nothing says
+where it goes. (A Module without rules is replicated: many programs lay out some or none.)
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -23,69 +25,54 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core.graph.paths import format_path
 from shardax._transforms.errors import NoMeshError
 from shardax.partition.boxes.boxes import identity_rules
-from shardax.partition.checker import (
-    LARGE_BYTES,
-    LARGE_FRACTION,
-    ArrayRecord,
-    raise_on_errors,
-    specs_for,
-)
-from shardax.partition.context import resolve_rules
-from shardax.partition.errors import NoRulesError
-from shardax.partition.findings import Finding
+from shardax.partition.checker import explicit_spec, spec_for
+from shardax.partition.context import current_rules
+from shardax.partition.errors import NEAR, Diagnostic, NoRulesError, PartitionCheckError
 from shardax.partition.inventory import (
-    Slot,
-    Survey,
-    entry_of,
-    nbytes,
-    states_of_boxes,
-    with_hints,
+    ArrayInfo,
+    LeafInfo,
+    TreeInventory,
+    reduced_states,
+    with_state_hints,
 )
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.overrides import (
-    Choice,
+    NO_OVERRIDE,
     MemoryKinds,
+    Override,
     OverridesLike,
-    choices,
+    overrides_of,
 )
-from shardax.partition.rules import RulesLike
+from shardax.partition.rules import (
+    Names,
+    Rules,
+    RulesLike,
+    check_names,
+    format_rule,
+    mesh_axes_of,
+    strings,
+    unknown_mesh_axes,
+)
 
-RulesFor = Literal["boxes", "all"]
-"""Of what logical names are an error without rules."""
+LARGE_BYTES = 2**20
+"""An array is large above this many bytes ..."""
+LARGE_FRACTION = 0.01
+"""... if it also is more than this fraction of all arrays together."""
 
 
 class TreeLayout:
-    """Where the arrays of a tree go.
+    """Specs of a tree's leaves, and their diagnostics.
 
-    Args:
-        survey: The survey of the tree.
-        mesh: The mesh, also an ``AbstractMesh``; None for those of the slots' own, and the one in
-            scope for the others.
-        rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: See ``shardax.partition.overrides``.
-        memory_kind: See ``shardax.partition.overrides``.
-        function: Who needs a mesh, for the message; None if rules alone will do.
-        over_mesh: False for the rules alone, whatever mesh is in scope.
-        placed: See ``specs_for``.
-        names_alone: Whether every name stands for itself, whatever the rules are.
-        rules_for: Of what logical names are an error without rules, where there is a mesh.
-        large_bytes: See ``specs_for``.
-        large_fraction: See ``specs_for``.
-
-    Attributes:
-        survey: The survey.
-        mesh: The mesh of slots without one of their own, or None.
-        specs: For each slot, a spec for each of its arrays; for a box without any, one.
-        findings: What there is to say, errors among them.
-
-    Raises:
-        NoMeshError: If there is a slot without a mesh, and ``function`` needs one.
-        OverrideError: If overrides or memory kinds are malformed.
+    ``mesh`` and ``rules`` None stand for those in scope, or a leaf's own. ``function`` is who needs
+    a mesh, for the message, or None if rules alone will do. ``over_mesh=False`` applies the rules
+    alone, whatever mesh is in scope. ``placed`` is as for ``spec_for``. ``names_alone`` lets every
+    name stand for itself. Logical names without rules, over a mesh, are an error of boxes, or of
+    everything under ``rules_for="all"``.
     """
 
     def __init__(
         self,
-        survey: Survey,
+        inventory: TreeInventory,
         mesh: AnyMesh | None,
         rules: RulesLike | None,
         overrides: OverridesLike | None = None,
@@ -95,134 +82,149 @@ class TreeLayout:
         over_mesh: bool = True,
         placed: bool = True,
         names_alone: bool = False,
-        rules_for: RulesFor = "boxes",
+        rules_for: Literal["boxes", "all"] = "boxes",
         large_bytes: int = LARGE_BYTES,
         large_fraction: float = LARGE_FRACTION,
     ) -> None:
-        self.survey = survey
-        self.mesh = resolve_mesh(mesh) if over_mesh else None
+        self.inventory = inventory
+        self.mesh = resolve_mesh(mesh) if over_mesh else None  # of leaves without their own
         own = over_mesh and mesh is None
-        self.meshes = [(slot.mesh if own else None) or self.mesh for slot in survey.slots]
-        if function is not None and (not survey.slots or None in self.meshes):
+        leaves = inventory.leaves
+        self.meshes = [(leaf.mesh if own else None) or self.mesh for leaf in leaves]
+        if function is not None and (not leaves or None in self.meshes):
             self.mesh = require_mesh(mesh, function)
-        self.rules = resolve_rules(rules)
-        self.names_alone = names_alone
-        self._judge = functools.partial(
-            specs_for, placed=placed, large_bytes=large_bytes, large_fraction=large_fraction
-        )
-        self._choices, said = choices(survey, self.mesh, overrides, memory_kind)
-        slots = survey.slots
-        self.specs, findings = self._lay_out(slots)
-        states = states_of_boxes(slots, findings)
-        if states:
-            changed = [states[i].slot if i in states else slot for i, slot in enumerate(slots)]
-            self.specs, findings = self._lay_out(changed)
-            findings += [state.finding for state in states.values()]
-        findings = with_hints(findings, slots)
-        self.findings = [*findings, *self._without_rules(rules_for), *said]
+        self.rules = current_rules() if rules is None else Rules(rules)
+        self._placed = placed
+        self._names_alone = names_alone
+        self._large_bytes, self._large_fraction = large_bytes, large_fraction
+        self._overrides: Sequence[Override] = [NO_OVERRIDE] * len(leaves)
+        of_overrides: list[Diagnostic] = []
+        if overrides is not None or memory_kind is not None:
+            self._overrides, of_overrides = overrides_of(
+                inventory, self.mesh, overrides, memory_kind
+            )
+        # For each leaf a spec of each of its arrays; of a box without any, one.
+        self.specs, diagnostics = self._lay_out(leaves)
+        reduced, of_states = reduced_states(leaves, diagnostics)
+        if reduced:
+            changed = [reduced.get(i, leaf) for i, leaf in enumerate(leaves)]
+            self.specs, diagnostics = self._lay_out(changed)
+        self.diagnostics: list[Diagnostic] = [
+            *with_state_hints([*diagnostics, *of_states], leaves),
+            *self._without_rules(rules_for),
+            *of_overrides,
+        ]
 
     def _lay_out(
-        self, slots: Sequence[Slot]
-    ) -> tuple[list[Sequence[PartitionSpec]], list[Finding]]:
-        rows = list(zip(slots, self.meshes, self._choices, strict=True))
-        misfits = [
-            _many_arrays(slot)
-            for slot, _, choice in rows
-            if slot.axes is not None
-            and len(slot.arrays) > 1
-            and not slot.for_each
-            and choice.place is None
-        ]
-        records = [self._records(*row) for row in rows]
-        flat = [record for some in records for record in some]
-        found, findings = self._judge(flat, self.mesh, self.rules)
-        remaining = iter(found)
-        each = [[next(remaining) for _ in some] for some in records]
-        rows_of_specs = zip(slots, self._choices, each, strict=True)
-        specs: list[Sequence[PartitionSpec]] = [_as_given(*row) for row in rows_of_specs]
-        return specs, [*misfits, *findings]
+        self, leaves: Sequence[LeafInfo]
+    ) -> tuple[list[list[PartitionSpec]], list[Diagnostic]]:
+        total = sum(info.nbytes for leaf in leaves for info in leaf.arrays)
+        large = max(self._large_bytes, self._large_fraction * total)
+        specs: list[list[PartitionSpec]] = []
+        diagnostics: list[Diagnostic] = []
+        by_rules: list[tuple[Rules, Names]] = []  # of the layout, with those of overrides
+        for leaf, mesh, override in zip(leaves, self.meshes, self._overrides, strict=True):
+            own = leaf.rules
+            if self._names_alone and leaf.axes is not None:
+                own = identity_rules(tuple(leaf.axes))
+            rules = self.rules if own is None else own
+            if override.rules is not None:
+                rules = rules.override(override.rules)
+            if override.spec is None:
+                diagnostics += _axes_of_many(leaf)
+            specs.append([])
+            for info in leaf.arrays or leaf.names_as_array(mesh is not None):
+                path, names, shape = info.path, leaf.names_of(info), info.shape
+                if override.spec is not None:
+                    spec, found = explicit_spec(override.spec, shape, mesh, override.source, path)
+                else:
+                    spec, found = spec_for(names, shape, mesh, rules, path, placed=self._placed)
+                    errors = {each.code for each in found if each.severity == "error"}
+                    if names is not None and errors.isdisjoint(("axis-names", "rank-mismatch")):
+                        names = check_names(names)
+                        if own is None or own == self.rules:
+                            by_rules.append((rules, names))
+                    if mesh is not None and not errors and info.nbytes > large:
+                        found += _large_replicated(info, names or (), spec, mesh, rules, total)
+                    if isinstance(leaf.axes, PartitionSpec):
+                        # The specs of a box are one: they differ at most in trailing Nones.
+                        spec = PartitionSpec(*tuple(spec)[: len(leaf.axes)])
+                specs[-1].append(spec)
+                diagnostics += found
+        diagnostics += self._unused_rules(by_rules)
+        return specs, diagnostics
 
-    def _records(self, slot: Slot, mesh: AnyMesh | None, choice: Choice) -> list[ArrayRecord]:
-        rules = slot.rules
-        if self.names_alone and slot.axes is not None:
-            rules = identity_rules(tuple(slot.axes))
-        if slot.box is not None and not slot.arrays:
-            axes = None if slot.axes is None else tuple(slot.axes)
-            # There are only names to be judged, and 0 is divisible by everything. A number may
-            # stand for an array while no mesh is asked about, as in Flax; on a mesh it is one.
-            shape = () if slot.number and mesh is not None else (0,) * len(axes or ())
-            return [ArrayRecord(slot.path, axes, shape, 0, choice, rules, mesh)]
-        return [
-            ArrayRecord(
-                info.path,
-                slot.names_of(info),
-                info.shape,
-                nbytes(info),
-                choice,
-                rules,
-                mesh,
-            )
-            for info in slot.arrays
-        ]
+    def _unused_rules(self, by_rules: Sequence[tuple[Rules, Names]]) -> Iterator[Diagnostic]:
+        chosen: set[int] = set()
+        elsewhere: set[Any] = set()  # rules chosen together with an override's
+        lost: set[Any] = set()
+        present: set[str] = set()
+        for rules, names in by_rules:
+            assignment = rules.assign(names)
+            if rules == self.rules:
+                chosen.update(assignment.chosen.values())
+            else:
+                elsewhere.update(rules.pairs[i] for i in assignment.chosen.values())
+            lost.update(loss.rule for loss in assignment.passed_over)
+            present.update(strings(names))
+        for position, rule in enumerate(self.rules.pairs):
+            if position in chosen or rule in elsewhere:
+                continue
+            unknown = [] if self.mesh is None else list(unknown_mesh_axes(rule, self.mesh))
+            yield from unknown or [_unused_rule(rule, self.rules, present, rule in lost)]
 
-    def _without_rules(self, rules_for: RulesFor) -> list[Finding]:
-        if self.rules or self.names_alone:
-            return []
-        return [
-            _no_rules(slot)
-            for slot, mesh, choice in zip(
-                self.survey.slots, self.meshes, self._choices, strict=True
-            )
-            if mesh is not None
-            and (slot.box is not None or rules_for == "all")
-            and slot.rules is None
-            and choice.place is None
-            and choice.more_rules is None
-            and any(isinstance(name, (str, tuple)) for name in slot.axes or ())
-        ]
+    def _without_rules(self, rules_for: Literal["boxes", "all"]) -> Iterator[Diagnostic]:
+        if self.rules or self._names_alone:
+            return
+        rows = zip(self.inventory.leaves, self.meshes, self._overrides, strict=True)
+        for leaf, mesh, override in rows:
+            if (
+                mesh is not None
+                and (leaf.box is not None or rules_for == "all")
+                and leaf.rules is None
+                and override.spec is None
+                and override.rules is None
+                and any(isinstance(name, (str, tuple)) for name in leaf.axes or ())
+            ):
+                text = (
+                    f"{format_path(leaf.path)}: has the logical names {leaf.axes}, and there are "
+                    "no rules to map them to mesh axes. Pass them, rules=rules, or put them in "
+                    "scope: with sx.axis_rules(rules): ..."
+                )
+                yield Diagnostic("error", leaf.path, "no-rules", text)
 
-    def checked(self, more: Sequence[Finding] = ()) -> TreeLayout:
-        """Returns this layout if there is no error in it.
+    def checked(self, more: Sequence[Diagnostic] = ()) -> TreeLayout:
+        """This layout if there is no error in it or in ``more``.
 
-        Args:
-            more: Findings to list with those of the layout.
-
-        Raises:
-            NoRulesError: If logical names have no rules; names the first.
-            PartitionCheckError: If there are other errors; lists all.
+        Raises NoRulesError for logical names without rules, else PartitionCheckError with all.
         """
-        for finding in self.findings:
-            if finding.code == "no-rules":
-                raise NoRulesError(str(finding))
-        raise_on_errors([*self.findings, *more])
+        for diagnostic in self.diagnostics:
+            if diagnostic.code == "no-rules":
+                raise NoRulesError(str(diagnostic))
+        errors = [d for d in (*self.diagnostics, *more) if d.severity == "error"]
+        if errors:
+            raise PartitionCheckError(errors)
         return self
 
-    def spec_entries(self) -> Any:
-        """Returns the tree with specs in place of what is in the slots."""
-        pairs = zip(self.survey.slots, self.specs, strict=True)
-        return self.survey.arrange([entry_of(slot, each) for slot, each in pairs])
+    def shardings(self) -> list[list[NamedSharding]]:
+        """For each leaf, its arrays' shardings; all must have a mesh."""
+        found: list[list[NamedSharding]] = []
+        for specs, mesh, override in zip(self.specs, self.meshes, self._overrides, strict=True):
+            kind = override.memory_kind
+            if isinstance(override.spec, NamedSharding):
+                mesh = override.spec.mesh
+                kind = override.spec.memory_kind if kind is None else kind
+            found.append([named_sharding(mesh, spec, kind) for spec in specs])
+        return found
 
-    def shardings(self) -> list[Sequence[NamedSharding]]:
-        """Returns, for each slot, a sharding for each of its arrays; all slots must have a mesh."""
-        rows = zip(self.specs, self.meshes, self._choices, strict=True)
-        return [[_sharding(spec, mesh, choice) for spec in each] for each, mesh, choice in rows]
-
-    def sharding_entries(self) -> Any:
-        """Returns the tree with shardings in place of what is in the slots."""
-        pairs = zip(self.survey.slots, self.shardings(), strict=True)
-        return self.survey.arrange([entry_of(slot, each) for slot, each in pairs])
+    def entries(self, each: Sequence[Sequence[Any]]) -> Any:
+        """The tree with entries, such as specs, in place of leaves."""
+        pairs = zip(self.inventory.leaves, each, strict=True)
+        return self.inventory.filled([leaf.entry(of_arrays) for leaf, of_arrays in pairs])
 
 
 def require_mesh(mesh: AnyMesh | None, function: str) -> AnyMesh:
-    """Returns the mesh given, else the one in scope.
-
-    Args:
-        mesh: The mesh or None.
-        function: Who needs it, for the message.
-
-    Raises:
-        NoMeshError: If there is neither.
-    """
+    """The mesh given, else the one in scope; ``function`` needs it."""
     found = resolve_mesh(mesh)
     if found is None:
         raise NoMeshError(
@@ -235,38 +237,56 @@ def require_mesh(mesh: AnyMesh | None, function: str) -> AnyMesh:
 
 @functools.lru_cache(maxsize=4096)
 def named_sharding(mesh: Any, spec: PartitionSpec, memory_kind: str | None = None) -> NamedSharding:
-    """Returns the sharding of a mesh and a spec, the same object each time."""
+    """The one sharding of a mesh and a spec."""
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
-def _sharding(spec: PartitionSpec, mesh: AnyMesh | None, choice: Choice) -> NamedSharding:
-    kind = choice.memory_kind
-    if isinstance(choice.place, NamedSharding):
-        mesh = choice.place.mesh
-        kind = choice.place.memory_kind if kind is None else kind
-    return named_sharding(mesh, spec, kind)
+def _axes_of_many(leaf: LeafInfo) -> Iterator[Diagnostic]:
+    if leaf.axes is not None and len(leaf.arrays) > 1 and not leaf.axes_per_array:
+        text = (
+            f"{format_path(leaf.path)}: axis names {leaf.axes} for a value of {len(leaf.arrays)} "
+            "arrays. Axis names say what the dimensions of one array are: give each array a "
+            "Variable of its own, or give no axes, and the arrays are replicated."
+        )
+        yield Diagnostic("error", leaf.path, "axes-of-many", text)
 
 
-def _as_given(slot: Slot, choice: Choice, specs: list[PartitionSpec]) -> list[PartitionSpec]:
-    """The specs of a box are one: they differ at most in how many dimensions follow its entries."""
-    if not isinstance(slot.axes, PartitionSpec) or choice.place is not None:
-        return specs
-    return [PartitionSpec(*tuple(spec)[: len(slot.axes)]) for spec in specs]
-
-
-def _many_arrays(slot: Slot) -> Finding:
-    text = (
-        f"{format_path(slot.path)}: axis names {slot.axes} for a value of {len(slot.arrays)} "
-        "arrays. Axis names say what the dimensions of one array are: give each array a Variable "
-        "of its own, or give no axes, and the arrays are replicated."
+def _large_replicated(
+    info: ArrayInfo, names: Names, spec: PartitionSpec, mesh: AnyMesh, rules: Rules, total: int
+) -> Iterator[Diagnostic]:
+    parts = math.prod(mesh.shape[axis] for entry in spec for axis in mesh_axes_of(entry))
+    chosen = rules.assign(names).chosen
+    on_purpose = bool(names) and all(
+        isinstance(name, str) and name in chosen and rules.pairs[chosen[name]][1] is None
+        for name in names
     )
-    return Finding("error", slot.path, "axes-of-many", text)
-
-
-def _no_rules(slot: Slot) -> Finding:
-    text = (
-        f"{format_path(slot.path)}: has the logical names {slot.axes}, and there are no rules to "
-        "map them to mesh axes. Pass them, rules=rules, or put them in scope: "
-        "with sx.axis_rules(rules): ..."
+    if mesh.size == 1 or parts > 1 or on_purpose:
+        return
+    shown = ", ".join(map(repr, strings(names)))
+    fix = (
+        f"Map one of its axes ({shown}) to a mesh axis, or say that it is meant: rules to None"
+        if shown
+        else "Give its dimensions names, axes=(...), and one of them a rule"
     )
-    return Finding("error", slot.path, "no-rules", text)
+    text = (
+        f"{format_path(info.path)}: {info.nbytes / 2**20:.1f} MiB "
+        f"({100 * info.nbytes / total:.0f} % of all arrays), shape {info.shape}, are held whole by "
+        f"each of {mesh.size} devices. {fix}."
+    )
+    yield Diagnostic("warning", info.path, "large-replicated", text)
+
+
+def _unused_rule(rule: tuple[str, Any], rules: Rules, present: set[str], lost: bool) -> Diagnostic:
+    name = rule[0]
+    start = f"The rule {format_rule(rule)} was used for no array: "
+    if name in present:
+        why = (
+            "its mesh axes were always taken" if lost else f"an earlier rule always served {name!r}"
+        )
+        return Diagnostic("info", (), "unused-rule", f"{start}{why}.")
+    near = difflib.get_close_matches(name, sorted(present.difference(rules.names)), 1, NEAR)
+    if near:
+        text = f"{start}none has an axis {name!r}. Did you mean {near[0]!r}, which has no rule?"
+        return Diagnostic("warning", (), "unused-rule", text)
+    text = f"{start}none has an axis {name!r}. It still serves constraints inside programs."
+    return Diagnostic("info", (), "unused-rule", text)

@@ -27,10 +27,9 @@ from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.object import Object
 from shardax._core.state.state import Origin
 from shardax._core.variable import OptState, Param, Variable
-from shardax.partition.boxes.boxes import AxisMetadata
-from shardax.partition.boxes.partitioned import LogicallyPartitioned
-from shardax.partition.findings import Finding
-from shardax.partition.inventory import ArrayInfo, Slot, Survey
+from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned
+from shardax.partition.errors import Diagnostic
+from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, mesh_axes_of
 from shardax.partition.tree_layout import TreeLayout
@@ -153,12 +152,12 @@ class Inputs:
             name: jax.tree.map(_as_box, arg, is_leaf=_is_part)
             for name, arg in zip(self.names, args, strict=True)
         }
-        self._survey = Survey(self.tree)
+        self._inventory = TreeInventory(self.tree)
         states = _optax_states(self.tree)
-        subjects = self._survey.subjects()
+        subjects = self._inventory.filter_subjects()
         self.kinds = [
-            _kind(slot, subject.like, states)
-            for slot, subject in zip(self._survey.slots, subjects, strict=True)
+            _kind(leaf, subject.like, states)
+            for leaf, subject in zip(self._inventory.leaves, subjects, strict=True)
         ]
         self._refuse_unnamed()
 
@@ -166,8 +165,8 @@ class Inputs:
     def logical_names(self) -> tuple[str, ...]:
         """Every axis name of the arguments, in order of first use."""
         found: dict[str, None] = {}
-        for slot in self._survey.slots:
-            for names in (slot.names_of(info) for info in slot.arrays):
+        for leaf in self._inventory.leaves:
+            for names in (leaf.names_of(info) for info in leaf.arrays):
                 for name in names or ():
                     for each in name if isinstance(name, tuple) else (name,):
                         if isinstance(each, str):
@@ -177,8 +176,8 @@ class Inputs:
     @property
     def batch_names(self) -> frozenset[str]:
         """Names of the first dimensions of arguments of the kind ``"batch"``."""
-        slots = zip(self._survey.slots, self.kinds, strict=True)
-        axes = [slot.axes for slot, kind in slots if kind == "batch"]
+        leaves = zip(self._inventory.leaves, self.kinds, strict=True)
+        axes = [leaf.axes for leaf, kind in leaves if kind == "batch"]
         return frozenset(names[0] for names in axes if names and isinstance(names[0], str))
 
     def shapes(self) -> tuple[Any, ...]:
@@ -203,41 +202,41 @@ class Inputs:
         where = mesh if mesh is not None else AbstractMesh(tuple(sizes.values()), tuple(sizes))
         # No rules at all would be taken for rules that were forgotten.
         rules = layout.as_rules or Rules([(name, None) for name in self.logical_names])
-        found = TreeLayout(self._survey, where, rules, function="plan", rules_for="boxes")
-        errors = tuple(str(f) for f in found.findings if f.severity == "error")
+        found = TreeLayout(self._inventory, where, rules, function="plan", rules_for="boxes")
+        errors = tuple(str(f) for f in found.diagnostics if f.severity == "error")
         if errors:
             return Placed((), (), {}, (), (), errors, ())
         each = found.shardings()
         sizes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
         whole: dict[str, int] = {}
         arrays: list[ArrayLayout] = []
-        for slot, kind, shardings in zip(self._survey.slots, self.kinds, each, strict=True):
-            for info, sharding in zip(slot.arrays, shardings, strict=False):
+        for leaf, kind, shardings in zip(self._inventory.leaves, self.kinds, each, strict=True):
+            for info, sharding in zip(leaf.arrays, shardings, strict=False):
                 size = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
                 sizes_by_kind[kind] += size
                 if kind in ("parameters", "batch"):
-                    arrays.append(_array_layout(slot, info, kind, sharding.spec))
+                    arrays.append(_array_layout(leaf, info, kind, sharding.spec))
                 if kind == "parameters" and sharding.is_fully_replicated:
                     whole[label(info.path)] = size
         return Placed(
             self._as_args(abstract(self.tree, where, rules)),
-            tuple(_unboxed(found.sharding_entries())[name] for name in self.names),
+            tuple(_unboxed(found.entries(each))[name] for name in self.names),
             sizes_by_kind,
             tuple(sorted(whole, key=lambda path: (-whole[path], path))),
             tuple(arrays),
             (),
-            self._warnings(found.findings),
+            self._warnings(found.diagnostics),
         )
 
-    def _warnings(self, findings: Sequence[Finding]) -> tuple[str, ...]:
-        slots = zip(self._survey.slots, self.kinds, strict=True)
-        batch = {info.path for slot, kind in slots if kind == "batch" for info in slot.arrays}
+    def _warnings(self, diagnostics: Sequence[Diagnostic]) -> tuple[str, ...]:
+        leaves = zip(self._inventory.leaves, self.kinds, strict=True)
+        batch = {info.path for leaf, kind in leaves if kind == "batch" for info in leaf.arrays}
         return tuple(
-            str(finding)
-            for finding in findings
-            if finding.severity == "warning"
+            str(diagnostic)
+            for diagnostic in diagnostics
+            if diagnostic.severity == "warning"
             # That a batch's later dimensions give way to its first is how it is meant.
-            and not (finding.code == "mesh-axis-conflict" and finding.path in batch)
+            and not (diagnostic.code == "mesh-axis-conflict" and diagnostic.path in batch)
         )
 
     def _as_args(self, tree: dict[str, Any]) -> tuple[Any, ...]:
@@ -247,9 +246,9 @@ class Inputs:
     def _refuse_unnamed(self) -> None:
         unnamed = [
             label(info.path)
-            for slot, kind in zip(self._survey.slots, self.kinds, strict=True)
-            if kind in ("parameters", "batch") and slot.axes is None
-            for info in slot.arrays
+            for leaf, kind in zip(self._inventory.leaves, self.kinds, strict=True)
+            if kind in ("parameters", "batch") and leaf.axes is None
+            for info in leaf.arrays
             if info.shape and info.axes is None
         ]
         if unnamed:
@@ -315,22 +314,22 @@ def _optax_states(tree: Any) -> list[Path]:
     return [tuple(map(path_step, path)) for path, leaf in found if is_state(leaf)]
 
 
-def _kind(slot: Slot, like: Any, states: Sequence[Path]) -> str:
+def _kind(leaf: LeafInfo, like: Any, states: Sequence[Path]) -> str:
     kind = like.variable_type if isinstance(like, Origin) else type(like)
-    if issubclass(kind, OptState) or any(slot.path[: len(path)] == path for path in states):
+    if issubclass(kind, OptState) or any(leaf.path[: len(path)] == path for path in states):
         return "optimizer"
     if issubclass(kind, _Named) or kind is Variable:
-        return "batch" if slot.variable is None else "other"
+        return "batch" if leaf.variable is None else "other"
     return "parameters" if issubclass(kind, (Param, AxisMetadata)) else "other"
 
 
-def _array_layout(slot: Slot, info: ArrayInfo, kind: str, spec: Any) -> ArrayLayout:
+def _array_layout(leaf: LeafInfo, info: ArrayInfo, kind: str, spec: Any) -> ArrayLayout:
     missing = (None,) * (len(info.shape) - len(spec))
     return ArrayLayout(
         label(info.path),
         kind,
         tuple(info.shape),
         info.dtype.name,
-        tuple(slot.names_of(info) or (None,) * len(info.shape)),
+        tuple(leaf.names_of(info) or (None,) * len(info.shape)),
         tuple(mesh_axes_of(entry) for entry in (*spec, *missing)),
     )

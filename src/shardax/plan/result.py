@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardax.host.files import write_whole
-from shardax.partition.findings import did_you_mean
+from shardax.partition.errors import did_you_mean
 from shardax.plan.errors import PlanFileError, PlanInputError
 from shardax.plan.records import LayoutReport, from_data, to_data
 

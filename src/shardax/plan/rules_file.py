@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardax.host.files import write_whole
-from shardax.partition.errors import RulesError
-from shardax.partition.findings import did_you_mean
+from shardax.partition.errors import RulesError, did_you_mean
 from shardax.partition.rules import UNCONSTRAINED, Rules
 from shardax.plan.records import Layout
 

@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draws: the functions of ``jax.random`` without a key.
+"""Random draws: the functions of ``jax.random`` without a key.
 
 Each takes the next draw of the global stream (``shardax.random.stream``) and gives the numbers of
 the function of the same name in ``jax.random``, of the key that ``key`` would have returned.
 
-Arguments are checked where they are on the host: numbers, lists, NumPy arrays. An array on a device
-is not waited for. ``jax.random`` checks neither, and returns numbers all the same.
+Arguments on the host (numbers, lists, NumPy arrays) are checked; an array on a device is not waited
+for. ``jax.random`` checks neither, and returns numbers all the same.
 
 All take ``device``, a ``jax.Device`` or its name such as ``"cpu"``, or ``sharding``, a
 ``jax.sharding.Sharding`` or a ``PartitionSpec`` over the mesh in scope. The numbers do not depend
 on them. Without either the array is on the default device and may be used together with others.
-
-The arguments of draws: shapes, operands, and whether they make sense.
-
-Values are looked at where they are on the host. What is on a device is passed on unseen: looking
-would mean to wait for it.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,151 +25,9 @@ from shardax._core.init.defaults import exact_dtype, float_dtype
 from shardax._core.init.rng import is_integer
 from shardax.random.stream import DrawError, draw
 
-# --- Arguments ---
-
-
-def as_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """Returns a shape as a tuple; an integer is the size of one dimension.
-
-    Raises:
-        DrawError: If it is not a shape.
-    """
-    try:
-        sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
-        checked = tuple(operator.index(size) for size in sizes)
-    except TypeError:
-        checked = (-1,)
-    if any(size < 0 for size in checked):
-        raise DrawError(
-            f"shardax.random.{name} was given the shape {shape!r}; a shape is an integer or a "
-            f"tuple of integers, none below 0."
-        )
-    return checked
-
-
-def as_operand(value: Any, dtype: Any = None) -> Any:
-    """Returns an operand as an array: NumPy's for what is on the host, JAX's for what is not.
-
-    Args:
-        value: A number, array or Variable.
-        dtype: Its dtype; None for its own, canonical for JAX.
-    """
-    if isinstance(value, (bool, int, float, complex, list, tuple, np.ndarray, np.generic)):
-        array = np.asarray(value)
-        return array.astype(dtype or jax.dtypes.canonicalize_dtype(array.dtype))
-    return jnp.asarray(value, dtype)
-
-
-def check_order(name: str, bounds: Mapping[str, Any], in_order: Callable[[Any, Any], Any]) -> None:
-    """Refuses bounds that are none.
-
-    Args:
-        name: Of the public function, for errors.
-        bounds: The lower and the upper bound, by the name of the argument.
-        in_order: Whether two numbers are the bounds of an interval.
-
-    Raises:
-        DrawError: If one is not, for bounds on the host.
-    """
-    (low_name, low), (high_name, high) = bounds.items()
-    if _on_host(low, high) and not np.all(in_order(low, high)):
-        raise DrawError(
-            f"shardax.random.{name} was given {low_name}={low} and {high_name}={high}, which is no "
-            f"interval to draw from. Give a {low_name} below {high_name}, both finite."
-        )
-
-
-def finite_interval(low: Any, high: Any) -> Any:
-    """Whether numbers can be spread evenly from one to the other."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return (low <= high) & np.isfinite(high - low)
-
-
-def integer_bounds(name: str, bounds: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """Returns the bounds of random integers as operands.
-
-    Args:
-        name: Of the public function, for errors.
-        bounds: The lowest integer and one above the highest, by the name of the argument.
-        dtype: Dtype of the integers.
-
-    Raises:
-        DrawError: If they are not integers, leave nothing between them, or numbers on the host that
-            the dtype does not hold.
-    """
-    given = {text: bound if _is_jax(bound) else np.asarray(bound) for text, bound in bounds.items()}
-    for text, bound in given.items():
-        if not jnp.issubdtype(bound.dtype, jnp.integer):
-            raise DrawError(
-                f"shardax.random.{name} was given {text}={bound} of dtype {bound.dtype}; the "
-                f"bounds of integers are integers."
-            )
-    check_order(name, given, np.less)
-    if not jnp.issubdtype(dtype, jnp.integer):
-        return given  # JAX says what is wrong
-    limits = jnp.iinfo(dtype)
-    default = jax.dtypes.canonicalize_dtype(int)
-    # One above the highest is no number of the dtype itself, and so needs a wider one.
-    above = limits.max + (limits.max < jnp.iinfo(default).max)
-    operands = {}
-    for (text, bound), highest in zip(given.items(), (limits.max, above), strict=True):
-        if _is_jax(bound):
-            operands[text] = bound
-            continue
-        if not np.all((limits.min <= bound) & (bound <= highest)):
-            raise DrawError(
-                f"shardax.random.{name} was given {text}={bound}, but {dtype.name} allows "
-                f"{limits.min} to {highest} there. Give a wider dtype."
-            )
-        operands[text] = bound.astype(dtype if np.all(bound <= limits.max) else default)
-    return operands
-
-
-def probabilities(name: str, p: Any, total: bool = False) -> Any:
-    """Returns probabilities as an operand.
-
-    Args:
-        name: Of the public function, for errors.
-        p: The probabilities.
-        total: Whether they must add up to 1.
-
-    Raises:
-        DrawError: If one on the host is not in [0, 1], or they do not add up to 1.
-    """
-    operand = as_operand(p)
-    if not jnp.issubdtype(operand.dtype, jnp.floating):
-        operand = as_operand(p, jnp.float32)
-    if _on_host(operand):
-        if not np.all((operand >= 0) & (operand <= 1)):
-            raise DrawError(
-                f"shardax.random.{name} was given p={operand}; a probability is a number from 0 to "
-                f"1. To draw in proportion to weights, divide them by their sum."
-            )
-        if total and abs(float(np.sum(operand, dtype=np.float64)) - 1) > _NEAR_ONE:
-            raise DrawError(
-                f"shardax.random.{name} was given p={operand}, which adds up to {operand.sum()}. "
-                f"Probabilities add up to 1: p / p.sum()."
-            )
-    return operand
-
-
-_NEAR_ONE = 1e-3
-"""How far the sum of probabilities may be from 1, for those that were rounded."""
-
-
-def _on_host(*arrays: Any) -> bool:
-    return not any(map(_is_jax, arrays))
-
-
-def _is_jax(value: Any) -> bool:
-    return isinstance(value, jax.Array)
-
-
-# --- Draws ---
-
 
 def key() -> jax.Array:
-    """Draws a random key, for every function of ``jax.random`` that is not here.
+    """Draws a random key, for other functions of ``jax.random``.
 
     Returns:
         A typed key of shape ().
@@ -213,8 +65,8 @@ def bits(
         >>> sx.random.bits(4, "uint8").dtype.name
         'uint8'
     """
-    options = {"shape": as_shape("bits", shape), "dtype": exact_dtype(dtype)}
-    return draw("bits", device=device, sharding=sharding, **options)
+    dtype = exact_dtype(dtype)
+    return draw("bits", device=device, sharding=sharding, shape=shape, dtype=dtype)
 
 
 def uniform(
@@ -226,7 +78,7 @@ def uniform(
     device: Any = None,
     sharding: Any = None,
 ) -> jax.Array:
-    """Draws numbers that are equally likely anywhere in ``[minval, maxval)``.
+    """Draws numbers uniformly from ``[minval, maxval)``.
 
     Args:
         shape: An integer or a tuple.
@@ -247,9 +99,9 @@ def uniform(
         >>> bool(((-1 <= numbers) & (numbers < 1)).all())
         True
     """
-    dtype, shape = float_dtype(dtype), as_shape("uniform", shape)
-    bounds = {"minval": as_operand(minval, dtype), "maxval": as_operand(maxval, dtype)}
-    check_order("uniform", bounds, finite_interval)
+    dtype = float_dtype(dtype)
+    bounds = {"minval": _operand(minval, dtype), "maxval": _operand(maxval, dtype)}
+    _check_order("uniform", bounds, _is_finite_interval)
     return draw("uniform", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
 
 
@@ -274,8 +126,8 @@ def normal(
         >>> weights.shape, weights.dtype.name
         ((4, 8), 'bfloat16')
     """
-    options = {"shape": as_shape("normal", shape), "dtype": float_dtype(dtype)}
-    return draw("normal", device=device, sharding=sharding, **options)
+    dtype = float_dtype(dtype)
+    return draw("normal", device=device, sharding=sharding, shape=shape, dtype=dtype)
 
 
 def truncated_normal(
@@ -287,7 +139,7 @@ def truncated_normal(
     device: Any = None,
     sharding: Any = None,
 ) -> jax.Array:
-    """Draws numbers from the normal distribution, of which only an interval is kept.
+    """Draws numbers from the normal distribution truncated to an interval.
 
     Args:
         lower: Lower bounds, in standard deviations.
@@ -308,11 +160,11 @@ def truncated_normal(
         True
     """
     dtype = float_dtype(dtype)
-    name = "truncated_normal"
-    bounds = {"lower": as_operand(lower, dtype), "upper": as_operand(upper, dtype)}
-    check_order(name, bounds, np.less)
-    shape = None if shape is None else as_shape(name, shape)
-    return draw(name, bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
+    bounds = {"lower": _operand(lower, dtype), "upper": _operand(upper, dtype)}
+    _check_order("truncated_normal", bounds, np.less)
+    return draw(
+        "truncated_normal", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype
+    )
 
 
 def randint(
@@ -344,8 +196,8 @@ def randint(
         >>> sorted(set(sx.random.randint(100, 1, 7).tolist()))
         [1, 2, 3, 4, 5, 6]
     """
-    dtype, shape = exact_dtype(dtype), as_shape("randint", shape)
-    bounds = integer_bounds("randint", {"minval": minval, "maxval": maxval}, dtype)
+    dtype = exact_dtype(dtype)
+    bounds = _integer_bounds("randint", {"minval": minval, "maxval": maxval}, dtype)
     return draw("randint", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
 
 
@@ -372,15 +224,14 @@ def bernoulli(
         >>> int(sx.random.bernoulli(1.0, 5).sum())
         5
     """
-    operands = {"p": probabilities("bernoulli", p)}
-    shape = None if shape is None else as_shape("bernoulli", shape)
+    operands = {"p": _probabilities("bernoulli", p)}
     return draw("bernoulli", operands, device=device, sharding=sharding, shape=shape)
 
 
 def categorical(
     logits: Any, axis: int = -1, shape: Any = None, *, device: Any = None, sharding: Any = None
 ) -> jax.Array:
-    """Draws positions along an axis, each with the probability that the logits give it.
+    """Draws positions along an axis, with the probabilities of logits.
 
     Args:
         logits: Logarithms of probabilities, up to a constant along ``axis``.
@@ -401,8 +252,7 @@ def categorical(
         >>> sx.random.categorical(np.log([[1, 1e-9], [1e-9, 1]])).tolist()
         [0, 1]
     """
-    operands = {"logits": as_operand(logits)}
-    shape = None if shape is None else as_shape("categorical", shape)
+    operands = {"logits": _operand(logits)}
     return draw("categorical", operands, device=device, sharding=sharding, axis=axis, shape=shape)
 
 
@@ -442,18 +292,13 @@ def choice(
     """
     operands, options = _entries("a", a)
     if p is not None:
-        operands["p"] = probabilities("choice", p, total=True)
-    options.update(shape=as_shape("choice", shape), replace=bool(replace), axis=axis)
+        operands["p"] = _probabilities("choice", p, total=True)
+    options.update(shape=shape, replace=bool(replace), axis=axis)
     return draw("choice", operands, device=device, sharding=sharding, **options)
 
 
 def permutation(
-    x: Any,
-    axis: int = 0,
-    independent: bool = False,
-    *,
-    device: Any = None,
-    sharding: Any = None,
+    x: Any, axis: int = 0, independent: bool = False, *, device: Any = None, sharding: Any = None
 ) -> jax.Array:
     """Shuffles an array along an axis.
 
@@ -481,5 +326,84 @@ def permutation(
 
 
 def _entries(name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An array is an operand; the number of entries is part of the program."""
-    return ({}, {name: int(array)}) if is_integer(array) else ({name: as_operand(array)}, {})
+    """Operands and options of an array or a number of entries."""
+    return ({}, {name: int(array)}) if is_integer(array) else ({name: _operand(array)}, {})
+
+
+# --- Arguments ---
+
+
+def _operand(value: Any, dtype: Any = None) -> Any:
+    """An operand as an array, a NumPy one on the host."""
+    if isinstance(value, (bool, int, float, complex, list, tuple, np.ndarray, np.generic)):
+        array = np.asarray(value)
+        return array.astype(dtype or jax.dtypes.canonicalize_dtype(array.dtype))
+    return jnp.asarray(value, dtype)
+
+
+def _check_order(name: str, bounds: Mapping[str, Any], in_order: Callable[[Any, Any], Any]) -> None:
+    """Raises unless bounds on the host are in order."""
+    (low_name, low), (high_name, high) = bounds.items()
+    if not _is_jax(low) and not _is_jax(high) and not np.all(in_order(low, high)):
+        raise DrawError(
+            f"shardax.random.{name} was given {low_name}={low} and {high_name}={high}, which is no "
+            f"interval to draw from. Give a {low_name} below {high_name}, both finite."
+        )
+
+
+def _is_finite_interval(low: Any, high: Any) -> Any:
+    """Whether numbers can be spread evenly from one to the other."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (low <= high) & np.isfinite(high - low)
+
+
+def _integer_bounds(name: str, bounds: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
+    """The lowest integer and one above the highest, by name, as operands."""
+    given = {text: bound if _is_jax(bound) else np.asarray(bound) for text, bound in bounds.items()}
+    for text, bound in given.items():
+        if not jnp.issubdtype(bound.dtype, jnp.integer):
+            raise DrawError(
+                f"shardax.random.{name} was given {text}={bound} of dtype {bound.dtype}; the "
+                f"bounds of integers are integers."
+            )
+    _check_order(name, given, np.less)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return given  # JAX says what is wrong
+    limits = jnp.iinfo(dtype)
+    default = jax.dtypes.canonicalize_dtype(int)
+    # One above the highest is no number of the dtype itself, and so needs a wider one.
+    above = limits.max + (limits.max < jnp.iinfo(default).max)
+    operands = dict(given)
+    for (text, bound), highest in zip(given.items(), (limits.max, above), strict=True):
+        if _is_jax(bound):
+            continue
+        if not np.all((limits.min <= bound) & (bound <= highest)):
+            raise DrawError(
+                f"shardax.random.{name} was given {text}={bound}, but {dtype.name} allows "
+                f"{limits.min} to {highest} there. Give a wider dtype."
+            )
+        operands[text] = bound.astype(dtype if np.all(bound <= limits.max) else default)
+    return operands
+
+
+def _probabilities(name: str, p: Any, total: bool = False) -> Any:
+    """Probabilities as an operand; under ``total`` they must add up to 1."""
+    operand = _operand(p)
+    if not jnp.issubdtype(operand.dtype, jnp.floating):
+        operand = _operand(p, jnp.float32)
+    if not _is_jax(operand):
+        if not np.all((operand >= 0) & (operand <= 1)):
+            raise DrawError(
+                f"shardax.random.{name} was given p={operand}; a probability is a number from 0 to "
+                f"1. To draw in proportion to weights, divide them by their sum."
+            )
+        if total and abs(float(np.sum(operand, dtype=np.float64)) - 1) > 1e-3:  # for rounded ones
+            raise DrawError(
+                f"shardax.random.{name} was given p={operand}, which adds up to {operand.sum()}. "
+                f"Probabilities add up to 1: p / p.sum()."
+            )
+    return operand
+
+
+def _is_jax(value: Any) -> bool:
+    return isinstance(value, jax.Array)

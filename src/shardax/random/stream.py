@@ -1,43 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The global stream: where eager random numbers come from when no key is given.
+"""The global random stream, for eager random numbers without keys.
 
 The *stream* is a base key and a count: the n-th draw uses the base key with n folded in, as a
 stream of ``Rngs`` does. So ``seed(s)`` followed by draws gives the keys of ``Rngs(s)``. Its *state*
-is a few integers.
+is a few integers. A stream that was never seeded starts from 128 bits of the operating system, so
+processes started at the same moment differ.
 
-A stream that was never seeded starts from 128 bits of the operating system, so processes started
-at the same moment differ.
+One stream serves all threads, under a lock, so no two draws share a key; which thread gets which is
+up to their timing. *Isolated* code draws from a stream of its own, which belongs to the context
+(thread or ``asyncio`` task) that entered it, so its numbers do not depend on timing.
 
-One stream serves all threads. Taking a draw is guarded by a lock, so no two draws share a key;
-which thread gets which is up to their timing. *Isolated* code draws from a stream of its own. It
-belongs to the context (the thread, or the task of ``asyncio``) that entered it, which is the way
-to numbers that do not depend on timing.
+The stream is outside of every program. While a transform is tracing, a draw would happen once and
+its numbers stay in the program as constants, and a tracer could end up in the stream; so there it
+raises, and ``Rngs`` is the way.
 
-The stream lives outside of every program. While a transform is tracing, a draw would be made once
-and its numbers stay in the program as constants, and a tracer could end up in the stream; so there
-it refuses, and ``Rngs`` is the way.
-
-How a draw becomes an array: one compiled program for each kind of draw.
-
-*Operands* are arrays that may change from draw to draw without compiling again: bounds,
-probabilities, what is chosen from. *Options* are part of the program: shape, dtype, axis. The
-program folds the count of the draw into the base key and samples, in one call, and writes straight
-into the shards it is asked for. The numbers are those of the function of the same name in
-``jax.random``, whatever the sharding.
-
-What cannot be drawn fails before the draw is taken, so the stream stays where it was.
+Each kind of draw is one compiled program, which folds the count into the base key and samples,
+straight into the shards asked for. *Operands* are arrays that may change from draw to draw without
+compiling again: bounds, probabilities, choices. *Options* are part of the program: shape, dtype,
+axis. What cannot be drawn fails before the draw is taken, so the stream stays where it was.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import secrets
 import threading
 from collections.abc import Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,21 +53,19 @@ from shardax.partition.mesh import resolve_mesh
 
 
 class TracedDrawError(ShardaxError, RuntimeError):
-    """The global stream of random numbers was used while a JAX transform is tracing."""
+    """The global random stream was used while a JAX transform is tracing."""
 
 
 class DrawError(ShardaxError, ValueError):
-    """Random numbers cannot be drawn as asked: a shape, range, probability or place is wrong."""
+    """A draw has a wrong shape, range, probability or place."""
 
 
-# --- Stream ---
-
-WORD = 2**32
+WORD = 2**32  # a word of a key is below
 
 
 @dataclass(frozen=True)
 class StreamState:
-    """The state of a stream: plain integers, which pickle and JSON keep as they are.
+    """The state of a stream: plain integers, for pickle and JSON.
 
     Attributes:
         impl: Name of the random generator, as in ``jax.random.key(seed, impl=...)``.
@@ -114,87 +105,65 @@ class StreamState:
 
 @functools.lru_cache(maxsize=16)
 def key_size(impl: Any) -> int:
-    """Returns how many words a key of a random generator has.
-
-    Raises:
-        SeedError: If there is no such generator.
-    """
+    """Number of words of a random generator's key."""
     try:
         return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).size
     except (ValueError, TypeError) as error:
         raise SeedError(f"JAX knows no random generator {impl!r}: {error}") from error
 
 
-class Draw(NamedTuple):
-    """One draw: a base key, and what is folded into it."""
-
-    impl: str
-    words: np.ndarray
-    folds: tuple[np.uint32, ...]
-
-
-class Stream:
-    """A stream, safe under threads; without a source it is seeded at the first draw."""
+class KeyStream:
+    """A stream, thread-safe; without a source seeded at the first draw."""
 
     def __init__(self, source: KeySource | StreamState | None) -> None:
         self._lock = threading.Lock()
         self.restart(source)
 
     def restart(self, source: KeySource | StreamState | None) -> None:
-        """Starts again from another seed or state; computes nothing yet."""
         with self._lock:
             self._source = source
             self._key: tuple[str, np.ndarray] | None = None
             self._count = source.count if isinstance(source, StreamState) else 0
 
     @contextlib.contextmanager
-    def drawing(self) -> Iterator[Draw]:
-        """Takes a draw when the block ends; an exception in the block leaves the stream alone."""
+    def drawing(self) -> Iterator[tuple[str, np.ndarray, tuple[np.uint32, ...]]]:
+        """Takes a draw at the end of the block, unless it raises."""
         with self._lock:
             impl, words = self._base_key()
             high, low = divmod(self._count, WORD)
             folds = (low, high) if high else (low,)
-            yield Draw(impl, words, tuple(np.uint32(fold) for fold in folds))
+            yield impl, words, tuple(np.uint32(fold) for fold in folds)
             self._count += 1
 
     def state(self) -> StreamState:
-        """Returns the state, computing the base key if it is not known yet."""
         with self._lock:
             impl, words = self._base_key()
             return StreamState(impl, tuple(words.tolist()), self._count)
 
     def _base_key(self) -> tuple[str, np.ndarray]:
-        """The generator and the words of the base key, computed once; under the lock."""
+        """Generator and words of the base key, computed once; under the lock."""
         if self._key is None:
             source = self._source
             if isinstance(source, StreamState):
                 self._key = (source.impl, np.asarray(source.words, np.uint32))
             else:
-                source = source or _seed_of_the_system()
+                if source is None and jax.process_count() > 1:
+                    raise SeedError(
+                        f"shardax.random was not seeded, and this program runs in "
+                        f"{jax.process_count()} processes, which would draw different numbers for "
+                        f"one array. Give all the same seed first: shardax.random.seed(0)."
+                    )
+                source = source or seed_source(secrets.randbits(128))
                 self._key = (str(source.impl), all_key_words([source])[0])
         return self._key
 
 
-def _seed_of_the_system() -> KeySource:
-    if jax.process_count() > 1:
-        raise SeedError(
-            f"shardax.random was not seeded, and this program runs in {jax.process_count()} "
-            f"processes, which would draw different numbers for one array. Give all the same seed "
-            f"first: shardax.random.seed(0)."
-        )
-    return seed_source(secrets.randbits(128))
+_of_all_threads = KeyStream(None)
+_isolated: ContextVar[KeyStream | None] = ContextVar("shardax_random_stream", default=None)
 
 
-_of_all_threads = Stream(None)
-_isolated: ContextVar[Stream | None] = ContextVar("shardax_random_stream", default=None)
-
-
-def current(caller: str) -> Stream:
-    """Returns the stream of this context, for the function of that name.
-
-    Raises:
-        TracedDrawError: While a transform is tracing.
-    """
+def current(caller: str) -> KeyStream:
+    """The stream of this context, for a public function; raises while tracing."""
     if not is_eager():
         raise TracedDrawError(
             f"shardax.random.{caller} was called while a JAX transform is tracing. The global "
@@ -208,11 +177,7 @@ def current(caller: str) -> Stream:
 
 
 def as_source(seed: Any) -> KeySource | StreamState:
-    """Returns what a stream starts from.
-
-    Raises:
-        SeedError: If it is no integer, no key of shape (), and no state.
-    """
+    """The start of a stream from a seed, key or state."""
     if isinstance(seed, StreamState):
         return seed
     key = key_value(seed)
@@ -227,10 +192,10 @@ def as_source(seed: Any) -> KeySource | StreamState:
 
 
 def seed(seed: Any) -> None:
-    """Starts the stream again from a seed. Runs no JAX operation for an integer.
+    """Restarts the stream from a seed.
 
-    Inside of ``isolated`` code it is the stream there. Equal seeds give equal numbers in every
-    process, on every platform, with 64 bits enabled or not.
+    Inside ``isolated`` code it restarts the stream there. Equal seeds give equal numbers in every
+    process, on every platform, with 64 bits enabled or not. An integer runs no JAX operation.
 
     Args:
         seed: An integer of any size, or a random key of shape ().
@@ -251,7 +216,7 @@ def seed(seed: Any) -> None:
 
 
 def get_state() -> StreamState:
-    """Returns the state of the stream, to go on from later; starts JAX's backend.
+    """Returns the state of the stream; starts JAX's backend.
 
     Returns:
         Plain integers, see ``StreamState``.
@@ -271,10 +236,10 @@ def get_state() -> StreamState:
 
 
 def set_state(state: StreamState) -> None:
-    """Lets the stream go on from a state.
+    """Continues the stream from a state.
 
     Args:
-        state: What ``get_state`` returned, in this process or another.
+        state: A result of ``get_state``, in this process or another.
 
     Raises:
         SeedError: If it is not a state.
@@ -298,7 +263,7 @@ def set_state(state: StreamState) -> None:
 
 @contextlib.contextmanager
 def isolated(seed: Any) -> Iterator[None]:
-    """Draws from a stream apart in a ``with`` block or a function; the one outside stays as it is.
+    """Draws from a separate stream in a ``with`` block or function.
 
     The stream belongs to the context that enters the block: other threads and tasks do not see it.
 
@@ -318,7 +283,7 @@ def isolated(seed: Any) -> Iterator[None]:
         0
     """
     current("isolated")
-    token = _isolated.set(Stream(as_source(seed)))
+    token = _isolated.set(KeyStream(as_source(seed)))
     try:
         yield
     finally:
@@ -327,43 +292,48 @@ def isolated(seed: Any) -> Iterator[None]:
 
 # --- Programs ---
 
-Operands = Mapping[str, Any]
-
 
 def draw(
     name: str,
-    operands: Operands | None = None,
+    operands: Mapping[str, Any] | None = None,
     *,
     device: Any = None,
     sharding: Any = None,
     **options: Hashable,
 ) -> jax.Array:
-    """Takes the next draw of the stream.
+    """Takes the next draw, by a function of ``jax.random``.
 
-    Args:
-        name: Of the function here and in ``jax.random``; ``"key"`` for the key itself.
-        operands: Arrays by the name of the argument.
-        device: See ``placement``.
-        sharding: See ``placement``.
-        **options: Other arguments.
-
-    Raises:
-        TracedDrawError: While a transform is tracing.
-        DrawError: If the array cannot be placed so.
-        DeviceError: If there is no such device.
+    ``"key"`` draws the key itself. ``operands`` are arrays by name of the argument.
     """
+    if options.get("shape") is not None:
+        options["shape"] = _shape(name, options["shape"])
     stream = current(name)
     operands = operands or {}
-    place = placement(name, device, sharding)
+    place = _placement(name, device, sharding)
     specs = tuple((name, array.shape, array.dtype) for name, array in operands.items())
     chosen = tuple(options.items())
-    with stream.drawing() as drawn:
-        program = _program(name, drawn.impl, len(drawn.folds), specs, chosen, place)
-    given = (drawn.words, drawn.folds, operands)
+    with stream.drawing() as (impl, words, folds):
+        program = _program(name, impl, len(folds), specs, chosen, place)
+    given = (words, folds, operands)
     if place is not None:
         return program(given)
     with creation_device():
         return program(given)
+
+
+def _shape(name: str, shape: Any) -> tuple[int, ...]:
+    """A shape as a tuple."""
+    try:
+        sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
+        checked = tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        checked = (-1,)
+    if any(size < 0 for size in checked):
+        raise DrawError(
+            f"shardax.random.{name} was given the shape {shape!r}; a shape is an integer or a "
+            f"tuple of integers, none below 0."
+        )
+    return checked
 
 
 @functools.lru_cache(maxsize=1024)
@@ -390,7 +360,7 @@ def _program(
         {operand: jax.ShapeDtypeStruct(shape, dtype) for operand, shape, dtype in operands},
     )
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        made = jax.eval_shape(sample, given)  # what is wrong with the arguments is said here
+        made = jax.eval_shape(sample, given)  # raises for wrong arguments
     if not isinstance(place, NamedSharding):
         return InitializerProgram(sample, given, place)
     try:
@@ -403,18 +373,8 @@ def _program(
     return program_into(place, sample, given, cuts_freely(sample, given, impl))
 
 
-def placement(name: str, device: Any, sharding: Any) -> Sharding | None:
-    """Returns where an array goes, None for the default device.
-
-    Args:
-        name: Of the public function, for errors.
-        device: A ``jax.Device`` or its name, such as ``"cpu"``, or a sharding as in ``jax.numpy``.
-        sharding: A ``jax.sharding.Sharding``; or a ``PartitionSpec`` over the mesh in scope.
-
-    Raises:
-        DrawError: If both are given, or they are something else.
-        DeviceError: If there is no such device.
-    """
+def _placement(name: str, device: Any, sharding: Any) -> Sharding | None:
+    """Sharding for a new array, or None for the default device."""
     if device is None and sharding is None:
         return None
     if device is not None and sharding is not None:

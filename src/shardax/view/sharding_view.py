@@ -25,9 +25,8 @@ from shardax._core.state.state import columns
 from shardax._core.variable import Variable
 from shardax.partition.inventory import (
     ArrayInfo,
-    Survey,
+    TreeInventory,
     is_array,
-    nbytes,
 )
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import RulesLike, mesh_axes_of
@@ -77,7 +76,7 @@ class ShardingRow:
     def bytes_per_device(self) -> int:
         """Bytes of the part that one device holds."""
         info = ArrayInfo((), self.shard_shape, self.array.dtype, False, None)
-        return nbytes(info)
+        return info.nbytes
 
     @property
     def split(self) -> str:
@@ -125,7 +124,7 @@ class ShardingView:
         places = [row.array.sharding for row in self.rows]
         meshes = dict.fromkeys(format_mesh(p.mesh) for p in places if isinstance(p, NamedSharding))
         over = f"mesh {' and mesh '.join(meshes)}" if meshes else "no mesh"
-        total = sum(nbytes(_info(row.array)) for row in self.rows)
+        total = sum(_info(row.array).nbytes for row in self.rows)
         here = format_bytes(self.bytes_per_device)
         return f"{over}; {here} per device, {format_bytes(total)} in all"
 
@@ -204,24 +203,24 @@ def sharding(
     if isinstance(tree, Variable) or (not isinstance(tree, Object) and is_array(tree)):
         return _picture(tree, mesh, rules)
     planned = abstract(tree, mesh, rules) if mesh is not None else tree
-    here = Survey(planned)
+    here = TreeInventory(planned).leaves
     elsewhere = resolve_mesh() if mesh is None else None
-    if elsewhere is not None and any(i.sharding is None for s in here.slots for i in s.arrays):
-        scoped = Survey(abstract(tree, elsewhere, rules)).slots
+    if elsewhere is not None and any(i.sharding is None for s in here for i in s.arrays):
+        scoped = TreeInventory(abstract(tree, elsewhere, rules)).leaves
     else:
-        scoped = here.slots
+        scoped = here
     rows = [
-        ShardingRow(now.path, slot.names_of(now), _struct(now, later))
-        for slot, other in zip(here.slots, scoped, strict=True)  # abstract copies keep the order
-        for now, later in zip(slot.arrays, other.arrays, strict=True)
+        ShardingRow(now.path, leaf.names_of(now), _struct(now, later))
+        for leaf, other in zip(here, scoped, strict=True)  # abstract copies keep the order
+        for now, later in zip(leaf.arrays, other.arrays, strict=True)
     ]
     return ShardingView(tuple(rows))
 
 
 def _picture(value: Any, mesh: AnyMesh | None, rules: RulesLike | None) -> ShardingView:
     axes = value.axes if isinstance(value, Variable) else None
-    slot = Survey(value).slots[0]
-    if slot.treedef is not None or slot.box is not None:  # a Variable of several arrays or a box
+    leaf = TreeInventory(value).leaves[0]
+    if leaf.treedef is not None or leaf.box is not None:  # a Variable of several arrays or a box
         return sharding({"value": value}, mesh, rules)
     where = mesh
     if where is None and isinstance(value, Variable) and value.is_lazy:

@@ -33,7 +33,7 @@ from shardax.host.export.artifact import check_fixed_sizes, write_snapshot
 from shardax.host.export.flat_program import FlatProgram
 from shardax.host.export.loading import load
 from shardax.host.export.signature import MeshForm, Signature, plain_dtype, to_words
-from shardax.partition.findings import did_you_mean
+from shardax.partition.errors import did_you_mean
 from shardax.partition.mesh import resolve_mesh
 
 # --- Dynamic ---

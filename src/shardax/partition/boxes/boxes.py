@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boxes: pytree nodes that carry a value together with what its dimensions are called.
+"""Boxes: pytree nodes of a value and the names of its dimensions.
 
-A *box* holds a *value* (an array or any pytree of arrays), which is its only child, and *static*
-attributes beside it, such as axis names. So a tree of boxed parameters goes through ``jax.jit``,
-``jax.vmap``, ``jax.grad`` and the states of optax like any other tree, and the names stay with the
-arrays they belong to. Boxes are for programs in the functional style; owners of Modules have
-Variables, which know their axes themselves.
+A *box* holds a *value* (an array or any pytree of arrays), its only child, and *static* attributes,
+such as axis names. So a tree of boxed parameters goes through ``jax.jit``, ``jax.vmap``,
+``jax.grad`` and the states of optax like any other tree, and the names stay with their arrays.
+Boxes are for programs in the functional style; Variables of Modules know their axes themselves.
 
-``AxisMetadata`` is what all boxes are made of. To *unbox* is to take the value out. A transform
-that stacks or slices arrays changes how many dimensions they have, and a box learns of it by being
-told: ``add_axis`` and ``remove_axis`` return a box with other names around the same value, and each
-undoes the other. (``sx.vmap`` and ``sx.scan`` tell boxes themselves.) The *parameters* of such a
+``AxisMetadata`` is the base of all boxes. Transforms that stack or slice change the number of
+dimensions: ``add_axis`` and ``remove_axis`` return a box with other names around the same value,
+and each undoes the other. (``sx.vmap`` and ``sx.scan`` call them.) The *parameters* of such a
 change are a dictionary, for instance ``{PARTITION_NAME: "layers"}``, in which every kind of box
 finds what it needs.
+
+The names of a ``Partitioned`` are axes of a mesh; those of a ``LogicallyPartitioned`` are logical,
+and rules map them to mesh axes: rules *baked* into the box, or else the current ones. A baked mesh
+or baked rules take precedence over those in scope. A box that is unboxed where a mesh is known lays
+its value out by its names. ``with_partitioning`` makes an initializer return a box;
+``with_logical_constraint`` and ``logical_axis_rules`` are ``shardax.constrain`` (for pytrees) and
+``shardax.axis_rules`` under the names and in the order of arguments of Flax.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any, Generic, Self, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +35,31 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import packed
-from shardax._core.graph.static import exact_key
-from shardax._transforms.errors import BoxError
-from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import Names, Rules, mesh_axes_of
+from shardax._core.graph.static import PARTITION_NAME, check_axes, exact_key
+from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
+from shardax._transforms.lift.call import wraps
+from shardax.partition.checker import spec_for
+from shardax.partition.constraints import constrain
+from shardax.partition.context import OnNoMesh, axis_rules, current_rules
+from shardax.partition.errors import ConstraintError, NoRulesError, raise_on_errors
+from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.rules import (
+    UNCONSTRAINED,
+    Names,
+    Rules,
+    RulesLike,
+    check_names,
+    mesh_axes_of,
+    strings,
+)
 
 T = TypeVar("T")
+P = ParamSpec("P")
+B = TypeVar("B", bound="AxisMetadata[Any]")
 
 
 class AxisMetadata(abc.ABC, Generic[T]):
-    """Base of boxes: a value, and what is known of its dimensions.
+    """Base of boxes: a value, and the names of its dimensions.
 
     A subclass has an attribute ``value``; its other attributes are static and must be hashable. A
     frozen dataclass is the usual form. Subclasses become pytree nodes as they are defined; write
@@ -88,24 +108,24 @@ class AxisMetadata(abc.ABC, Generic[T]):
         Args:
             value: An array or any pytree.
         """
-        return _rebuilt(type(self), _static_of(self), value)
+        return _rebuilt(type(self), _attributes_of(self), value)
 
     @abc.abstractmethod
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-        """Returns the box of values that were put together along a new dimension.
+        """Returns the box of values stacked along a new dimension.
 
         Args:
             index: Where the new dimension is; negative counts from the end of the new dimensions.
-            params: What is known of it, for instance ``{PARTITION_NAME: "layers"}``.
+            params: Its properties, for instance ``{PARTITION_NAME: "layers"}``.
         """
 
     @abc.abstractmethod
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-        """Returns the box of one slice of the value along a dimension: the inverse.
+        """Returns the box of one slice of the value: the inverse.
 
         Args:
             index: Which dimension goes; negative counts from the end.
-            params: What is known of it.
+            params: Its properties.
         """
 
     def get_partition_spec(self) -> PartitionSpec:
@@ -113,11 +133,10 @@ class AxisMetadata(abc.ABC, Generic[T]):
         return PartitionSpec()
 
     def layout(self) -> tuple[Any, Rules | None]:
-        """Returns what the layout of the value goes by: names, and the rules that map them.
+        """Returns the names of the value and the rules for them.
 
-        Every function that lays out trees asks this. By default the names are what
-        ``get_partition_spec`` returns, axes of a mesh; a subclass with names of its own kind
-        returns these here.
+        Every function that lays out trees calls this. By default the names are the axes of a mesh
+        that ``get_partition_spec`` returns; a subclass with names of its own kind returns these.
 
         Returns:
             One name per dimension, or a ``PartitionSpec``, which may be shorter, or None for a
@@ -145,93 +164,135 @@ class AxisMetadata(abc.ABC, Generic[T]):
             return True
         if not isinstance(other, AxisMetadata) or type(self) is not type(other):
             return NotImplemented
-        return _same(self, other)
+        try:
+            if _attributes_of(self) != _attributes_of(other):
+                return False
+            leaves, treedef = jax.tree.flatten(self.value)
+            others, other_treedef = jax.tree.flatten(other.value)
+            return treedef == other_treedef and all(map(_same_leaf, leaves, others))
+        except (TypeError, ValueError):  # what cannot be compared is not known to be equal
+            return False
 
     def __hash__(self) -> int:
-        return hash((type(self), *_hashed(self)))
+        try:
+            leaves, treedef = jax.tree.flatten(self.value)
+            types = tuple((getattr(x, "shape", None), str(getattr(x, "dtype", ""))) for x in leaves)
+            return hash((type(self), _attributes_of(self), treedef, types))
+        except (TypeError, ValueError):
+            return hash(type(self))
 
     def __repr__(self) -> str:
-        static = _static_items(self)
-        shown = [_shown(self.value), *(f"{name}={item!r}" for name, item in static if item != None)]  # noqa: E711
+        value = "None" if self.value is None else repr(jax.tree.map(_ArrayText, self.value))
+        items = _attribute_items(self)
+        shown = [value, *(f"{name}={item!r}" for name, item in items if item != None)]  # noqa: E711
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-BOX_ENTRY = "box"
-"""Metadata entry of a Variable that was made of a box: the box, empty."""
+class BoxAttributes:
+    """Static attributes of a box, compared by type and value."""
+
+    __slots__ = ("_hash", "_key", "items")
+
+    def __init__(self, owner: type, items: tuple[tuple[str, Any], ...]) -> None:
+        self.items = items
+        try:
+            self._key = tuple((name, exact_key(item)) for name, item in items)
+            self._hash = hash(self._key)
+        except TypeError as error:
+            raise BoxError(
+                f"{owner.__name__}: a static attribute is not hashable ({error}): {dict(items)!r}. "
+                "Compiled programs are found by them. Use tuples instead of lists, frozen "
+                "dataclasses instead of dicts, and keep arrays in the box's value."
+            ) from error
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, BoxAttributes) and self._key == other._key)
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}={item!r}" for name, item in self.items)
 
 
-def layout_of_variable(
-    axes: tuple[Any, ...] | None, entries: Mapping[str, Any]
-) -> tuple[AnyMesh | None, Rules | None]:
-    """Returns the mesh and the rules that a Variable has of its own: those of its box.
-
-    Args:
-        axes: The Variable's axes, which may have changed since.
-        entries: Its other metadata.
-
-    Returns:
-        None for each that it does not have, as a Variable that was made of no box.
-    """
-    box: Any = entries.get(BOX_ENTRY)
-    if axes is None or not isinstance(box, AxisMetadata) or not hasattr(box, "names"):
-        return None, None
-    box = dataclasses.replace(cast("Any", box), names=axes)
-    return box.mesh, box.layout()[1]
+def _attribute_items(box: Any) -> tuple[tuple[str, Any], ...]:
+    if dataclasses.is_dataclass(box):
+        names: Iterable[str] = (field.name for field in dataclasses.fields(box))
+    else:
+        names = vars(box)
+    return tuple((name, getattr(box, name)) for name in names if name != "value")
 
 
-@functools.lru_cache(maxsize=1024)
-def identity_rules(names: Names) -> Rules:
-    """Returns the rules by which names of mesh axes stand for themselves."""
-    axes = (axis for name in names for axis in mesh_axes_of(name))
-    return Rules([(axis, axis) for axis in axes if isinstance(axis, str)])
+def _attributes_of(box: AxisMetadata[Any]) -> BoxAttributes:
+    return BoxAttributes(type(box), _attribute_items(box))
 
 
-# --- positions of dimensions ----------------------------------------------------------------------
+def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: Any) -> Any:
+    """A box made without its constructor, around any object."""
+    box = object.__new__(cls)
+    object.__setattr__(box, "value", value)
+    for name, item in attributes.items:
+        object.__setattr__(box, name, item)
+    return box
+
+
+def _register(cls: type[Any]) -> None:
+    key = jax.tree_util.GetAttrKey("value")
+    jax.tree_util.register_pytree_with_keys(
+        cls,
+        lambda box: (((key, box.value),), _attributes_of(box)),
+        lambda attributes, children: _rebuilt(cls, attributes, *children),
+        lambda box: ((box.value,), _attributes_of(box)),
+    )
+
+
+def _same_leaf(first: Any, second: Any) -> bool:
+    if first is second:
+        return True
+    if not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in (first, second)):
+        return type(first) is type(second) and bool(first == second)
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    for array in (first, second):
+        if isinstance(array, Tracer):
+            return False
+        if isinstance(array, jax.Array) and (array.is_deleted() or not array.is_fully_addressable):
+            return False
+    return _bits(first) == _bits(second)
+
+
+def _bits(array: Any) -> bytes:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return np.asarray(array).tobytes()
+
+
+class _ArrayText:
+    """An array in the text of a box."""
+
+    def __init__(self, leaf: Any) -> None:
+        self.leaf = leaf
+
+    def __repr__(self) -> str:
+        if hasattr(self.leaf, "shape") and hasattr(self.leaf, "dtype"):
+            return f"{self.leaf.dtype}[{', '.join(map(str, self.leaf.shape))}]"
+        return repr(self.leaf)
 
 
 def inserted(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
-    """Returns the names of a box with one more at a position.
-
-    Args:
-        box: The box, for the message.
-        names: One per dimension.
-        index: Where; negative counts from the end of the new names.
-        name: The new one.
-
-    Raises:
-        BoxError: If there is no such position.
-
-    Example:
-        >>> inserted(None, ("embed", "mlp"), -1, "layers")
-        ('embed', 'mlp', 'layers')
-    """
+    """The names with one inserted; negative positions count from the new end."""
     rank = len(names) + 1
     if not -rank <= index < rank:
         raise BoxError(
-            f"{box!r}: cannot add an axis {name!r} at {index} to the names {names}. Places for "
-            f"another dimension go from {-rank} to {rank - 1}; negative ones count from the end of "
-            "the new names. A box has one name per dimension, None for one without."
+            f"{box!r}: cannot add an axis {name!r} at {index} to the names {names}: give a place "
+            f"from {-rank} to {rank - 1}. A box has one name per dimension, None for one without."
         )
     place = index % rank
     return (*names[:place], name, *names[place:])
 
 
 def without(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
-    """Returns the names of a box without the one at a position: the inverse of ``inserted``.
-
-    Args:
-        box: The box, for the message.
-        names: One per dimension.
-        index: Which; negative counts from the end.
-        name: What the name must be.
-
-    Raises:
-        BoxError: If there is no such position, or another name stands there.
-
-    Example:
-        >>> without(None, ("embed", "layers", "mlp"), -2, "layers")
-        ('embed', 'mlp')
-    """
+    """The names with one removed: the inverse of ``inserted``."""
     rank = len(names)
     if not -rank <= index < rank:
         raise BoxError(
@@ -249,128 +310,357 @@ def without(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[An
     return (*names[:place], *names[place + 1 :])
 
 
-# --- boxes as pytree nodes ------------------------------------------------------------------------
+# --- Boxes with axis names ---
 
 
-class Static:
-    """The static attributes of one box: hashable, and equal only for equal types at every depth."""
+@dataclasses.dataclass(frozen=True)
+class Partitioned(AxisMetadata[T]):
+    """A box of axis names of a mesh.
 
-    __slots__ = ("_hash", "_key", "items")
+    Attributes:
+        value: An array, or a pytree of arrays, to each of which the names apply.
+        names: One per dimension: a mesh axis, a tuple of them, None (not split), or
+            ``PartitionSpec.UNCONSTRAINED``. None in place of all names: nothing is known.
+        mesh: The mesh to lay the value out over; None for the one in scope.
 
-    def __init__(self, owner: type, items: tuple[tuple[str, Any], ...]) -> None:
-        self.items = items
-        try:
-            self._key = tuple((name, exact_key(item)) for name, item in items)
-            self._hash = hash(self._key)
-        except TypeError as error:
-            raise BoxError(
-                f"{owner.__name__}: a static attribute is not hashable ({error}): "
-                f"{dict(items)!r}. Compiled programs are found by the static attributes of boxes. "
-                "Use tuples instead of lists, frozen dataclasses instead of dicts, and keep arrays "
-                "in the box's value."
-            ) from error
+    Raises:
+        MetadataError: If ``names`` is one string or holds something unhashable.
 
-    def __hash__(self) -> int:
-        return self._hash
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> kernel = Partitioned(jnp.ones((4, 8)), (None, "model"))
+        >>> kernel
+        Partitioned(float32[4, 8], names=(None, 'model'))
+        >>> kernel.get_partition_spec(), jax.tree.map(jnp.shape, kernel).value
+        (P(None, 'model'), (4, 8))
+        >>> kernel.add_axis(0, {PARTITION_NAME: "layers"}).names
+        ('layers', None, 'model')
+    """
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Static) and self._key == other._key)
+    value: T
+    names: Names | None
+    mesh: AnyMesh | None = None
 
-    def __repr__(self) -> str:
-        return ", ".join(f"{name}={item!r}" for name, item in self.items)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", check_axes(self.names))
+        resolve_mesh(self.mesh)
+
+    def unbox(self, apply_constraint: bool = True) -> T:
+        """Returns the value, laid out if a mesh is known.
+
+        A mesh is known if the box has one or one is in scope, by ``jax.set_mesh``,
+        ``jax.sharding.use_abstract_mesh`` or ``with mesh:``. Over Explicit axes the value is
+        resharded, over Manual ones left as it is; an abstract value gets the sharding.
+
+        Args:
+            apply_constraint: False to return the value as it is, whatever is known.
+
+        Raises:
+            NoRulesError: If names are logical, a mesh is known, and there are no rules.
+            ConstraintError: If the value cannot be laid out so.
+            AxisNamesError: If the names are malformed.
+        """
+        mesh = resolve_mesh(self.mesh) if apply_constraint and self.names is not None else None
+        if mesh is None:
+            return self.value
+        names, rules = self._names_and_rules("unbox", ", or call unbox(apply_constraint=False)")
+        return jax.tree.map(lambda leaf: _laid_out(leaf, names, self.mesh, mesh, rules), self.value)
+
+    def layout(self) -> tuple[Any, Rules | None]:
+        """Returns the names, with rules from each mesh axis to itself."""
+        return self.names, identity_rules(self.names or ())
+
+    def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        """Returns the box with the name of a new dimension inserted.
+
+        Args:
+            index: Where the new dimension is; negative counts from the end of the new dimensions.
+            params: ``{PARTITION_NAME: name}``; the name may be None.
+
+        Raises:
+            PartitioningUnspecifiedError: If ``params`` has no name.
+            BoxError: If there is no such place.
+        """
+        name = self._name_of_axis("add", index, params)
+        return self if self.names is None else self._named(inserted(self, self.names, index, name))
+
+    def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        """Returns the box with the name of a dimension removed.
+
+        Args:
+            index: Which dimension goes; negative counts from the end.
+            params: ``{PARTITION_NAME: name}``, with the name that stands there.
+
+        Raises:
+            PartitioningUnspecifiedError: If ``params`` has no name.
+            BoxError: If there is no such dimension, or it has another name.
+        """
+        name = self._name_of_axis("remove", index, params)
+        return self if self.names is None else self._named(without(self, self.names, index, name))
+
+    def get_partition_spec(self) -> PartitionSpec:
+        """Returns the names as a ``PartitionSpec``, a logical one for logical names.
+
+        Raises:
+            AxisNamesError: If the names are malformed, or one occurs twice.
+        """
+        return PartitionSpec(*check_names(self.names or ()))
+
+    def get_sharding(self, mesh: AnyMesh | None = None) -> NamedSharding:
+        """Returns the ``NamedSharding`` of the value.
+
+        Args:
+            mesh: The mesh, also an ``AbstractMesh``; None for the box's own.
+
+        Raises:
+            PartitionCheckError: If the value cannot be laid out so.
+            NoRulesError: If the names are logical and there are no rules.
+            BoxError: If there is no mesh.
+        """
+        where = resolve_mesh(mesh if mesh is not None else self.mesh)
+        if where is None:
+            raise BoxError(f"{self!r}: there is no mesh. Write box.get_sharding(mesh).")
+        if self.names is None:
+            return NamedSharding(where, PartitionSpec())
+        names, rules = self._names_and_rules("make a sharding of", "")
+        shape = getattr(self.value, "shape", (0,) * len(names))
+        return _sharding(names, shape, where, rules)
+
+    def _names_and_rules(self, what: str, way_out: str) -> tuple[Names, Rules]:
+        names, own = self.layout()
+        rules = current_rules() if own is None else own
+        if rules or next(iter(strings(check_names(names))), None) is None:
+            return names, rules
+        raise NoRulesError(
+            f"Cannot {what} {self!r} over a mesh: its names are logical, and it has no rules, nor "
+            "are any in scope. Put them in scope, with sx.axis_rules(rules): ..., or give the box "
+            f"rules=rules{way_out}."
+        )
+
+    def _named(self, names: tuple[Any, ...]) -> Self:
+        return dataclasses.replace(self, names=names)
+
+    def _name_of_axis(self, verb: str, index: int, params: Mapping[Any, Any]) -> Any:
+        if PARTITION_NAME in params:
+            return params[PARTITION_NAME]
+        raise PartitioningUnspecifiedError(
+            f"{self!r}: cannot {verb} an axis at {index} without a name for it; {dict(params)} "
+            f"does not give one. Write {verb}_axis(tree, {index}, {{PARTITION_NAME: 'layers'}}), "
+            "or None for a dimension without a name."
+        )
 
 
-def _static_items(box: Any) -> tuple[tuple[str, Any], ...]:
-    if dataclasses.is_dataclass(box):
-        names: Iterable[str] = (field.name for field in dataclasses.fields(box))
-    else:
-        names = vars(box)
-    return tuple((name, getattr(box, name)) for name in names if name != "value")
+@dataclasses.dataclass(frozen=True)
+class LogicallyPartitioned(Partitioned[T]):
+    """A box of logical names, for rules to map to mesh axes.
+
+    Attributes:
+        value: An array, or a pytree of arrays, to each of which the names apply.
+        names: One per dimension: a name, None (not split), ``PartitionSpec.UNCONSTRAINED``, or a
+            tuple of names for a merged dimension. None in place of all names: nothing is known.
+        mesh: The mesh to lay the value out over; None for the one in scope.
+        rules: Rules, pairs or a mapping; None for the current rules.
+
+    Raises:
+        MetadataError: If ``names`` is one string or holds something unhashable.
+        RulesError: If ``rules`` are malformed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> kernel = LogicallyPartitioned(jnp.ones((4, 8)), ("embed", "mlp"))
+        >>> kernel.get_partition_spec()
+        P('embed', 'mlp')
+        >>> mesh = jax.make_mesh((1,), ("model",))
+        >>> baked = LogicallyPartitioned(kernel.value, kernel.names, mesh, {"mlp": "model"})
+        >>> baked.unbox().sharding.spec
+        P(None, 'model')
+    """
+
+    rules: Rules | None = None
+
+    def __init__(
+        self, value: T, names: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None
+    ) -> None:
+        baked = rules if rules is None or isinstance(rules, Rules) else Rules(rules)
+        for name, item in (("value", value), ("names", names), ("mesh", mesh), ("rules", baked)):
+            object.__setattr__(self, name, item)
+        self.__post_init__()
+
+    def layout(self) -> tuple[Any, Rules | None]:
+        """Returns the names and the baked rules."""
+        return self.names, self.rules
 
 
-def _static_of(box: AxisMetadata[Any]) -> Static:
-    return Static(type(box), _static_items(box))
+def _laid_out(leaf: Any, names: Names, baked: AnyMesh | None, mesh: AnyMesh, rules: Rules) -> Any:
+    if not hasattr(leaf, "shape"):
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=_sharding(names, leaf.shape, mesh, rules))
+    return constrain(leaf, names, baked, rules)
 
 
-def _rebuilt(cls: type[Any], static: Static, value: Any) -> Any:
-    """Makes a box without its constructor: what JAX rebuilds may hold anything as a value."""
-    box = object.__new__(cls)
-    object.__setattr__(box, "value", value)
-    for name, item in static.items:
-        object.__setattr__(box, name, item)
-    return box
+def _sharding(names: Names, shape: tuple[int, ...], mesh: AnyMesh, rules: Rules) -> NamedSharding:
+    spec, diagnostics = spec_for(names, shape, mesh, rules)
+    raise_on_errors(diagnostics)
+    return NamedSharding(mesh, spec)
 
 
-def _register(cls: type[Any]) -> None:
-    key = jax.tree_util.GetAttrKey("value")
-    jax.tree_util.register_pytree_with_keys(
-        cls,
-        lambda box: (((key, box.value),), _static_of(box)),
-        lambda static, children: _rebuilt(cls, static, *children),
-        lambda box: ((box.value,), _static_of(box)),
+BOX_ENTRY = "box"
+"""Metadata entry of a Variable made of a box: the box, empty."""
+
+
+def layout_of_variable(
+    axes: tuple[Any, ...] | None, entries: Mapping[str, Any]
+) -> tuple[AnyMesh | None, Rules | None]:
+    """Mesh and rules of a Variable made of a box."""
+    box: Any = entries.get(BOX_ENTRY)
+    if axes is None or not isinstance(box, AxisMetadata) or not hasattr(box, "names"):
+        return None, None
+    box = dataclasses.replace(cast("Any", box), names=axes)
+    return box.mesh, box.layout()[1]
+
+
+@functools.lru_cache(maxsize=1024)
+def identity_rules(names: Names) -> Rules:
+    """Rules from each mesh axis to itself."""
+    axes = (axis for name in names for axis in mesh_axes_of(name))
+    return Rules([(axis, axis) for axis in axes if isinstance(axis, str)])
+
+
+# --- Initializers and constraints ---
+
+
+def with_partitioning(
+    init_fn: Callable[P, Any], names: Any, mesh: AnyMesh | None = None
+) -> Callable[P, Partitioned[Any]]:
+    """Makes an initializer return its value in a ``Partitioned`` box.
+
+    Args:
+        init_fn: A function that returns an array or a pytree; its arguments stay as they are.
+        names: One per dimension: a mesh axis, a tuple of them, or None (not split).
+        mesh: The mesh to lay the value out over; None for the one in scope.
+
+    Returns:
+        The function that returns the box.
+
+    Raises:
+        MetadataError: If ``names`` is one string.
+        MeshError: If ``mesh`` is no mesh.
+
+    Example:
+        >>> import jax
+        >>> init = with_partitioning(jax.nn.initializers.lecun_normal(), (None, "model"))
+        >>> init(jax.random.key(0), (4, 8), dtype="bfloat16")
+        Partitioned(bfloat16[4, 8], names=(None, 'model'))
+    """
+    return _boxed(init_fn, Partitioned(None, names, mesh))
+
+
+def with_logical_partitioning(
+    init_fn: Callable[P, Any],
+    names: Any,
+    mesh: AnyMesh | None = None,
+    rules: RulesLike | None = None,
+) -> Callable[P, LogicallyPartitioned[Any]]:
+    """Makes an initializer return its value in a ``LogicallyPartitioned`` box.
+
+    Args:
+        init_fn: A function that returns an array or a pytree; its arguments stay as they are.
+        names: One per dimension: a logical name, None (not split), or a tuple of names for a
+            merged dimension.
+        mesh: The mesh to lay the value out over; None for the one in scope.
+        rules: Rules, pairs or a mapping, baked into the box; None for the current rules.
+
+    Returns:
+        The function that returns the box.
+
+    Raises:
+        MetadataError: If ``names`` is one string.
+        MeshError: If ``mesh`` is no mesh.
+        RulesError: If ``rules`` are malformed.
+
+    Example:
+        >>> import jax
+        >>> init = with_logical_partitioning(jax.nn.initializers.ones, ("embed", "mlp"))
+        >>> init(jax.random.key(0), (4, 8))
+        LogicallyPartitioned(float32[4, 8], names=('embed', 'mlp'))
+    """
+    return _boxed(init_fn, LogicallyPartitioned(None, names, mesh, rules))
+
+
+def _boxed(init_fn: Callable[P, Any], empty: B) -> Callable[P, B]:
+    @wraps(init_fn)
+    def boxed(*args: P.args, **kwargs: P.kwargs) -> B:
+        return empty.replace_boxed(init_fn(*args, **kwargs))
+
+    return boxed
+
+
+def with_logical_constraint(
+    x: Any,
+    names: Any,
+    rules: RulesLike | None = None,
+    mesh: AnyMesh | None = None,
+    *,
+    on_no_mesh: OnNoMesh | None = None,
+) -> Any:
+    """Lays out a pytree of arrays by logical names.
+
+    Args:
+        x: An array, or a pytree of arrays.
+        names: The names of an array, one per dimension; for a pytree, names for each array in a
+            pytree that is a prefix of ``x``. None says nothing and leaves the array as it is.
+        rules: Rules, pairs or a mapping; None for the current rules.
+        mesh: The mesh; None for the one in scope, else the one that ``x`` is laid out over.
+        on_no_mesh: What to do without a mesh, or without rules: ``"error"``, or ``"ignore"`` to
+            return ``x`` as it is. None: as for the rules in scope, else ``"error"``.
+
+    Returns:
+        ``x`` with the same values, laid out.
+
+    Raises:
+        NoMeshError: If there is no mesh, under ``on_no_mesh="error"``.
+        NoRulesError: If there are no rules, under ``on_no_mesh="error"``.
+        ConstraintError: If an array cannot be laid out so, or ``names`` do not fit the pytree.
+        AxisNamesError: If names are malformed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> x = {"tokens": jnp.ones((2, 3)), "mask": jnp.ones(2)}
+        >>> names = {"tokens": ("batch", None), "mask": ("batch",)}
+        >>> y = with_logical_constraint(x, names, {"batch": "data"}, mesh)
+        >>> y["tokens"].sharding.spec, y["mask"].sharding.spec
+        (P('data', None), P('data',))
+    """
+
+    def laid_out(its_names: Any, part: Any) -> Any:
+        if its_names is None:
+            return part
+        return jax.tree.map(
+            lambda leaf: constrain(leaf, its_names, mesh, rules, on_no_mesh=on_no_mesh), part
+        )
+
+    if hasattr(x, "shape"):  # an array's names may hold tuples, for merged dimensions
+        return laid_out(names, x)
+    try:
+        per_array = jax.tree.structure(names, is_leaf=_is_names).flatten_up_to(x)
+    except (TypeError, ValueError) as error:
+        raise ConstraintError(
+            f"The names {names!r} do not fit the pytree {jax.tree.structure(x)}: {error}. Give "
+            "names for each array in a pytree of the same form, or once for all below a place."
+        ) from error
+    leaves, treedef = jax.tree.flatten(names, is_leaf=_is_names)
+    return treedef.unflatten(map(laid_out, leaves, per_array))
+
+
+def _is_names(value: Any) -> bool:
+    if value is None or isinstance(value, PartitionSpec):
+        return True
+    return isinstance(value, tuple) and all(
+        entry is None or entry is UNCONSTRAINED or isinstance(entry, str) for entry in value
     )
 
 
-# --- comparing ------------------------------------------------------------------------------------
-
-
-def _same(first: AxisMetadata[Any], second: AxisMetadata[Any]) -> bool:
-    try:
-        if _static_of(first) != _static_of(second):
-            return False
-        leaves, treedef = jax.tree.flatten(first.value)
-        others, other_treedef = jax.tree.flatten(second.value)
-        return treedef == other_treedef and all(map(_same_leaf, leaves, others))
-    except (TypeError, ValueError):  # what cannot be compared is not known to be equal
-        return False
-
-
-def _same_leaf(first: Any, second: Any) -> bool:
-    if first is second:
-        return True
-    if not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in (first, second)):
-        return type(first) is type(second) and bool(first == second)
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    if not (_is_readable(first) and _is_readable(second)):
-        return False
-    return _bits(first) == _bits(second)
-
-
-def _is_readable(array: Any) -> bool:
-    if isinstance(array, Tracer):
-        return False
-    return isinstance(array, np.ndarray) or (not array.is_deleted() and array.is_fully_addressable)
-
-
-def _bits(array: Any) -> bytes:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    return np.asarray(array).tobytes()
-
-
-def _hashed(box: AxisMetadata[Any]) -> tuple[Any, ...]:
-    try:
-        leaves, treedef = jax.tree.flatten(box.value)
-        shapes = tuple((getattr(x, "shape", None), str(getattr(x, "dtype", None))) for x in leaves)
-        content = (_static_of(box), treedef, shapes)
-        hash(content)
-    except (TypeError, ValueError):
-        return ()
-    return content
-
-
-def _shown(value: Any) -> str:
-    return repr(jax.tree.map(_ShownArray, value)) if value is not None else "None"
-
-
-class _ShownArray:
-    """Stands for an array in the text of a box."""
-
-    def __init__(self, leaf: Any) -> None:
-        self.leaf = leaf
-
-    def __repr__(self) -> str:
-        if hasattr(self.leaf, "shape") and hasattr(self.leaf, "dtype"):
-            return f"{self.leaf.dtype}[{', '.join(map(str, self.leaf.shape))}]"
-        return repr(self.leaf)
+logical_axis_rules = axis_rules
+"""``axis_rules`` under Flax's name."""

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of boxes: taking all values out, putting others in, and telling all boxes of a new axis.
+"""Trees of boxes: unboxing, refilling, new axes, conversion of Variables.
 
-A *boxed tree* is a pytree with boxes in it, at any place and also inside each other. Variables in
-it count as boxes (see ``shardax.partition.boxes.trees``). Everything else is left as it is.
+A *boxed tree* is a pytree with boxes in it, at any place and also inside each other. A Variable and
+a box describe a value alike, so Variables count as boxes here, and what a function makes of one is
+a new Variable. Everything else is left as it is.
 
-Variables as boxes, and boxes as Variables.
-
-A Variable and a box say the same of a value: what its dimensions are called. Where a box is
-expected a Variable may stand, and what comes of it is a new Variable. The conversions here lose
-nothing: a box that became a Variable carries its static attributes as the metadata entry ``"box"``,
-and a Variable that became a box, a ``VariableBox``, carries its type and metadata. A Variable that
-was made of a box is laid out like it: its axes are axes of a mesh if they were so in the box, and
-rules and a mesh that were baked into the box are its own.
+Conversions lose nothing: a box that became a Variable carries its static attributes as the metadata
+entry ``"box"``, and a Variable that became a box, a ``VariableBox``, carries its type and metadata.
+A Variable made of a box is laid out like it: its axes are axes of a mesh if they were so in the
+box, and rules and a mesh that were baked into the box are its own.
 """
 
 from __future__ import annotations
@@ -30,25 +27,30 @@ from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
-from shardax.partition.boxes.boxes import BOX_ENTRY, AxisMetadata, layout_of_variable
-from shardax.partition.boxes.partitioned import LogicallyPartitioned, Partitioned
+from shardax.partition.boxes.boxes import (
+    BOX_ENTRY,
+    AxisMetadata,
+    LogicallyPartitioned,
+    Partitioned,
+    layout_of_variable,
+)
 from shardax.partition.errors import (
     AxisNamesError,
     ConstraintError,
     NoRulesError,
     PartitionCheckError,
 )
-from shardax.partition.inventory import plain_path
+from shardax.partition.inventory import walk
 from shardax.partition.mesh import resolve_mesh
 
-# --- Variable boxes ---
-
 T = TypeVar("T")
+
+# --- Variables as boxes ---
 
 
 @dataclasses.dataclass(frozen=True)
 class VariableBox(LogicallyPartitioned[T]):
-    """A Variable as a box: its value and axes, and what is needed to make it a Variable again.
+    """A Variable as a box, with its type and metadata.
 
     Attributes:
         value: The Variable's value.
@@ -79,17 +81,16 @@ class VariableBox(LogicallyPartitioned[T]):
         return type(self)(self.value, names, self.variable_type, self.entries)
 
 
-def box_of(variable: Variable[Any]) -> VariableBox[Any]:
-    """Returns a Variable as a box, with its value unread: a lazy one stays lazy."""
+def _box_of(variable: Variable[Any]) -> VariableBox[Any]:
+    """A Variable as a box; lazy values stay lazy."""
     target = resolve(variable, local.frame)
     metadata = target._metadata
     entries = Metadata(None, metadata.entries) if metadata.entries else EMPTY
     return VariableBox(target._value, metadata.axes, type(variable), entries)
 
 
-def variable_of(box: VariableBox[Any]) -> Variable[Any]:
-    """Returns the Variable that a box stands for, as a new one."""
-    return _variable(box.variable_type, box.value, Metadata(box.names, box.entries.entries))
+def _variable_of(box: VariableBox[Any]) -> Variable[Any]:
+    return _new_variable(box.variable_type, box.value, Metadata(box.names, box.entries.entries))
 
 
 def to_boxes(tree: Any) -> Any:
@@ -110,7 +111,23 @@ def to_boxes(tree: Any) -> Any:
         >>> to_boxes({"w": sx.Param(jnp.ones((2, 3)), axes=("embed", "mlp"))})["w"].names
         ('embed', 'mlp')
     """
-    return jax.tree.map(_to_box, tree, is_leaf=_variable_boxes_is_leaf)
+
+    def to_box(leaf: Any) -> Any:
+        if isinstance(leaf, Variable):
+            box = _box_of(leaf)
+            original = leaf.metadata.get(BOX_ENTRY)
+            alone = box.variable_type is Param and len(leaf.metadata) == 1
+            if alone and isinstance(original, Partitioned):
+                return dataclasses.replace(original, value=box.value, names=box.names)
+            return box
+        if isinstance(leaf, Object):
+            raise BoxError(
+                f"A {type(leaf).__name__} has Variables, and its boxes would be lost in it: take "
+                "them out first, to_boxes(dict(sx.iter_variables(model)))."
+            )
+        return leaf
+
+    return jax.tree.map(to_box, tree, is_leaf=lambda x: isinstance(x, (AxisMetadata, Object)))
 
 
 def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
@@ -135,54 +152,34 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
         >>> variable.axes, to_boxes(variable) == box
         ((None, 'model'), True)
     """
-    return jax.tree.map(
-        lambda leaf: _to_variable(leaf, variable_type), tree, is_leaf=_variable_boxes_is_leaf
-    )
+
+    def to_variable(leaf: Any) -> Any:
+        if not isinstance(leaf, AxisMetadata):
+            return leaf
+        inner = jax.tree.leaves(leaf.value, is_leaf=_is_metadata)
+        if not isinstance(leaf, Partitioned) or any(map(_is_metadata, inner)):
+            raise BoxError(
+                f"{leaf!r}: has no names, or holds another box, so it is no Variable. Make one of "
+                "its value: sx.Param(unbox(box), axes=...)."
+            )
+        if isinstance(leaf, VariableBox):
+            return _variable_of(leaf)
+        metadata = Metadata(leaf.names, {BOX_ENTRY: leaf.replace_boxed(None)})
+        return _new_variable(variable_type, leaf.value, metadata)
+
+    return jax.tree.map(to_variable, tree, is_leaf=lambda x: isinstance(x, (AxisMetadata, Object)))
 
 
-def _variable_boxes_is_leaf(value: Any) -> bool:
-    return isinstance(value, (AxisMetadata, Object))
+def _is_metadata(value: Any) -> bool:
+    return isinstance(value, AxisMetadata)
 
 
-def _to_box(leaf: Any) -> Any:
-    if isinstance(leaf, Variable):
-        box = box_of(leaf)
-        original = leaf.metadata.get(BOX_ENTRY)
-        alone = box.variable_type is Param and len(leaf.metadata) == 1
-        if alone and isinstance(original, Partitioned):
-            return dataclasses.replace(original, value=box.value, names=box.names)
-        return box
-    if isinstance(leaf, Object):
-        raise BoxError(
-            f"A {type(leaf).__name__} has Variables, and its boxes would be lost in it: take them "
-            "out first, to_boxes(dict(sx.iter_variables(model)))."
-        )
-    return leaf
-
-
-def _to_variable(leaf: Any, variable_type: type[Variable[Any]]) -> Any:
-    if not isinstance(leaf, AxisMetadata):
-        return leaf
-    inner = jax.tree.leaves(leaf.value, is_leaf=lambda item: isinstance(item, AxisMetadata))
-    if not isinstance(leaf, Partitioned) or any(isinstance(item, AxisMetadata) for item in inner):
-        raise BoxError(
-            f"{leaf!r}: a Variable has axes and an array; this box has no names, or holds another "
-            "box. Make a Variable of what is in it: sx.Param(unbox(box), axes=...)."
-        )
-    if isinstance(leaf, VariableBox):
-        return variable_of(leaf)
-    empty = leaf.replace_boxed(None)
-    return _variable(variable_type, leaf.value, Metadata(leaf.names, {BOX_ENTRY: empty}))
-
-
-def _variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> Variable[Any]:
-    """Makes a Variable; its axes may be ahead of its value, as those of a box may."""
+def _new_variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> Variable[Any]:
+    """A new Variable; the axes may not fit the value."""
     return kind._make(as_value(value, kind.__name__), metadata, owner_here())
 
 
-# --- Box trees ---
-
-B = TypeVar("B", bound=AxisMetadata[Any])
+# --- Trees of boxes ---
 
 _LOCATED = (
     AxisNamesError,
@@ -192,11 +189,11 @@ _LOCATED = (
     PartitionCheckError,
     PartitioningUnspecifiedError,
 )
-"""Errors of one box, to which a tree adds where it is."""
+"""Errors of one box, to which its path in the tree is added."""
 
 
 def is_box(value: Any) -> bool:
-    """Whether a value is a box, or a Variable, which counts as one.
+    """Whether a value is a box or a Variable.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -207,10 +204,10 @@ def is_box(value: Any) -> bool:
 
 
 def unbox(tree: Any, apply_constraint: bool = True) -> Any:
-    """Takes the value out of every box of a tree, also out of boxes in boxes.
+    """Takes the values out of all boxes of a tree.
 
     Where a mesh is known, by ``jax.set_mesh``, ``with mesh:`` or the box itself, a value is laid
-    out as its box says; so a gradient or update made of it is, too.
+    out by its box; so a gradient or update made of it is, too.
 
     Args:
         tree: A boxed tree.
@@ -233,7 +230,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
 
     def unboxed(path: Path, leaf: Any) -> Any:
         if isinstance(leaf, Variable):
-            leaf = box_of(leaf).replace_boxed(leaf.value)
+            leaf = _box_of(leaf).replace_boxed(leaf.value)
         if not isinstance(leaf, AxisMetadata):
             return leaf
         known = in_scope or getattr(leaf, "mesh", None) is not None
@@ -244,7 +241,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
 
 
 def replace_boxed(tree: Any, values: Any) -> Any:
-    """Puts other values into the boxes of a tree; ``replace_boxed(t, unbox(t))`` is ``t``.
+    """Puts other values into the boxes of a tree.
 
     Args:
         tree: A boxed tree.
@@ -262,7 +259,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
         >>> replace_boxed(tree, {"w": jnp.zeros(3), "step": 4})
         {'step': 4, 'w': Partitioned(float32[3], names=('model',))}
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_leaf)
+    subtrees, treedef = walk(tree)
     try:
         others = treedef.flatten_up_to(values)
     except ValueError as error:
@@ -270,11 +267,21 @@ def replace_boxed(tree: Any, values: Any) -> Any:
             f"The values do not fit the boxed tree: {error}. Give them in the form that "
             "unbox(tree) has."
         ) from error
-    return treedef.unflatten(map(_replaced, leaves, others))
+
+    def replaced(leaf: Any, value: Any) -> Any:
+        if isinstance(leaf, Variable):
+            return _variable_of(replaced(_box_of(leaf), value))
+        if not isinstance(leaf, AxisMetadata):
+            return value
+        return leaf.replace_boxed(replace_boxed(leaf.value, value) if _has_boxes(leaf) else value)
+
+    return treedef.unflatten(
+        [replaced(leaf, v) for (_, leaf), v in zip(subtrees, others, strict=True)]
+    )
 
 
 def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
-    """Tells every box of a tree that its value was put together along a new dimension.
+    """Adds a new dimension's name to every box of a tree.
 
     Args:
         tree: A boxed tree, such as ``jax.vmap(init)(keys)`` returns it.
@@ -301,7 +308,7 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
 
 
 def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
-    """Tells every box of a tree that its value is one slice along a dimension.
+    """Removes the name of a dimension from every box of a tree.
 
     The inverse of ``add_axis``, for every index.
 
@@ -327,22 +334,19 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
     return _renamed(tree, lambda box: box.remove_axis(index, params))
 
 
-# --- walking --------------------------------------------------------------------------------------
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (AxisMetadata, Object, State))
-
-
 def _map(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
     """Maps over boxes, objects, States and other leaves, each with its path."""
-    return jax.tree.map_with_path(
-        lambda below, leaf: function((*path, *plain_path(below)), leaf), tree, is_leaf=_is_leaf
-    )
+    subtrees, treedef = walk(tree)
+    return treedef.unflatten([function((*path, *below), leaf) for below, leaf in subtrees])
+
+
+def _has_boxes(box: AxisMetadata[Any]) -> bool:
+    """Whether there are boxes in a box."""
+    return any(is_box(leaf) for _, leaf in walk(box.value)[0])
 
 
 def _located(path: Path, function: Callable[[], Any]) -> Any:
-    """Calls a method of the box at a path, so that its errors say where it is."""
+    """Calls a method of a box; errors get its path."""
     try:
         return function()
     except PartitionCheckError as error:
@@ -351,28 +355,24 @@ def _located(path: Path, function: Callable[[], Any]) -> Any:
             f"{format_path(path)}: cannot be laid out as its box says:{lines}"
         ) from error
     except _LOCATED as error:
-        raise type(error)(f"{format_path(path)}: {error}") from error
-
-
-def _replaced(leaf: Any, value: Any) -> Any:
-    if isinstance(leaf, Variable):
-        return variable_of(_filled(box_of(leaf), value))
-    return _filled(leaf, value) if isinstance(leaf, AxisMetadata) else value
-
-
-def _filled(box: B, value: Any) -> B:
-    inner = jax.tree.leaves(box.value, is_leaf=_is_leaf)
-    return box.replace_boxed(replace_boxed(box.value, value) if any(map(is_box, inner)) else value)
+        kind: Any = type(error)
+        raise kind(f"{format_path(path)}: {error}") from error
 
 
 def _renamed(tree: Any, rename: Callable[[Any], Any]) -> Any:
-    """Gives every box other names, also boxes in boxes, Variables and entries of States."""
+    """Renames every box, also boxes in boxes, Variables and entries of States."""
 
     def renamed(path: Path, leaf: Any) -> Any:
         if isinstance(leaf, State):
-            return _renamed_state(path, leaf, rename)
+            origins: dict[Path, Origin] = {}
+            for below, origin in leaf.origins().items():
+                kind, metadata = origin.variable_type, origin.all_metadata
+                box: Any = VariableBox(None, origin.axes, kind, metadata)
+                names = _located((*path, *below), lambda box=box: rename(box)).names
+                origins[below] = Origin(kind, metadata.replace(axes=names))
+            return State.from_flat(leaf.flat(), origins)
         if isinstance(leaf, Variable):
-            return variable_of(_located(path, lambda: rename(box_of(leaf))))
+            return _variable_of(_located(path, lambda: rename(_box_of(leaf))))
         if isinstance(leaf, Object):
             raise BoxError(
                 f"{format_path(path)}: a {type(leaf).__name__} is no box, and its Variables have "
@@ -382,17 +382,6 @@ def _renamed(tree: Any, rename: Callable[[Any], Any]) -> Any:
         if not isinstance(leaf, AxisMetadata):
             return leaf
         box = _located(path, lambda: rename(leaf))
-        if any(map(is_box, jax.tree.leaves(box.value, is_leaf=_is_leaf))):
-            return box.replace_boxed(_map(renamed, box.value, path))
-        return box
+        return box.replace_boxed(_map(renamed, box.value, path)) if _has_boxes(box) else box
 
     return _map(renamed, tree)
-
-
-def _renamed_state(path: Path, state: State, rename: Callable[[Any], Any]) -> State:
-    origins: dict[Path, Origin] = {}
-    for below, origin in state.origins().items():
-        box = VariableBox(None, origin.axes, origin.variable_type, origin.all_metadata)
-        names = _located((*path, *below), lambda box=box: rename(box)).names
-        origins[below] = Origin(origin.variable_type, origin.all_metadata.replace(axes=names))
-    return State.from_flat(state.flat(), origins)

@@ -38,8 +38,7 @@ from shardax._core.object import Object
 from shardax.host.errors import StaleModuleError, WorkerCrashedError, WorkerTimeoutError
 from shardax.host.pickling import dumps, loads
 from shardax.host.workers.worker import Worker
-from shardax.partition.boxes.boxes import AxisMetadata
-from shardax.partition.boxes.partitioned import LogicallyPartitioned
+from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned
 from shardax.partition.specs import abstract
 from shardax.plan.compile.cache import ProgramCache, cache_folder
 from shardax.plan.compile.compilers import compiler_for

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardax.partition.findings import did_you_mean
+from shardax.partition.errors import did_you_mean
 from shardax.plan.errors import HardwareError, PlanFileError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.hardware.known import find_hardware

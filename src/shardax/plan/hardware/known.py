@@ -12,7 +12,7 @@ Latencies are orders of magnitude, not measurements. They matter for arrays of k
 
 from __future__ import annotations
 
-from shardax.partition.findings import did_you_mean
+from shardax.partition.errors import did_you_mean
 from shardax.plan.errors import HardwareError
 from shardax.plan.hardware.hardware import Hardware
 

@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shardax.partition.findings import did_you_mean
+from shardax.partition.errors import did_you_mean
 from shardax.partition.mesh import mesh_text
 from shardax.plan.errors import TargetError
 from shardax.plan.hardware.hardware import KINDS, Hardware

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardax.hlo.facts import Collective
-from shardax.partition.findings import did_you_mean
+from shardax.partition.errors import did_you_mean
 from shardax.plan.errors import PlanInputError
 from shardax.plan.records import LayoutReport
 from shardax.plan.report.columns import (

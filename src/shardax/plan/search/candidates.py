@@ -30,10 +30,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardax.partition.inventory import Survey
+from shardax.partition.inventory import TreeInventory
 from shardax.partition.rules import (
     Names,
-    Target,
+    SpecEntry,
     assign,
     mesh_axes_of,
     strings,
@@ -54,7 +54,7 @@ class Assigned:
     """
 
     layout: Layout
-    entries: tuple[tuple[Target, ...], ...]
+    entries: tuple[tuple[SpecEntry, ...], ...]
     order: tuple[int, ...]
 
 
@@ -133,10 +133,10 @@ def names_of_batch(inputs: Inputs) -> Iterable[str]:
 
 
 def _names_of(inputs: Inputs, kinds: Sequence[str]) -> Iterable[str]:
-    for slot, kind in zip(Survey(inputs.tree).slots, inputs.kinds, strict=True):
+    for leaf, kind in zip(TreeInventory(inputs.tree).leaves, inputs.kinds, strict=True):
         if kind in kinds:
-            for info in slot.arrays:
-                yield from strings(slot.names_of(info) or ())
+            for info in leaf.arrays:
+                yield from strings(leaf.names_of(info) or ())
 
 
 # --- Candidates ---
@@ -237,10 +237,10 @@ def _assignments(
             yield None if whole else _assigned(dimensions, space, mesh, rules, chosen, arrays)
 
 
-def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[Target]:
+def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[SpecEntry]:
     """None, each mesh axis, and all of several in the order of the mesh."""
     axes = [axis for axis, size in mesh if size > 1 and not (inner_only and axis == SLICE_AXIS)]
-    found: list[Target] = [None]
+    found: list[SpecEntry] = [None]
     for count in range(1, len(axes) + 1):
         for several in itertools.combinations(axes, count):
             found.append(several[0] if count == 1 else several)
@@ -251,8 +251,8 @@ def _assigned(
     dimensions: Dimensions,
     space: SearchSpace,
     mesh: tuple[tuple[str, int], ...],
-    rules: dict[str, Target],
-    chosen: Sequence[Target],
+    rules: dict[str, SpecEntry],
+    chosen: Sequence[SpecEntry],
     arrays: Sequence[tuple[tuple[int, ...], Names]],
 ) -> Assigned | None:
     sizes = dict(mesh)
@@ -277,7 +277,7 @@ def _name(
     dimensions: Dimensions,
     space: SearchSpace,
     mesh: tuple[tuple[str, int], ...],
-    chosen: Sequence[Target],
+    chosen: Sequence[SpecEntry],
 ) -> str:
     """Such as ``batch=data mlp=model (8x2)``; a group is called by the name with most work."""
     work: dict[str, float] = {}

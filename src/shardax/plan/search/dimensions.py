@@ -21,14 +21,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from shardax._core.object import Object
 from shardax._transforms.jit.abstract_eval import make_jaxpr
 from shardax._transforms.jit.jit import Jit
 from shardax.partition.context import mark_names, marking_names
 from shardax.partition.inventory import (
-    Slot,
-    Survey,
-    arrays_in,
-    with_arrays,
+    LeafInfo,
+    TreeInventory,
 )
 from shardax.partition.rules import (
     Names,
@@ -201,19 +200,19 @@ def _main_dtype(products: Iterable[RawProduct]) -> str:
 
 
 def _named_arguments(inputs: Inputs) -> Iterable[tuple[tuple[int, ...], tuple[Any, ...]]]:
-    for slot, named in _names_of_slots(inputs):
-        for info, names in zip(slot.arrays, named, strict=True):
+    for leaf, named in _names_of_leaves(inputs):
+        for info, names in zip(leaf.arrays, named, strict=True):
             if names is not None:
                 yield tuple(info.shape), names
 
 
-def _names_of_slots(inputs: Inputs) -> list[tuple[Slot, list[Names | None]]]:
-    """The logical names of each array of each slot of the arguments, in the order of slots."""
-    found: list[tuple[Slot, list[Names | None]]] = []
-    for slot in Survey(inputs.tree).slots:
-        logical = not isinstance(slot.axes, PartitionSpec)  # else the names are those of mesh axes
-        names = [slot.names_of(info) if logical else None for info in slot.arrays]
-        found.append((slot, [None if each is None else check_names(each) for each in names]))
+def _names_of_leaves(inputs: Inputs) -> list[tuple[LeafInfo, list[Names | None]]]:
+    """The logical names of each array of each leaf of the arguments, in the order of leaves."""
+    found: list[tuple[LeafInfo, list[Names | None]]] = []
+    for leaf in TreeInventory(inputs.tree).leaves:
+        logical = not isinstance(leaf.axes, PartitionSpec)  # else the names are those of mesh axes
+        names = [leaf.names_of(info) if logical else None for info in leaf.arrays]
+        found.append((leaf, [None if each is None else check_names(each) for each in names]))
     return found
 
 
@@ -257,26 +256,26 @@ def _summed(walk: Walk, reached: Mapping[int, frozenset[str]]) -> tuple[Product,
 def _static(inputs: Inputs) -> tuple[int, ...]:
     """Positions of arguments in which there is no array."""
     values = enumerate(inputs.tree.values())
-    return tuple(position for position, value in values if not Survey(value).slots)
+    return tuple(position for position, value in values if not TreeInventory(value).leaves)
 
 
 def _marked(inputs: Inputs) -> Callable[..., Any]:
     """The step, with the names of its arguments left in the program where it begins."""
     step = inputs.step.__wrapped__ if isinstance(inputs.step, Jit) else inputs.step
-    named = [names for _, names in _names_of_slots(inputs)]
+    named = [names for _, names in _names_of_leaves(inputs)]
 
     def run(*args: Any) -> Any:
-        survey = Survey(dict(zip(inputs.names, args, strict=True)))
-        names_by_slot = dict(zip(map(id, survey.slots), named, strict=True))
-        values: dict[int, Any] = {}
-        for slot, value in survey.values():
-            names = names_by_slot[id(slot)]
-            arrays = zip(arrays_in(slot, value), names, strict=True)
-            made = with_arrays(slot, value, [_mark(array, each) for array, each in arrays])
-            if slot.variable is not None and any(each is not None for each in names):
-                slot.variable.value = made
-            values[id(slot)] = made
-        tree = survey.arrange([values[id(s)] for s in survey.slots], lambda part: part.value)
+        inventory = TreeInventory(dict(zip(inputs.names, args, strict=True)))
+        values: list[Any] = []
+        for leaf, names in zip(inventory.leaves, named, strict=True):
+            arrays = zip(leaf.arrays_in(leaf.value), names, strict=True)
+            made = leaf.with_arrays(leaf.value, [_mark(array, each) for array, each in arrays])
+            if leaf.variable is not None and any(each is not None for each in names):
+                leaf.variable.value = made
+            values.append(made)
+        tree = inventory.unflatten(
+            lambda part: part.value if isinstance(part.value, Object) else part.filled(values)
+        )
         marked = zip(inputs.names, args, strict=True)
         return step(*(arg if tree[name] is None else tree[name] for name, arg in marked))
 

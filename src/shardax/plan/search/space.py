@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardax.partition.findings import did_you_mean
+from shardax.partition.errors import did_you_mean
 from shardax.partition.rules import Rules, mesh_axes_of, strings
 from shardax.plan.errors import PlanInputError
 from shardax.plan.search.dimensions import Dimensions

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constraints: saying inside a program how an array is laid out, by axis names.
+"""Constraints: layouts of arrays inside programs, by axis names.
 
-What a constraint does depends on the *axis types* of the mesh. Over an Auto axis the compiler is
-told (``jax.lax.with_sharding_constraint``); over an Explicit axis, whose sharding is part of the
+The effect of a constraint depends on the *axis types* of the mesh. Over an Auto axis the compiler
+is told (``jax.lax.with_sharding_constraint``); over an Explicit axis, whose sharding is part of the
 array's type, the array is resharded (``jax.sharding.reshard``); over a Manual axis, as inside
 ``jax.shard_map``, the array is the device's own part already, and the axis is left out. One mesh
-may have all three. A constraint is never dropped without a word: where there is no mesh, that is an
-error unless it was asked to be ignored. So it is under ``use_abstract_mesh`` alone over Auto axes,
-where JAX would drop it; but JAX keeps one trace for a mesh with devices and without, so a function
-that was traced under ``jax.set_mesh`` before is not asked again.
+may have all three. A constraint is never dropped silently: without a mesh it is an error unless the
+caller asked for it to be ignored, and so it is under ``use_abstract_mesh`` alone over Auto axes,
+where JAX would drop it. (JAX keeps one trace for a mesh with devices and without, so a function
+traced under ``jax.set_mesh`` before is not asked again.)
 
-Where a program is traced, what counts is the mesh *as it is seen there*: inside ``jax.shard_map``,
-``jax.sharding.auto_axes`` and ``jax.sharding.explicit_axes`` some axes of a mesh have other types
-than outside. A dimension that is split over axes of both kinds has the Explicit ones outermost,
-whatever the order in its rule: a type can say nothing about an Auto axis, so JAX lays out what the
-type says first.
+During tracing the mesh counts *as seen there*: inside ``jax.shard_map``, ``jax.sharding.auto_axes``
+and ``jax.sharding.explicit_axes`` some axes have other types than outside. A dimension that is
+split over axes of both kinds has the Explicit ones outermost, whatever the order in its rule: a
+type cannot mention an Auto axis, so JAX lays out the type's axes first.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.paths import format_path
 from shardax._transforms.errors import MeshError, NoMeshError
-from shardax.partition.checker import LaidOutArray, judge
+from shardax.partition.checker import diagnose
 from shardax.partition.context import (
     OnNoMesh,
-    current_rules,
     is_marking,
     mark_names,
     resolve_on_no_mesh,
@@ -47,11 +45,13 @@ from shardax.partition.rules import (
     Names,
     Rules,
     RulesLike,
-    Target,
+    SpecEntry,
     check_names,
     mesh_axes_of,
     strings,
 )
+
+_TO_IGNORE = "To run without a mesh or rules too, say constrain(..., on_no_mesh='ignore')."
 
 
 def constrain(
@@ -62,7 +62,7 @@ def constrain(
     *,
     on_no_mesh: OnNoMesh | None = None,
 ) -> jax.Array:
-    """Lays an array out by the names of its dimensions, inside a program or outside.
+    """Lays an array out by axis names, inside a program or outside.
 
     Works in any transform of shardax or JAX, and can be differentiated.
 
@@ -113,13 +113,30 @@ def constrain(
     if not _has_devices(where, array):
         if policy == "ignore":
             return array
-        raise _no_devices(array, names, where)
-    chosen = current_rules() if rules is None else resolve_rules(rules)
+        raise MeshError(
+            f"{_intro(array, names)} {where} has no devices, and nothing says which the program is "
+            "for, so JAX would drop the constraint. Call the compiled function under "
+            "jax.set_mesh(mesh), not use_abstract_mesh; or pass mesh=mesh; or, without a mesh in "
+            "scope, give it arrays that are laid out over one, or jax.ShapeDtypeStruct(..., "
+            f"sharding=...). {_TO_IGNORE}"
+        )
+    chosen = resolve_rules(rules)
     has_names = next(iter(strings(names)), None) is not None
-    if where is None or (rules is None and not chosen and has_names):
+    if where is None:
         if policy == "ignore":
             return array
-        raise _nothing_to_go_by(array, names, where)
+        raise NoMeshError(
+            f"{_intro(array, names)} no mesh was given, none is in scope, and the array is not "
+            "laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass mesh=mesh. "
+            f"{_TO_IGNORE}"
+        )
+    if rules is None and not chosen and has_names:
+        if policy == "ignore":
+            return array
+        raise NoRulesError(
+            f"{_intro(array, names)} no rules were given and none are in scope. Put them in "
+            f"scope, with sx.axis_rules(rules): ..., or pass rules=rules. {_TO_IGNORE}"
+        )
     manual = frozenset(_axes_of_type(where, AxisType.Manual))
     entries = _entries(array, names, where, chosen, manual)
     if manual and len(manual) == len(where.axis_names):
@@ -129,10 +146,12 @@ def constrain(
     except ShardaxError:
         raise
     except Exception as error:  # of classes that JAX keeps to itself
-        raise _refused_by_jax(array, names, entries, where, error) from error
-
-
-# --- what is asked for ---------------------------------------------------------------------------
+        raise ConstraintError(
+            f"{_intro(array, names)} JAX refuses {PartitionSpec(*entries)} over {where} here: "
+            f"{error}\nUnder vmap, a mesh axis that splits the mapped dimension (by an Explicit "
+            "type or spmd_axis_name) is taken: give the names inside the mapped function other "
+            "mesh axes, or None, by rules of their own."
+        ) from error
 
 
 def _as_array(x: Any, names: Names) -> jax.Array:
@@ -153,45 +172,8 @@ def _intro(array: Any, names: Names) -> str:
     return f"Cannot constrain an array {array.dtype}{list(array.shape)} by {names}:"
 
 
-def _nothing_to_go_by(array: Any, names: Names, mesh: AnyMesh | None) -> Exception:
-    if mesh is None:
-        return NoMeshError(
-            f"{_intro(array, names)} no mesh was given, none is in scope, and the array is not "
-            "laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass mesh=mesh. "
-            "A function that shall also run without a mesh can say "
-            "constrain(..., on_no_mesh='ignore')."
-        )
-    return NoRulesError(
-        f"{_intro(array, names)} no rules were given and none are in scope. Put them in scope, "
-        "with sx.axis_rules(rules): ..., or pass rules=rules. A function that shall also run "
-        "without rules can say constrain(..., on_no_mesh='ignore')."
-    )
-
-
-def _no_devices(array: Any, names: Names, mesh: AnyMesh | None) -> MeshError:
-    return MeshError(
-        f"{_intro(array, names)} {mesh} has no devices, and nothing else says which devices the "
-        "program is for, so JAX would drop the constraint. Call the compiled function under "
-        "jax.set_mesh(mesh) and not under use_abstract_mesh; or pass the mesh itself, mesh=mesh; "
-        "or, without any mesh in scope, give the function arrays that are laid out over one, or "
-        "shapes, jax.ShapeDtypeStruct(..., sharding=...). A function that shall also run without "
-        "a mesh can say constrain(..., on_no_mesh='ignore')."
-    )
-
-
-def _refused_by_jax(
-    array: Any, names: Names, entries: tuple[Target, ...], mesh: AnyMesh, error: Exception
-) -> ConstraintError:
-    return ConstraintError(
-        f"{_intro(array, names)} JAX refuses {PartitionSpec(*entries)} over {mesh} here: {error}\n"
-        "Under vmap, a mesh axis that splits the mapped dimension (over Explicit axes by the "
-        "array's type, else by spmd_axis_name) is taken: give the names inside the mapped function "
-        "other mesh axes, or None, by rules of their own."
-    )
-
-
 def _mesh_for(array: jax.Array, given: AnyMesh | None) -> AnyMesh | None:
-    """The mesh to constrain over: given, in scope, or that of the array; as it is seen here."""
+    """The mesh given, in scope, or of the array, as seen here."""
     inside = jax.sharding.get_abstract_mesh()
     own = _own_mesh(array)
     if given is None:
@@ -215,7 +197,7 @@ def _mesh_for(array: jax.Array, given: AnyMesh | None) -> AnyMesh | None:
 
 
 def _has_devices(mesh: AnyMesh | None, array: jax.Array) -> bool:
-    """Whether something says which devices a program is for; else JAX would drop the constraint.
+    """Whether the devices of a program are known; else JAX drops constraints.
 
     Over axes that are not Auto, JAX says so itself, and outside of programs ``_move`` does.
     """
@@ -229,7 +211,7 @@ def _has_devices(mesh: AnyMesh | None, array: jax.Array) -> bool:
 
 
 def _own_mesh(array: jax.Array) -> AnyMesh | None:
-    """The mesh that an array is laid out over, as far as that is known."""
+    """The known mesh of an array."""
     if not isinstance(array, Tracer):
         return array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
     mesh = jax.typeof(array).sharding.mesh
@@ -237,7 +219,7 @@ def _own_mesh(array: jax.Array) -> AnyMesh | None:
 
 
 def _as_seen(mesh: AnyMesh, seen: AnyMesh | None) -> AnyMesh:
-    """The mesh with the axis types of ``seen``, if that is the same mesh otherwise."""
+    """The mesh with the axis types of ``seen``, if otherwise equal."""
     if seen is None or tuple(seen.shape.items()) != tuple(mesh.shape.items()):
         return mesh
     if seen.axis_types == mesh.axis_types:
@@ -253,26 +235,19 @@ def _axes_of_type(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
 
 def _entries(
     array: jax.Array, names: Names, mesh: AnyMesh, rules: Rules, manual: frozenset[str]
-) -> tuple[Target, ...]:
-    """One spec entry per dimension, without Manual axes.
-
-    Raises:
-        ConstraintError: If the array cannot be laid out so.
-    """
-    assignment = rules.assign(names)
-    entries = tuple(_without(target, manual) for target in assignment.entries)
-    laid_out = LaidOutArray(
-        (), names, tuple(array.shape), assignment._replace(entries=entries), rules
-    )
-    errors = [f for f in judge(laid_out, mesh) if f.severity == "error"]
+) -> tuple[SpecEntry, ...]:
+    """One spec entry per dimension, without Manual axes; raises ConstraintError."""
+    entries = tuple(_without(target, manual) for target in rules.assign(names).entries)
+    found = diagnose(tuple(array.shape), names, entries, mesh, rules=rules)
+    errors = [diagnostic for diagnostic in found if diagnostic.severity == "error"]
     if errors:
-        # A finding begins with the path of its array, and this one has none.
-        lines = "".join(f"\n  {str(f).removeprefix(format_path(()) + ': ')}" for f in errors)
+        # A message begins with the path of its array, and this one has none.
+        lines = "".join(f"\n  {str(d).removeprefix(format_path(()) + ': ')}" for d in errors)
         raise ConstraintError(_intro(array, names) + lines)
     return entries
 
 
-def _without(target: Target, axes: frozenset[str]) -> Target:
+def _without(target: SpecEntry, axes: frozenset[str]) -> SpecEntry:
     """The target without some mesh axes."""
     kept = tuple(axis for axis in mesh_axes_of(target) if axis not in axes)
     if len(kept) == len(mesh_axes_of(target)):
@@ -280,10 +255,7 @@ def _without(target: Target, axes: frozenset[str]) -> Target:
     return kept[0] if len(kept) == 1 else kept or None
 
 
-# --- doing it ------------------------------------------------------------------------------------
-
-
-def _apply(array: jax.Array, entries: tuple[Target, ...], mesh: AnyMesh) -> jax.Array:
+def _apply(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> jax.Array:
     if isinstance(array, Tracer):
         return lay_out_traced(array, entries, mesh)
     if is_eager() or not isinstance(jnp.zeros(()), Tracer):
@@ -294,20 +266,15 @@ def _apply(array: jax.Array, entries: tuple[Target, ...], mesh: AnyMesh) -> jax.
     return lay_out_traced(moved, entries, mesh)
 
 
-def lay_out_traced(array: jax.Array, entries: Sequence[Target], mesh: AnyMesh) -> jax.Array:
-    """Lays out an array inside a program, over mesh axes of every type but Manual.
-
-    Args:
-        array: A tracer.
-        entries: One spec entry per dimension; further dimensions are not split.
-        mesh: The mesh.
-    """
+def lay_out_traced(array: jax.Array, entries: Sequence[SpecEntry], mesh: AnyMesh) -> jax.Array:
+    """Lays out a tracer over all mesh axes but Manual ones."""
     entries = _full(entries, array.ndim)
     explicit = frozenset(_axes_of_type(mesh, AxisType.Explicit))
     automatic = frozenset(_axes_of_type(mesh, AxisType.Auto))
     if explicit:
         present = tuple(
-            _only(entry, explicit) for entry in _full(jax.typeof(array).sharding.spec, array.ndim)
+            tuple(axis for axis in mesh_axes_of(entry) if axis in explicit) or None
+            for entry in _full(jax.typeof(array).sharding.spec, array.ndim)
         )
         typed = tuple(_without(entry, automatic) for entry in entries)
         spec = PartitionSpec(*_fill_unconstrained(typed, present))
@@ -318,14 +285,11 @@ def lay_out_traced(array: jax.Array, entries: Sequence[Target], mesh: AnyMesh) -
     return array
 
 
-def _move(array: jax.Array, entries: tuple[Target, ...], mesh: AnyMesh) -> jax.Array:
-    """Lays out an array outside of a program: it is moved, whatever the axis types."""
+def _move(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> jax.Array:
+    """Moves an array outside of a program, whatever the axis types."""
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     now = array.sharding
-    own = (
-        now
-        if isinstance(now, NamedSharding) and now.mesh.abstract_mesh == _abstract(mesh)
-        else None
-    )
+    own = now if isinstance(now, NamedSharding) and now.mesh.abstract_mesh == abstract else None
     if isinstance(mesh, AbstractMesh) and own is None:
         raise MeshError(
             f"Outside of a compiled function an array cannot be laid out over {mesh}, which has no "
@@ -337,24 +301,16 @@ def _move(array: jax.Array, entries: tuple[Target, ...], mesh: AnyMesh) -> jax.A
     return jax.device_put(array, NamedSharding(devices, spec))
 
 
-def _abstract(mesh: AnyMesh) -> AbstractMesh:
-    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-
-
-def _full(spec: Iterable[Target], ndim: int) -> tuple[Target, ...]:
+def _full(spec: Iterable[SpecEntry], ndim: int) -> tuple[SpecEntry, ...]:
     """A spec with one entry per dimension."""
     entries = tuple(spec)
     return entries + (None,) * (ndim - len(entries))
 
 
-def _only(target: Target, axes: frozenset[str]) -> Target:
-    return tuple(axis for axis in mesh_axes_of(target) if axis in axes) or None
-
-
 def _fill_unconstrained(
-    entries: tuple[Target, ...], present: tuple[Target, ...]
-) -> tuple[Target, ...]:
-    """Leaves unconstrained dimensions as they are, but for mesh axes that others now want."""
+    entries: tuple[SpecEntry, ...], present: tuple[SpecEntry, ...]
+) -> tuple[SpecEntry, ...]:
+    """Keeps entries of unconstrained dimensions, but for mesh axes now taken."""
     taken = frozenset(axis for entry in entries for axis in mesh_axes_of(entry))
     return tuple(
         _without(now, taken) if entry is UNCONSTRAINED else entry
