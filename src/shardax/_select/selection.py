@@ -72,6 +72,9 @@ def select(tree: Any, *, every_path: bool = False) -> Selection:
         every_path: Whether an object that is reached by several paths is selected at each of them
             by itself. An edit then changes it at the selected paths only, which unties it.
 
+    Returns:
+        The selection of the whole tree.
+
     Example:
         >>> import jax, shardax as sx
         >>> model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))

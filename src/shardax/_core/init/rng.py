@@ -58,6 +58,9 @@ def debug_key_reuse() -> Iterator[None]:
     are repeated on purpose, such as those of a restored model, belong outside of the block. It
     belongs to the thread that enters the block.
 
+    Yields:
+        None.
+
     Raises:
         RepeatedKeyError: Inside of the block: if a stream draws a key that was drawn in it before.
         jax.errors.KeyReuseError: Inside of the block: if a key is used twice.

@@ -65,7 +65,7 @@ class FlatTree:
         return _Encoded(self.walk.encode(leaf, plain_path(keys)))
 
     def matching(self, filters: Sequence[Filter]) -> list[tuple[int, Path, Any]]:
-        """Returns (position, path, Variable) of those that any filter matches; no filter: all."""
+        """Returns (position, path, Variable) of what any filter matches."""
         named = [(i, self.walk.paths[i], self.walk.objects[i]) for i in self.variables]
         found = matching(filters or (...,), [(path, variable) for _, path, variable in named])
         return [named[i] for i in found]
