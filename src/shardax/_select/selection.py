@@ -54,11 +54,10 @@ from shardax._select.predicates import (
     with_path,
 )
 
+# A dict key that a path shows as an attribute: ``['name']`` for ``.name``.
 _QUOTED_NAME = re.compile(r"""\[(['"])([^\W\d]\w*)\1\]""")
-"""A dict key that a path shows as an attribute: ``['name']`` for ``.name``."""
 
-_MOST = 12
-"""How many places an error lists."""
+_MOST = 12  # how many places an error lists
 
 
 _UNSET: Any = object()

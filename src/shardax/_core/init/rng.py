@@ -41,8 +41,7 @@ from shardax._core.variable import RngState
 
 # --- key reuse ------------------------------------------------------------------------------------
 
-Notes = dict[tuple[Any, bytes, int], str]
-"""Where each (generator, base key, count) was drawn."""
+Notes = dict[tuple[Any, bytes, int], str]  # where each (generator, base key, count) was drawn
 
 _block: ContextVar[Notes | None] = ContextVar("shardax_drawn_keys", default=None)
 _process: list[Notes] = []
@@ -340,8 +339,7 @@ class Rngs(Module):
         return child
 
 
-_SCOPE = 0x5C09E
-"""Separates the keys of scopes from the keys that a stream hands out."""
+_SCOPE = 0x5C09E  # separates the keys of scopes from the keys that a stream hands out
 
 
 def _named(source: Any, name: str) -> Any:
