@@ -118,3 +118,10 @@ def test_what_names_no_device_is_refused(name: Any) -> None:
 def test_a_device_that_is_not_there_is_refused(name: str, message: str) -> None:
     with pytest.raises(DeviceError, match=message), sx.default_device(name):
         pass
+
+
+def test_dtypes_and_devices_by_name() -> None:
+    assert defaults.exact_dtype("bfloat16") == jnp.bfloat16
+    assert defaults.exact_dtype(float) == jnp.zeros(()).dtype
+    assert defaults.parse_device("cpu") == ("cpu", 0)
+    assert defaults.parse_device("gpu:1") == ("gpu", 1)

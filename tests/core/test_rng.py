@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import shardax as sx
 from shardax._core.errors import ReservedNameError, SeedError, UnknownStreamError
+from shardax._core.init.lazy import KeySource
+from shardax._core.init.rng import seed_source
 
 
 def bits(key: jax.Array) -> tuple[int, ...]:
@@ -212,3 +214,9 @@ def test_no_key_is_used_twice() -> None:
         normal = jax.nn.initializers.normal()
         for param in [sx.Param(sx.Init(normal, (2,), rngs=rngs)) for _ in range(2)]:
             assert param.value.shape == (2,)
+
+
+def test_seeds_beyond_32_bits_fold_their_other_words() -> None:
+    assert seed_source(7) == KeySource(7)
+    assert seed_source(2**32 + 7) == KeySource(7, (1, 0))
+    assert seed_source(-1) != seed_source(2**32 - 1)

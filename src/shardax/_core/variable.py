@@ -76,10 +76,10 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     """
 
     __slots__ = ("__weakref__", "_labels", "_lock", "_marked", "_metadata", "_owner", "_value")
+    # The labels under which ``_core.state.bind`` took the Variable out of trees; usually unset.
     _labels: tuple[Path, ...]
-    """The labels under which ``_core.state.bind`` took the Variable out of trees; usually unset."""
+    # The stacked Variable that this one is a view of (``_core.graph.views``), or None.
     _parent: Any = None
-    """The stacked Variable that this one is a view of (``_core.graph.views``), or None."""
 
     def __init__(self, value: Any, *, axes: Any = None, **metadata: Any) -> None:
         self._owner: Frame | None = owner_here()

@@ -59,8 +59,7 @@ class CombineError(SelectionError):
     """Parts of a tree are incomplete or differ."""
 
 
-ABSENT: Any = object()
-"""What ``descend`` finds where there is nothing."""
+ABSENT: Any = object()  # what ``descend`` finds where there is nothing
 
 
 class Place(NamedTuple):

@@ -54,11 +54,10 @@ from shardax._select.predicates import (
     with_path,
 )
 
+# A dict key that a path shows as an attribute: ``['name']`` for ``.name``.
 _QUOTED_NAME = re.compile(r"""\[(['"])([^\W\d]\w*)\1\]""")
-"""A dict key that a path shows as an attribute: ``['name']`` for ``.name``."""
 
-_MOST = 12
-"""How many places an error lists."""
+_MOST = 12  # how many places an error lists
 
 
 _UNSET: Any = object()
@@ -71,6 +70,9 @@ def select(tree: Any, *, every_path: bool = False) -> Selection:
         tree: A Module, a Variable, or any pytree with or without these.
         every_path: Whether an object that is reached by several paths is selected at each of them
             by itself. An edit then changes it at the selected paths only, which unties it.
+
+    Returns:
+        The selection of the whole tree.
 
     Example:
         >>> import jax, shardax as sx

@@ -299,7 +299,7 @@ class ChildDecoder:
 
     __slots__ = ("objects",)
 
-    def __init__(self, objects: Sequence[Any]) -> None:
+    def __init__(self, objects: list[Any]) -> None:
         self.objects = objects
 
     def __call__(self, child: Any) -> Any:
@@ -317,7 +317,7 @@ def assemble(
     given: Mapping[int, Any],
     owner: Any,
     lock: str | None = None,
-    decoder: Callable[[Sequence[Any]], ChildDecoder] = ChildDecoder,
+    decoder: Callable[[list[Any]], ChildDecoder] = ChildDecoder,
 ) -> ChildDecoder:
     """Makes the objects of definitions; Variables, at least, are given."""
     objects = [
@@ -333,7 +333,7 @@ def assemble(
 
 def build(
     graphdef: GraphDef, values: Iterable[Any], owner: Any, lock: str | None = None
-) -> tuple[list[Any], Sequence[Any]]:
+) -> tuple[list[Any], list[Any]]:
     """Returns new (roots, objects) from a structure and values."""
     definitions = graphdef.objects
     given = {}

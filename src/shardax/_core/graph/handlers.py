@@ -34,8 +34,8 @@ from shardax._core.graph.paths import plain_path
 from shardax._core.graph.static import Static
 from shardax._core.object import Object, Placeholder, Wrapper
 
+# (key, child) for every child, in order. A key is a step of a path; None adds none.
 Pairs = Sequence[tuple[Any, Any]]
-"""(key, child) for every child, in order. A key is a step of a path; None adds none."""
 
 
 def _attribute_text(value: Any, key: Any) -> tuple[str, str]:
@@ -227,6 +227,7 @@ NODE = Handler(
 _rows: list[tuple[type, Callable[[type], bool] | None, Handler]] = []
 _by_name: dict[str, Handler] = {each.name: each for each in (LEAF, NODE)}
 _known: dict[type, Handler] = {}  # what was looked up, so that a walk costs one lookup per value
+_MOST_KNOWN = 4096  # bounded, because it keeps types alive
 
 
 def register(cls: type, handler: Handler, where: Callable[[type], bool] | None = None) -> None:
@@ -262,6 +263,8 @@ def _look_up(kind: type) -> Handler:
         for cls, where, handler in reversed(_rows)
         if issubclass(kind, cls) and (where is None or where(kind))
     )
+    if len(_known) > _MOST_KNOWN:
+        _known.clear()
     _known[kind] = handler = next(matching, LEAF)
     return handler
 

@@ -32,8 +32,8 @@ from shardax._core.object import Object
 _PLAIN_TYPES = frozenset(
     {bool, int, str, bytes, type(None), type(Ellipsis), type(NotImplemented), type, range, np.dtype}
 )
+# Closures nested deeper than this are compared by identity, which is always safe.
 _MAX_FUNCTION_DEPTH = 12
-"""Closures nested deeper than this are compared by identity, which is always safe."""
 
 
 class _Unkeyable(TypeError):
@@ -260,5 +260,5 @@ def check_axes(axes: Iterable[AxisName] | None) -> Axes | None:
 
 EMPTY = Metadata(None, {})
 
+# Key, in the ``metadata`` option of ``vmap`` and ``scan``, of the mapped dimension's name.
 PARTITION_NAME = "partition_name"
-"""Key, in the ``metadata`` option of ``vmap`` and ``scan``, of the mapped dimension's name."""

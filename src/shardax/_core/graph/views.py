@@ -287,8 +287,7 @@ class _ViewOfVariable:
     def value(self, value: Any) -> None:
         type(self)._plain.value.fset(self, value)
 
-    _plain: Any
-    """The Variable type that this is a view of."""
+    _plain: Any  # the Variable type that this is a view of
 
     @classmethod
     def _make(cls, *parts: Any) -> Any:
@@ -370,8 +369,8 @@ class _Known(weakref.ref[Any]):
     shared: Container[Any]
 
 
+# Every view, by ``id`` of the original and part. An entry keeps the original alive.
 _known: dict[tuple[int, int], _Known] = {}
-"""Every view, by ``id`` of the original and part. An entry keeps the original alive."""
 
 
 def _remember(made: Any, source: Object, index: int, shared: Container[Any]) -> None:

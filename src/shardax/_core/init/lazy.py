@@ -42,11 +42,10 @@ from shardax._core.graph.static import Static
 
 # --- key sources ----------------------------------------------------------------------------------
 
-CHUNK = 64
-"""Keys made by one call of the folding program."""
+CHUNK = 64  # keys made by one call of the folding program
 
+# For ``jax.sharding.use_abstract_mesh``: as if no mesh were in scope.
 NO_MESH = AbstractMesh((), ())
-"""For ``jax.sharding.use_abstract_mesh``: as if no mesh were in scope."""
 
 
 class KeySource(NamedTuple):
@@ -163,6 +162,8 @@ def _seed_words(seed: int, impl: str) -> np.ndarray:
 
 # --- initializer programs -------------------------------------------------------------------------
 
+# Primitives whose every element is the same however the array is cut. An unknown one costs memory,
+# not correctness: the array is then computed whole.
 _ELEMENTWISE = """
 abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type broadcast broadcast_in_dim
 cbrt ceil clamp complex concatenate conj convert_element_type copy cos cosh custom_jvp_call
@@ -173,8 +174,6 @@ reduce_precision rem reshape rev round rsqrt select_n shift_left shift_right_ari
 shift_right_logical sign sin sinh slice sqrt square squeeze stop_gradient sub tan tanh threefry2x32
 transpose xor
 """
-"""Primitives whose every element is the same however the array is cut. An unknown one costs
-memory, not correctness: the array is then computed whole."""
 
 
 class InitializerProgram:

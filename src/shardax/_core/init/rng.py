@@ -41,8 +41,7 @@ from shardax._core.variable import RngState
 
 # --- key reuse ------------------------------------------------------------------------------------
 
-Notes = dict[tuple[Any, bytes, int], str]
-"""Where each (generator, base key, count) was drawn."""
+Notes = dict[tuple[Any, bytes, int], str]  # where each (generator, base key, count) was drawn
 
 _block: ContextVar[Notes | None] = ContextVar("shardax_drawn_keys", default=None)
 _process: list[Notes] = []
@@ -57,6 +56,9 @@ def debug_key_reuse() -> Iterator[None]:
     Inside of a program JAX checks keys, not how often a stream stood at the same count. Draws that
     are repeated on purpose, such as those of a restored model, belong outside of the block. It
     belongs to the thread that enters the block.
+
+    Yields:
+        None.
 
     Raises:
         RepeatedKeyError: Inside of the block: if a stream draws a key that was drawn in it before.
@@ -337,8 +339,7 @@ class Rngs(Module):
         return child
 
 
-_SCOPE = 0x5C09E
-"""Separates the keys of scopes from the keys that a stream hands out."""
+_SCOPE = 0x5C09E  # separates the keys of scopes from the keys that a stream hands out
 
 
 def _named(source: Any, name: str) -> Any:

@@ -65,7 +65,7 @@ class FlatTree:
         return _Encoded(self.walk.encode(leaf, plain_path(keys)))
 
     def matching(self, filters: Sequence[Filter]) -> list[tuple[int, Path, Any]]:
-        """Returns (position, path, Variable) of those that any filter matches; no filter: all."""
+        """Returns (position, path, Variable) of what any filter matches."""
         named = [(i, self.walk.paths[i], self.walk.objects[i]) for i in self.variables]
         found = matching(filters or (...,), [(path, variable) for _, path, variable in named])
         return [named[i] for i in found]
@@ -87,7 +87,7 @@ class FlatTree:
     def rebuilt(
         self,
         variables: Mapping[int, Any],
-        decoder: Callable[[Sequence[Any]], ChildDecoder] = ChildDecoder,
+        decoder: Callable[[list[Any]], ChildDecoder] = ChildDecoder,
     ) -> Any:
         """Returns the tree with new Modules and containers."""
         given = {i: variables.get(i, self.walk.objects[i]) for i in self.variables}
@@ -236,7 +236,7 @@ class _SlotDecoder(ChildDecoder):
 
     __slots__ = ("by_label",)
 
-    def __init__(self, objects: Sequence[Any], by_label: Mapping[Path, Any]) -> None:
+    def __init__(self, objects: list[Any], by_label: Mapping[Path, Any]) -> None:
         super().__init__(objects)
         self.by_label = by_label
 

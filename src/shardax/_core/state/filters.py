@@ -209,11 +209,9 @@ def first_match(predicates: Sequence[Predicate], path: Path, variable: typing.An
 def group_by_filter(
     filters: Sequence[Filter], pairs: Iterable[tuple[Path, typing.Any]], complete: bool = False
 ) -> list[list[int]]:
-    """Returns for each filter the positions of what it is the first to match.
-
-    Every split of a model or a State into groups is this one. A complete one refuses what no filter
-    matches; otherwise that is left out.
-    """
+    """Returns for each filter the positions of what it matches first."""
+    # Every split of a model or a State into groups is this one. A complete one refuses what no
+    # filter matches; otherwise that is left out.
     predicates = to_predicates(filters)
     groups: list[list[int]] = [[] for _ in predicates]
     for i, (path, variable) in enumerate(pairs):

@@ -356,7 +356,12 @@ def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]
 def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable[Any]]]:
     """Yields (path, Variable) pairs in order, each Variable once.
 
-    With filters, those that match any.
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+        *filters: Which Variables, those that match any; none: all.
+
+    Yields:
+        (path, Variable).
 
     Example:
         >>> import shardax as sx
@@ -370,6 +375,12 @@ def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable
 
 def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
     """Yields (path, Module) pairs in order, each Module once.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+
+    Yields:
+        (path, Module), the tree itself included.
 
     Example:
         >>> import shardax as sx
@@ -386,6 +397,12 @@ def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
 
 def find_duplicates(tree: Any) -> list[list[Path]]:
     """Returns the paths of each Variable with several.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them.
+
+    Returns:
+        One list of paths per shared Variable.
 
     Example:
         >>> import shardax as sx
