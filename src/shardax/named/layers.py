@@ -100,10 +100,7 @@ def check_axes(layer: str, option: str, axes: Any, *, empty: bool = False) -> Ax
 
 
 def parameter(
-    initializer: Initializer,
-    axes: AxisSizes,
-    dtype: Any,
-    rngs: Rngs | None,
+    initializer: Initializer, axes: AxisSizes, dtype: Any, rngs: Rngs | None
 ) -> Param[Any]:
     """Makes a lazy parameter whose dimensions have the given names and sizes.
 

@@ -31,11 +31,7 @@ T = TypeVar("T")
 
 
 def shard(
-    tree: T,
-    mapping: Mapping[Any, Any],
-    mesh: AnyMesh | None = None,
-    *,
-    allow_unused: bool = False,
+    tree: T, mapping: Mapping[Any, Any], mesh: AnyMesh | None = None, *, allow_unused: bool = False
 ) -> T:
     """Lays a tree out over a mesh by the names of its axes, in place where that can be.
 
@@ -68,11 +64,7 @@ def shard(
 
 
 def constrain(
-    tree: T,
-    mapping: Mapping[Any, Any],
-    mesh: AnyMesh | None = None,
-    *,
-    allow_unused: bool = False,
+    tree: T, mapping: Mapping[Any, Any], mesh: AnyMesh | None = None, *, allow_unused: bool = False
 ) -> T:
     """Lays a tree out inside a program by the names of its axes.
 

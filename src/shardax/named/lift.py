@@ -84,10 +84,7 @@ def run_lifted(
 
 
 def _along(
-    function: Callable[..., Any],
-    name: Name,
-    gone: Sequence[Name],
-    arguments: _Arguments,
+    function: Callable[..., Any], name: Name, gone: Sequence[Name], arguments: _Arguments
 ) -> Callable[..., Any]:
     """Maps a function of (data, objects) along one name, when some names are gone already."""
     axes = [

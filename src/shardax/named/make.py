@@ -28,14 +28,7 @@ from shardax.named.base import (
     shown,
     sorted_names,
 )
-from shardax.named.elementwise import (
-    Operand,
-    align,
-    check_sizes,
-    expand,
-    joined,
-    operand_of,
-)
+from shardax.named.elementwise import Operand, align, check_sizes, expand, joined, operand_of
 
 # --- Make ---
 

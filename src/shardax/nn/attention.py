@@ -30,14 +30,7 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
 from shardax.nn.linear import Linear
-from shardax.nn.parameters import (
-    LayerInputError,
-    as_array,
-    as_axes,
-    as_size,
-    refuse_input,
-    zeros,
-)
+from shardax.nn.parameters import LayerInputError, as_array, as_axes, as_size, refuse_input, zeros
 from shardax.partition.explicit import explicit_entries
 
 # --- Rope ---

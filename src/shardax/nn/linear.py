@@ -65,11 +65,7 @@ def contract(
     # on CPU then copies both operands.
     contracted = (tuple(range(free, x.ndim)), tuple(dimensions))
     return jax.lax.dot_general(
-        x,
-        kernel,
-        (contracted, ((), ())),
-        preferred_element_type=x.dtype,
-        out_sharding=out_sharding,
+        x, kernel, (contracted, ((), ())), preferred_element_type=x.dtype, out_sharding=out_sharding
     )
 
 

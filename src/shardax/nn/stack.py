@@ -170,12 +170,7 @@ class Stack(Module):
         self._start([make() for _ in range(count)], axis_name, remat, unroll, older)
 
     def _start(
-        self,
-        layers: Sequence[Any],
-        axis_name: str,
-        remat: Any,
-        unroll: int,
-        older: frozenset[int],
+        self, layers: Sequence[Any], axis_name: str, remat: Any, unroll: int, older: frozenset[int]
     ) -> None:
         _check_layers(layers)
         self.stacked, self.shared = stack_objects(layers, axis_name, older)
@@ -593,9 +588,7 @@ def _form(value: Any) -> str:
 
 
 def _gathered(
-    read: Callable[[tuple[int, ...]], Any],
-    levels: Sequence[_Level],
-    indices: tuple[int, ...] = (),
+    read: Callable[[tuple[int, ...]], Any], levels: Sequence[_Level], indices: tuple[int, ...] = ()
 ) -> Any:
     """Stacks values from the inside out."""
     if len(indices) == len(levels):

@@ -49,9 +49,7 @@ class ListedFile:
 
 
 def list_folder(
-    root: Path,
-    suffixes: Sequence[str] | None = None,
-    skip_folders: Collection[str] = (),
+    root: Path, suffixes: Sequence[str] | None = None, skip_folders: Collection[str] = ()
 ) -> list[ListedFile]:
     """List the non-empty files below a folder in a deterministic order.
 

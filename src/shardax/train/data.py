@@ -296,10 +296,7 @@ class EvalBatches:
             mask = np.arange(self.seq_len) < lengths[:, None]
             places = self._starts[windows][:, None] + np.arange(self.seq_len + 1)
             batch = _batch(data[np.minimum(places, data.size - 1)])
-            yield {
-                **{name: array * mask for name, array in batch.items()},
-                "mask": mask,
-            }
+            yield {**{name: array * mask for name, array in batch.items()}, "mask": mask}
 
     def __repr__(self) -> str:
         return (

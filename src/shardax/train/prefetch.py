@@ -72,9 +72,7 @@ def put_batch(batch: Any, sharding: Any) -> Any:
         return jax.device_put(batch)
     shardings = jax.tree.broadcast(sharding, batch)
     return jax.tree.map(
-        lambda array, place: jax.make_array_from_process_local_data(place, array),
-        batch,
-        shardings,
+        lambda array, place: jax.make_array_from_process_local_data(place, array), batch, shardings
     )
 
 

@@ -113,10 +113,7 @@ class Bar:
         )
         self._shown = {"loss": "", "speed": ""}
         self._task = self._progress.add_task(
-            "train",
-            total=total,
-            completed=first,
-            status="starting" if first < total else "done",
+            "train", total=total, completed=first, status="starting" if first < total else "done"
         )
 
     def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:

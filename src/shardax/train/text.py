@@ -261,9 +261,7 @@ class ByteText:
         """
         root = Path(path)
         joined = gather(
-            root,
-            list_folder(root, suffixes),
-            None if cache_dir is None else Path(cache_dir),
+            root, list_folder(root, suffixes), None if cache_dir is None else Path(cache_dir)
         )
         return cls(_map_bytes(joined), str(root))
 
