@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder language model: tokens in, logits of the next token out.
+"""Decoder language model: tokens in, logits of the next token out.
 
 For tokens of shape (batch, time):
 
@@ -9,10 +9,10 @@ For tokens of shape (batch, time):
         x = x + mlp(rms_norm(x))                              gated by silu
     logits = rms_norm(x) @ head                               (batch, time, vocab)
 
-without biases. A *tied* head is the transposed embedding. The same mathematics by hand, without any
-library, is in ``benchmarks/raw_decoder.py``; both compile to the same program. With *scanned*
-layers (``shardax.nn.Stack``) the program is that of one layer in a loop, and compiles in a time
-that does not grow with depth; parameters and results are the same.
+without biases. A tied head is the transposed embedding. The same mathematics by hand, without any
+library, is in ``benchmarks/raw_decoder.py``; both compile to the same program. With scanned layers
+(``shardax.nn.Stack``) the program is that of one layer in a loop, and compiles in a time that does
+not grow with depth; parameters and results are the same.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _dtype_name(name: str, dtype: Any) -> str:
 
 
 class DecoderLayer(Module):
-    """One layer: attention, then an MLP, each on a normalised input and added to it.
+    """Attention, then an MLP, each on a normalised input and added to it.
 
     Where rules in scope map ``batch``, its result is constrained to the layout of
     ``("batch", "seq", "embed")``.

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generating tokens from a language model, one at a time.
+"""Loss of language models, and generation of tokens one at a time.
 
-Each token is sampled from the model's distribution over a *window*: the last tokens, at a fixed
+Each token is sampled from the model's distribution over a window: the last tokens, at a fixed
 length so that one program serves every position. The whole window is computed anew for each token,
 which suits small models and short samples.
-
-The loss of language models: how surprised the model is by the tokens that did follow.
 """
 
 from __future__ import annotations
@@ -25,9 +23,6 @@ from shardax.partition.explicit import align, explicit_entries
 
 class GenerationError(ShardaxError, ValueError):
     """Tokens cannot be generated: empty prompt, or a length, window or temperature out of range."""
-
-
-# --- Generate ---
 
 
 def generate(
@@ -101,9 +96,6 @@ def _next_token(
     logits = model(tokens)[0, last].astype(jnp.float32)
     noise = jax.random.gumbel(jax.random.fold_in(key, position), logits.shape)
     return jnp.argmax(logits + noise * temperature)
-
-
-# --- Loss ---
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> jax.Array:

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MultiHeadAttention``: each position reads from others, weighted by how well query and key fit.
+"""Multi-head attention and rotary position embedding.
 
-Vaswani et al., "Attention Is All You Need", 2017. *Grouped-query* attention (Ainslie et al., 2023)
-has fewer *kv heads*, heads of keys and values, than heads of queries; consecutive query heads share
-one. The weighting itself is ``jax.nn.dot_product_attention``, which picks the device's fused kernel
-where there is one.
+Vaswani et al., "Attention Is All You Need", 2017. Grouped-query attention (Ainslie et al., 2023)
+has fewer heads of keys and values than heads of queries; consecutive query heads share one. The
+weighting itself is ``jax.nn.dot_product_attention``, which picks the device's fused kernel where
+there is one.
 
-Rotary position embedding: positions as rotations of queries and keys.
-
-Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, in the half-split
-form: the first half of a head is the real part and the second half the imaginary part of
-``head_dim / 2`` complex numbers. The i-th is turned by the *angle*
+Rotary position embedding (Su et al., "RoFormer: Enhanced Transformer with Rotary Position
+Embedding", 2021) in the half-split form: the first half of a head is the real part and the second
+half the imaginary part of ``head_dim / 2`` complex numbers. The i-th is turned by the angle
 ``position * base ** (-2 * i / head_dim)``, so that the product of a query and a key depends on the
 difference of their positions alone.
 """
@@ -33,13 +31,12 @@ from shardax.nn.linear import Linear
 from shardax.nn.parameters import LayerInputError, as_array, as_axes, as_size, refuse_input, zeros
 from shardax.partition.explicit import explicit_entries
 
-# --- Rope ---
-
 
 class Rotation(NamedTuple):
-    """Cosine and sine of the angles, float32, each of shape (batch or 1, time, 1, head_dim / 2).
+    """Cosine and sine of the angles of positions.
 
-    The last dimension of size one is for the heads.
+    Each is float32 of shape (batch or 1, time, 1, head_dim / 2); the 1 before the last dimension is
+    for the heads.
 
     Example:
         >>> import jax.numpy as jnp
@@ -109,22 +106,15 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
 
 
 def check_head_dim(layer: str, head_dim: int) -> None:
-    """Raises if heads of this size cannot be split into real and imaginary halves.
-
-    Raises:
-        LayerConfigError: If ``head_dim`` is odd.
-    """
+    """Raises if heads of this size cannot be split into real and imaginary halves."""
     if head_dim % 2:
         raise LayerConfigError(
             f"{layer} needs an even head_dim, to split heads into halves, but head_dim={head_dim}."
         )
 
 
-# --- Attention ---
-
-
 class QueryKeyValue(NamedTuple):
-    """What attention works on.
+    """Queries, keys and values of attention.
 
     Attributes:
         query: Shape (..., time, heads, head_dim).
@@ -144,7 +134,7 @@ class QueryKeyValue(NamedTuple):
 
 
 class MultiHeadAttention(Module):
-    """Attention with several heads, from a sequence to itself or to another.
+    """Attention with several heads, to the sequence itself or to another.
 
     Args:
         features: Size of the last dimension of input and output.
@@ -266,7 +256,7 @@ class MultiHeadAttention(Module):
     def project(
         self, x: jax.Array, context: Any = None, positions: Any = None, others: Any = None
     ) -> QueryKeyValue:
-        """Computes queries, keys and values, with their positions; the first half of a call.
+        """Computes queries, keys and values with positions; first half of a call.
 
         Args:
             x: As for calling.
@@ -286,7 +276,7 @@ class MultiHeadAttention(Module):
         return QueryKeyValue(rotate(query, turned), rotate(key, other), value)
 
     def attend(self, qkv: QueryKeyValue, mask: Any = None) -> jax.Array:
-        """Weighs the values; the second half of a call, before the output projection.
+        """Weighs the values; second half of a call, before the output projection.
 
         Args:
             qkv: Queries, keys and values.
@@ -326,11 +316,7 @@ def attention_sizes(
     head_dim: int | None,
     rope_base: float | None,
 ) -> tuple[int, int, int]:
-    """Checks the sizes of an attention layer and returns heads, kv heads and head dimension.
-
-    Raises:
-        LayerConfigError: If sizes are not positive or do not divide.
-    """
+    """Returns heads, kv heads and head dimension, or raises if the sizes do not fit together."""
     name = "MultiHeadAttention"
     features = as_size(name, "features", features)
     heads = as_size(name, "num_heads", num_heads)

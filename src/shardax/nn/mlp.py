@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MLP``: two or three linear maps with a nonlinearity, applied to each position alone.
+"""Feed-forward layer, and layers in sequence.
 
-*Gated* (Shazeer, "GLU Variants Improve Transformer", 2020): ``down(activation(gate(x)) * up(x))``;
+Gated (Shazeer, "GLU Variants Improve Transformer", 2020): ``down(activation(gate(x)) * up(x))``;
 with the activation silu this is SwiGLU. Not gated: ``down(activation(up(x)))``.
-
-``Sequential``: layers called one after the other.
 """
 
 from __future__ import annotations
@@ -22,13 +20,11 @@ from shardax._transforms.errors import LayerConfigError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import as_axes, as_size, zeros
 
-# --- Mlp ---
-
 Activation = str | Callable[[Any], Any]
 
 
 class MLP(Module):
-    """A feed-forward layer with one hidden layer, gated by default.
+    """Feed-forward layer with one hidden layer, gated by default.
 
     Args:
         features: Size of the last dimension of the input.
@@ -128,9 +124,6 @@ def _find_activation(activation: Activation) -> Callable[[Any], Any]:
             f"in jax.nn, such as 'silu', 'gelu' or 'relu'."
         )
     return found
-
-
-# --- Sequential ---
 
 
 class Sequential(Module):
