@@ -22,7 +22,10 @@ from shardax.partition.explicit import align, explicit_entries
 
 
 class GenerationError(ShardaxError, ValueError):
-    """Tokens cannot be generated: empty prompt, or a length, window or temperature out of range."""
+    """Tokens cannot be generated.
+
+    The prompt is empty, or a length, window or temperature is out of range.
+    """
 
 
 def generate(
@@ -99,7 +102,9 @@ def _next_token(
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> jax.Array:
-    """Mean negative log-likelihood of the targets, in nats; the log-softmax is in float32.
+    """Mean negative log-likelihood of the targets, in nats.
+
+    The log-softmax is in float32.
 
     Args:
         logits: Shape (..., vocab), floating.
@@ -139,7 +144,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> ja
 
 
 def _pick(log_probabilities: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the entries at the targets, with a last dimension of size one."""
+    """Returns the entries at the targets, with a last dimension of one."""
     if explicit_entries(log_probabilities) is None:
         return jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)
     # JAX cannot look up along a dimension that Explicit mesh axes may split. A sum in which all

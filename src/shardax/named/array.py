@@ -121,7 +121,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         return self._make(transposed(data, permutation), kept)
 
     def unwrap(self, *names: Any) -> jax.Array:
-        """Returns the plain array, with the names as dimensions in the order given.
+        """Returns the plain array with the names as dimensions, in order.
 
         Args:
             *names: All names of the array. Positional dimensions stand before them.
@@ -152,7 +152,9 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         return transposed(self._data, None if order == tuple(range(len(dims))) else order)
 
     def order_as(self, *dims: Any) -> Self:
-        """Returns the array in another storage order; by name it is the same.
+        """Returns the array in another storage order.
+
+        Nothing that works by name sees a difference.
 
         Args:
             *dims: All names, in storage order, and None where a positional dimension stands;
@@ -280,7 +282,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         return self
 
     def item(self) -> Any:
-        """Returns the one element of an array without dimensions, as a Python number.
+        """Returns the element of an array without dimensions as a number.
 
         Raises:
             NamesRemainError: If there are dimensions.
@@ -357,7 +359,7 @@ register(NamedArray)
 
 
 def as_named(value: Any, function: str) -> NamedArray:
-    """Returns a named array, also that of a Variable, or raises for ``function``."""
+    """Returns a named array, or that of a Variable, or raises."""
     if isinstance(value, Variable):
         value = value.value
     if isinstance(value, NamedArray):

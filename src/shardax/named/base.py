@@ -46,15 +46,18 @@ from shardax.partition.errors import AxisNamesError
 
 
 class NamedAxesError(ShardaxError, ValueError):
-    """The axes of named arrays do not fit: an unknown name, two sizes, or too many dimensions."""
+    """The axes of named arrays do not fit.
+
+    A name is unknown or has two sizes, or there are too many dimensions.
+    """
 
 
 class NamedIndexError(ShardaxError, IndexError):
-    """A position that is known before a program runs is out of range for its axis."""
+    """A position that is known before running is out of range."""
 
 
 class NamesRemainError(ShardaxError, TypeError):
-    """A named array was used as a plain one while it has names, which would be lost."""
+    """A named array with names was used as a plain one."""
 
 
 Name = Hashable
@@ -65,11 +68,7 @@ Form = tuple[tuple[Name, ...], tuple[int, ...]]
 
 
 def check_dims(dims: Iterable[Any]) -> Dims:
-    """Returns dims as a tuple.
-
-    Raises:
-        AxisNamesError: If a name is not hashable or occurs twice, or two cannot be sorted.
-    """
+    """Returns dims as a tuple, or raises AxisNamesError."""
     given = tuple(dims)
     try:
         return _checked(given)
@@ -120,10 +119,8 @@ def sorted_names(names: Iterable[Name]) -> tuple[Name, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def canonical(dims: Dims, shape: tuple[int, ...]) -> tuple[Form, tuple[int, ...] | None]:
-    """Returns names and sizes, and the permutation to canonical order; None if it is that already.
-
-    For dims ``("b", None, "a")`` of shape (2, 3, 4): ``(("a", "b"), (4, 2)), (1, 2, 0)``.
-    """
+    """Returns names with sizes, and the permutation to canonical order or None."""
+    # For dims ("b", None, "a") of shape (2, 3, 4): (("a", "b"), (4, 2)), (1, 2, 0).
     positional = positional_places(dims)
     names = sorted_names(name for name in dims if name is not None)
     order = (*positional, *map(dims.index, names))
@@ -132,12 +129,7 @@ def canonical(dims: Dims, shape: tuple[int, ...]) -> tuple[Form, tuple[int, ...]
 
 
 def check_sizes_by_name(axes: Any, least: int = 0) -> tuple[Dims, tuple[int, ...]]:
-    """Returns the names and the sizes of axes that are given as a mapping.
-
-    Raises:
-        NamedAxesError: If it is no mapping, or a size is no whole number of at least ``least``.
-        AxisNamesError: If a name cannot be one.
-    """
+    """Returns names and sizes of a mapping of axes, or raises."""
     if not isinstance(axes, Mapping):
         raise NamedAxesError(
             f"Axes are a mapping from names to sizes, such as {{'batch': 8}}, not {axes!r}."
@@ -154,7 +146,7 @@ def check_sizes_by_name(axes: Any, least: int = 0) -> tuple[Dims, tuple[int, ...
 
 
 def label(name: Name) -> Any:
-    """Returns a name as rules have it: a string, or a tuple of strings for merged ones."""
+    """Returns a name as rules have it: a string, or several."""
     if isinstance(name, str):
         return str.__str__(name)
     merged = isinstance(name, tuple) and all(isinstance(part, str) for part in name)
@@ -167,7 +159,7 @@ def positional_places(dims: Dims) -> tuple[int, ...]:
 
 
 def shown(dims: Dims, shape: Iterable[int]) -> str:
-    """Formats names with sizes, a positional dimension as its size alone: ``{3, 'batch': 8}``."""
+    """Formats names with sizes, such as ``{3, 'batch': 8}``."""
     parts = (
         str(size) if name is None else f"{name!r}: {size}"
         for name, size in zip(dims, shape, strict=True)
@@ -286,12 +278,12 @@ class NamedStorage:
 
     @property
     def sharding(self) -> Any:
-        """Sharding of ``data``, in storage order; None for an abstract array without one."""
+        """Sharding of ``data``; None for an abstract array without one."""
         return self._data.sharding
 
     @property
     def partition_axes(self) -> tuple[Any, ...] | None:
-        """The labels that rules map, in canonical order; None for a node that holds no array."""
+        """Names as rules have them, in canonical order; None without an array."""
         # Whoever lays out trees takes a class with this attribute for one of arrays with names.
         try:
             (names, _), _ = canonical(self.dims, self.shape)
@@ -301,7 +293,7 @@ class NamedStorage:
         return (*positional, *map(label, names))
 
     def _dims_of_leaf(self) -> Dims:
-        """Returns the dims of what JAX put into this node: leading dimensions are positional."""
+        """Returns the dims of what JAX put into this node."""
         assert self._form is not None  # only JAX makes an array without dims
         names, sizes = self._form
         leaf = self._data
@@ -353,7 +345,7 @@ def as_leaf(data: Any) -> Any:
 
 
 def transposed(data: Any, permutation: tuple[int, ...] | None) -> Any:
-    """Returns an array, or an abstract one, with its dimensions in another order."""
+    """Returns an array or ShapeDtypeStruct with its dimensions in another order."""
     if permutation is None:
         return data
     if not isinstance(data, jax.ShapeDtypeStruct):

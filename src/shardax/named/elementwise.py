@@ -50,12 +50,9 @@ class Operand(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def joined(first: Dims, second: Dims) -> Dims:
-    """Returns the dims of the result of an elementwise operation.
-
-    They are those of the operand with more positional dimensions, the first if both have as many,
-    and names that only the other has stand in front: ``("a", "b")`` and ``("b", "c")`` give
-    ``("c", "a", "b")``.
-    """
+    """Returns the dims of the result of an elementwise operation."""
+    # Those of the operand with more positional dimensions, the first if both have as many; names
+    # that only the other has stand in front: ("a", "b") and ("b", "c") give ("c", "a", "b").
     base, other = first, second
     if len(positional_places(second)) > len(positional_places(first)):
         base, other = second, first
@@ -64,7 +61,7 @@ def joined(first: Dims, second: Dims) -> Dims:
 
 @functools.lru_cache(maxsize=4096)
 def _expansion(dims: Dims, target: Dims) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """Returns the permutation (None for none) and the added dimensions that lead to a target."""
+    """Returns the permutation, or None, and the added dimensions towards a target."""
     sources = {target.index(name): i for i, name in enumerate(dims) if name is not None}
     mine, its = positional_places(dims), positional_places(target)
     sources |= dict(zip(its[len(its) - len(mine) :], mine, strict=True))
@@ -74,7 +71,7 @@ def _expansion(dims: Dims, target: Dims) -> tuple[tuple[int, ...] | None, tuple[
 
 
 def expand(operand: Operand, target: Dims) -> Any:
-    """Returns an array with one dimension per entry of the target, of size 1 where it had none."""
+    """Returns an array with one dimension per entry of the target."""
     data, dims = operand
     if dims == target:
         return data
@@ -84,18 +81,14 @@ def expand(operand: Operand, target: Dims) -> Any:
 
 
 def align(operands: Sequence[Operand]) -> tuple[list[Any], Dims]:
-    """Expands arrays to their common dims.
-
-    Raises:
-        NamedAxesError: If a name has two sizes, or positional dimensions do not broadcast.
-    """
+    """Expands arrays to their common dims, or raises NamedAxesError."""
     dims = functools.reduce(joined, (operand.dims for operand in operands))
     check_sizes(operands)
     return [expand(operand, dims) for operand in operands], dims
 
 
 def check_sizes(operands: Sequence[Operand]) -> None:
-    """Raises NamedAxesError if a name has two sizes, or positional dimensions do not broadcast."""
+    """Raises if names have two sizes or positional dimensions do not broadcast."""
     named_sizes(operands)
     shapes = {
         tuple(data.shape[place] for place in positional_places(dims)) for data, dims in operands
@@ -111,11 +104,7 @@ def check_sizes(operands: Sequence[Operand]) -> None:
 
 
 def named_sizes(operands: Sequence[Operand]) -> dict[Any, int]:
-    """Returns the sizes of all names of the operands.
-
-    Raises:
-        NamedAxesError: If a name has two; lists the axes of every operand.
-    """
+    """Returns the sizes of all names, or raises if one has two."""
     sizes: dict[Any, int] = {}
     clashing: dict[Any, None] = {}
     for data, dims in operands:
@@ -142,13 +131,7 @@ def listing(operands: Sequence[Operand]) -> str:
 
 
 def operand_of(value: Any, beside: Operand) -> Any:
-    """Returns an operand for what stands beside a named array in an operation.
-
-    A number is returned as it is, and ``NotImplemented`` for what is neither.
-
-    Raises:
-        NamedAxesError: If it is an array with more dimensions than ``beside`` has positional ones.
-    """
+    """Returns an operand, a number, or NotImplemented for the other side."""
     if isinstance(value, NamedStorage):
         return Operand(*value._parts())
     if isinstance(value, _NUMBERS):
@@ -171,7 +154,7 @@ def operand_of(value: Any, beside: Operand) -> Any:
 
 
 def binary(function: Callable[[Any, Any], Any], reflected: bool = False) -> Callable[..., Any]:
-    """Returns the method for an operator; ``reflected`` if the named array stands on the right."""
+    """Returns the method for a binary operator, reflected or not."""
 
     def method(self: NamedStorage, other: Any) -> Any:
         mine = Operand(*self._parts())
@@ -244,11 +227,7 @@ class Operators(NamedStorage):
 
 
 def places_of(dims: Dims, axis: Any) -> tuple[int, ...]:
-    """Returns the dimensions that an ``axis`` argument means: one axis, several, or None.
-
-    Raises:
-        NamedAxesError: If there is no such axis, or one is given twice.
-    """
+    """Returns the dimensions of one axis, several, or None, or raises."""
     if axis is None:
         return positional_places(dims) or tuple(range(len(dims)))
     several = isinstance(axis, list) or (isinstance(axis, tuple) and axis not in dims)
@@ -259,7 +238,7 @@ def places_of(dims: Dims, axis: Any) -> tuple[int, ...]:
 
 
 def place_of(dims: Dims, axis: Any) -> int:
-    """Returns the dimension of a name, or of the number of a positional dimension, or raises."""
+    """Returns the dimension of a name or position, or raises."""
     if axis is not None and axis in dims:
         return dims.index(axis)
     positional = positional_places(dims)
@@ -319,7 +298,7 @@ def _mask(where: Any, reduced: Operand) -> Any:
 
 
 def _along(function: Callable[..., Any], removes: bool = False) -> Callable[..., Any]:
-    """Returns the method that works along one axis, and keeps or removes it."""
+    """Returns the method that works along one axis."""
 
     def method(self: NamedStorage, axis: Any = None, **options: Any) -> Any:
         data, dims = self._parts()

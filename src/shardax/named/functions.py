@@ -118,7 +118,7 @@ def softmax(x: NamedArray, axis: Any) -> NamedArray:
 
 
 def nmap(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lifts a function of plain arrays to named arrays, along all their names.
+    """Lifts a function of plain arrays to all names of named arrays.
 
     The function sees slices, which have the positional dimensions only, at every position of the
     union of all names. An argument that lacks a name is the same at all positions along it; so are
@@ -225,7 +225,7 @@ def scan(
 
 
 def _slices(xs: Any, axis: Name) -> tuple[list[Operand], Any]:
-    """Returns the arrays with the axis in front, under the dims of their slices."""
+    """Returns the arrays with the axis in front, without its name."""
     leaves, treedef = jax.tree.flatten_with_path(xs, is_leaf=_is_named)
     found: list[Operand] = []
     sizes: dict[int, str] = {}
@@ -280,7 +280,7 @@ class _ScanCarry(NamedTuple):
         )
 
     def taken_from(self, carry: Any) -> list[Any]:
-        """Returns the values of a carry that the function returned, if it is of the same form."""
+        """Returns the values of a returned carry, or raises if it changed."""
         leaves, treedef = jax.tree.flatten(carry, is_leaf=_is_whole)
         if treedef != self.treedef:
             raise CarryError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indexing of named arrays by name and by position, and updates of parts.
+"""Indexing of named arrays by name and position, and their updates.
 
 ``x[{"batch": 0, "time": slice(2)}]`` indexes by name; ``x[0]``, ``x[..., 1:]`` and ``x[mask]``
 index the positional dimensions, along all names. ``x.at[index].set(value)`` and its relatives
@@ -69,12 +69,7 @@ class _Gathered(NamedTuple):
 
 
 def resolve_index(array: Operand, index: Any) -> ResolvedIndex:
-    """Resolves an index by names or by position, without the names that it adds.
-
-    Raises:
-        NamedIndexError: If a position is out of range.
-        NamedAxesError: If an axis does not exist, or an index does not fit its axis.
-    """
+    """Resolves an index by names or position that adds no names."""
     entries = _by_place(array, index)
     entries = {place: _resolve(array, place, entry) for place, entry in entries.items()}
     taken = [
@@ -97,10 +92,8 @@ def resolve_index(array: Operand, index: Any) -> ResolvedIndex:
 def _gather(
     array: Operand, entries: Mapping[int, Any], taken: Sequence[_Gathered]
 ) -> ResolvedIndex:
-    """Orders dimensions so that what is gathered stands where JAX leaves it.
-
-    That is in the place of a single array of positions; in front, if there are more, or integers.
-    """
+    """Orders dimensions so that gathered ones stand where JAX leaves them."""
+    # In the place of a single array of positions; in front, if there are more, or integers.
     positions, dims = align([each.positions for each in taken])
     gathered = [each.place for each in taken]
     single = [place for place, entry in entries.items() if isinstance(entry, int)]
@@ -314,7 +307,7 @@ class Update:
     min, max = _update("min"), _update("max")
 
     def apply(self, function: Callable[[Any], Any], **options: Any) -> Any:
-        """Returns the array with a function applied to the elements of the part."""
+        """Returns the array with a function applied to the part."""
         return self._run(lambda part, _: part.apply(function, **options), 0)
 
     def get(self, **options: Any) -> Any:
@@ -337,7 +330,7 @@ class Update:
 
 
 def _fitting(value: Any, part: Operand) -> Any:
-    """Returns a value with the dimensions of the part that it goes into."""
+    """Returns a value with the dimensions of its part."""
     found = operand_of(value, part)
     if found is NotImplemented:
         raise NamedAxesError(

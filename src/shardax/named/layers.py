@@ -83,11 +83,7 @@ def parameter(
 
 
 def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] = ()) -> NamedArray:
-    """Returns an input if it has the expected axes and none that must be absent.
-
-    Raises:
-        LayerInputError: Says of each axis that does not fit what was expected and what was found.
-    """
+    """Returns an input with the expected axes, or raises LayerInputError."""
     if not isinstance(x, NamedArray):
         shape = f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else ""
         raise LayerInputError(
@@ -115,7 +111,7 @@ def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] =
 
 
 def beside(variable: Param[Any], x: NamedArray, dtype: Any) -> NamedArray:
-    """Returns a parameter, laid out and cast to be combined with ``x`` elementwise."""
+    """Returns a parameter, laid out and cast for elementwise use."""
     names = variable.axes or ()
     data = align(variable.value.astype(dtype), x.data, [x.dims.index(name) for name in names])
     return NamedArray._make(data, names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of named arrays over a mesh, by a mapping from names to mesh axes.
+"""Layouts of named arrays over a mesh, by a mapping of names.
 
 The names of a named array mean what a Variable's ``axes`` mean, so ``sx.shard(model, mesh, rules)``
 and everything else that knows rules takes trees with named arrays in them. The functions here take
@@ -33,7 +33,7 @@ T = TypeVar("T")
 def shard(
     tree: T, mapping: Mapping[Any, Any], mesh: AnyMesh | None = None, *, allow_unused: bool = False
 ) -> T:
-    """Lays a tree out over a mesh by the names of its axes.
+    """Lays a tree out over a mesh by the names of axes.
 
     Args:
         tree: A Module, a Variable, a named array, or a pytree that holds such.
@@ -67,7 +67,7 @@ def shard(
 def constrain(
     tree: T, mapping: Mapping[Any, Any], mesh: AnyMesh | None = None, *, allow_unused: bool = False
 ) -> T:
-    """Lays a tree out inside a program by the names of its axes.
+    """Lays a tree out inside a program by the names of axes.
 
     Args:
         tree: A named array, a Variable or Module, or a pytree that holds such. Arrays without names
@@ -116,7 +116,7 @@ def constrain(
 
 
 class Constrain(Module):
-    """Identity layer that lays its input out by the names of its axes.
+    """Identity layer that lays its input out by names of axes.
 
     Insert it where the compiler shall be told: ``sx.select(model).at_instances_of(Block)
     .insert_after(Constrain({"batch": "data"}))``.
@@ -147,7 +147,7 @@ def _rules(mapping: Mapping[Any, Any]) -> Rules:
 
 
 def _check_known(mapping: Mapping[Any, Any], tree: Any) -> None:
-    """Raises if the mapping has names that no array of the tree has."""
+    """Raises if the mapping has names that no array has."""
     found = [slot.names_of(info) or () for slot in Survey(tree).slots for info in slot.arrays]
     known = {part for names in found for part in strings(names)}
     unknown = [name for name in mapping if label(name) not in known]

@@ -33,12 +33,7 @@ Make = Callable[[Any, Dims], Any]
 def run_lifted(
     make: Make, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls a function of plain arrays along all names of its arguments.
-
-    Raises:
-        NamedAxesError: If a name has two sizes, or the function returns something that is no array.
-        ClosureError: If the function returns a named array with a name that it is run along.
-    """
+    """Calls a function of plain arrays along all names of its arguments."""
     operands, objects, rebuild = _take_apart(function, args, kwargs)
     names = sorted_names(named_sizes(operands))
     inner: list[Dims] = []
@@ -69,7 +64,7 @@ def run_lifted(
 def _take_apart(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Operand], list[Any], Callable[..., Any]]:
-    """Returns the named arrays, the Modules and Variables, and the call with others in place."""
+    """Returns named arrays, objects, and the call with others in place."""
     if isinstance(function, types.MethodType) and isinstance(function.__self__, Object):
         args = (function.__self__, *args)
         function = function.__func__
@@ -90,10 +85,8 @@ def _take_apart(
 
 
 def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
-    """Lays names out alike over Explicit mesh axes, as ``vmap`` wants them.
-
-    An array in which a name is not split takes the layout of one in which it is.
-    """
+    """Lays names out alike over Explicit mesh axes, as ``vmap`` wants."""
+    # An array in which a name is not split takes the layout of one in which it is.
     if all(explicit_entries(data) is None for data, _ in operands):
         return operands
     wanted: dict[Name, Any] = {}
@@ -121,7 +114,7 @@ def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
 
 
 def _named_value(variable: Variable[Any]) -> Any:
-    """Returns the named array that a Variable holds, which it stands for; else the Variable."""
+    """Returns the named array that a Variable holds, or the Variable."""
     if variable.is_lazy:
         return variable
     return variable.value if isinstance(variable.value, NamedStorage) else variable
@@ -136,7 +129,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _result(leaf: Any, names: Sequence[Name]) -> Operand:
-    """Returns the array of a leaf of the result, and the dims that it has besides the names."""
+    """Returns an array of the result, and its dims besides the names."""
     if not isinstance(leaf, NamedStorage):
         if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             array = jnp.asarray(leaf)
@@ -157,7 +150,7 @@ def _result(leaf: Any, names: Sequence[Name]) -> Operand:
 
 
 def lifted_method(name: str) -> Callable[..., Any]:
-    """Returns the method of named arrays that runs the method of plain ones along the names."""
+    """Returns the method of plain arrays, run along the names."""
 
     def run(array: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(array, name)(*args, **kwargs)
@@ -170,7 +163,7 @@ def lifted_method(name: str) -> Callable[..., Any]:
 
 
 def lifted_operator(function: Callable[[Any, Any], Any], reflected: bool) -> Callable[..., Any]:
-    """Returns the method for a binary operator on positional dimensions, run along the names."""
+    """Returns a binary operator on positional dimensions, run along the names."""
 
     def method(self: NamedStorage, other: Any) -> Any:
         pair = (other, self) if reflected else (self, other)

@@ -167,6 +167,9 @@ def normal(key: Any, axes: Axes, dtype: Any = float) -> NamedArray:
         axes: Sizes by name.
         dtype: A floating dtype.
 
+    Returns:
+        The numbers, stored in canonical order.
+
     Example:
         >>> import jax, shardax as sx
         >>> one = sx.named.normal(jax.random.key(0), {"a": 2, "b": 3})
@@ -189,6 +192,9 @@ def uniform(
         minval: The least number.
         maxval: The bound above.
 
+    Returns:
+        The numbers, stored in canonical order.
+
     Example:
         >>> import jax, shardax as sx
         >>> bool((sx.named.uniform(jax.random.key(0), {"a": 9}) < 1).all())
@@ -206,6 +212,9 @@ def randint(key: Any, axes: Axes, minval: Any, maxval: Any, dtype: Any = int) ->
         minval: The least integer.
         maxval: The bound above.
         dtype: An integer dtype.
+
+    Returns:
+        The integers, stored in canonical order.
 
     Example:
         >>> import jax, shardax as sx
@@ -244,6 +253,9 @@ def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
     Args:
         arrays: Named arrays; one that lacks another name is repeated along it.
         axis: The name.
+
+    Returns:
+        An array with all their names; sizes along the axis add up.
 
     Raises:
         NamedAxesError: If an array lacks the axis, or another axis has two sizes.
@@ -287,6 +299,9 @@ def stack(arrays: Sequence[Any], axis: Any) -> NamedArray:
     Args:
         arrays: Named arrays, or numbers; one that lacks a name is repeated along it.
         axis: The new name.
+
+    Returns:
+        An array with the new axis and all their names.
 
     Raises:
         NamedAxesError: If an axis has two sizes.
@@ -333,6 +348,9 @@ def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[Nam
         sizes: The size of each part, which together are that of the axis; or a number of equal
             parts.
 
+    Returns:
+        The parts, in order.
+
     Raises:
         NamedAxesError: If it has no such axis, or the sizes do not add up.
 
@@ -360,7 +378,7 @@ def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[Nam
 
 
 def where(condition: Any, x: Any, y: Any) -> NamedArray:
-    """Takes elements of ``x`` where a condition is true, and of ``y`` elsewhere.
+    """Chooses elements of ``x`` or ``y`` by a condition.
 
     Args:
         condition: Booleans, a named array.

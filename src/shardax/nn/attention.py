@@ -106,7 +106,7 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
 
 
 def check_head_dim(layer: str, head_dim: int) -> None:
-    """Raises if heads of this size cannot be split into real and imaginary halves."""
+    """Raises if heads of this size cannot be split into halves."""
     if head_dim % 2:
         raise LayerConfigError(
             f"{layer} needs an even head_dim, to split heads into halves, but head_dim={head_dim}."
@@ -316,7 +316,7 @@ def attention_sizes(
     head_dim: int | None,
     rope_base: float | None,
 ) -> tuple[int, int, int]:
-    """Returns heads, kv heads and head dimension, or raises if the sizes do not fit together."""
+    """Returns heads, kv heads and head dimension, or raises."""
     name = "MultiHeadAttention"
     features = as_size(name, "features", features)
     heads = as_size(name, "num_heads", num_heads)
@@ -351,10 +351,8 @@ def _check_mask(mask: jax.Array, ndim: int) -> jax.Array:
 
 
 def _meet_heads(query: jax.Array, key: jax.Array) -> jax.Array:
-    """Repeats kv heads for their query heads where Explicit mesh axes split the two differently.
-
-    A split of query heads that cuts through a group has no counterpart among the kv heads.
-    """
+    """Repeats kv heads where Explicit mesh axes split heads differently."""
+    # A split of query heads that cuts through a group has no counterpart among the kv heads.
     queries, keys = explicit_entries(query), explicit_entries(key)
     if queries is None and keys is None:
         return key

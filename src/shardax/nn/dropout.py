@@ -22,7 +22,9 @@ from shardax.partition.explicit import explicit_sharding
 
 
 class Dropout(Module):
-    """Zeroes elements with probability ``rate`` and scales the others by ``1 / (1 - rate)``.
+    """Zeroes elements at random and scales the others.
+
+    With probability ``rate`` an element becomes zero; the others are divided by ``1 - rate``.
 
     ``model.train()`` and ``model.eval()`` switch it on and off by its attribute ``deterministic``.
 

@@ -73,7 +73,7 @@ class Equation:
 
     @property
     def made(self) -> str:
-        """Letters of the result that come from the kernel alone, in the result's order."""
+        """Letters of the result that come from the kernel alone."""
         return "".join(x for x in self.output if x in self.kernel and x not in self.input)
 
     def kernel_dimensions(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -84,7 +84,7 @@ class Equation:
         return tuple(i for i, x in letters if x not in self.output), made, batch
 
     def spelled_out(self, extra: int) -> str:
-        """Returns the equation with letters for ``extra`` dimensions in place of the ellipsis."""
+        """Returns the equation with letters in place of the ellipsis."""
         unused = [x for x in string.ascii_letters if x not in self.input + self.kernel]
         front = "".join(unused[:extra])
         return f"{front}{self.input},{self.kernel}->{front}{self.output}"

@@ -108,7 +108,9 @@ class Embed(Module):
         return table.at[indices].get(mode="fill", fill_value=jnp.nan, out_sharding=out_sharding)
 
     def attend(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
-        """Multiplies by the transposed table: logits of a model with a tied head.
+        """Multiplies by the transposed table.
+
+        These are the logits of a model with a tied head.
 
         Args:
             x: Shape (..., features).

@@ -36,10 +36,8 @@ from shardax.partition.explicit import align, joined_sharding
 def contract(
     x: jax.Array, kernel: jax.Array, dimensions: Sequence[int], out_sharding: Any = None
 ) -> jax.Array:
-    """Sums products over the last dimensions of ``x`` and given ones of the kernel.
-
-    The result has the shape (..., *remaining dimensions of the kernel) and the dtype of ``x``.
-    """
+    """Sums products over the last dimensions of ``x`` and given kernel dimensions."""
+    # The result has the shape (..., *remaining dimensions of the kernel) and the dtype of ``x``.
     free = x.ndim - len(dimensions)
     if out_sharding is None:
         rest = [axis for axis in range(kernel.ndim) if axis not in dimensions]
@@ -53,7 +51,7 @@ def contract(
 
 
 def einsum(equation: str, x: jax.Array, kernel: jax.Array, out_sharding: Any = None) -> jax.Array:
-    """Runs ``jnp.einsum`` with an equation without ellipses, laid out over Explicit mesh axes."""
+    """Runs ``jnp.einsum`` without ellipses, laid out over Explicit mesh axes."""
     if out_sharding is None:
         inputs, output = equation.split("->")
         first, second = inputs.split(",")
@@ -66,7 +64,7 @@ def einsum(equation: str, x: jax.Array, kernel: jax.Array, out_sharding: Any = N
 
 
 class Linear(Module):
-    """Affine map of the last dimensions: ``y = x @ kernel + bias``.
+    """Affine map of the last dimensions, ``x @ kernel + bias``.
 
     Args:
         in_features: Size of the last dimension of the input; or a tuple, of the last dimensions,
@@ -162,7 +160,7 @@ def _numbered(name: str, count: int) -> tuple[str, ...]:
 
 
 def add_bias(y: jax.Array, bias: jax.Array, dimensions: Sequence[int] | None = None) -> jax.Array:
-    """Adds a bias, cast to the dtype of ``y``, over given dimensions, by default the last."""
+    """Adds a bias over given dimensions, by default the last."""
     places = range(y.ndim - bias.ndim, y.ndim) if dimensions is None else dimensions
     bias = align(bias if bias.dtype == y.dtype else bias.astype(y.dtype), y, places)
     return y + jax.lax.expand_dims(bias, [i for i in range(y.ndim) if i not in places])

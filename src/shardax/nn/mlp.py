@@ -127,7 +127,9 @@ def _find_activation(activation: Activation) -> Callable[[Any], Any]:
 
 
 class Sequential(Module):
-    """Calls layers one after the other, each on the result of the one before.
+    """Layers called one after the other.
+
+    Each is called on the result of the one before.
 
     Args:
         *layers: Modules or functions of one argument.

@@ -212,7 +212,7 @@ def _over_root_mean_square(wide: jax.Array, epsilon: float, scale: jax.Array | N
 
 
 def _spread(parameter: jax.Array, x: jax.Array, dimension: int | None = None) -> jax.Array:
-    """Returns a parameter of shape (features,) to be combined with ``x``, by default at its end."""
+    """Returns a parameter of one dimension, to be combined with ``x``."""
     dimension = x.ndim - 1 if dimension is None else dimension
     parameter = align(parameter.astype(x.dtype), x, (dimension,))
     return jax.lax.expand_dims(parameter, [i for i in range(x.ndim) if i != dimension])
@@ -350,7 +350,7 @@ class BatchNorm(Module):
     def _batch_statistics(
         self, x: jax.Array, dimension: int, mask: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns mean and variance of every feature, and lets the running ones follow."""
+        """Returns mean and variance of features, and updates the running ones."""
         others = tuple(axis for axis in range(x.ndim) if axis != dimension)
         where = None if mask is None else jnp.broadcast_to(as_array(mask).astype(bool), x.shape)
         count = None if where is None else self._over_axis(jax.lax.psum, where.sum(others))

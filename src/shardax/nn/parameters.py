@@ -29,7 +29,7 @@ from shardax._transforms.errors import LayerConfigError
 
 
 class LayerInputError(ShardaxError, ValueError):
-    """A layer was called on an input of a wrong shape, rank or dtype."""
+    """An input of a layer has a wrong shape, rank or dtype."""
 
 
 ones = jax.nn.initializers.ones
@@ -59,16 +59,14 @@ def make_parameter(
 def lecun_normal(
     inputs: tuple[int, ...], outputs: tuple[int, ...], batch: tuple[int, ...] = ()
 ) -> Initializer:
-    """Returns the initializer of variance 1 / fan-in (LeCun et al., "Efficient BackProp", 1998).
-
-    The kernel's dimensions are those summed over, those of the result, and those along which it is
-    many independent kernels.
-    """
+    """Returns the initializer of variance 1 / fan-in, by kinds of dimensions."""
+    # LeCun et al., "Efficient BackProp", 1998. Kernel dimensions are summed over (inputs), in the
+    # result (outputs), or those along which it is many kernels (batch).
     return jax.nn.initializers.lecun_normal(in_axis=inputs, out_axis=outputs, batch_axis=batch)
 
 
 def as_sizes(layer: str, name: str, sizes: Any) -> tuple[int, ...]:
-    """Returns one size or several as a tuple, or raises if one is not a positive integer."""
+    """Returns one positive size or several as a tuple, or raises."""
     found = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
     if not found or not all(_is_positive_integer(size) for size in found):
         raise LayerConfigError(f"{layer} needs {name} to be positive, but {name}={sizes!r}.")
@@ -89,7 +87,7 @@ def _is_positive_integer(size: Any) -> bool:
 
 
 def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> AxisNames:
-    """Returns axis names as a tuple, or raises if there are not ``count`` of them."""
+    """Returns ``count`` axis names as a tuple, or raises."""
     if isinstance(axes, str) or len(axes) != count:
         raise LayerConfigError(
             f"{layer} needs {count} {name}, one per dimension, but was given {axes!r}."
@@ -98,7 +96,7 @@ def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> Ax
 
 
 def shown_sizes(sizes: tuple[int, ...]) -> str:
-    """Formats the trailing dimensions that a layer expects, such as ``(..., 4, 16)``."""
+    """Formats trailing dimensions, such as ``(..., 4, 16)``."""
     return f"({', '.join(['...', *map(str, sizes)])})"
 
 
@@ -109,17 +107,17 @@ def refuse_input(layer: str, expected: str, found: Any, hint: str) -> NoReturn:
 
 
 def canonical_dtype(dtype: Any) -> np.dtype | None:
-    """Returns a dtype as NumPy names it, canonical for JAX; None for None."""
+    """Returns a dtype as NumPy names it, canonical for JAX."""
     return None if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
 
 
 def as_array(value: Any) -> jax.Array:
-    """Returns what stands for an array (a number, NumPy array, Variable) as a JAX array."""
+    """Returns a number, NumPy array or Variable as a JAX array."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Casts arrays to the compute dtype, or promotes them to their widest if it is None."""
+    """Casts arrays to the compute dtype; None promotes them to their widest."""
     wanted = jnp.result_type(*arrays) if dtype is None else dtype
     return tuple(array if array.dtype == wanted else array.astype(wanted) for array in arrays)
 
@@ -138,7 +136,7 @@ def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any
 
 
 def check_epsilon(layer: str, epsilon: float) -> float:
-    """Returns what is added to a variance, against division by zero, or raises if negative."""
+    """Returns what is added to a variance, or raises if negative."""
     if not epsilon >= 0:
         raise LayerConfigError(f"{layer} needs epsilon to be at least 0, but epsilon={epsilon!r}.")
     return float(epsilon)

@@ -75,10 +75,8 @@ def check_policy(layer: str, policy: Any) -> Policy:
 def rematerialised(
     function: Callable[..., Any], policy: Policy, *, in_loop: bool = False
 ) -> Callable[..., Any]:
-    """Returns a function over Modules that keeps for its gradient what the policy says.
-
-    The compiler cannot undo it in the body of a loop (``in_loop``), so nothing has to prevent that.
-    """
+    """Returns a function that keeps for its gradient what the policy says."""
+    # In a loop the compiler cannot undo it, so nothing has to prevent that.
     if policy is None:
         return function
     chosen: Any = policy
@@ -214,7 +212,7 @@ def _static(leaf: Any) -> Any:
 
 
 def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
-    """Scans ``x`` through the layers; ``rest`` are the static arguments and where all stand."""
+    """Scans ``x`` through the layers; ``rest`` holds the static arguments."""
     treedef, static = rest
 
     def body(x: Any, layer: Any, given: list[Any]) -> Any:
@@ -291,7 +289,7 @@ def _check_layers(layers: Sequence[Any]) -> None:
 
 
 def _objects_around(make: Callable[[], Any]) -> Iterator[int]:
-    """Yields ``id`` of the objects that a function takes from its closure or holds."""
+    """Yields ``id`` of the objects that a function closes over."""
     walk = Walk()
     if isinstance(make, Object) or callable(make):
         walk.encode(make, ())
@@ -312,6 +310,9 @@ def stack_layers(
         axis_name: As for ``Stack``.
         remat: As for ``Stack``.
         unroll: As for ``Stack``.
+
+    Returns:
+        The stack.
 
     Raises:
         StackError: If the layers are not alike; names the path that differs.
@@ -472,7 +473,7 @@ class _Stacks:
         return found
 
     def _stack_at(self, path: Path) -> Stack | None:
-        """Returns the stack at a path; in an optimizer's state, that of the parameters there."""
+        """Returns the stack at a path, also in an optimizer's state."""
         if path in self.modules:
             return self.stacks.get(path)
         common = {place: _common_end(place, path) for place in self.stacks}
@@ -494,7 +495,7 @@ def _common_end(one: Path, other: Path) -> int:
 
 
 def _indices(levels: Sequence[_Level]) -> Iterator[tuple[int, ...]]:
-    """Yields the places of the layers that a path stands for; those that share count once."""
+    """Yields the indices of the layers that a path stands for."""
     return itertools.product(*(range(level.length or 1) for level in levels))
 
 

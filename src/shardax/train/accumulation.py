@@ -83,19 +83,14 @@ def accumulated_value_and_grad(
     def accumulated(model: Any, batch: Any, *rest: Any) -> Any:
         parts = split_batch(batch, steps)
         first = jax.tree.map(lambda part: part[0], parts)
-        loop = _Loop(whole, (model, first, *rest), has_aux)
+        loop = _MicrobatchLoop(whole, (model, first, *rest), has_aux)
         return loop.run(parts, steps, 1.0 if reduce == "sum" else 1.0 / steps)
 
     return accumulated
 
 
 def split_batch(batch: Any, steps: int) -> Any:
-    """Cuts a batch into arrays of shape (steps, rows / steps, ...).
-
-    Raises:
-        AccumulationError: If an array has no rows, or their number cannot be divided by ``steps``;
-            all such are listed.
-    """
+    """Cuts arrays of a batch into (steps, rows / steps, ...)."""
     if has_objects(batch):
         raise AccumulationError(
             "The batch (the second argument) holds a Module or Variable, which cannot be cut into "
@@ -120,7 +115,7 @@ def split_batch(batch: Any, steps: int) -> Any:
     return jax.tree.map(cut, batch)
 
 
-class _Loop:
+class _MicrobatchLoop:
     """Lifted gradient function, run in a scan over microbatches."""
 
     def __init__(self, whole: Callable[..., Any], args: Sequence[Any], has_aux: bool) -> None:

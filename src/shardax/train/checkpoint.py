@@ -132,7 +132,7 @@ def restore(
 
 
 def _to_store(contents: Contents, extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arrays to store by path, and the description; materialises lazy values."""
+    """Returns the arrays to store by path, and the description."""
     absent = [a.path for a in contents.arrays if isinstance(a.value, jax.ShapeDtypeStruct)]
     if absent:
         raise AbstractValueError(
@@ -160,7 +160,7 @@ def _to_store(contents: Contents, extra: Any) -> tuple[dict[str, Any], dict[str,
 
 
 def _present_layout(contents: Contents) -> list[Any] | None:
-    """Returns where arrays are, None for the default device; None for all to ask the rules."""
+    """Returns where arrays are, or None if rules are to say."""
     present = [_named_sharding(array.value) for array in contents.arrays]
     known = next((item for item in present if item is not None), None)
     if known is None:

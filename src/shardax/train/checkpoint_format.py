@@ -89,11 +89,7 @@ class Contents(NamedTuple):
 
 
 def contents_of(tree: Any) -> Contents:
-    """Takes a tree apart.
-
-    Raises:
-        CheckpointValueError: If a part is neither an object, a position, nor a plain container.
-    """
+    """Takes a tree apart, or raises CheckpointValueError."""
     positions: dict[str, Any] = {}
     objects = _without_positions(tree, (), positions)
     arrays = []
@@ -106,7 +102,7 @@ def contents_of(tree: Any) -> Contents:
 
 
 def _without_positions(tree: Any, path: Path, positions: dict[str, Any]) -> Any:
-    """Returns the tree with None in place of positions, which are put into ``positions``."""
+    """Returns the tree with None in place of positions, and collects these."""
     if isinstance(tree, Object):
         return tree
     if _is_stateful(tree) or (isinstance(tree, dict) and not any(_parts(tree))):
@@ -141,11 +137,7 @@ def _parts(value: Any) -> Iterator[Any]:
 def describe(
     arrays: Sequence[ModelArray], positions: Mapping[str, Any], extra: Any
 ) -> dict[str, Any]:
-    """Makes the description of arrays with values, of JSON values only.
-
-    Raises:
-        CheckpointValueError: If a position or ``extra`` would not come back from JSON as it is.
-    """
+    """Makes the description of arrays with values, of JSON values only."""
     saved = {
         path: position.state() if _is_stateful(position) else position
         for path, position in positions.items()
@@ -189,11 +181,7 @@ def _check_json(value: Any, what: str) -> None:
 
 
 def stored_arrays(description: Mapping[str, Any], where: str) -> dict[str, StoredArray]:
-    """Reads the stored arrays of a description, by path.
-
-    Raises:
-        CheckpointValueError: If the description has another format or a newer version.
-    """
+    """Reads the stored arrays of a description, by path."""
     if description.get("format") != "shardax" or description.get("version") != FORMAT_VERSION:
         raise CheckpointValueError(
             f"The checkpoint {where} has the format {description.get('format')!r}, version "
@@ -217,12 +205,7 @@ def check_fit(
     partial: bool,  # the checkpoint may hold more than the tree
     cast: bool,  # floating dtypes may differ
 ) -> None:
-    """Raises if a checkpoint does not fit a tree.
-
-    Raises:
-        CheckpointMismatchError: Lists everything missing, unexpected, of another shape or dtype,
-            and frozen.
-    """
+    """Raises CheckpointMismatchError, with all that does not fit."""
     wanted = {array.path: array for array in contents.arrays}
     missing = [path for path in wanted if path not in stored]
     unexpected = [] if partial else [path for path in stored if path not in wanted]
@@ -275,7 +258,7 @@ def _both_floating(array: ModelArray, stored: StoredArray) -> bool:
 
 
 def as_path(path: Any) -> Any:
-    """Returns an absolute path: ``pathlib.Path``, or for ``gs://`` and the like what orbax uses."""
+    """Returns an absolute path, also of ``gs://`` and the like."""
     if "://" in str(path):
         from etils import epath  # comes with orbax
 
@@ -284,7 +267,7 @@ def as_path(path: Any) -> Any:
 
 
 def make_writer() -> Any:
-    """Returns an orbax checkpointer that writes in the background, one checkpoint at a time."""
+    """Returns an orbax checkpointer that writes in the background."""
     import orbax.checkpoint as ocp
 
     return ocp.AsyncCheckpointer(_handler(ocp))
@@ -297,14 +280,8 @@ def _handler(ocp: Any) -> Any:
 
 
 def write(path: Any, arrays: Mapping[str, Any], description: Any, writer: Any = None) -> None:
-    """Writes a checkpoint.
-
-    With a ``writer`` it returns when the arrays are copied and goes on in the background, without
-    one when the checkpoint is complete. The caller may donate or delete the arrays afterwards.
-
-    Raises:
-        CheckpointExistsError: If there is something at ``path``.
-    """
+    """Writes a checkpoint, with a ``writer`` in the background."""
+    # It returns when the arrays are copied; the caller may then donate or delete them.
     import orbax.checkpoint as ocp
 
     if path.exists():
@@ -323,11 +300,7 @@ def write(path: Any, arrays: Mapping[str, Any], description: Any, writer: Any = 
 
 
 def read_description(path: Any) -> dict[str, Any]:
-    """Reads the description of a checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: If there is no complete checkpoint of shardax at ``path``.
-    """
+    """Reads the description of a complete checkpoint, or raises CheckpointNotFoundError."""
     import orbax.checkpoint as ocp
 
     if not is_complete(path):
@@ -348,7 +321,7 @@ def is_complete(path: Any) -> bool:
 
 
 def _near_checkpoints(path: Any) -> str:
-    """Names checkpoints if ``path`` is a folder of them or next to some."""
+    """Names checkpoints in a folder or next to it."""
     for folder in (path, path.parent):
         if folder.is_dir():
             items = sorted(folder.iterdir())
@@ -361,10 +334,8 @@ def _near_checkpoints(path: Any) -> str:
 def read_arrays(
     path: Any, stored: Sequence[StoredArray], dtypes: Sequence[Any], shardings: Sequence[Any]
 ) -> list[jax.Array]:
-    """Reads arrays as the given dtypes, each process only what its devices hold.
-
-    A sharding of None is the default device, uncommitted. Dtypes of random keys are ignored.
-    """
+    """Reads arrays, each process only what its devices hold."""
+    # A sharding of None is the default device, uncommitted. Dtypes of random keys are ignored.
     import orbax.checkpoint as ocp
 
     wanted: dict[str, Any] = {}
@@ -391,7 +362,8 @@ def read_arrays(
 
 
 def _sharding_of_data(array: StoredArray, sharding: Any) -> Any:
-    """Returns the sharding of what is stored: random keys have one dimension more there."""
+    """Returns the sharding of stored numbers."""
+    # Random keys are stored with one dimension more.
     if array.key is None or not isinstance(sharding, NamedSharding):
         return sharding
     entries = (*sharding.spec, *(None,) * (len(array.shape) - len(sharding.spec)))
@@ -400,7 +372,7 @@ def _sharding_of_data(array: StoredArray, sharding: Any) -> Any:
 
 
 def _as_array(stored: StoredArray, numbers: Any, dtype: Any, sharding: Any) -> jax.Array:
-    """Returns the array of what was read, which is None for an array of no elements."""
+    """Returns the array of what was read; None has no elements."""
     if numbers is None and stored.key is None:
         return jax.device_put(jnp.zeros(stored.shape, dtype), sharding)
     if stored.key is None:
@@ -413,7 +385,8 @@ def _as_array(stored: StoredArray, numbers: Any, dtype: Any, sharding: Any) -> j
 
 
 def remove(path: Any) -> None:
-    """Removes a checkpoint, renamed first: a process killed on the way leaves no half of it."""
+    """Removes a checkpoint."""
+    # Renamed first: a process killed on the way leaves no half of it.
     doomed = path.with_name(path.name + DELETED)
     path.rename(doomed)
     remove_tree(doomed)

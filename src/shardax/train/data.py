@@ -34,7 +34,7 @@ _Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Position of a run in its training data, with the identity of that data.
+    """Position in training data, with the identity of that data.
 
     Attributes:
         step: Batches taken so far.
@@ -124,7 +124,7 @@ class TrainBatches:
 
     @property
     def epoch(self) -> float:
-        """Passes over the windows so far: 1.5 is half way through the second."""
+        """Passes over the windows so far, with fractions."""
         return self.step * self.batch_size / self.windows_per_epoch
 
     @property
@@ -216,7 +216,9 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """Masked batches over all of a part of the text, the same on every pass.
+    """Masked batches over a part of a text, in order.
+
+    They are the same on every pass.
 
     Iterating starts a new pass and gives ``{"inputs": int32 (rows, seq_len), "targets": int32
     (rows, seq_len), "mask": bool (rows, seq_len)}``. Every batch has the same shape; where the mask
@@ -284,7 +286,7 @@ class EvalBatches:
 
     @property
     def targets(self) -> int:
-        """How many bytes one pass over the global batches predicts: the sum of all masks."""
+        """Number of predicted bytes in one pass over the global batches."""
         return int(self._lengths.sum())
 
     def __len__(self) -> int:

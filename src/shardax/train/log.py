@@ -145,7 +145,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _complete_records(path: Path) -> list[tuple[dict[str, Any], int]]:
-    """Every record that ends in a newline, as written, with the offset of the byte after it."""
+    """Returns every complete record with the offset of its end."""
     content = path.read_bytes()
     records: list[tuple[dict[str, Any], int]] = []
     start = 0

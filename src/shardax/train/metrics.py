@@ -151,7 +151,10 @@ class Perplexity(Average):
         super().__init__(argname)
 
     def compute(self) -> Any:
-        """Returns the perplexity, a float32 scalar of at least 1; NaN if nothing was taken in."""
+        """Returns the perplexity, a float32 scalar of at least 1.
+
+        NaN if nothing was taken in.
+        """
         return jnp.exp(super().compute())
 
 

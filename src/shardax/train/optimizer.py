@@ -149,7 +149,8 @@ class Optimizer(Module):
         self.step.value = self.step.value + 1
 
     def _chosen(self) -> list[tuple[Path, Variable[Any]]]:
-        """Returns (path, Variable) of what is trained; a bare Variable as the model always is."""
+        """Returns (path, Variable) of what is trained."""
+        # A bare Variable as the model always is.
         if isinstance(self.model, Variable):
             return [((), self.model)]
         return list(iter_variables(self.model, self.wrt))
@@ -209,7 +210,7 @@ class Optimizer(Module):
 
 
 def _metadata_of(leaf: StateLeaf, owners: Sequence[Variable[Any]]) -> dict[str, Any]:
-    """Returns the axes of a leaf, and the box that the parameter it follows was made of."""
+    """Returns the axes of a leaf, and the box of its parameter."""
     if leaf.follows is None:
         return {}
     owner = owners[leaf.follows]
@@ -229,11 +230,9 @@ def _apply(update: Any, param: Any) -> Any:
 
 
 def _laid_out_as(old: Any, new: Any) -> Any:
-    """Returns a new value laid out as the old one, where the layout is known.
-
-    A state that is split further than its parameter would otherwise hand its layout on to the
-    parameter. Over Auto axes inside a program nothing is known; there ``in_shardings`` says it.
-    """
+    """Returns a new value laid out as the old one, where known."""
+    # A state that is split further than its parameter would otherwise hand its layout on to the
+    # parameter. Over Auto axes inside a program nothing is known; there in_shardings says it.
     if not isinstance(old, jax.Array):
         return new
     if not isinstance(old, Tracer) and not isinstance(new, Tracer):
@@ -246,11 +245,7 @@ def _laid_out_as(old: Any, new: Any) -> Any:
 
 
 def _align(grads: Any, params: State) -> State:
-    """Returns the gradients in the order of the parameters.
-
-    Raises:
-        GradientMismatchError: If they do not fit; every difference is listed.
-    """
+    """Returns gradients in the order of the parameters, or raises GradientMismatchError."""
     wanted = params.flat()
     given: dict[Path, Any] = {(): grads}
     if isinstance(grads, Mapping):
@@ -290,11 +285,7 @@ def _shown(value: Any) -> str:
 
 
 def _check_state(state: Any, layout: StateLayout) -> list[Any]:
-    """Returns the arrays of a new state.
-
-    Raises:
-        OptimizerStateError: If the transformation changed the form of its state.
-    """
+    """Returns the arrays of a new state, or raises OptimizerStateError."""
     separated = separate_arrays(state)
     if separated.treedef != layout.treedef or separated.static.keys() != layout.static.keys():
         raise OptimizerStateError(

@@ -35,11 +35,10 @@ from shardax.partition.inventory import dimensions_of_state, plain_path
 
 
 class Transformation:
-    """A gradient transformation as configuration, identified by what it was when it was made.
+    """Gradient transformation as configuration."""
 
-    Some schedules of optax change a variable of their own when they are first called, which would
-    make a program compiled for them look outdated.
-    """
+    # Identified by what it was when it was made: some schedules of optax change a variable of their
+    # own when they are first called, which would make a program compiled for them look outdated.
 
     __slots__ = ("_key", "value")
 
@@ -92,7 +91,7 @@ class StateLayout(NamedTuple):
 
 
 class SeparatedState(NamedTuple):
-    """Arrays of a state with their JAX key paths, its pytree, and all else by position."""
+    """Arrays of a state with key paths, and everything else."""
 
     keys: list[Any]
     arrays: list[Any]
@@ -111,7 +110,7 @@ def separate_arrays(state: Any) -> SeparatedState:
 
 
 def layout_of(transformation: Transformation, params: Any) -> StateLayout:
-    """Finds what a transformation's state holds for a ``State`` of parameters, or of shapes."""
+    """Finds what a transformation's state holds for parameters or shapes."""
     leaves, treedef = jax.tree.flatten(params)
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
     return _layout_of(transformation, treedef, shapes)
@@ -153,7 +152,7 @@ def _layout_of(
 
 
 def _unique(paths: list[Path]) -> list[Path]:
-    """Returns the paths, changed where two leaves collide or one would stand above another."""
+    """Returns the paths, changed where two leaves would collide."""
     taken: set[Path] = set()
     above = {path[:end] for path in paths for end in range(len(path))}
     found = []
@@ -166,7 +165,8 @@ def _unique(paths: list[Path]) -> list[Path]:
 
 
 def _followed(key_path: Sequence[Any], parameters: dict[Path, int]) -> int | None:
-    """Finds the parameter whose path a leaf's key path ends in (or passes through)."""
+    """Finds the parameter whose path a key path ends in."""
+    # Or passes through.
     for start, key in enumerate(key_path):
         if isinstance(key, PathKey):
             steps = plain_path(key_path[start:])
@@ -179,7 +179,7 @@ def _followed(key_path: Sequence[Any], parameters: dict[Path, int]) -> int | Non
 def _initial_values(
     jaxpr: Any, consts: Sequence[Any], inputs: Sequence[InitialValue]
 ) -> list[InitialValue]:
-    """Finds what each output of a jaxpr is computed from, given that of its inputs."""
+    """Finds what each output of a jaxpr is computed from."""
     known: dict[Any, InitialValue] = dict(zip(jaxpr.invars, inputs, strict=True))
     known.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
 
@@ -214,7 +214,7 @@ def _outputs(equation: Any, inputs: Sequence[InitialValue]) -> list[InitialValue
 
 
 class TrainedParameters:
-    """Parameters of an optimizer, as the lazy values of its state see them."""
+    """Parameters of an optimizer, for the lazy values of its state."""
 
     def __init__(
         self, transformation: Transformation, variables: Sequence[Variable[Any]], treedef: Any
@@ -228,7 +228,7 @@ class TrainedParameters:
         ]
 
     def peek(self, position: int) -> Any:
-        """Returns a parameter's array, or its stand-in if it is lazy or abstract."""
+        """Returns a parameter's array, or its lazy or abstract stand-in."""
         variable, inner = self.places[position]
         return jax.tree.leaves(variable._value)[inner]
 
@@ -313,7 +313,8 @@ def _leaf_program(
     position: int,
     sharding: Any,
 ) -> Callable[..., jax.Array]:
-    """Makes a program that runs ``init`` for one leaf; the compiler drops the rest."""
+    """Makes a program that runs ``init`` for one leaf."""
+    # The compiler drops the rest.
 
     def compute_leaf(*arrays: Any) -> jax.Array:
         given = dict(zip(needs, arrays, strict=True))

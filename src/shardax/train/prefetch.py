@@ -81,14 +81,9 @@ def put_batch(batch: Any, sharding: Any) -> Any:
 def batch_shardings(
     batch: Any, mesh: Mesh | None, rules: RulesLike | None, *, parts: int, of: str
 ) -> Any:
-    """Returns the sharding of every array of a process's batch; without a mesh, None.
-
-    The arrays have the axes ``BATCH_AXES``, as many as they have dimensions. Gradient accumulation
-    cuts the batch into ``parts``, each of which is divided over the mesh by itself.
-
-    Raises:
-        TrainerError: If the sizes of the batch cannot be divided so; lists every array.
-    """
+    """Returns the shardings of a process's batch, or raises TrainerError."""
+    # The arrays have the axes BATCH_AXES, as many as they have dimensions. Gradient accumulation
+    # cuts the batch into parts, each divided over the mesh by itself. Without a mesh: None.
 
     def spec_of(shape: tuple[int, ...]) -> Any:
         assert mesh is not None
@@ -277,10 +272,15 @@ def _no_position(method: str, source: object) -> PrefetchError:
 
 @contextlib.contextmanager
 def in_device_memory(tree: Any) -> Iterator[None]:
-    """Moves values from host to device memory for a block of a compiled function.
+    """Moves values from host to device memory for a block.
+
+    It works inside a compiled function.
 
     Args:
         tree: A Module, a Variable, or a pytree of such; their layout over the mesh stays.
+
+    Returns:
+        A context manager.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx

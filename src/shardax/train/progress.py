@@ -14,13 +14,7 @@ import jax
 
 
 class TrainingProgress:
-    """Display of steps and losses: a bar on a terminal, a line for each loss elsewhere.
-
-    Args:
-        first: Step from which the run starts.
-        total: Step at which it ends.
-        file: Where to show it; by default standard output.
-    """
+    """Bar of steps and losses on terminals, plain lines elsewhere."""
 
     def __init__(self, first: int, total: int, file: TextIO | None = None) -> None:
         self._first, self._total = first, total
@@ -34,7 +28,7 @@ class TrainingProgress:
             self._task = self._bar.add_task("train", total=total, completed=first, status=status)
 
     def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
-        """Shows that a step is done; loss and speed are given when they are known anew."""
+        """Shows a step, with the loss and speed that are new."""
         speed = f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
         if self._bar is not None:
             self._loss = self._loss if loss is None else f"loss {loss:.4f}"
@@ -90,10 +84,10 @@ def _duration(seconds: float) -> str:
 
 
 class Throughput:
-    """Tokens per second since it was last asked, after the first step, which compiles.
+    """Tokens per second since it was last asked."""
 
-    A token is a target of a batch; a batch without ``targets`` counts its rows.
-    """
+    # A token is a target of a batch; a batch without targets counts its rows. The first step
+    # compiles, so counting starts after it.
 
     def __init__(self) -> None:
         self._tokens = 0
@@ -111,7 +105,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out the time of a ``with`` block, which does something else than train."""
+        """Leaves out the time of a ``with`` block."""
         started = time.perf_counter()
         try:
             yield

@@ -133,7 +133,9 @@ class ByteText:
     def from_folder(
         cls, path: str | os.PathLike[str], *, suffixes: Sequence[str] | None = None
     ) -> ByteText:
-        """Joins the files below a folder in memory, each followed by one NUL byte.
+        """Joins the files below a folder, each followed by NUL.
+
+        The text is in memory.
 
         Args:
             path: The folder, read recursively, in order of the bytes of the relative paths. Hidden
@@ -197,7 +199,9 @@ class ByteText:
     def split(
         self, held_out: float = 0.05, *, block_bytes: int | None = None
     ) -> tuple[TextPart, TextPart]:
-        """Cuts the text into a training and a held-out part without a common byte.
+        """Cuts the text into a training and a held-out part.
+
+        They have no byte in common.
 
         Deterministic: depends on the length of the text and the arguments only.
 
@@ -298,7 +302,7 @@ class TextPart:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the text's fingerprint and the segments' bounds, as 32 hex digits."""
+        """Hash of the text's fingerprint and the segments' bounds."""
         bounds = np.column_stack([self.starts, self.ends]).astype("<i8").tobytes()
         return hashlib.sha256(self.text.fingerprint.encode() + bounds).hexdigest()[:32]
 
@@ -342,7 +346,7 @@ def _joined_files(
     skipped_folders: Collection[str] = (),
     skipped_prefixes: tuple[str, ...] = (),
 ) -> bytes:
-    """Joins the non-empty files below a folder by path, each followed by a NUL byte."""
+    """Joins non-empty files by path, each followed by NUL."""
     if not root.is_dir():
         raise TextNotFoundError(
             f"There is no folder {str(root)!r} to read text from. Check the path, or leave it out "
@@ -387,11 +391,8 @@ def _read(path: Path) -> bytes:
 
 
 def mix64(words: npt.ArrayLike) -> UInt64Array:
-    """Scrambles 64-bit words: a bijection with full avalanche.
-
-    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-    generators", 2014).
-    """
+    """Scrambles 64-bit words: the finalizer of SplitMix64, a bijection."""
+    # Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     x = np.atleast_1d(np.asarray(words, dtype=np.uint64))
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -408,7 +409,7 @@ def hash64(*words: npt.ArrayLike) -> UInt64Array:
 
 
 def permute(places: npt.ArrayLike, size: int, key: int) -> npt.NDArray[np.int64]:
-    """Items at the given places of ``range(size)``, shuffled by a key (modulo 2**64)."""
+    """Items at given places of ``range(size)``, shuffled by a key."""
     if not 1 <= size <= 1 << 62:
         raise WindowError(f"permute() needs 1 <= size <= 2**62, got size={size}.")
     start = np.atleast_1d(np.asarray(places, dtype=np.int64))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training loop with held-out evaluation, checkpoints, a log, progress and stop on request.
+"""Training loop with evaluation, checkpoints, log, progress and stop on request.
 
 A run is determined by its model, optimizer, data and settings. After each step its whole state is
 the Variables of model and optimizer and the position in the data. That is what a checkpoint holds,
@@ -119,12 +119,11 @@ class RunResult:
 
 
 class StopRequest:
-    """Notes SIGINT and SIGTERM while its ``with`` block runs.
+    """Notes SIGINT and SIGTERM while its ``with`` block runs."""
 
-    A second SIGINT interrupts at once, as usual. A signal that the process ignores (SIGINT in a
-    background job of a shell) stays ignored. Outside the main thread, where Python delivers no
-    signals, it does nothing.
-    """
+    # A second SIGINT interrupts at once, as usual. A signal that the process ignores (SIGINT in a
+    # background job of a shell) stays ignored. Outside the main thread, where Python delivers no
+    # signals, it does nothing.
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -154,7 +153,7 @@ class StopRequest:
 
 
 class Trainer:
-    """Places a model on a mesh, trains it, and saves what resuming needs.
+    """Training run of a model over a mesh, with checkpoints and log.
 
     Args:
         model: The model, usually still lazy.
@@ -410,7 +409,9 @@ class Trainer:
         return RunResult(run.step, loss, eval_loss, stop.signal, path, self.log_path)
 
     def evaluate(self) -> float:
-        """Returns the mean held-out loss per target, with the model in evaluation mode.
+        """Returns the mean held-out loss per target.
+
+        The model is in evaluation mode meanwhile, and placed on the mesh first.
 
         Raises:
             TrainerError: If there is no held-out data.
@@ -426,7 +427,7 @@ class Trainer:
         return loss
 
     def _evaluate(self, should_stop: Callable[[], bool]) -> float | None:
-        """Returns the mean held-out loss per target, summed in float64; None if it was stopped."""
+        """Returns the mean held-out loss; None if it was stopped."""
         assert self.held_out is not None
         places = self._held_out_shardings()
         total, count = 0.0, 0.0
@@ -500,7 +501,8 @@ class _Run:
 
 
 def _require_finite(run: _Run) -> None:
-    """Raises if the last loss is not finite, so that no checkpoint is saved after it."""
+    """Raises if the last loss is not finite."""
+    # So that no checkpoint is saved after it.
     if run.pending is not None and not math.isfinite(loss := float(run.pending)):
         raise TrainerError(
             f"The loss at step {run.step} is {loss}. Lower the learning rate or clip the "
@@ -522,7 +524,7 @@ def _due(step: int, every: int) -> bool:
 
 @contextlib.contextmanager
 def _evaluation_mode(model: Any) -> Iterator[None]:
-    """Puts all Modules into evaluation mode, and each back into the mode it was in."""
+    """Puts all Modules into evaluation mode for a block."""
     # As Module.eval sets them.
     modes = {"deterministic": True, "use_running_average": True}
     before = [
