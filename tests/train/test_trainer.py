@@ -189,6 +189,20 @@ def test_a_module_that_was_frozen_by_hand_stays_frozen(tmp_path: Path) -> None:
     assert model.dropout.deterministic is True
 
 
+def test_evaluation_puts_each_module_back_into_its_own_mode(tmp_path: Path) -> None:
+    model = Bigram(dropout=0.1)
+    model.frozen = sx.nn.Dropout(0.5, deterministic=True)
+    modes = []
+
+    def loss(model: Any, batch: Any) -> Any:
+        modes.append((model.dropout.deterministic, model.frozen.deterministic))
+        return next_token_loss(model, batch)
+
+    make_trainer(tmp_path, 1, model=model, loss=loss, held_out=eval_batches()).evaluate()
+    assert modes == [(True, True)]
+    assert (model.dropout.deterministic, model.frozen.deterministic) == (False, True)
+
+
 def test_evaluation_places_a_lazy_model_first(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, 1, held_out=eval_batches(max_batches=1), mesh=auto())
     assert trainer.evaluate() == pytest.approx(math.log(256), abs=0.2)

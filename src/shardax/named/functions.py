@@ -16,7 +16,7 @@ from shardax._transforms.lift.call import wraps
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown
 from shardax.named.elementwise import Operand, check_sizes, listing, place_of
-from shardax.named.lift import run_lifted
+from shardax.named.lift import is_named, is_whole, run_lifted
 from shardax.nn.parameters import cast_all
 from shardax.partition.explicit import joined_sharding
 
@@ -212,7 +212,7 @@ def scan(
                 f"The function of named.scan returns (carry, result), but returned "
                 f"{type(result).__name__}. Without a result return (carry, None)."
             )
-        leaves, treedef = jax.tree.flatten(result[1], is_leaf=_is_named)
+        leaves, treedef = jax.tree.flatten(result[1], is_leaf=is_named)
         operands = [_operand(leaf) for leaf in leaves]
         results[:] = [treedef, *(check_dims((axis, *dims)) for _, dims in operands)]
         return carry.taken_from(result[0]), [data for data, _ in operands]
@@ -226,7 +226,7 @@ def scan(
 
 def _slices(xs: Any, axis: Name) -> tuple[list[Operand], Any]:
     """Returns the arrays with the axis in front, without its name."""
-    leaves, treedef = jax.tree.flatten_with_path(xs, is_leaf=_is_named)
+    leaves, treedef = jax.tree.flatten_with_path(xs, is_leaf=is_named)
     found: list[Operand] = []
     sizes: dict[int, str] = {}
     for path, leaf in leaves:
@@ -262,7 +262,7 @@ class _ScanCarry(NamedTuple):
 
     @classmethod
     def of(cls, init: Any) -> _ScanCarry:
-        leaves, treedef = jax.tree.flatten_with_path(init, is_leaf=_is_whole)
+        leaves, treedef = jax.tree.flatten_with_path(init, is_leaf=is_whole)
         values: list[Any] = []
         dims: list[Dims | None] = []
         for _, leaf in leaves:
@@ -281,7 +281,7 @@ class _ScanCarry(NamedTuple):
 
     def taken_from(self, carry: Any) -> list[Any]:
         """Returns the values of a returned carry, or raises if it changed."""
-        leaves, treedef = jax.tree.flatten(carry, is_leaf=_is_whole)
+        leaves, treedef = jax.tree.flatten(carry, is_leaf=is_whole)
         if treedef != self.treedef:
             raise CarryError(
                 f"The carry of named.scan changes its structure: it comes in as {self.treedef} and "
@@ -307,7 +307,7 @@ class _ScanCarry(NamedTuple):
 
     def _changed(self, place: int, leaf: Any) -> CarryError:
         before = self.filled(self.values)
-        was = jax.tree.leaves(before, is_leaf=_is_whole)[place]
+        was = jax.tree.leaves(before, is_leaf=is_whole)[place]
         hint = "Every iteration must hand on what it was given."
         if isinstance(was, NamedArray) and isinstance(leaf, NamedArray):
             gained = [name for name in leaf.axes if name not in was.axes]
@@ -336,11 +336,3 @@ def _operand(leaf: Any) -> Operand:
         return Operand(*leaf._parts())
     array = jnp.asarray(leaf)
     return Operand(array, (None,) * array.ndim)
-
-
-def _is_named(value: Any) -> bool:
-    return isinstance(value, NamedArray)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, (NamedArray, Object))

@@ -21,6 +21,7 @@ from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
 from shardax.named.array import NamedArray
 from shardax.named.base import NamedAxesError, label
+from shardax.named.lift import is_whole
 from shardax.partition.constrain import constrain as constrain_array
 from shardax.partition.inventory import Survey
 from shardax.partition.mesh import AnyMesh
@@ -100,7 +101,8 @@ def constrain(
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, NamedArray):
             (data,), treedef = jax.tree.flatten(leaf)
-            return treedef.unflatten([constrain_array(data, leaf.partition_axes, mesh, rules)])
+            names: Any = leaf.partition_axes
+            return treedef.unflatten([constrain_array(data, names, mesh, rules)])
         if isinstance(leaf, Object):
             for _, variable in iter_variables(leaf):
                 value, axes = variable.value, variable.axes
@@ -110,7 +112,7 @@ def constrain(
         return leaf
 
     def visit_tree(tree: Any) -> Any:
-        return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, (NamedArray, Object)))
+        return jax.tree.map(visit, tree, is_leaf=is_whole)
 
     return visit_tree(tree)
 

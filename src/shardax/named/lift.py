@@ -42,7 +42,7 @@ def run_lifted(
     def run(datas: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
         with mapping(names):
             result = rebuild(datas, objects)
-        leaves, treedef = jax.tree.flatten(result, is_leaf=_is_named)
+        leaves, treedef = jax.tree.flatten(result, is_leaf=is_named)
         results = [_result(leaf, names) for leaf in leaves]
         inner[:], outer[:] = [dims for _, dims in results], [treedef]
         return [data for data, _ in results]
@@ -68,7 +68,7 @@ def _take_apart(
     if isinstance(function, types.MethodType) and isinstance(function.__self__, Object):
         args = (function.__self__, *args)
         function = function.__func__
-    leaves, treedef = jax.tree.flatten((function, tuple(args), kwargs), is_leaf=_is_whole)
+    leaves, treedef = jax.tree.flatten((function, tuple(args), kwargs), is_leaf=is_whole)
     leaves = [_named_value(leaf) if isinstance(leaf, Variable) else leaf for leaf in leaves]
     named = [place for place, leaf in enumerate(leaves) if isinstance(leaf, NamedStorage)]
     whole = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Object)]
@@ -120,11 +120,13 @@ def _named_value(variable: Variable[Any]) -> Any:
     return variable.value if isinstance(variable.value, NamedStorage) else variable
 
 
-def _is_named(value: Any) -> bool:
+def is_named(value: Any) -> bool:
+    """Whether a value is a named array."""
     return isinstance(value, NamedStorage)
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Whether a value is a named array or an object."""
     return isinstance(value, (NamedStorage, Object))
 
 

@@ -15,6 +15,7 @@ difference of their positions alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -188,27 +189,20 @@ class MultiHeadAttention(Module):
     ) -> None:
         sizes = attention_sizes(features, num_heads, num_kv_heads, head_dim, rope_base)
         heads, kv_heads, head_dim = sizes
-        embed_name, heads_name, kv_name, head_name = as_axes(
-            "MultiHeadAttention", "axis names", axes, 4
+        embed, queries, keys, head = as_axes("MultiHeadAttention", "axis names", axes, 4)
+        linear = functools.partial(
+            Linear,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
         )
-
-        def project(inputs: Any, outputs: Any, *names: str | None) -> Linear:
-            return Linear(
-                inputs,
-                outputs,
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                bias_init=bias_init,
-                kernel_axes=names,
-                rngs=rngs,
-            )
-
-        self.q = project(features, (heads, head_dim), embed_name, heads_name, head_name)
-        self.k = project(features, (kv_heads, head_dim), embed_name, kv_name, head_name)
-        self.v = project(features, (kv_heads, head_dim), embed_name, kv_name, head_name)
-        self.out = project((heads, head_dim), features, heads_name, head_name, embed_name)
+        self.q = linear(features, (heads, head_dim), kernel_axes=(embed, queries, head))
+        self.k = linear(features, (kv_heads, head_dim), kernel_axes=(embed, keys, head))
+        self.v = linear(features, (kv_heads, head_dim), kernel_axes=(embed, keys, head))
+        self.out = linear((heads, head_dim), features, kernel_axes=(queries, head, embed))
         self.features, self.num_heads, self.num_kv_heads = features, heads, kv_heads
         self.head_dim = head_dim
         self.causal = bool(causal)

@@ -7,6 +7,7 @@ with the activation silu this is SwiGLU. Not gated: ``down(activation(up(x)))``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,22 +79,18 @@ class MLP(Module):
         outer, inner = as_axes("MLP", "axis names", axes, 2)
         _find_activation(activation)
 
-        def project(inputs: int, outputs: int, *names: str | None) -> Linear:
-            return Linear(
-                inputs,
-                outputs,
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                bias_init=bias_init,
-                kernel_axes=names,
-                rngs=rngs,
-            )
-
-        self.gate = project(features, hidden, outer, inner) if gated else None
-        self.up = project(features, hidden, outer, inner)
-        self.down = project(hidden, outputs, inner, outer)
+        linear = functools.partial(
+            Linear,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+        )
+        self.gate = linear(features, hidden, kernel_axes=(outer, inner)) if gated else None
+        self.up = linear(features, hidden, kernel_axes=(outer, inner))
+        self.down = linear(hidden, outputs, kernel_axes=(inner, outer))
         self.activation = activation
 
     def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:

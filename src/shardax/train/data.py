@@ -155,17 +155,30 @@ class TrainBatches:
         """
         own = self.state()
         found = dataclasses.asdict(state) if isinstance(state, DataPosition) else state
-        if not isinstance(found, Mapping) or set(found) != set(own) or not _is_count(found["step"]):
+        step = found.get("step") if isinstance(found, Mapping) else None
+        is_count = isinstance(step, int | np.integer) and not isinstance(step, bool) and step >= 0
+        if not isinstance(found, Mapping) or set(found) != set(own) or not is_count:
             raise DataPositionError(
                 f"Not a data position: {state!r}. A position has the entries {sorted(own)}, with a "
                 "step of 0 or more; pass what batches.state() returned."
             )
         differing = [name for name in own if name != "step" and found[name] != own[name]]
         if differing:
+            advice = (
+                "The text is not the one that was trained on (or is split otherwise): open the "
+                "same text and split it with the same arguments, or start the data anew by not "
+                "restoring its position."
+            )
+            if "fingerprint" not in differing:
+                arguments = ", ".join(f"{name}=<saved>" for name in differing)
+                advice = (
+                    "Make the batches with the saved values, TrainBatches(part, ..., "
+                    f"{arguments}), and restore again."
+                )
             lines = [f"  {name}: saved {found[name]!r}, here {own[name]!r}" for name in differing]
             raise DataPositionError(
                 "The saved data position cannot be continued with these batches, because they "
-                "would not be the ones that followed:\n" + "\n".join([*lines, _advice(differing)])
+                "would not be the ones that followed:\n" + "\n".join([*lines, advice])
             )
         self.step = int(found["step"])
 
@@ -334,21 +347,3 @@ def _local_rows(batch_size: int, seq_len: int, process_index: int, process_count
 def _batch(windows: npt.NDArray[np.uint8]) -> Arrays:
     tokens = windows.astype(np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 0
-
-
-def _advice(differing: list[str]) -> str:
-    if "fingerprint" in differing:
-        return (
-            "The text is not the one that was trained on (or is split otherwise): open the same "
-            "text and split it with the same arguments, or start the data anew by not restoring "
-            "its position."
-        )
-    arguments = ", ".join(f"{name}=<saved>" for name in differing)
-    return (
-        f"Make the batches with the saved values, TrainBatches(part, ..., {arguments}), and "
-        "restore again."
-    )

@@ -96,8 +96,9 @@ def batch_shardings(
     rows: tuple[int, ...] = ()
     entries, treedef = jax.tree_util.tree_flatten_with_path(batch)
     for key_path, array in entries:
-        shape = np.shape(array)
-        shape = (shape[0] * jax.process_count(), *shape[1:]) if shape else ()
+        shape: tuple[int, ...] = np.shape(array)
+        if shape:
+            shape = (shape[0] * jax.process_count(), *shape[1:])
         rows = rows or shape[:1]
         shown = f"{jax.tree_util.keystr(key_path)} of shape {shape}"
         if parts > 1 and (not shape or shape[0] % parts):
