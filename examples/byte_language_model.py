@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             sx.train.TrainBatches(training, **window),
             held_out=evaluation,
             directory=options.out or temporary,
-            settings=sx.train.TrainerSettings(steps=options.steps, log_every=20),
+            settings=sx.train.TrainerSettings(steps=options.steps, log_every=40),
             mesh=mesh,
             rules=sx.models.DECODER_RULES,  # batch over data; heads, mlp and vocab over model
         )

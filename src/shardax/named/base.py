@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Storage, names and pytree of named arrays.
 
-A name is any hashable object but None; names are compared as the keys of a dict are. The dims of an
-array have one entry per dimension, a name or None. A dimension without a name is positional: what
-counts of it is its place among the other positional ones. Storage order is the order of the dims
-as the array has them; it is a matter of speed alone.
+A name is any hashable object but None. The dims of an array have one entry per dimension, a name or
+None. A dimension without a name is positional: what counts of it is its place among the other
+positional ones. Storage order is the order of the dims as the array has them, a matter of speed
+alone.
 
 JAX must see two arrays that differ only in storage order as the same, or a jit would compile twice,
 and a scan refuse its carry. As a pytree a named array is therefore one node whose static part is
@@ -15,13 +15,12 @@ transposed on its way into a transform; what comes out of one is stored so, and 
 
 How many positional dimensions there are is not static. They stand first, so ``jax.vmap`` and
 ``jax.lax.scan`` take them away and put them there at axis 0, as they do with plain arrays. A
-transform that takes a named dimension instead leaves a node whose names do not fit its array; so
-does ``jax.tree.map`` with a function that changes shapes. The node exists, because JAX makes nodes
-of all sorts of things, and using it as an array is an error.
+transform that takes a named dimension instead, or ``jax.tree.map`` with a function that changes
+shapes, leaves a node whose names do not fit its array; using that as an array is an error.
 
 Inside a function lifted by ``nmap`` every argument has lost its names. A named array that still has
-one of them was captured by a closure, whole, and combining it with the slices that the function
-works on would give every slice all of it, so using it is an error.
+one of them was captured by a closure, whole, and using it is an error: combined with the slices
+that the function works on, it would give every slice all of it.
 """
 
 from __future__ import annotations

@@ -3,18 +3,13 @@
 
 Named dimensions meet by name, wherever they are stored; positional ones meet as in NumPy, from the
 last. A name that one operand lacks is repeated along; a name that both have has one size, also
-where that is 1, since a name says that two dimensions are the same. To expand an array to a target,
-which are dims that include its own, is to transpose it and to add dimensions of size 1.
-
-Operators call those of the plain arrays, so dtypes are promoted as there. The other operand may be
-a number, a Variable, or an array without names, a JAX or NumPy one, on either side. Such an array
-has positional dimensions only, and must find as many in the named array: one that has more would
+where that is 1, since a name says that two dimensions are the same. An array without names beside a
+named one has positional dimensions only, and must find as many there: one that has more would
 otherwise multiply the result by dimensions that nobody named.
 
 The ``axis`` of a reduction is a name, a number (which positional dimension), or a tuple of these.
 Left out, it is all positional dimensions, names being what a function is run along (``nmap``); an
-array that has none is reduced whole. ``x.sum("batch")``, ``x.untag("batch").sum()`` and, if there
-is no other axis, ``x.sum()`` are therefore the same.
+array that has none is reduced whole, so ``x.sum("batch")`` is ``x.untag("batch").sum()``.
 """
 
 from __future__ import annotations

@@ -162,10 +162,7 @@ class Optimizer(Module):
         return State.from_flat(dict(zip(paths, values, strict=True)), origins)
 
     def _make_state(
-        self,
-        layout: StateLayout,
-        parameters: TrainedParameters,
-        variables: Sequence[Variable[Any]],
+        self, layout: StateLayout, parameters: TrainedParameters, variables: Sequence[Variable[Any]]
     ) -> dict[Any, Any]:
         """Makes the nested mapping of ``OptState``, lazy where the values can wait."""
         owners = [v for v in variables for _ in jax.tree.leaves(v._value)]
