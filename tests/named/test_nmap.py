@@ -15,15 +15,7 @@ from tests.named.arrays import assert_same, few, named_arrays, restored
 
 import shardax as sx
 from shardax import named
-from shardax.named import (
-    NamedArray,
-    random_split,
-    wrap,
-    zeros,
-)
-from shardax.named import (
-    functions as nmap,
-)
+from shardax.named import NamedArray, nmap, random_split, wrap, zeros
 
 
 @few

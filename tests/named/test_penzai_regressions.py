@@ -16,14 +16,7 @@ from tests.named.arrays import assert_same
 
 import shardax as sx
 from shardax import named
-from shardax.named import (
-    NamedArray,
-    wrap,
-    zeros,
-)
-from shardax.named import (
-    functions as nmap,
-)
+from shardax.named import NamedArray, nmap, wrap, zeros
 
 X = NamedArray(jnp.arange(6.0).reshape(2, 3), ("a", "b"))
 

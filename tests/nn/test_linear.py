@@ -108,6 +108,7 @@ def test_a_layer_without_rngs_says_so_when_its_kernel_is_needed():
     ("equation", "x_shape", "kernel_shape", "bias_shape"),
     [
         ("...te,ehd->...thd", (2, 5, 8), (8, 4, 2), (4, 2)),
+        ("...te, ehd -> ...thd", (2, 5, 8), (8, 4, 2), None),
         ("bte,hed->bhtd", (2, 5, 8), (4, 8, 2), (4, 2)),
         ("...ge,gef->...gf", (5, 3, 8), (3, 8, 2), (2,)),
         ("x,xy->y", (8,), (8, 3), None),

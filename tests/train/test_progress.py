@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardax.train import progress
-from shardax.train.progress import Bar, Lines, make_display
+from shardax.train.progress import TrainingProgress
 
 
 class Terminal(io.StringIO):
@@ -46,7 +46,7 @@ def shown(text: str) -> list[str]:
 
 def test_lines_tell_step_loss_speed_and_time_left(clock: list[float]) -> None:
     file = io.StringIO()
-    with Lines(100, 300, file) as display:
+    with TrainingProgress(100, 300, file) as display:
         display.step(101, None, None)
         clock[0] += 50
         display.step(150, 2.34567, 12345.6)
@@ -67,8 +67,7 @@ def test_lines_tell_step_loss_speed_and_time_left(clock: list[float]) -> None:
 
 
 def test_a_bar_shows_steps_loss_speed_and_time_left(wide_terminal: Terminal) -> None:
-    with Bar(0, 40, wide_terminal) as display:
-        assert isinstance(display, Bar)
+    with TrainingProgress(0, 40, wide_terminal) as display:
         display.step(10, 3.25, None)
         display.step(20, 2.5, 12345.6)
         display.step(21, None, None)
@@ -77,14 +76,14 @@ def test_a_bar_shows_steps_loss_speed_and_time_left(wide_terminal: Terminal) -> 
 
 
 def test_a_bar_says_that_it_is_starting_until_there_is_a_loss(wide_terminal: Terminal) -> None:
-    with Bar(5, 40, wide_terminal):
+    with TrainingProgress(5, 40, wide_terminal):
         pass
     last = shown(wide_terminal.getvalue())[-1]
     assert re.match(r"train [━╸╺ ]+ 5/40 starting", last)
 
 
 def test_notes_stay_above_the_bar_as_they_are(wide_terminal: Terminal) -> None:
-    with Bar(0, 2, wide_terminal) as display:
+    with TrainingProgress(0, 2, wide_terminal) as display:
         display.step(1, 1.0, 1.0)
         display.note("step 1: held-out loss 1.0 [not markup]")
         display.step(2, 1.0, 1.0)
@@ -97,7 +96,7 @@ def test_a_bar_fits_a_terminal_of_80_columns(
     wide_terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with Bar(0, 20_000, wide_terminal) as display:
+    with TrainingProgress(0, 20_000, wide_terminal) as display:
         display.step(12_345, 10.125, 1_234_567.0)
     last = shown(wide_terminal.getvalue())[-1]
     assert len(last) <= 80
@@ -105,14 +104,18 @@ def test_a_bar_fits_a_terminal_of_80_columns(
 
 
 @pytest.mark.parametrize(
-    ("terminal", "kind", "expected"),
-    [(False, "xterm", Lines), (True, "xterm", Bar), (True, "dumb", Lines)],
+    ("terminal", "kind", "is_bar"),
+    [(False, "xterm", False), (True, "xterm", True), (True, "dumb", False)],
 )
 def test_the_output_decides_which(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, kind: str, expected: type
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, kind: str, is_bar: bool
 ) -> None:
     monkeypatch.setenv("TERM", kind)
-    file: Any = Terminal() if terminal else io.StringIO()
-    assert type(make_display(0, 10, file)) is expected
-    monkeypatch.setattr(sys, "stdout", file)
-    assert type(make_display(0, 10)) is expected
+    for given in (True, False):
+        file: Any = Terminal() if terminal else io.StringIO()
+        monkeypatch.setattr(sys, "stdout", file)
+        with TrainingProgress(0, 10, file if given else None) as display:
+            display.step(1, 2.0, None)
+        is_line = re.fullmatch(r"step 1/10  loss 2\.0000  ETA \d:\d\d\n", file.getvalue())
+        assert bool(is_line) is not is_bar
+        assert any(line.startswith("train ") for line in shown(file.getvalue())) is is_bar

@@ -99,7 +99,7 @@ def test_outside_the_main_thread_it_changes_nothing() -> None:
 def test_after_the_block_sigterm_ends_a_process_again() -> None:
     program = (
         "import os, signal\n"
-        "from shardax.train.signals import StopRequest\n"
+        "from shardax.train.trainer import StopRequest\n"
         "with StopRequest():\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "print('alive', flush=True)\n"

@@ -113,17 +113,16 @@ def test_open_text_takes_a_file_a_folder_or_the_standard_library(tmp_path: Path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt").write_bytes(b"abc")
     (tmp_path / "texts/b.py").write_bytes(b"def")
-    cache = tmp_path / "cache"
     assert bytes(open_text(tmp_path / "texts/a.txt").data) == b"abc"
-    assert bytes(open_text(tmp_path / "texts", cache_dir=cache).data) == b"abc\0def\0"
-    only_python = open_text(tmp_path / "texts", suffixes=(".py",), cache_dir=cache)
+    assert bytes(open_text(tmp_path / "texts").data) == b"abc\0def\0"
+    only_python = open_text(tmp_path / "texts", suffixes=(".py",))
     assert bytes(only_python.data) == b"def\0"
-    library = open_text(cache_dir=cache)
+    library = open_text()
     assert len(library) > 5_000_000
     assert b"class JSONDecoder" in bytes(library.data)
 
 
-def test_texts_from_disk_are_memory_mapped_and_read_only(tmp_path: Path):
+def test_a_file_is_memory_mapped_and_read_only(tmp_path: Path):
     (tmp_path / "text").write_bytes(b"abc")
     text = ByteText.from_file(tmp_path / "text")
     assert isinstance(text.data.base, np.memmap)

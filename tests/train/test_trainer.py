@@ -31,7 +31,6 @@ from tests.train.small_runs import (
 import shardax as sx
 from shardax.models import next_token_loss
 from shardax.partition.errors import PartitionCheckError
-from shardax.train.baselines import pair_counts
 from shardax.train.errors import TrainerError
 
 STEPS = 12
@@ -162,7 +161,9 @@ def test_held_out_loss_is_the_mean_over_every_byte_that_has_a_predecessor(whole:
         model.head.kernel.value, np.float64
     ) + np.asarray(model.head.bias.value)
     log_sum = np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
-    counts = pair_counts(HELD_OUT)
+    counts = np.zeros((256, 256))
+    for segment in HELD_OUT.segments():
+        np.add.at(counts, (segment[:-1], segment[1:]), 1)
     by_hand = np.sum(counts * (log_sum - logits)) / np.sum(counts)
     assert whole.result.eval_loss == pytest.approx(by_hand, rel=1e-6)
     assert whole.trainer.evaluate() == whole.result.eval_loss
@@ -186,6 +187,20 @@ def test_a_module_that_was_frozen_by_hand_stays_frozen(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, 1, model=model, held_out=eval_batches(max_batches=1))
     trainer.evaluate()
     assert model.dropout.deterministic is True
+
+
+def test_evaluation_puts_each_module_back_into_its_own_mode(tmp_path: Path) -> None:
+    model = Bigram(dropout=0.1)
+    model.frozen = sx.nn.Dropout(0.5, deterministic=True)
+    modes = []
+
+    def loss(model: Any, batch: Any) -> Any:
+        modes.append((model.dropout.deterministic, model.frozen.deterministic))
+        return next_token_loss(model, batch)
+
+    make_trainer(tmp_path, 1, model=model, loss=loss, held_out=eval_batches()).evaluate()
+    assert modes == [(True, True)]
+    assert (model.dropout.deterministic, model.frozen.deterministic) == (False, True)
 
 
 def test_evaluation_places_a_lazy_model_first(tmp_path: Path) -> None:

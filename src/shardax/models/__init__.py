@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models built of ``shardax.nn``, what they are trained by, and what they say."""
+"""Models built of ``shardax.nn``, their losses, and generation."""
 
 from shardax.models.decoder import DECODER_RULES as DECODER_RULES
 from shardax.models.decoder import Decoder as Decoder

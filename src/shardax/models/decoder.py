@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder language model: tokens in, logits of the next token out.
+"""Decoder language model: tokens in, logits of the next token out.
 
 For tokens of shape (batch, time):
 
@@ -9,10 +9,10 @@ For tokens of shape (batch, time):
         x = x + mlp(rms_norm(x))                              gated by silu
     logits = rms_norm(x) @ head                               (batch, time, vocab)
 
-without biases. A *tied* head is the transposed embedding. The same mathematics by hand, without any
-library, is in ``benchmarks/raw_decoder.py``; both compile to the same program. With *scanned*
-layers (``shardax.nn.Stack``) the program is that of one layer in a loop, and compiles in a time
-that does not grow with depth; parameters and results are the same.
+without biases. A tied head is the transposed embedding. The same mathematics by hand, without any
+library, is in ``benchmarks/raw_decoder.py``; both compile to the same program. With scanned layers
+(``shardax.nn.Stack``) the program is that of one layer in a loop, and compiles in a time that does
+not grow with depth; parameters and results are the same.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ kv heads than that, keep them whole: ``DECODER_RULES.override({"kv_heads": None}
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and dtypes of a decoder; the defaults are small enough for a test.
+    """Sizes and dtypes of a decoder, by default small enough for tests.
 
     Attributes:
         vocab_size: Number of tokens.
@@ -141,7 +141,7 @@ def _dtype_name(name: str, dtype: Any) -> str:
 
 
 class DecoderLayer(Module):
-    """One layer: attention, then an MLP, each on a normalised input and added to it.
+    """Attention and MLP, each on a normalised input and added to it.
 
     Where rules in scope map ``batch``, its result is constrained to the layout of
     ``("batch", "seq", "embed")``.
@@ -273,7 +273,7 @@ class Decoder(Module):
         return self.embed.attend(x) if self.head is None else self.head(x)
 
     def _rotation(self, tokens: jax.Array, positions: Any) -> Rotation:
-        """Returns the rotation of every position: the same for all layers, so computed once."""
+        """Returns the rotation of every position, computed once for all layers."""
         if positions is None:
             positions = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
         return rotation(as_array(positions), self.config.head_dim, self.config.rope_base)
@@ -289,11 +289,9 @@ def _norm(config: DecoderConfig) -> RMSNorm:
 
 
 def _constrain(x: jax.Array) -> jax.Array:
-    """Lays activations out by the rules in scope, if these say where the batch goes.
-
-    Rules about parameters alone leave activations to the compiler. So does a dimension that the
-    mesh does not divide, such as the batch of one while sampling.
-    """
+    """Lays activations out by rules in scope that map the batch."""
+    # Rules about parameters alone leave activations to the compiler. So does a dimension that the
+    # mesh does not divide, such as the batch of one while sampling.
     rules = current_rules()
     mesh = resolve_mesh() if "batch" in rules.names else None
     if mesh is None:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generating tokens from a language model, one at a time.
+"""Loss of language models, and generation of tokens one at a time.
 
-Each token is sampled from the model's distribution over a *window*: the last tokens, at a fixed
+Each token is sampled from the model's distribution over a window: the last tokens, at a fixed
 length so that one program serves every position. The whole window is computed anew for each token,
 which suits small models and short samples.
-
-The loss of language models: how surprised the model is by the tokens that did follow.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from shardax.partition.explicit import align, explicit_entries
 
 
 class GenerationError(ShardaxError, ValueError):
-    """Tokens cannot be generated: empty prompt, or a length, window or temperature out of range."""
+    """Tokens cannot be generated.
 
-
-# --- Generate ---
+    The prompt is empty, or a length, window or temperature is out of range.
+    """
 
 
 def generate(
@@ -103,11 +101,10 @@ def _next_token(
     return jnp.argmax(logits + noise * temperature)
 
 
-# --- Loss ---
-
-
 def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> jax.Array:
-    """Mean negative log-likelihood of the targets, in nats; the log-softmax is in float32.
+    """Mean negative log-likelihood of the targets, in nats.
+
+    The log-softmax is in float32.
 
     Args:
         logits: Shape (..., vocab), floating.
@@ -147,7 +144,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> ja
 
 
 def _pick(log_probabilities: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the entries at the targets, with a last dimension of size one."""
+    """Returns the entries at the targets, with a last dimension of one."""
     if explicit_entries(log_probabilities) is None:
         return jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)
     # JAX cannot look up along a dimension that Explicit mesh axes may split. A sum in which all

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``NamedArray``: an array whose dimensions have names.
 
-Operations find axes by name, so it does not matter in which order they are stored (see
-``shardax.named.base``). Dimensions may also stay *positional*, without a name: untag the axes that
-a function shall see, run it by ``nmap`` along all others, and tag what it returns.
+Operations find axes by name, so it does not matter in which order they are stored. Dimensions may
+also stay positional, without a name: untag the axes that a function shall see, run it by ``nmap``
+along all others, and tag what it returns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from shardax.named.base import (
     canonical,
     check_dims,
     positional_places,
-    refuse_loss,
     register,
     shown,
     transposed,
@@ -34,7 +33,7 @@ from shardax.named.lift import lifted_method, lifted_operator
 
 
 class NamedArray(Operators, Reductions, Indexing, ShownArray):
-    """An array whose dimensions have names; immutable, a pytree, and usable by name.
+    """Immutable array whose dimensions have names; a pytree.
 
     Operators meet by name and repeat an operand along the names that it lacks. Methods such as
     ``sum("batch")`` work along names; methods of arrays that know dimensions by position, such as
@@ -60,8 +59,6 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
     """
 
     __slots__ = ()
-
-    # --- names ---------------------------------------------------------------------------------
 
     def tag(self, *names: Any) -> Self:
         """Names the positional dimensions.
@@ -93,7 +90,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         return self._make(data, check_dims(renamed))
 
     def untag(self, *names: Any) -> Self:
-        """Makes named axes positional, in the order given, after those that are positional already.
+        """Makes named axes positional, in the order given, after the positional ones.
 
         Args:
             *names: The names to take off.
@@ -124,7 +121,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         return self._make(transposed(data, permutation), kept)
 
     def unwrap(self, *names: Any) -> jax.Array:
-        """Returns the plain array, with the names as dimensions in the order given.
+        """Returns the plain array with the names as dimensions, in order.
 
         Args:
             *names: All names of the array. Positional dimensions stand before them.
@@ -155,7 +152,9 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         return transposed(self._data, None if order == tuple(range(len(dims))) else order)
 
     def order_as(self, *dims: Any) -> Self:
-        """Returns the array stored in another order; nothing that works by name sees a difference.
+        """Returns the array in another storage order.
+
+        Nothing that works by name sees a difference.
 
         Args:
             *dims: All names, in storage order, and None where a positional dimension stands;
@@ -184,19 +183,17 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         return self._make(transposed(data, order), target)
 
     def canonical(self) -> Self:
-        """Returns the array stored as JAX's transforms see it, who then need not transpose it.
+        """Returns the array stored as JAX's transforms see it.
 
         Example:
             >>> NamedArray(np.zeros((2, 3, 4)), ("b", None, "a")).canonical().dims
             (None, 'a', 'b')
         """
         data, dims = self._parts()
-        permutation = canonical(dims, tuple(data.shape)).permutation
-        if permutation is None:
+        _, order = canonical(dims, tuple(data.shape))
+        if order is None:
             return self
-        return self._make(
-            transposed(data, permutation), tuple(dims[place] for place in permutation)
-        )
+        return self._make(transposed(data, order), tuple(dims[place] for place in order))
 
     def rename(self, names: Mapping[Any, Any]) -> Self:
         """Returns the array with names exchanged.
@@ -254,8 +251,6 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
     def _shown(self) -> str:
         return shown(self.dims, self.shape)
 
-    # --- as an array -----------------------------------------------------------------------------
-
     __matmul__ = lifted_operator(operator.matmul, reflected=False)
     __rmatmul__ = lifted_operator(operator.matmul, reflected=True)
     real, imag = property(unary(lambda data: data.real)), property(unary(lambda data: data.imag))
@@ -287,7 +282,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         return self
 
     def item(self) -> Any:
-        """Returns the one element of an array without dimensions, as a Python number.
+        """Returns the element of an array without dimensions as a number.
 
         Raises:
             NamesRemainError: If there are dimensions.
@@ -336,8 +331,12 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         return item in self._nameless("be searched ((x == item).any() says whether it is there)")
 
     def _nameless(self, what: str) -> Any:
-        if any(name is not None for name in self.dims):
-            refuse_loss(self, what)
+        names = ", ".join(repr(name) for name in self.dims if name is not None)
+        if names:
+            raise NamesRemainError(
+                f"A NamedArray with axes {self._shown()} cannot {what}, which would lose its "
+                f"names. Say in which order they become dimensions: x.unwrap({names})."
+            )
         return self._data
 
     def _scalar(self, what: str) -> Any:
@@ -360,15 +359,7 @@ register(NamedArray)
 
 
 def as_named(value: Any, function: str) -> NamedArray:
-    """Returns a named array, also that of a Variable.
-
-    Args:
-        value: What a function was given.
-        function: Its name, for the message.
-
-    Raises:
-        NamedAxesError: If it is something else.
-    """
+    """Returns a named array, or that of a Variable, or raises."""
     if isinstance(value, Variable):
         value = value.value
     if isinstance(value, NamedArray):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Attention``: positions of an axis read from each other, weighted by how query and key fit.
+"""Attention along a named axis.
 
-Vaswani et al., "Attention Is All You Need", 2017. *Grouped* queries (Ainslie et al., 2023) are more
+Vaswani et al., "Attention Is All You Need", 2017. Grouped queries (Ainslie et al., 2023) are more
 than keys: a further axis, the group, is on queries only, so that all of a group share a key.
-
 Positions that read and positions that are read are one axis of the input, but two of the weights;
 there, the latter is named ``"time_read"`` if the former is ``"time"``.
 """
@@ -21,15 +20,15 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
 from shardax.named.array import NamedArray
-from shardax.named.base import shown
+from shardax.named.base import Axes, shown
 from shardax.named.functions import dot, softmax
-from shardax.named.layers import Axes, Linear, check_axes, check_input
+from shardax.named.layers import Linear, check_axes, check_input
 from shardax.named.make import arange, where
 from shardax.nn.parameters import LayerInputError, at_least_float32
 
 
 class Attention(Module):
-    """Attention with several heads, along one axis, from an array to itself or to another.
+    """Multi-head attention along one axis, to itself or to another array.
 
     Args:
         axes: The axes of features, of input and output.

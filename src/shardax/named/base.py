@@ -1,38 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of axes, and the one order of them that does not depend on how an array is stored.
+"""Storage, names and pytree of named arrays.
 
-A *name* is any hashable object but None; names are compared as the keys of a dict are. The *dims*
-of an array have one entry per dimension, a name or None. A dimension without a name is
-*positional*: what counts of it is its place among the other positional ones. *Storage order* is the
-order of the dims as the array has them.
+A name is any hashable object but None. The dims of an array have one entry per dimension, a name or
+None. A dimension without a name is positional: what counts of it is its place among the other
+positional ones. Storage order is the order of the dims as the array has them, a matter of speed
+alone.
 
-The *canonical order* has the positional dimensions first, as they stand, then the names, sorted:
-numbers, then strings, then all else by type and text. It is the same in every process.
-
-Which names are being mapped over here.
-
-Inside a function lifted by ``nmap`` every argument has lost its names. A named array that still has
-one of them did not come in as an argument: it was captured by a closure, whole, and combining it
-with the slices that the function works on would give every slice all of it.
-
-How a named array is stored, and how JAX sees it.
-
-A named array is one array and its dims. The order in which the dimensions are stored is a matter of
-speed alone: two arrays that differ only in it are the same to everything that works by name. So
-JAX must see them as the same, or a jit would compile twice, and a scan refuse its carry. As a
-pytree a named array is therefore one node whose static part is the names, sorted, with their sizes,
-and whose child is the array in *canonical order* (``shardax.named.base``): positional dimensions
-first, then the sorted names. What JAX rebuilds is stored in canonical order.
-
-The cost: an array that is stored otherwise is transposed on its way into a transform; one that is
-stored so, as everything is that came out of a transform, passes as it is. Operators transpose
-nothing where the operands agree.
+JAX must see two arrays that differ only in storage order as the same, or a jit would compile twice,
+and a scan refuse its carry. As a pytree a named array is therefore one node whose static part is
+the names, sorted, with their sizes, and whose child is the array in canonical order: positional
+dimensions first, as they stand, then the names, sorted: numbers, then strings, then all else by
+type and text. That order is the same in every process. An array that is stored otherwise is
+transposed on its way into a transform; what comes out of one is stored so, and passes as it is.
 
 How many positional dimensions there are is not static. They stand first, so ``jax.vmap`` and
 ``jax.lax.scan`` take them away and put them there at axis 0, as they do with plain arrays. A
-transform that takes a named dimension instead leaves a node whose names do not fit its array; so
-does ``jax.tree.map`` with a function that changes shapes. The node exists, because JAX makes nodes
-of all sorts of things, and using it as an array is an error.
+transform that takes a named dimension instead, or ``jax.tree.map`` with a function that changes
+shapes, leaves a node whose names do not fit its array; using that as an array is an error.
+
+Inside a function lifted by ``nmap`` every argument has lost its names. A named array that still has
+one of them was captured by a closure, whole, and using it is an error: combined with the slices
+that the function works on, it would give every slice all of it.
 """
 
 from __future__ import annotations
@@ -42,7 +30,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn, Self, cast
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,56 +45,42 @@ from shardax.partition.errors import AxisNamesError
 
 
 class NamedAxesError(ShardaxError, ValueError):
-    """The axes of named arrays do not fit: an unknown name, two sizes, or too many dimensions."""
+    """The axes of named arrays do not fit.
+
+    A name is unknown or has two sizes, or there are too many dimensions.
+    """
 
 
 class NamedIndexError(ShardaxError, IndexError):
-    """A position that is known before a program runs is out of range for its axis."""
+    """A position that is known before running is out of range."""
 
 
 class NamesRemainError(ShardaxError, TypeError):
-    """A named array was used as a plain one while it has names, which would be lost."""
+    """A named array with names was used as a plain one."""
 
-
-# --- Names ---
 
 Name = Hashable
 Dims = tuple[Any, ...]
+Axes = Mapping[Any, int]
 Form = tuple[tuple[Name, ...], tuple[int, ...]]
 """Names in canonical order, and their sizes: what there is to know of dims but storage order."""
 
 
-class Canonical(NamedTuple):
-    """What brings one array into canonical order.
-
-    Attributes:
-        form: The names and sizes.
-        permutation: The dimensions in canonical order; None if they stand so already.
-    """
-
-    form: Form
-    permutation: tuple[int, ...] | None
-
-
 def check_dims(dims: Iterable[Any]) -> Dims:
-    """Returns dims as a tuple.
-
-    Args:
-        dims: One name, or None, per dimension.
-
-    Raises:
-        AxisNamesError: If a name is not hashable or occurs twice, or two cannot be sorted.
-
-    Example:
-        >>> check_dims(["batch", None, 3])
-        ('batch', None, 3)
-    """
+    """Returns dims as a tuple, or raises AxisNamesError."""
     given = tuple(dims)
     try:
         return _checked(given)
     except TypeError:
         for name in given:
-            _check_hashable(name)
+            try:
+                hash(name)
+            except TypeError:
+                raise AxisNamesError(
+                    f"An axis name is hashable, but {name!r} is of type {type(name).__name__}. Use "
+                    f"a string, a number, a tuple or a frozen dataclass; None leaves a dimension "
+                    f"unnamed."
+                ) from None
         raise
 
 
@@ -128,16 +102,6 @@ def _checked(dims: Dims) -> Dims:
     return dims
 
 
-def _check_hashable(name: Any) -> None:
-    try:
-        hash(name)
-    except TypeError:
-        raise AxisNamesError(
-            f"An axis name is hashable, but {name!r} is of type {type(name).__name__}. Use a "
-            f"string, a number, a tuple or a frozen dataclass; None leaves a dimension unnamed."
-        ) from None
-
-
 def _sort_key(name: Name) -> tuple[int, Any, str]:
     if isinstance(name, str):  # also a member of a string enumeration, which equals its value
         return 1, 0, str.__str__(name)
@@ -148,45 +112,23 @@ def _sort_key(name: Name) -> tuple[int, Any, str]:
 
 
 def sorted_names(names: Iterable[Name]) -> tuple[Name, ...]:
-    """Returns names in canonical order.
-
-    Example:
-        >>> sorted_names(["mlp", 1, "embed"])
-        (1, 'embed', 'mlp')
-    """
+    """Returns names in canonical order."""
     return tuple(sorted(names, key=_sort_key))
 
 
 @functools.lru_cache(maxsize=4096)
-def canonical(dims: Dims, shape: tuple[int, ...]) -> Canonical:
-    """Returns the canonical form of an array, and how to get there.
-
-    Example:
-        >>> canonical(("b", None, "a"), (2, 3, 4))
-        Canonical(form=(('a', 'b'), (4, 2)), permutation=(1, 2, 0))
-    """
-    positional = [place for place, name in enumerate(dims) if name is None]
+def canonical(dims: Dims, shape: tuple[int, ...]) -> tuple[Form, tuple[int, ...] | None]:
+    """Returns names with sizes, and the permutation to canonical order or None."""
+    # For dims ("b", None, "a") of shape (2, 3, 4): (("a", "b"), (4, 2)), (1, 2, 0).
+    positional = positional_places(dims)
     names = sorted_names(name for name in dims if name is not None)
     order = (*positional, *map(dims.index, names))
     form = (names, tuple(shape[place] for place in order[len(positional) :]))
-    return Canonical(form, None if order == tuple(range(len(dims))) else order)
+    return form, None if order == tuple(range(len(dims))) else order
 
 
 def check_sizes_by_name(axes: Any, least: int = 0) -> tuple[Dims, tuple[int, ...]]:
-    """Returns the names and the sizes of axes that are given as a mapping.
-
-    Args:
-        axes: Sizes by name.
-        least: The least size.
-
-    Raises:
-        NamedAxesError: If it is no mapping, or a size is no such number.
-        AxisNamesError: If a name cannot be one.
-
-    Example:
-        >>> check_sizes_by_name({"batch": 2, "embed": 3})
-        (('batch', 'embed'), (2, 3))
-    """
+    """Returns names and sizes of a mapping of axes, or raises."""
     if not isinstance(axes, Mapping):
         raise NamedAxesError(
             f"Axes are a mapping from names to sizes, such as {{'batch': 8}}, not {axes!r}."
@@ -203,12 +145,7 @@ def check_sizes_by_name(axes: Any, least: int = 0) -> tuple[Dims, tuple[int, ...
 
 
 def label(name: Name) -> Any:
-    """Returns a name as rules and layouts have it: a string, or a tuple of strings for merged ones.
-
-    Example:
-        >>> label("batch"), label(("batch", "time")), label(3)
-        ('batch', ('batch', 'time'), '3')
-    """
+    """Returns a name as rules have it: a string, or several."""
     if isinstance(name, str):
         return str.__str__(name)
     merged = isinstance(name, tuple) and all(isinstance(part, str) for part in name)
@@ -221,12 +158,7 @@ def positional_places(dims: Dims) -> tuple[int, ...]:
 
 
 def shown(dims: Dims, shape: Iterable[int]) -> str:
-    """Formats names with sizes, a positional dimension as its size alone.
-
-    Example:
-        >>> shown((None, "batch"), (3, 8))
-        "{3, 'batch': 8}"
-    """
+    """Formats names with sizes, such as ``{3, 'batch': 8}``."""
     parts = (
         str(size) if name is None else f"{name!r}: {size}"
         for name, size in zip(dims, shape, strict=True)
@@ -234,65 +166,27 @@ def shown(dims: Dims, shape: Iterable[int]) -> str:
     return f"{{{', '.join(parts)}}}"
 
 
-# --- Mapped ---
-
-
-class _Local(threading.local):
+class _MappedNames(threading.local):
     names: frozenset[Name] = frozenset()
-    """The names that the functions around this code are mapped over, in this thread."""
 
 
-local = _Local()
+mapped = _MappedNames()
+"""The names that the functions around this code are mapped over, in this thread."""
 
 
 @contextlib.contextmanager
 def mapping(names: Iterable[Name]) -> Iterator[None]:
-    """Marks names as mapped while the body runs.
-
-    Example:
-        >>> with mapping(["batch"]):
-        ...     print(sorted(local.names))
-        ['batch']
-    """
-    before = local.names
-    local.names = before | frozenset(names)
+    """Marks names as mapped while the body runs."""
+    before = mapped.names
+    mapped.names = before | frozenset(names)
     try:
         yield
     finally:
-        local.names = before
+        mapped.names = before
 
 
-def refuse_mapped(dims: Dims) -> None:
-    """Raises if an array with these dims has a name that is mapped here.
-
-    Raises:
-        ClosureError: If it has.
-    """
-    clashing = [name for name in dims if name is not None and name in local.names]
-    if clashing:
-        raise ClosureError(
-            f"A NamedArray with dims {dims} is used inside a function that nmap runs along "
-            f"{', '.join(map(repr, clashing))}, where each run sees one slice. It was captured by "
-            f"closure, so it is still whole. Pass it as an argument, nmap(f)(x, captured), and "
-            f"nmap takes its slices too; or, if each run shall see all of it, unwrap it: "
-            f"captured.unwrap(...)."
-        )
-
-
-# --- Base ---
-
-
-class Stored:
-    """The array, the dims and the pytree of ``NamedArray``, which is the class to use.
-
-    Args:
-        data: A JAX array, a ``jax.ShapeDtypeStruct``, a Variable, or what ``jnp.asarray`` takes.
-        dims: One name, or None, per dimension of ``data``, in storage order.
-
-    Raises:
-        AxisNamesError: If a name is not hashable or occurs twice.
-        NamedAxesError: If there is not one entry per dimension.
-    """
+class NamedStorage:
+    """Base of ``NamedArray``: the array, its dims and their static form."""
 
     __slots__ = ("__weakref__", "_data", "_dims", "_form")
 
@@ -321,11 +215,15 @@ class Stored:
         dims = self._dims
         if dims is None:
             dims = self.dims
-        if local.names:
-            refuse_mapped(dims)
+        if mapped.names and (clashing := [name for name in dims if name in mapped.names]):
+            raise ClosureError(
+                f"A NamedArray with dims {dims} is used inside a function that nmap runs along "
+                f"{', '.join(map(repr, clashing))}, where each run sees one slice. It was captured "
+                f"by closure, so it is still whole. Pass it as an argument, nmap(f)(x, captured), "
+                f"and nmap takes its slices too; or, if each run shall see all of it, unwrap it: "
+                f"captured.unwrap(...)."
+            )
         return self._data, dims
-
-    # --- what is known ---------------------------------------------------------------------------
 
     @property
     def data(self) -> Any:
@@ -379,25 +277,22 @@ class Stored:
 
     @property
     def sharding(self) -> Any:
-        """Sharding of ``data``, in storage order; None for an abstract array without one."""
+        """Sharding of ``data``; None for an abstract array without one."""
         return self._data.sharding
 
     @property
     def partition_axes(self) -> tuple[Any, ...] | None:
-        """The names as layouts know them, for the array that JAX sees, in canonical order.
-
-        None for a node that holds no array. Whoever lays out trees (``shardax.partition``) takes a
-        class with this attribute for one of arrays that know their names.
-        """
+        """Names as rules have them, in canonical order; None without an array."""
+        # Whoever lays out trees takes a class with this attribute for one of arrays with names.
         try:
-            names, _ = canonical(self.dims, self.shape).form
+            (names, _), _ = canonical(self.dims, self.shape)
         except NamedAxesError:
             return None
         positional = (None,) * (self.ndim - len(names))
         return (*positional, *map(label, names))
 
     def _dims_of_leaf(self) -> Dims:
-        """Returns the dims of what JAX put into this node: leading dimensions are positional."""
+        """Returns the dims of what JAX put into this node."""
         assert self._form is not None  # only JAX makes an array without dims
         names, sizes = self._form
         leaf = self._data
@@ -421,8 +316,6 @@ class Stored:
             )
         return (None,) * lead + names
 
-    # --- pickling and copying --------------------------------------------------------------------
-
     def __reduce__(self) -> Any:
         if self._dims is None:
             return _rebuilt, (type(self), self._form, packed(self._data))
@@ -437,16 +330,12 @@ class Stored:
 
 
 def as_leaf(data: Any) -> Any:
-    """Returns what a named array can hold for what a caller gives.
-
-    Raises:
-        NamesRemainError: If it is a named array already.
-    """
+    """Returns what a named array can hold for what a caller gives."""
     if isinstance(data, ArrayLike):
         data = data.value
     if isinstance(data, (jax.Array, jax.ShapeDtypeStruct)):
         return data
-    if isinstance(data, Stored):
+    if isinstance(data, NamedStorage):
         raise NamesRemainError(
             f"This is a NamedArray already, with dims {data.dims}. Name its positional dimensions "
             f"with x.tag(...), or change names with x.rename({{...}})."
@@ -455,12 +344,7 @@ def as_leaf(data: Any) -> Any:
 
 
 def transposed(data: Any, permutation: tuple[int, ...] | None) -> Any:
-    """Returns an array, or an abstract one, with its dimensions in another order; None for as is.
-
-    Example:
-        >>> transposed(jax.ShapeDtypeStruct((2, 3), np.float32), (1, 0))
-        ShapeDtypeStruct(shape=(3, 2), dtype=float32)
-    """
+    """Returns an array or ShapeDtypeStruct with its dimensions in another order."""
     if permutation is None:
         return data
     if not isinstance(data, jax.ShapeDtypeStruct):
@@ -475,10 +359,7 @@ def transposed(data: Any, permutation: tuple[int, ...] | None) -> Any:
     return jax.ShapeDtypeStruct(shape, data.dtype, sharding=sharding, weak_type=data.weak_type)
 
 
-# --- the pytree ----------------------------------------------------------------------------------
-
-
-def _flatten(array: Stored) -> tuple[tuple[Any], Form]:
+def _flatten(array: NamedStorage) -> tuple[tuple[Any], Form]:
     form = array._form
     if form is not None:
         return (array._data,), form
@@ -489,35 +370,22 @@ def _flatten(array: Stored) -> tuple[tuple[Any], Form]:
     return (transposed(array._data, permutation),), form
 
 
-def _flatten_with_keys(array: Stored) -> tuple[tuple[tuple[Any, Any]], Form]:
+def _flatten_with_keys(array: NamedStorage) -> tuple[tuple[tuple[Any, Any]], Form]:
     (leaf,), form = _flatten(array)
     return ((jax.tree_util.GetAttrKey("data"), leaf),), form
 
 
-def _rebuilt(cls: type[Stored], form: Form, leaf: Any) -> Any:
+def _rebuilt(cls: type[NamedStorage], form: Form, leaf: Any) -> Any:
     array = object.__new__(cls)
     array._data, array._dims, array._form = leaf, None, form
     return array
 
 
-def register(cls: type[Stored]) -> None:
-    """Registers a class of named arrays with JAX, as the module docstring says."""
+def register(cls: type[NamedStorage]) -> None:
+    """Registers a class of named arrays with JAX."""
     jax.tree_util.register_pytree_with_keys(
         cls,
         _flatten_with_keys,
         lambda form, children: _rebuilt(cls, form, next(iter(children))),
         _flatten,
-    )
-
-
-def refuse_loss(array: Stored, what: str) -> NoReturn:
-    """Raises the error for an operation that would lose names.
-
-    Raises:
-        NamesRemainError: Always.
-    """
-    names = ", ".join(repr(name) for name in array.dims if name is not None)
-    raise NamesRemainError(
-        f"A NamedArray with axes {shown(array.dims, array.shape)} cannot {what}, which would lose "
-        f"its names. Say in which order they become dimensions: x.unwrap({names})."
     )

@@ -1,27 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alignment: bringing arrays of different dims to the same dims, for elementwise operations.
+"""Alignment by name, operators and reductions of named arrays.
 
 Named dimensions meet by name, wherever they are stored; positional ones meet as in NumPy, from the
 last. A name that one operand lacks is repeated along; a name that both have has one size, also
-where that is 1, since a name says that two dimensions are the same.
+where that is 1, since a name says that two dimensions are the same. An array without names beside a
+named one has positional dimensions only, and must find as many there: one that has more would
+otherwise multiply the result by dimensions that nobody named.
 
-To *expand* an array to a *target*, which are dims that include its own, is to transpose it and to
-add dimensions of size 1. Where storage agrees with the target nothing is done.
-
-Operators of named arrays.
-
-Arithmetic, comparison and bitwise operators work element by element: dimensions meet by name
-(``shardax.named.elementwise``). They call the operator of the plain arrays, so dtypes are promoted as
-there. The other operand may be a number, a Variable, or an array without names, a JAX or NumPy
-one, on either side. Such an array has positional dimensions only, and must find as many in the
-named array: one that has more would otherwise multiply the result by dimensions that nobody named.
-
-Reductions and other methods of named arrays that work along axes.
-
-``axis`` is a name, a number (which positional dimension), or a tuple of these. Left out, it is all
-positional dimensions, names being what a function is run along (``nmap``); an array that has none
-is reduced whole. ``x.sum("batch")``, ``x.untag("batch").sum()`` and, if there is no other axis,
-``x.sum()`` are therefore the same.
+The ``axis`` of a reduction is a name, a number (which positional dimension), or a tuple of these.
+Left out, it is all positional dimensions, names being what a function is run along (``nmap``); an
+array that has none is reduced whole, so ``x.sum("batch")`` is ``x.untag("batch").sum()``.
 """
 
 from __future__ import annotations
@@ -36,18 +24,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.array_ops import ArrayLike
-from shardax.named.base import Dims, NamedAxesError, Stored, positional_places, shown, transposed
+from shardax.named.base import (
+    Dims,
+    NamedAxesError,
+    NamedStorage,
+    positional_places,
+    shown,
+    transposed,
+)
 
-# --- Align ---
+_NUMBERS = (bool, int, float, complex, np.generic)
 
 
 class Operand(NamedTuple):
-    """An array with dims, while an operation works on it.
-
-    Attributes:
-        data: The array.
-        dims: Its dims.
-    """
+    """An array with its dims, while an operation works on it."""
 
     data: Any
     dims: Dims
@@ -55,103 +45,61 @@ class Operand(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def joined(first: Dims, second: Dims) -> Dims:
-    """Returns the dims of the result of an elementwise operation.
-
-    They are those of the operand with more positional dimensions, the first if both have as many,
-    and names that only the other has stand in front.
-
-    Example:
-        >>> joined(("a", "b"), ("b", "c")), joined(("a",), (None, "b"))
-        (('c', 'a', 'b'), ('a', None, 'b'))
-    """
+    """Returns the dims of the result of an elementwise operation."""
+    # Those of the operand with more positional dimensions, the first if both have as many; names
+    # that only the other has stand in front: ("a", "b") and ("b", "c") give ("c", "a", "b").
     base, other = first, second
     if len(positional_places(second)) > len(positional_places(first)):
         base, other = second, first
     return (*(name for name in other if name is not None and name not in base), *base)
 
 
-class _Moves(NamedTuple):
-    permutation: tuple[int, ...] | None
-    added: tuple[int, ...]
-
-
 @functools.lru_cache(maxsize=4096)
-def _moves(dims: Dims, target: Dims) -> _Moves:
-    places = dict(_sources(dims, target))
-    order = tuple(places[place] for place in sorted(places))
-    added = tuple(place for place in range(len(target)) if place not in places)
-    return _Moves(None if order == tuple(range(len(dims))) else order, added)
-
-
-def _sources(dims: Dims, target: Dims) -> list[tuple[int, int]]:
-    """Pairs of a dimension of the target and the dimension of the array that it comes from."""
+def _expansion(dims: Dims, target: Dims) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """Returns the permutation, or None, and the added dimensions towards a target."""
+    sources = {target.index(name): i for i, name in enumerate(dims) if name is not None}
     mine, its = positional_places(dims), positional_places(target)
-    return [
-        *((target.index(name), place) for place, name in enumerate(dims) if name is not None),
-        *zip(its[len(its) - len(mine) :], mine, strict=True),
-    ]
+    sources |= dict(zip(its[len(its) - len(mine) :], mine, strict=True))
+    order = tuple(sources[place] for place in sorted(sources))
+    added = tuple(place for place in range(len(target)) if place not in sources)
+    return (None if order == tuple(range(len(dims))) else order), added
 
 
 def expand(operand: Operand, target: Dims) -> Any:
-    """Returns an array with one dimension per entry of the target, of size 1 where it had none.
-
-    Args:
-        operand: The array and its dims.
-        target: Dims that have the operand's names and at least as many positional dimensions.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> expand(Operand(jnp.ones((2, 3)), ("b", "a")), ("a", "c", "b")).shape
-        (3, 1, 2)
-    """
+    """Returns an array with one dimension per entry of the target."""
     data, dims = operand
     if dims == target:
         return data
-    permutation, added = _moves(dims, target)
+    permutation, added = _expansion(dims, target)
     data = transposed(data, permutation)
     return jax.lax.expand_dims(data, added) if added else data
 
 
 def align(operands: Sequence[Operand]) -> tuple[list[Any], Dims]:
-    """Expands arrays to the dims of an elementwise operation on all of them.
-
-    Args:
-        operands: Arrays and their dims, at least one.
-
-    Returns:
-        The arrays, and their common dims.
-
-    Raises:
-        NamedAxesError: If a name has two sizes, or positional dimensions do not broadcast.
-    """
+    """Expands arrays to their common dims, or raises NamedAxesError."""
     dims = functools.reduce(joined, (operand.dims for operand in operands))
     check_sizes(operands)
     return [expand(operand, dims) for operand in operands], dims
 
 
 def check_sizes(operands: Sequence[Operand]) -> None:
-    """Checks that every name has one size, and that positional dimensions broadcast.
-
-    Raises:
-        NamedAxesError: If not; lists the axes of every operand.
-    """
+    """Raises if names have two sizes or positional dimensions do not broadcast."""
     named_sizes(operands)
-    shapes = [
+    shapes = {
         tuple(data.shape[place] for place in positional_places(dims)) for data, dims in operands
-    ]
-    if len(set(shapes)) > 1 and not _broadcast(shapes):
+    }
+    try:
+        if len(shapes) > 1:
+            np.broadcast_shapes(*shapes)
+    except ValueError:
         raise NamedAxesError(
             f"The positional dimensions do not broadcast: {listing(operands)}. They meet from the "
             f"last, as in NumPy. Name them, x.tag(...), to say which belong together."
-        )
+        ) from None
 
 
 def named_sizes(operands: Sequence[Operand]) -> dict[Any, int]:
-    """Returns the sizes of all names of the operands.
-
-    Raises:
-        NamedAxesError: If a name has two; lists the axes of every operand.
-    """
+    """Returns the sizes of all names, or raises if one has two."""
     sizes: dict[Any, int] = {}
     clashing: dict[Any, None] = {}
     for data, dims in operands:
@@ -169,14 +117,6 @@ def named_sizes(operands: Sequence[Operand]) -> dict[Any, int]:
     return sizes
 
 
-def _broadcast(shapes: Sequence[tuple[int, ...]]) -> bool:
-    for place in range(1, 1 + max(map(len, shapes))):
-        found = {shape[-place] for shape in shapes if place <= len(shape)}
-        if len(found - {1}) > 1:
-            return False
-    return True
-
-
 def listing(operands: Sequence[Operand]) -> str:
     """Formats the axes of all operands, by position."""
     return "; ".join(
@@ -185,25 +125,9 @@ def listing(operands: Sequence[Operand]) -> str:
     )
 
 
-# --- Operators ---
-
-_NUMBERS = (bool, int, float, complex, np.generic)
-
-
 def operand_of(value: Any, beside: Operand) -> Any:
-    """Returns an operand for what stands beside a named array in an operation.
-
-    Args:
-        value: Anything.
-        beside: The named array.
-
-    Returns:
-        An ``Operand``; a number as it is; ``NotImplemented`` for what is neither.
-
-    Raises:
-        NamedAxesError: If it is an array with more dimensions than ``beside`` has positional ones.
-    """
-    if isinstance(value, Stored):
+    """Returns an operand, a number, or NotImplemented for the other side."""
+    if isinstance(value, NamedStorage):
         return Operand(*value._parts())
     if isinstance(value, _NUMBERS):
         return value
@@ -214,30 +138,20 @@ def operand_of(value: Any, beside: Operand) -> Any:
     if value.ndim == 0:
         return value
     if value.ndim > len(positional_places(beside.dims)):
+        names = [name for name in beside.dims if name is not None] + ["other"] * value.ndim
         raise NamedAxesError(
             f"An array of shape {tuple(value.shape)} has no names to meet the axes "
             f"{shown(beside.dims, beside.data.shape)} by. Name its dimensions, "
-            f"named.wrap(array, {', '.join(map(repr, _names_like(beside, value.ndim)))}), or, for "
+            f"named.wrap(array, {', '.join(map(repr, names[: value.ndim]))}), or, for "
             f"dimensions besides those, named.wrap(array)."
         )
     return Operand(jnp.asarray(value), (None,) * value.ndim)
 
 
-def _names_like(beside: Operand, count: int) -> tuple[Any, ...]:
-    """Names for an example."""
-    names = [name for name in beside.dims if name is not None]
-    return tuple((names + ["other"] * count)[:count])
-
-
 def binary(function: Callable[[Any, Any], Any], reflected: bool = False) -> Callable[..., Any]:
-    """Returns the method for a binary operator.
+    """Returns the method for a binary operator, reflected or not."""
 
-    Args:
-        function: The operator on plain arrays.
-        reflected: Whether the named array stands on the right.
-    """
-
-    def method(self: Stored, other: Any) -> Any:
+    def method(self: NamedStorage, other: Any) -> Any:
         mine = Operand(*self._parts())
         found = operand_of(other, mine)
         if found is NotImplemented:
@@ -257,7 +171,7 @@ def binary(function: Callable[[Any, Any], Any], reflected: bool = False) -> Call
 def unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
     """Returns the method for a unary operator."""
 
-    def method(self: Stored) -> Any:
+    def method(self: NamedStorage) -> Any:
         data, dims = self._parts()
         return self._make(function(data), dims)
 
@@ -268,8 +182,8 @@ def _both(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Call
     return binary(function), binary(function, reflected=True)
 
 
-class Operators(Stored):
-    """The operators."""
+class Operators(NamedStorage):
+    """Operators of named arrays, element by element."""
 
     __slots__ = ()
     # NumPy arrays and numbers on the left leave the operation to the reflected operators here, and
@@ -307,23 +221,8 @@ class Operators(Stored):
         return self._make(jnp.round(data, digits or 0), dims)
 
 
-# --- Reductions ---
-
-
 def places_of(dims: Dims, axis: Any) -> tuple[int, ...]:
-    """Returns the dimensions that an ``axis`` argument means.
-
-    Args:
-        dims: The dims of the array.
-        axis: A name, the number of a positional dimension, a tuple or list of these, or None.
-
-    Raises:
-        NamedAxesError: If there is no such axis, or one is given twice.
-
-    Example:
-        >>> places_of(("a", None, "b"), ("b", 0)), places_of(("a", None, "b"), None)
-        ((2, 1), (1,))
-    """
+    """Returns the dimensions of one axis, several, or None, or raises."""
     if axis is None:
         return positional_places(dims) or tuple(range(len(dims)))
     several = isinstance(axis, list) or (isinstance(axis, tuple) and axis not in dims)
@@ -334,11 +233,7 @@ def places_of(dims: Dims, axis: Any) -> tuple[int, ...]:
 
 
 def place_of(dims: Dims, axis: Any) -> int:
-    """Returns the dimension that a name, or the number of a positional dimension, means.
-
-    Raises:
-        NamedAxesError: If there is none.
-    """
+    """Returns the dimension of a name or position, or raises."""
     if axis is not None and axis in dims:
         return dims.index(axis)
     positional = positional_places(dims)
@@ -357,7 +252,12 @@ def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the method that removes axes."""
 
     def method(
-        self: Stored, axis: Any = None, *, keepdims: bool = False, where: Any = None, **options: Any
+        self: NamedStorage,
+        axis: Any = None,
+        *,
+        keepdims: bool = False,
+        where: Any = None,
+        **options: Any,
     ) -> Any:
         data, dims = self._parts()
         places = places_of(dims, axis)
@@ -365,7 +265,12 @@ def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
             options["where"] = _mask(where, Operand(data, dims))
         options = {name: value for name, value in options.items() if value is not None}
         if keepdims:
-            _check_keepdims(dims, places)
+            named = [dims[place] for place in places if dims[place] is not None]
+            if named:
+                raise NamedAxesError(
+                    f"keepdims=True would leave {named} with size 1, which meets no array of "
+                    f"another size. It is not needed: what lacks a name is repeated along it."
+                )
             return self._make(function(data, axis=places, keepdims=True, **options), dims)
         kept = tuple(name for place, name in enumerate(dims) if place not in places)
         return self._make(function(data, axis=places, **options), kept)
@@ -387,19 +292,10 @@ def _mask(where: Any, reduced: Operand) -> Any:
     return expand(mask, reduced.dims)
 
 
-def _check_keepdims(dims: Dims, places: tuple[int, ...]) -> None:
-    named = [dims[place] for place in places if dims[place] is not None]
-    if named:
-        raise NamedAxesError(
-            f"keepdims=True would leave {named} with size 1, which meets no array of another "
-            f"size. It is not needed: what lacks a name is repeated along it."
-        )
-
-
 def _along(function: Callable[..., Any], removes: bool = False) -> Callable[..., Any]:
-    """Returns the method that works along one axis, and keeps or removes it."""
+    """Returns the method that works along one axis."""
 
-    def method(self: Stored, axis: Any = None, **options: Any) -> Any:
+    def method(self: NamedStorage, axis: Any = None, **options: Any) -> Any:
         data, dims = self._parts()
         places = places_of(dims, axis)
         if len(places) != 1:
@@ -415,8 +311,8 @@ def _along(function: Callable[..., Any], removes: bool = False) -> Callable[...,
     return method
 
 
-class Reductions(Stored):
-    """The methods that work along axes."""
+class Reductions(NamedStorage):
+    """Methods that work along axes."""
 
     __slots__ = ()
 

@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions along names that layers are made of: sums of products, and softmax.
-
-``nmap``: a function of plain arrays, run along all names of its arguments.
-
-``scan``: a function run once per slice along a name.
-
-The *carry* goes from one iteration to the next. Its named arrays keep the storage order that they
-came in with, whatever order the function leaves them in, so nothing is transposed that need not be.
-"""
+"""Sums of products, softmax, mapped functions and loops along names."""
 
 from __future__ import annotations
 
@@ -22,24 +14,15 @@ from shardax._transforms.control import scan as scans
 from shardax._transforms.errors import CarryError
 from shardax._transforms.lift.call import wraps
 from shardax.named.array import NamedArray, as_named
-from shardax.named.base import (
-    Dims,
-    Name,
-    NamedAxesError,
-    check_dims,
-    positional_places,
-    shown,
-)
+from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown
 from shardax.named.elementwise import Operand, check_sizes, listing, place_of
-from shardax.named.lift import run_lifted
+from shardax.named.lift import is_named, is_whole, run_lifted
 from shardax.nn.parameters import cast_all
 from shardax.partition.explicit import joined_sharding
 
-# --- Functions ---
-
 
 def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedArray:
-    """Sums products of two arrays over names; other names that both have go together.
+    """Sums products of two arrays over names; other common names go together.
 
     It is ``(x * y).sum(axes)`` as one contraction.
 
@@ -98,7 +81,9 @@ def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedA
 
 
 def _names(axes: Any, *dims: Dims) -> tuple[Any, ...]:
-    single = isinstance(axes, str) or not isinstance(axes, Iterable) or _is_name(axes, dims)
+    single = isinstance(axes, str) or not isinstance(axes, Iterable)
+    if isinstance(axes, tuple) and any(axes in each for each in dims):
+        single = True  # a name that is a tuple
     names = (axes,) if single else tuple(axes)
     for each in dims:
         for name in names:
@@ -108,10 +93,6 @@ def _names(axes: Any, *dims: Dims) -> tuple[Any, ...]:
                     f"has the dims {each}."
                 )
     return names
-
-
-def _is_name(axes: Any, dims: tuple[Dims, ...]) -> bool:
-    return isinstance(axes, tuple) and any(axes in each for each in dims)
 
 
 def softmax(x: NamedArray, axis: Any) -> NamedArray:
@@ -136,11 +117,8 @@ def softmax(x: NamedArray, axis: Any) -> NamedArray:
     return NamedArray._make(jax.nn.softmax(data, axis=place_of(dims, axis)), dims)
 
 
-# --- Nmap ---
-
-
 def nmap(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function of plain arrays one of named arrays, run along all their names.
+    """Lifts a function of plain arrays to all names of named arrays.
 
     The function sees slices, which have the positional dimensions only, at every position of the
     union of all names. An argument that lacks a name is the same at all positions along it; so are
@@ -182,9 +160,6 @@ def nmap(function: Callable[..., Any]) -> Callable[..., Any]:
     return mapped
 
 
-# --- Loops ---
-
-
 def scan(
     function: Callable[[Any, Any], Any],
     axis: Name,
@@ -195,7 +170,10 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
 ) -> tuple[Any, Any]:
-    """Runs a function once per slice along a name, as ``jax.lax.scan`` does along a dimension.
+    """Runs a function once per slice along a name, carrying state.
+
+    It does along a name what ``jax.lax.scan`` does along a dimension. Named arrays in the carry
+    keep the storage order that they came in with.
 
     Args:
         function: Takes the carry and a slice of ``xs``; returns the new carry and a result. May
@@ -223,7 +201,7 @@ def scan(
         ([3.0, 33.0], [[0.0, 0.0, 1.0], [0.0, 10.0, 21.0]])
     """
     slices, slices_tree = _slices(xs, axis)
-    carry = _Carry.of(init)
+    carry = _ScanCarry.of(init)
     results: list[Any] = []
 
     def body(values: Sequence[Any], now: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -234,9 +212,10 @@ def scan(
                 f"The function of named.scan returns (carry, result), but returned "
                 f"{type(result).__name__}. Without a result return (carry, None)."
             )
-        leaving, treedef = _results(result[1])
-        results[:] = [treedef, *(check_dims((axis, *dims)) for _, dims in leaving)]
-        return carry.taken_from(result[0]), [data for data, _ in leaving]
+        leaves, treedef = jax.tree.flatten(result[1], is_leaf=is_named)
+        operands = [_operand(leaf) for leaf in leaves]
+        results[:] = [treedef, *(check_dims((axis, *dims)) for _, dims in operands)]
+        return carry.taken_from(result[0]), [data for data, _ in operands]
 
     run = scans.scan(body, length=length, reverse=reverse, unroll=unroll)
     last, stacked = run(carry.values, [data for data, _ in slices])
@@ -246,8 +225,8 @@ def scan(
 
 
 def _slices(xs: Any, axis: Name) -> tuple[list[Operand], Any]:
-    """Returns the arrays with the axis in front, under the dims of their slices."""
-    leaves, treedef = jax.tree.flatten_with_path(xs, is_leaf=_is_named)
+    """Returns the arrays with the axis in front, without its name."""
+    leaves, treedef = jax.tree.flatten_with_path(xs, is_leaf=is_named)
     found: list[Operand] = []
     sizes: dict[int, str] = {}
     for path, leaf in leaves:
@@ -273,24 +252,17 @@ def _slices(xs: Any, axis: Name) -> tuple[list[Operand], Any]:
     return found, treedef
 
 
-class _Carry(NamedTuple):
-    """What goes from one iteration to the next.
-
-    Attributes:
-        values: Arrays and objects, in the order of leaves.
-        dims: For each the dims of a named array; None for anything else.
-        treedef: The pytree of them.
-        paths: Where each is.
-    """
+class _ScanCarry(NamedTuple):
+    """Carry of a loop: arrays and objects in the order of leaves."""
 
     values: list[Any]
-    dims: list[Dims | None]
+    dims: list[Dims | None]  # of named arrays
     treedef: Any
     paths: list[str]
 
     @classmethod
-    def of(cls, init: Any) -> _Carry:
-        leaves, treedef = jax.tree.flatten_with_path(init, is_leaf=_is_whole)
+    def of(cls, init: Any) -> _ScanCarry:
+        leaves, treedef = jax.tree.flatten_with_path(init, is_leaf=is_whole)
         values: list[Any] = []
         dims: list[Dims | None] = []
         for _, leaf in leaves:
@@ -308,12 +280,8 @@ class _Carry(NamedTuple):
         )
 
     def taken_from(self, carry: Any) -> list[Any]:
-        """Returns the values of a carry that the function returned.
-
-        Raises:
-            CarryError: If it is another one than came in.
-        """
-        leaves, treedef = jax.tree.flatten(carry, is_leaf=_is_whole)
+        """Returns the values of a returned carry, or raises if it changed."""
+        leaves, treedef = jax.tree.flatten(carry, is_leaf=is_whole)
         if treedef != self.treedef:
             raise CarryError(
                 f"The carry of named.scan changes its structure: it comes in as {self.treedef} and "
@@ -332,13 +300,14 @@ class _Carry(NamedTuple):
         if dims is None:
             return leaf
         was = NamedArray._make(before, dims)
-        if _traits(was) != _traits(leaf):
-            raise self._changed(place, leaf)
+        for trait in ("axes", "positional_shape", "dtype"):  # but storage order may change
+            if getattr(was, trait) != getattr(leaf, trait):
+                raise self._changed(place, leaf)
         return leaf.order_as(*dims).data
 
     def _changed(self, place: int, leaf: Any) -> CarryError:
         before = self.filled(self.values)
-        was = jax.tree.leaves(before, is_leaf=_is_whole)[place]
+        was = jax.tree.leaves(before, is_leaf=is_whole)[place]
         hint = "Every iteration must hand on what it was given."
         if isinstance(was, NamedArray) and isinstance(leaf, NamedArray):
             gained = [name for name in leaf.axes if name not in was.axes]
@@ -356,32 +325,14 @@ class _Carry(NamedTuple):
         )
 
 
-def _traits(array: NamedArray) -> Any:
-    """What must not change; storage order may."""
-    return array.axes, array.positional_shape, array.dtype
-
-
 def _kind(value: Any) -> str:
     if isinstance(value, NamedArray):
         return f"{value.dtype}{shown(value.dims, value.shape)}"
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
 
 
-def _results(result: Any) -> tuple[list[Operand], Any]:
-    leaves, treedef = jax.tree.flatten(result, is_leaf=_is_named)
-    found = []
-    for leaf in leaves:
-        if isinstance(leaf, NamedArray):
-            found.append(Operand(*leaf._parts()))
-        else:
-            array = jnp.asarray(leaf)
-            found.append(Operand(array, (None,) * array.ndim))
-    return found, treedef
-
-
-def _is_named(value: Any) -> bool:
-    return isinstance(value, NamedArray)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, (NamedArray, Object))
+def _operand(leaf: Any) -> Operand:
+    if isinstance(leaf, NamedArray):
+        return Operand(*leaf._parts())
+    array = jnp.asarray(leaf)
+    return Operand(array, (None,) * array.ndim)

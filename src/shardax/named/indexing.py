@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indexing of named arrays: reading parts, and new arrays with parts replaced.
+"""Indexing of named arrays by name and position, and their updates.
 
 ``x[{"batch": 0, "time": slice(2)}]`` indexes by name; ``x[0]``, ``x[..., 1:]`` and ``x[mask]``
-index the positional dimensions, along all names. What an index by name may hold, and what becomes
-of the axes, says ``shardax.named.indexing``. ``x.at[index].set(value)`` and its relatives return
-a new array; the value meets the part that the index takes by name.
-
-What an index by names means for the stored array.
-
-An index gives for some axes which positions to take. What it does to an axis depends on its kind:
+index the positional dimensions, along all names. ``x.at[index].set(value)`` and its relatives
+return a new array; the value meets the part that the index takes by name. By name,
 
 - an integer, or an array of one, takes one position, and the axis is gone;
 - a slice takes a part, and the axis stays;
@@ -39,7 +34,7 @@ from shardax.named.base import (
     Dims,
     NamedAxesError,
     NamedIndexError,
-    Stored,
+    NamedStorage,
     check_dims,
     positional_places,
     shown,
@@ -56,61 +51,49 @@ from shardax.named.elementwise import (
 )
 from shardax.named.lift import run_lifted
 
-# --- Index plan ---
 
-
-class Plan(NamedTuple):
-    """An index for the stored array.
-
-    The array is transposed, indexed as JAX does it, and the result has ``dims``.
-
-    Attributes:
-        permutation: Of the stored array, before; None for as it is.
-        entries: The index, one entry per dimension.
-        dims: Those of the result.
-        shape: Its shape.
-    """
+class ResolvedIndex(NamedTuple):
+    """An index of the stored array, transposed first, that JAX can apply."""
 
     permutation: tuple[int, ...] | None
-    entries: tuple[Any, ...]
-    dims: Dims
-    shape: tuple[int, ...]
+    entries: tuple[Any, ...]  # one per dimension
+    dims: Dims  # of the result
+    shape: tuple[int, ...]  # of the result
 
 
-class _Taken(NamedTuple):
-    """Positions to take along one dimension: an array over the dims of the result."""
+class _Gathered(NamedTuple):
+    """Positions to take along one dimension, over dims of the result."""
 
     place: int
     positions: Operand
 
 
-def plan_index(array: Operand, index: Any) -> Plan:
-    """Returns the plan of an index, without the names that it adds.
-
-    Args:
-        array: The array to index.
-        index: A mapping from axes, or an index of the positional dimensions as NumPy has it.
-
-    Raises:
-        NamedIndexError: If a position is out of range.
-        NamedAxesError: If an axis does not exist, or an index does not fit its axis.
-    """
+def resolve_index(array: Operand, index: Any) -> ResolvedIndex:
+    """Resolves an index by names or position that adds no names."""
     entries = _by_place(array, index)
     entries = {place: _resolve(array, place, entry) for place, entry in entries.items()}
-    taken = [_Taken(place, entry) for place, entry in entries.items() if isinstance(entry, Operand)]
+    taken = [
+        _Gathered(place, entry) for place, entry in entries.items() if isinstance(entry, Operand)
+    ]
     if not taken:
         whole = tuple(entries.get(place, slice(None)) for place in range(len(array.dims)))
         kept = [place for place, entry in enumerate(whole) if not isinstance(entry, int)]
         dims = tuple(array.dims[place] for place in kept)
-        return Plan(None, whole, dims, _sizes(array, entries, kept))
-    return _gather(array, entries, _paired(array, entries, taken))
+        return ResolvedIndex(None, whole, dims, _sizes(array, entries, kept))
+    # Axes of the array that positions have too: each position goes with its own.
+    wanted = {name for each in taken for name in each.positions.dims if name is not None}
+    for place, name in enumerate(array.dims):
+        if name in wanted and place not in entries:
+            positions = Operand(jnp.arange(array.data.shape[place]), (name,))
+            taken.append(_Gathered(place, positions))
+    return _gather(array, entries, taken)
 
 
-def _gather(array: Operand, entries: Mapping[int, Any], taken: Sequence[_Taken]) -> Plan:
-    """Orders dimensions so that what is taken stands where JAX leaves it.
-
-    That is in the place of a single array of positions; in front, if there are more, or integers.
-    """
+def _gather(
+    array: Operand, entries: Mapping[int, Any], taken: Sequence[_Gathered]
+) -> ResolvedIndex:
+    """Orders dimensions so that gathered ones stand where JAX leaves them."""
+    # In the place of a single array of positions; in front, if there are more, or integers.
     positions, dims = align([each.positions for each in taken])
     gathered = [each.place for each in taken]
     single = [place for place, entry in entries.items() if isinstance(entry, int)]
@@ -118,12 +101,18 @@ def _gather(array: Operand, entries: Mapping[int, Any], taken: Sequence[_Taken])
     before = gathered[0] if len(gathered) == 1 and not single else 0
     order = (*rest[:before], *gathered, *single, *rest[before:])
     found = {**entries, **dict(zip(gathered, positions, strict=True))}
-    sizes = _sizes(array, entries, rest)
-    shape = np.broadcast_shapes(*(each.shape for each in positions))
     names = [array.dims[place] for place in rest]
     kept = (*names[:before], *dims, *names[before:])
-    _check_result(array, kept)
-    return Plan(
+    twice = [name for name in kept if name is not None and kept.count(name) > 1]
+    if twice:
+        raise NamedAxesError(
+            f"The result of this index would have the axis {twice[0]!r} twice: the array has "
+            f"{shown(array.dims, array.data.shape)} and takes only a slice along {twice[0]!r}, "
+            f"where positions have that name too. Take the slice first: x[{{...: slice}}][...]."
+        )
+    sizes = _sizes(array, entries, rest)
+    shape = np.broadcast_shapes(*(each.shape for each in positions))
+    return ResolvedIndex(
         None if order == tuple(range(len(order))) else order,
         tuple(found.get(place, slice(None)) for place in order),
         kept,
@@ -137,35 +126,6 @@ def _sizes(array: Operand, entries: Mapping[int, Any], places: Sequence[int]) ->
         len(range(*entries.get(place, slice(None)).indices(array.data.shape[place])))
         for place in places
     )
-
-
-def _paired(array: Operand, entries: Mapping[int, Any], taken: list[_Taken]) -> list[_Taken]:
-    """Adds the axes of the array that positions have too: each position goes with its own."""
-    wanted = {name for each in taken for name in each.positions.dims if name is not None}
-    own = [
-        place for place, name in enumerate(array.dims) if name in wanted and place not in entries
-    ]
-    return [
-        *taken,
-        *(
-            _Taken(place, Operand(jnp.arange(array.data.shape[place]), (array.dims[place],)))
-            for place in own
-        ),
-    ]
-
-
-def _check_result(array: Operand, dims: Dims) -> None:
-    names = [name for name in dims if name is not None]
-    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-    if twice:
-        raise NamedAxesError(
-            f"The result of this index would have the axis {twice[0]!r} twice: the array has "
-            f"{shown(array.dims, array.data.shape)} and takes only a slice along {twice[0]!r}, "
-            f"where positions have that name too. Take the slice first: x[{{...: slice}}][...]."
-        )
-
-
-# --- which axes -----------------------------------------------------------------------------------
 
 
 def _by_place(array: Operand, index: Any) -> dict[int, Any]:
@@ -198,9 +158,6 @@ def _by_place(array: Operand, index: Any) -> dict[int, Any]:
     return {**dict(zip(places, given[:before], strict=False)), **dict(pairs)}
 
 
-# --- what to take along one of them ---------------------------------------------------------------
-
-
 def _resolve(array: Operand, place: int, entry: Any) -> Any:
     """Returns an integer, a slice, or an ``Operand`` of positions."""
     name, size = array.dims[place], int(array.data.shape[place])
@@ -210,7 +167,7 @@ def _resolve(array: Operand, place: int, entry: Any) -> Any:
         return _check_slice(name, entry)
     if isinstance(entry, (int, np.integer)) and not isinstance(entry, bool):
         return _in_range(name, int(entry), size)
-    if isinstance(entry, Stored):
+    if isinstance(entry, NamedStorage):
         operand = Operand(*entry._parts())
         if operand.data.dtype == jnp.bool_:
             return _masked(name, operand.data, operand.dims, size)
@@ -286,48 +243,29 @@ def _masked(name: Any, mask: Any, dims: Dims, size: int) -> Operand:
     return Operand(jnp.asarray(np.flatnonzero(np.asarray(mask))), (name,))
 
 
-def is_by_place(index: Any) -> bool:
-    """Whether an index needs no names: integers and slices of positional dimensions."""
-    entries = index if isinstance(index, tuple) else (index,)
-    return all(
-        entry is None or entry is Ellipsis or isinstance(entry, (slice, int, np.integer))
-        for entry in entries
-    )
-
-
-def new_names(array: Operand, index: Any) -> tuple[Any, Dims]:
-    """Takes out of an index the names that it adds.
-
-    Returns:
-        The index without them, and the new names.
-    """
-    if not isinstance(index, Mapping):
-        return index, ()
-    added = tuple(name for name, entry in index.items() if entry is None)
-    if not added:
-        return index, ()
-    check_dims((*added, *(name for name in array.dims if name is not None)))
-    return {name: entry for name, entry in index.items() if entry is not None}, added
-
-
-# --- Indexing ---
-
-
-class Indexing(Stored):
-    """Indexing."""
+class Indexing(NamedStorage):
+    """Indexing of named arrays."""
 
     __slots__ = ()
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, Mapping) and not is_by_place(index):
+        if not isinstance(index, Mapping) and not all(
+            entry is None or entry is Ellipsis or isinstance(entry, (slice, int, np.integer))
+            for entry in (index if isinstance(index, tuple) else (index,))
+        ):
             return run_lifted(self._make, lambda array, at: array[at], (self, index), {})
         array = Operand(*self._parts())
-        index, added = new_names(array, index)
-        plan = plan_index(array, index)
-        data = transposed(array.data, plan.permutation)[plan.entries]
+        added: Dims = ()
+        if isinstance(index, Mapping):
+            added = tuple(name for name, entry in index.items() if entry is None)
+            if added:
+                check_dims((*added, *(name for name in array.dims if name is not None)))
+                index = {name: entry for name, entry in index.items() if entry is not None}
+        found = resolve_index(array, index)
+        data = transposed(array.data, found.permutation)[found.entries]
         if added:
             data = jax.lax.expand_dims(data, range(len(added)))
-        return self._make(data, (*added, *plan.dims))
+        return self._make(data, (*added, *found.dims))
 
     @property
     def at(self) -> At:
@@ -341,11 +279,7 @@ class Indexing(Stored):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class At:
-    """What ``x.at`` is: give it an index.
-
-    Attributes:
-        array: The named array.
-    """
+    """``x.at``, to be indexed."""
 
     array: Any
 
@@ -363,12 +297,7 @@ def _update(name: str) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """What ``x.at[index]`` is: give it a value.
-
-    Attributes:
-        array: The named array.
-        index: The index.
-    """
+    """``x.at[index]``, to be given a value."""
 
     array: Any
     index: Any
@@ -378,30 +307,30 @@ class Update:
     min, max = _update("min"), _update("max")
 
     def apply(self, function: Callable[[Any], Any], **options: Any) -> Any:
-        """Returns the array with a function applied to the elements of the part."""
+        """Returns the array with a function applied to the part."""
         return self._run(lambda part, _: part.apply(function, **options), 0)
 
     def get(self, **options: Any) -> Any:
         """Returns the part, with JAX's options for positions out of range."""
-        reference, plan, _ = self._reference()
-        return self.array._make(reference.get(**options), plan.dims)
+        reference, found, _ = self._reference()
+        return self.array._make(reference.get(**options), found.dims)
 
-    def _reference(self) -> tuple[Any, Plan, Operand]:
+    def _reference(self) -> tuple[Any, ResolvedIndex, Operand]:
         array = Operand(*self.array._parts())
-        plan = plan_index(array, self.index)
-        return transposed(array.data, plan.permutation).at[plan.entries], plan, array
+        found = resolve_index(array, self.index)
+        return transposed(array.data, found.permutation).at[found.entries], found, array
 
     def _run(self, change: Callable[[Any, Any], Any], value: Any) -> Any:
-        reference, plan, array = self._reference()
-        part = jax.ShapeDtypeStruct(plan.shape, array.data.dtype)
-        data = change(reference, _fitting(value, Operand(part, plan.dims)))
-        if plan.permutation is not None:
-            data = transposed(data, tuple(map(plan.permutation.index, range(data.ndim))))
+        reference, found, array = self._reference()
+        part = jax.ShapeDtypeStruct(found.shape, array.data.dtype)
+        data = change(reference, _fitting(value, Operand(part, found.dims)))
+        if found.permutation is not None:
+            data = transposed(data, tuple(map(found.permutation.index, range(data.ndim))))
         return self.array._make(data, array.dims)
 
 
 def _fitting(value: Any, part: Operand) -> Any:
-    """Returns a value with the dimensions of the part that it goes into."""
+    """Returns a value with the dimensions of its part."""
     found = operand_of(value, part)
     if found is NotImplemented:
         raise NamedAxesError(

@@ -1,25 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers over named axes share: parameters, and checking what they are given.
+"""Linear, embedding and normalization layers over named axes.
 
 A parameter of such a layer is an ordinary lazy ``Param`` with one axis name per dimension, so
-layouts, optimizers and checkpoints treat it as any other. ``wrap`` makes a named array of it where
-the layer computes. The names of a layer's inputs and results are the names of its parameters' axes,
-which is what rules map to mesh axes.
-
-``Linear``: an affine map from some named axes to others.
-
-``Embed``: a table looked up by integers, and its transpose as an output layer.
-
-Normalisation along named axes: ``RMSNorm`` and ``LayerNorm``.
-
-Statistics and the scaling by them are computed in float32 or wider whatever the input's dtype, and
-the result is cast to the compute dtype at the end.
+layouts, optimizers and checkpoints treat it as any other. The layer names its dimensions where it
+computes. The names of a layer's inputs and results are those of its parameters' axes, which is what
+rules map to mesh axes. Statistics and the scaling by them are computed in float32 or wider whatever
+the input's dtype, and the result is cast to the compute dtype at the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -32,7 +24,7 @@ from shardax._core.module import Module
 from shardax._core.variable import Param
 from shardax._transforms.errors import LayerConfigError
 from shardax.named.array import NamedArray
-from shardax.named.base import NamedAxesError, check_sizes_by_name, shown
+from shardax.named.base import Axes, NamedAxesError, check_sizes_by_name, shown
 from shardax.named.functions import dot
 from shardax.nn.parameters import (
     LayerInputError,
@@ -40,29 +32,25 @@ from shardax.nn.parameters import (
     canonical_dtype,
     cast_all,
     check_epsilon,
+    lecun_normal,
     result_dtype,
 )
 from shardax.partition.errors import AxisNamesError
 from shardax.partition.explicit import align, joined_sharding
 
-# --- Layer parts ---
-
-Axes = Mapping[Any, int]
 ones = jax.nn.initializers.ones
 zeros = jax.nn.initializers.zeros
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisSizes:
-    """Axes as layers keep them, hashable.
-
-    Attributes:
-        names: The names.
-        sizes: The sizes.
-    """
+    """Hashable names and sizes of axes."""
 
     names: tuple[Any, ...]
     sizes: tuple[int, ...]
+
+    def __add__(self, other: AxisSizes) -> AxisSizes:
+        return AxisSizes(self.names + other.names, self.sizes + other.sizes)
 
     def items(self) -> Iterator[tuple[Any, int]]:
         """Yields names with sizes."""
@@ -73,21 +61,7 @@ class AxisSizes:
 
 
 def check_axes(layer: str, option: str, axes: Any, *, empty: bool = False) -> AxisSizes:
-    """Returns the axes that a layer was made with.
-
-    Args:
-        layer: The layer's name, for messages.
-        option: The option's name.
-        axes: A mapping from names to sizes.
-        empty: Whether there may be none.
-
-    Raises:
-        LayerConfigError: If it is no such mapping.
-
-    Example:
-        >>> check_axes("Linear", "input_axes", {"embed": 4})
-        {'embed': 4}
-    """
+    """Returns the axes that a layer was made with, or raises ``LayerConfigError``."""
     try:
         names, sizes = check_sizes_by_name(axes, least=1)
     except (AxisNamesError, NamedAxesError) as error:
@@ -100,35 +74,16 @@ def check_axes(layer: str, option: str, axes: Any, *, empty: bool = False) -> Ax
 
 
 def parameter(
-    initializer: Initializer,
-    axes: AxisSizes,
-    dtype: Any,
-    rngs: Rngs | None,
+    initializer: Initializer, axes: AxisSizes, dtype: Any, rngs: Rngs | None
 ) -> Param[Any]:
-    """Makes a lazy parameter whose dimensions have the given names and sizes.
-
-    Constants draw nothing from the random streams.
-    """
+    """Makes a lazy parameter whose dimensions have the given names and sizes."""
+    # Constants draw nothing from the random streams.
     source = None if initializer in (ones, zeros) else rngs
     return Param(Init(initializer, axes.sizes, dtype, rngs=source), axes=axes.names)
 
 
 def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] = ()) -> NamedArray:
-    """Checks the axes of an input.
-
-    Args:
-        layer: The layer and how it was made, for messages.
-        x: The input.
-        expected: The axes that it must have.
-        absent: Names that it must not have.
-
-    Returns:
-        The input.
-
-    Raises:
-        LayerInputError: If it is no named array or its axes do not fit; says of each axis that does
-            not what was expected and what was found.
-    """
+    """Returns an input with the expected axes, or raises LayerInputError."""
     if not isinstance(x, NamedArray):
         shape = f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else ""
         raise LayerInputError(
@@ -156,22 +111,16 @@ def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] =
 
 
 def beside(variable: Param[Any], x: NamedArray, dtype: Any) -> NamedArray:
-    """Returns a parameter ready to be combined with ``x`` elementwise, in a dtype.
-
-    Over Explicit mesh axes it takes the layout of the dimensions that it meets.
-    """
+    """Returns a parameter, laid out and cast for elementwise use."""
     names = variable.axes or ()
     data = align(variable.value.astype(dtype), x.data, [x.dims.index(name) for name in names])
     return NamedArray._make(data, names)
 
 
-# --- Linear ---
-
-
 class Linear(Module):
-    """An affine map that puts axes in the place of others: ``dot(x, kernel, input_axes) + bias``.
+    """Affine map from some named axes to others.
 
-    The map is the same along all other axes of the input.
+    ``dot(x, kernel, input_axes) + bias``. The map is the same along all other axes of the input.
 
     Args:
         input_axes: The axes that are summed over, sizes by name.
@@ -223,19 +172,15 @@ class Linear(Module):
                 f"{self._shown()} has the axis {twice[0]!r} among batch_axes, which stay, and "
                 f"among those that it sums over or makes. It can be one of these."
             )
+        made = AxisSizes(tuple(self._out_names().values()), outputs.sizes)
         if kernel_init is None:
-            kernel_init = _lecun_normal(batch, inputs, outputs)
-        self.kernel = parameter(
-            kernel_init,
-            AxisSizes(
-                (*batch.names, *inputs.names, *self._out_names().values()),
-                (*batch.sizes, *inputs.sizes, *outputs.sizes),
-            ),
-            param_dtype,
-            rngs,
-        )
-        bias = AxisSizes((*batch.names, *outputs.names), (*batch.sizes, *outputs.sizes))
-        self.bias = parameter(bias_init, bias, param_dtype, rngs) if use_bias else None
+            first, second = len(batch.names), len(batch.names) + len(inputs.names)
+            last = second + len(outputs.names)
+            kernel_init = lecun_normal(
+                tuple(range(first, second)), tuple(range(second, last)), tuple(range(first))
+            )
+        self.kernel = parameter(kernel_init, batch + inputs + made, param_dtype, rngs)
+        self.bias = parameter(bias_init, batch + outputs, param_dtype, rngs) if use_bias else None
         self.dtype = canonical_dtype(dtype)
 
     def __call__(self, x: NamedArray) -> NamedArray:
@@ -252,10 +197,9 @@ class Linear(Module):
             LayerInputError: If an axis is missing, has another size, or is there already.
         """
         inputs, batch = self.input_axes, self.batch_axes
-        expected = AxisSizes((*inputs.names, *batch.names), (*inputs.sizes, *batch.sizes))
         names = self._out_names()
         made = dict.fromkeys(n for n in (*names, *names.values()) if n not in inputs.names)
-        x = check_input(self._shown(), x, expected, made)
+        x = check_input(self._shown(), x, inputs + batch, made)
         data, kernel = cast_all(self.dtype, x.data, self.kernel.value)
         dims = (*batch.names, *inputs.names, *names.values())
         y = dot(NamedArray._make(data, x.dims), NamedArray._make(kernel, dims), inputs.names)
@@ -276,22 +220,8 @@ class Linear(Module):
         return f"Linear(input_axes={self.input_axes}, output_axes={self.output_axes}{batch})"
 
 
-def _lecun_normal(batch: AxisSizes, inputs: AxisSizes, outputs: AxisSizes) -> Initializer:
-    """LeCun et al., "Efficient BackProp", 1998: variance 1 / fan-in."""
-    counts = [len(each.names) for each in (batch, inputs, outputs)]
-    first, second, last = counts[0], counts[0] + counts[1], sum(counts)
-    return jax.nn.initializers.lecun_normal(
-        in_axis=tuple(range(first, second)),
-        out_axis=tuple(range(second, last)),
-        batch_axis=tuple(range(first)),
-    )
-
-
-# --- Embedding ---
-
-
 class Embed(Module):
-    """A table with an array of the output axes for every integer.
+    """Table with an array of the output axes for every integer.
 
     Args:
         vocab_axis: The one axis that is looked up along, its size by its name.
@@ -328,17 +258,16 @@ class Embed(Module):
     ) -> None:
         self.vocab_axis = check_axes("Embed", "vocab_axis", vocab_axis)
         self.output_axes = check_axes("Embed", "output_axes", output_axes)
-        names = (*self.vocab_axis.names, *self.output_axes.names)
-        if len(self.vocab_axis.names) != 1 or len(set(names)) < len(names):
+        axes = self.vocab_axis + self.output_axes
+        if len(self.vocab_axis.names) != 1 or len(set(axes.names)) < len(axes.names):
             raise LayerConfigError(
                 f"{self._shown()} needs one axis to look up along, and others for the result."
             )
-        sizes = (*self.vocab_axis.sizes, *self.output_axes.sizes)
         if embedding_init is None:
             embedding_init = jax.nn.initializers.variance_scaling(
-                1.0, "fan_in", "normal", in_axis=tuple(range(1, len(sizes))), out_axis=0
+                1.0, "fan_in", "normal", in_axis=tuple(range(1, len(axes.names))), out_axis=0
             )
-        self.embedding = parameter(embedding_init, AxisSizes(names, sizes), param_dtype, rngs)
+        self.embedding = parameter(embedding_init, axes, param_dtype, rngs)
         self.dtype = canonical_dtype(dtype)
 
     def __call__(self, indices: NamedArray) -> NamedArray:
@@ -371,7 +300,7 @@ class Embed(Module):
         return NamedArray._make(found, (*indices.dims, *self.output_axes.names))
 
     def attend(self, x: NamedArray) -> NamedArray:
-        """Multiplies by the table: the logits of a model with a tied head.
+        """Multiplies by the table: logits of a model with a tied head.
 
         Args:
             x: Has the output axes, and not the vocabulary's.
@@ -385,22 +314,18 @@ class Embed(Module):
         layer = f"{self._shown()}.attend"
         x = check_input(layer, x, self.output_axes, self.vocab_axis.names)
         data, table = cast_all(self.dtype, x.data, self.embedding.value)
-        names = (*self.vocab_axis.names, *self.output_axes.names)
-        return dot(
-            NamedArray._make(data, x.dims), NamedArray._make(table, names), self.output_axes.names
-        )
+        kernel = NamedArray._make(table, self.vocab_axis.names + self.output_axes.names)
+        return dot(NamedArray._make(data, x.dims), kernel, self.output_axes.names)
 
     def _shown(self) -> str:
         return f"Embed(vocab_axis={self.vocab_axis}, output_axes={self.output_axes})"
 
 
-# --- Normalization ---
-
-
 class RMSNorm(Module):
-    """Divides by the root of the mean square: ``x / sqrt(mean(x**2) + epsilon) * scale``.
+    """Normalization by the root of the mean square.
 
-    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    ``x / sqrt(mean(x**2) + epsilon) * scale``; Zhang and Sennrich, "Root Mean Square Layer
+    Normalization", 2019.
 
     Args:
         axes: The axes along which means are taken, sizes by name.
@@ -459,7 +384,7 @@ class RMSNorm(Module):
 
 
 class LayerNorm(Module):
-    """Subtracts the mean and divides by the standard deviation, then scales and shifts.
+    """Normalization by mean and standard deviation.
 
     ``(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias``; Ba, Kiros and Hinton, "Layer
     Normalization", 2016.

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laying named arrays out over a mesh: which name goes to which mesh axis.
+"""Layouts of named arrays over a mesh, by a mapping of names.
 
 The names of a named array mean what a Variable's ``axes`` mean, so ``sx.shard(model, mesh, rules)``
 and everything else that knows rules takes trees with named arrays in them. The functions here take
-a *mapping* instead, from names to mesh axes, and hold it to its word: a name that nothing has is an
-error, since it is misspelt, and so are two names of one array that want one mesh axis. A mapping's
-targets are what rules have: a mesh axis, a tuple of them, or None.
+a mapping instead and hold it to its word: a name that nothing has is an error, since it is
+misspelt, and so are two names of one array that want one mesh axis. A mapping's targets are what
+rules have: a mesh axis, a tuple of them, or None.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -21,6 +21,7 @@ from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
 from shardax.named.array import NamedArray
 from shardax.named.base import NamedAxesError, label
+from shardax.named.lift import is_whole
 from shardax.partition.constraints import constrain as constrain_array
 from shardax.partition.inventory import TreeInventory
 from shardax.partition.mesh import AnyMesh
@@ -31,13 +32,9 @@ T = TypeVar("T")
 
 
 def shard(
-    tree: T,
-    mapping: Mapping[Any, Any],
-    mesh: AnyMesh | None = None,
-    *,
-    allow_unused: bool = False,
+    tree: T, mapping: Mapping[Any, Any], mesh: AnyMesh | None = None, *, allow_unused: bool = False
 ) -> T:
-    """Lays a tree out over a mesh by the names of its axes, in place where that can be.
+    """Lays a tree out over a mesh by the names of axes.
 
     Args:
         tree: A Module, a Variable, a named array, or a pytree that holds such.
@@ -46,8 +43,9 @@ def shard(
         allow_unused: Whether the mapping may have names that the tree has not.
 
     Returns:
-        ``tree`` itself; named arrays, which cannot be changed in place, are moved and stored in
-        canonical order, and a pytree with such in it is rebuilt. An empty mapping replicates.
+        ``tree`` itself, laid out in place. Named arrays cannot be changed in place: they are moved
+        and stored in canonical order, and a pytree with such in it is rebuilt. An empty mapping
+        replicates.
 
     Raises:
         NamedAxesError: If the mapping has a name that the tree has not; says which it has.
@@ -68,13 +66,9 @@ def shard(
 
 
 def constrain(
-    tree: T,
-    mapping: Mapping[Any, Any],
-    mesh: AnyMesh | None = None,
-    *,
-    allow_unused: bool = False,
+    tree: T, mapping: Mapping[Any, Any], mesh: AnyMesh | None = None, *, allow_unused: bool = False
 ) -> T:
-    """Lays a tree out inside a program by the names of its axes.
+    """Lays a tree out inside a program by the names of axes.
 
     Args:
         tree: A named array, a Variable or Module, or a pytree that holds such. Arrays without names
@@ -103,11 +97,28 @@ def constrain(
     if not allow_unused:
         _check_known(mapping, tree)
     rules = _rules(mapping)
-    return _constrained(tree, lambda data, names: constrain_array(data, names, mesh, rules))
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, NamedArray):
+            (data,), treedef = jax.tree.flatten(leaf)
+            names: Any = leaf.partition_axes
+            return treedef.unflatten([constrain_array(data, names, mesh, rules)])
+        if isinstance(leaf, Object):
+            for _, variable in iter_variables(leaf):
+                value, axes = variable.value, variable.axes
+                variable.value = (
+                    visit_tree(value) if axes is None else constrain_array(value, axes, mesh, rules)
+                )
+        return leaf
+
+    def visit_tree(tree: Any) -> Any:
+        return jax.tree.map(visit, tree, is_leaf=is_whole)
+
+    return visit_tree(tree)
 
 
 class Constrain(Module):
-    """A layer that lays its input out by the names of its axes, and is the identity otherwise.
+    """Identity layer that lays its input out by names of axes.
 
     Insert it where the compiler shall be told: ``sx.select(model).at_instances_of(Block)
     .insert_after(Constrain({"batch": "data"}))``.
@@ -138,7 +149,7 @@ def _rules(mapping: Mapping[Any, Any]) -> Rules:
 
 
 def _check_known(mapping: Mapping[Any, Any], tree: Any) -> None:
-    """Raises if the mapping has names that no array of the tree has."""
+    """Raises if the mapping has names that no array has."""
     found = [leaf.names_of(info) or () for leaf, info, _ in TreeInventory(tree).arrays()]
     known = {part for names in found for part in strings(names)}
     unknown = [name for name in mapping if label(name) not in known]
@@ -155,26 +166,3 @@ def _check_known(mapping: Mapping[Any, Any], tree: Any) -> None:
         f"The mapping has {', '.join(map(repr, unknown))}, but no array has such an axis; the "
         f"names are {names}.{hint} allow_unused=True lets a mapping have more."
     )
-
-
-def _constrained(tree: Any, constrain: Callable[[Any, Any], Any]) -> Any:
-    """Applies a function of an array and its names to every array of a tree that has names."""
-
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, NamedArray):
-            (data,), treedef = jax.tree.flatten(leaf)
-            return treedef.unflatten([constrain(data, leaf.partition_axes)])
-        if isinstance(leaf, Object):
-            for _, variable in iter_variables(leaf):
-                value, axes = variable.value, variable.axes
-                variable.value = visit_tree(value) if axes is None else constrain(value, axes)
-        return leaf
-
-    def visit_tree(tree: Any) -> Any:
-        return jax.tree.map(visit, tree, is_leaf=_is_whole)
-
-    return visit_tree(tree)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, (NamedArray, Object))

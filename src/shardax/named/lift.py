@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a function of plain arrays along names.
+"""Functions of plain arrays, run along names.
 
-A function *lifted* over names sees, of every named array among its arguments, the slice at one
-position along every name: an array with the positional dimensions only. It runs at every position
-of the *union* of the arguments' names; an argument that lacks a name is the same at all positions
-along it. One ``vmap`` per name does that, under the name, so that collectives inside can use it.
-Each name is put last, in canonical order, so that results are stored in that order.
+A lifted function sees, of every named array among its arguments, the slice at one position along
+every name: an array with the positional dimensions only. It runs at every position of the union of
+the arguments' names; an argument that lacks a name is the same at all positions along it. One
+``vmap`` per name does that, under the name, so that collectives inside can use it. Each name is put
+last, in canonical order, so that results are stored in that order.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,94 +23,54 @@ from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import ClosureError, MappedShardingError
 from shardax._transforms.vmap.vmap import vmap
-from shardax.named.base import Dims, Name, NamedAxesError, Stored, mapping, sorted_names
+from shardax.named.base import Dims, Name, NamedAxesError, NamedStorage, mapping, sorted_names
 from shardax.named.elementwise import Operand, listing, named_sizes
 from shardax.partition.explicit import explicit_entries
 
 Make = Callable[[Any, Dims], Any]
 
 
-class _Arguments(NamedTuple):
-    """What a lifted function is called with, taken apart.
-
-    Attributes:
-        operands: The named arrays.
-        objects: The Modules and Variables, which all runs share.
-        rebuild: Given data in place of the operands and the objects, calls the function.
-    """
-
-    operands: list[Operand]
-    objects: list[Any]
-    rebuild: Callable[[Sequence[Any], Sequence[Any]], Any]
-
-
 def run_lifted(
     make: Make, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls a function along all names of its arguments.
-
-    Args:
-        make: Makes a named array of data and dims.
-        function: Takes plain arrays where ``args`` and ``kwargs`` have named ones.
-        args: Pytrees of anything.
-        kwargs: Likewise.
-
-    Returns:
-        What the function returns, with named arrays for its arrays.
-
-    Raises:
-        NamedAxesError: If a name has two sizes, or the function returns something that is no array.
-        ClosureError: If the function returns a named array with a name that it is run along.
-    """
-    arguments = _take_apart(function, args, kwargs)
-    names = sorted_names(named_sizes(arguments.operands))
+    """Calls a function of plain arrays along all names of its arguments."""
+    operands, objects, rebuild = _take_apart(function, args, kwargs)
+    names = sorted_names(named_sizes(operands))
     inner: list[Dims] = []
     outer: list[Any] = []
 
     def run(datas: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
         with mapping(names):
-            result = arguments.rebuild(datas, objects)
-        leaves, treedef = jax.tree.flatten(result, is_leaf=_is_named)
-        parts = [_leaving(leaf, names) for leaf in leaves]
-        inner[:], outer[:] = [dims for _, dims in parts], [treedef]
-        return [data for data, _ in parts]
+            result = rebuild(datas, objects)
+        leaves, treedef = jax.tree.flatten(result, is_leaf=is_named)
+        results = [_result(leaf, names) for leaf in leaves]
+        inner[:], outer[:] = [dims for _, dims in results], [treedef]
+        return [data for data, _ in results]
 
-    mapped = run
+    # Objects need the vmap that knows of them; without any the plain one does the same, and sooner.
+    transform: Callable[..., Any] = vmap if objects else jax.vmap
     for place, name in enumerate(names):
-        mapped = _along(mapped, name, names[place + 1 :], arguments)
-    datas = mapped([data for data, _ in arguments.operands], arguments.objects)
+        gone = names[place + 1 :]  # mapped over outside of this vmap
+        axes = []
+        for _, dims in operands:
+            left = [each for each in dims if each is None or each not in gone]
+            axes.append(left.index(name) if name in left else None)
+        run = transform(run, in_axes=(axes, None), out_axes=-1, axis_name=name)
+    datas = run([data for data, _ in operands], objects)
     leaves = [make(data, (*dims, *names)) for data, dims in zip(datas, inner, strict=True)]
     return outer[0].unflatten(leaves)
 
 
-def _along(
-    function: Callable[..., Any],
-    name: Name,
-    gone: Sequence[Name],
-    arguments: _Arguments,
-) -> Callable[..., Any]:
-    """Maps a function of (data, objects) along one name, when some names are gone already."""
-    axes = [
-        remaining.index(name) if name in remaining else None
-        for remaining in (
-            tuple(each for each in operand.dims if each is None or each not in gone)
-            for operand in arguments.operands
-        )
-    ]
-    # Objects need the vmap that knows of them; without any the plain one does the same, and sooner.
-    transform: Callable[..., Any] = vmap if arguments.objects else jax.vmap
-    return transform(function, in_axes=(axes, None), out_axes=-1, axis_name=name)
-
-
 def _take_apart(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> _Arguments:
+) -> tuple[list[Operand], list[Any], Callable[..., Any]]:
+    """Returns named arrays, objects, and the call with others in place."""
     if isinstance(function, types.MethodType) and isinstance(function.__self__, Object):
         args = (function.__self__, *args)
         function = function.__func__
-    leaves, treedef = jax.tree.flatten((function, tuple(args), kwargs), is_leaf=_is_whole)
+    leaves, treedef = jax.tree.flatten((function, tuple(args), kwargs), is_leaf=is_whole)
     leaves = [_named_value(leaf) if isinstance(leaf, Variable) else leaf for leaf in leaves]
-    named = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Stored)]
+    named = [place for place, leaf in enumerate(leaves) if isinstance(leaf, NamedStorage)]
     whole = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Object)]
 
     def rebuild(datas: Sequence[Any], objects: Sequence[Any]) -> Any:
@@ -121,17 +81,12 @@ def _take_apart(
         return called(*given, **keywords)
 
     operands = _laid_out_alike([Operand(*leaves[place]._parts()) for place in named])
-    return _Arguments(operands, [leaves[place] for place in whole], rebuild)
+    return operands, [leaves[place] for place in whole], rebuild
 
 
 def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
-    """Lays names out alike over Explicit mesh axes, as ``vmap`` wants them.
-
-    An array in which a name is not split takes the layout of one in which it is.
-
-    Raises:
-        MappedShardingError: If a name is split in two ways.
-    """
+    """Lays names out alike over Explicit mesh axes, as ``vmap`` wants."""
+    # An array in which a name is not split takes the layout of one in which it is.
     if all(explicit_entries(data) is None for data, _ in operands):
         return operands
     wanted: dict[Name, Any] = {}
@@ -147,37 +102,37 @@ def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
                     f"the other: named.constrain(x, {{{name!r}: {wanted[name]!r}}})."
                 )
     mesh = next(jax.typeof(data).sharding.mesh for data, _ in operands if explicit_entries(data))
-    return [
-        Operand(_resharded(data, mesh, spec, [wanted.get(name) for name in dims]), dims)
-        for (data, dims), spec in zip(operands, specs, strict=True)
-    ]
-
-
-def _resharded(data: Any, mesh: Any, spec: Sequence[Any], wanted: Sequence[Any]) -> Any:
-    entries = [now if entry is None else entry for now, entry in zip(spec, wanted, strict=True)]
-    if entries == list(spec):
-        return data
-    return jax.sharding.reshard(data, NamedSharding(mesh, PartitionSpec(*entries)))
+    found = []
+    for (data, dims), spec in zip(operands, specs, strict=True):
+        entries = tuple(
+            wanted.get(name) if now is None else now for name, now in zip(dims, spec, strict=True)
+        )
+        if entries != spec:
+            data = jax.sharding.reshard(data, NamedSharding(mesh, PartitionSpec(*entries)))
+        found.append(Operand(data, dims))
+    return found
 
 
 def _named_value(variable: Variable[Any]) -> Any:
-    """Returns the named array that a Variable holds, which it stands for; else the Variable."""
+    """Returns the named array that a Variable holds, or the Variable."""
     if variable.is_lazy:
         return variable
-    return variable.value if isinstance(variable.value, Stored) else variable
+    return variable.value if isinstance(variable.value, NamedStorage) else variable
 
 
-def _is_named(value: Any) -> bool:
-    return isinstance(value, Stored)
+def is_named(value: Any) -> bool:
+    """Whether a value is a named array."""
+    return isinstance(value, NamedStorage)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, (Stored, Object))
+def is_whole(value: Any) -> bool:
+    """Whether a value is a named array or an object."""
+    return isinstance(value, (NamedStorage, Object))
 
 
-def _leaving(leaf: Any, names: Sequence[Name]) -> Operand:
-    """Returns the array of a leaf of the result, and the dims that it has besides the names."""
-    if not isinstance(leaf, Stored):
+def _result(leaf: Any, names: Sequence[Name]) -> Operand:
+    """Returns an array of the result, and its dims besides the names."""
+    if not isinstance(leaf, NamedStorage):
         if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             array = jnp.asarray(leaf)
             return Operand(array, (None,) * array.ndim)
@@ -197,12 +152,12 @@ def _leaving(leaf: Any, names: Sequence[Name]) -> Operand:
 
 
 def lifted_method(name: str) -> Callable[..., Any]:
-    """Returns the method of named arrays that runs the method of plain ones along the names."""
+    """Returns the method of plain arrays, run along the names."""
 
     def run(array: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(array, name)(*args, **kwargs)
 
-    def method(self: Stored, *args: Any, **kwargs: Any) -> Any:
+    def method(self: NamedStorage, *args: Any, **kwargs: Any) -> Any:
         return run_lifted(self._make, run, (self, *args), kwargs)
 
     method.__name__ = name
@@ -210,9 +165,9 @@ def lifted_method(name: str) -> Callable[..., Any]:
 
 
 def lifted_operator(function: Callable[[Any, Any], Any], reflected: bool) -> Callable[..., Any]:
-    """Returns the method for a binary operator on positional dimensions, run along the names."""
+    """Returns a binary operator on positional dimensions, run along the names."""
 
-    def method(self: Stored, other: Any) -> Any:
+    def method(self: NamedStorage, other: Any) -> Any:
         pair = (other, self) if reflected else (self, other)
         return run_lifted(self._make, function, pair, {})
 

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making named arrays: of arrays, of constants, of random numbers.
+"""Construction, random numbers, joining and selection of named arrays.
 
-*Axes* are a mapping from names to sizes, such as ``{"batch": 8, "embed": 512}``. Constants are
-stored in its order. Random numbers are drawn in canonical order and stored so, so that one key
-gives the same number at the same place whatever the order of the mapping.
-
-Putting named arrays together and taking them apart along one axis, and choosing between them.
+Axes are a mapping from names to sizes, such as ``{"batch": 8, "embed": 512}``. Constants are stored
+in its order. Random numbers are drawn in canonical order and stored so, so that one key gives the
+same number at the same place whatever the order of the mapping.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,25 +19,14 @@ import numpy as np
 from shardax._core.variable import Variable
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import (
-    Dims,
+    Axes,
     NamedAxesError,
     check_dims,
     check_sizes_by_name,
     shown,
     sorted_names,
 )
-from shardax.named.elementwise import (
-    Operand,
-    align,
-    check_sizes,
-    expand,
-    joined,
-    operand_of,
-)
-
-# --- Make ---
-
-Axes = Mapping[Any, int]
+from shardax.named.elementwise import Operand, align, check_sizes, expand, joined, operand_of
 
 
 def wrap(array: Any, *names: Any) -> NamedArray:
@@ -149,7 +136,7 @@ def arange(axes: Axes, start: Any = 0, step: Any = 1, dtype: Any = None) -> Name
 
 
 def random(sampler: Callable[..., Any], key: Any, axes: Axes, **options: Any) -> NamedArray:
-    """Draws random numbers, all different, by a function such as those of ``jax.random``.
+    """Draws random numbers by a function such as those of ``jax.random``.
 
     Args:
         sampler: Called as ``sampler(key, shape=shape, **options)``.
@@ -168,7 +155,8 @@ def random(sampler: Callable[..., Any], key: Any, axes: Axes, **options: Any) ->
     given, _ = check_sizes_by_name(axes)
     names = sorted_names(given)
     shape = tuple(axes[name] for name in names)
-    return NamedArray(sampler(_plain_key(key), shape=shape, **options), names)
+    key = key.unwrap() if isinstance(key, NamedArray) else key
+    return NamedArray(sampler(key, shape=shape, **options), names)
 
 
 def normal(key: Any, axes: Axes, dtype: Any = float) -> NamedArray:
@@ -178,6 +166,9 @@ def normal(key: Any, axes: Axes, dtype: Any = float) -> NamedArray:
         key: A random key.
         axes: Sizes by name.
         dtype: A floating dtype.
+
+    Returns:
+        The numbers, stored in canonical order.
 
     Example:
         >>> import jax, shardax as sx
@@ -201,6 +192,9 @@ def uniform(
         minval: The least number.
         maxval: The bound above.
 
+    Returns:
+        The numbers, stored in canonical order.
+
     Example:
         >>> import jax, shardax as sx
         >>> bool((sx.named.uniform(jax.random.key(0), {"a": 9}) < 1).all())
@@ -219,6 +213,9 @@ def randint(key: Any, axes: Axes, minval: Any, maxval: Any, dtype: Any = int) ->
         maxval: The bound above.
         dtype: An integer dtype.
 
+    Returns:
+        The integers, stored in canonical order.
+
     Example:
         >>> import jax, shardax as sx
         >>> tokens = sx.named.randint(jax.random.key(0), {"time": 9}, 0, 100)
@@ -229,9 +226,10 @@ def randint(key: Any, axes: Axes, minval: Any, maxval: Any, dtype: Any = int) ->
 
 
 def random_split(key: Any, axes: Axes) -> NamedArray:
-    """Returns a key for every position, so that a function run by ``nmap`` draws differently there.
+    """Returns a random key for every position.
 
-    A key that is not split is the same at all positions, and so is the noise drawn from it.
+    A function run by ``nmap`` then draws differently at each. A key that is not split is the same
+    at all positions, and so is the noise drawn from it.
 
     Args:
         key: A random key.
@@ -249,19 +247,15 @@ def random_split(key: Any, axes: Axes) -> NamedArray:
     return random(lambda key, shape: jax.random.split(key, shape), key, axes)
 
 
-def _plain_key(key: Any) -> Any:
-    return key.unwrap() if isinstance(key, NamedArray) else key
-
-
-# --- Joining ---
-
-
 def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
-    """Puts arrays one after another along an axis that all of them have.
+    """Concatenates arrays along an axis that all of them have.
 
     Args:
         arrays: Named arrays; one that lacks another name is repeated along it.
         axis: The name.
+
+    Returns:
+        An array with all their names; sizes along the axis add up.
 
     Raises:
         NamedAxesError: If an array lacks the axis, or another axis has two sizes.
@@ -279,23 +273,35 @@ def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
                 f"concatenate along {axis!r} was given an array with axes "
                 f"{shown(dims, data.shape)}. Every array needs it; stack makes a new axis."
             )
-    lengths = [data.shape[dims.index(axis)] for data, dims in operands]
-    datas, dims = _expanded(operands, axis)
+    others = []  # the arrays without the axis, along which their sizes may differ
+    for data, dims in operands:
+        place = dims.index(axis)
+        shape = (*data.shape[:place], *data.shape[place + 1 :])
+        struct = jax.ShapeDtypeStruct(shape, data.dtype)
+        others.append(Operand(struct, (*dims[:place], *dims[place + 1 :])))
+    check_sizes(others)
+    dims = functools.reduce(joined, (operand.dims for operand in operands))
+    datas = [expand(operand, dims) for operand in operands]
     place = dims.index(axis)
-    shape = _common_shape(datas, place)
+    common = np.broadcast_shapes(
+        *((*data.shape[:place], 1, *data.shape[place + 1 :]) for data in datas)
+    )
     full = [
-        _repeated(data, (*shape[:place], length, *shape[place + 1 :]))
-        for data, length in zip(datas, lengths, strict=True)
+        jnp.broadcast_to(data, (*common[:place], data.shape[place], *common[place + 1 :]))
+        for data in datas
     ]
     return NamedArray._make(jnp.concatenate(full, axis=place), dims)
 
 
 def stack(arrays: Sequence[Any], axis: Any) -> NamedArray:
-    """Puts arrays beside each other along a new axis, which is stored first.
+    """Stacks arrays along a new axis, which is stored first.
 
     Args:
         arrays: Named arrays, or numbers; one that lacks a name is repeated along it.
         axis: The new name.
+
+    Returns:
+        An array with the new axis and all their names.
 
     Raises:
         NamedAxesError: If an axis has two sizes.
@@ -307,8 +313,7 @@ def stack(arrays: Sequence[Any], axis: Any) -> NamedArray:
         {'part': 2, 'a': 2}
     """
     datas, dims = align(_operands(arrays, "stack"))
-    shape = np.broadcast_shapes(*(data.shape for data in datas))
-    full = [_repeated(data, shape) for data in datas]
+    full = jnp.broadcast_arrays(*datas)
     return NamedArray._make(jnp.stack(full), check_dims((axis, *dims)))
 
 
@@ -343,6 +348,9 @@ def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[Nam
         sizes: The size of each part, which together are that of the axis; or a number of equal
             parts.
 
+    Returns:
+        The parts, in order.
+
     Raises:
         NamedAxesError: If it has no such axis, or the sizes do not add up.
 
@@ -370,7 +378,7 @@ def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[Nam
 
 
 def where(condition: Any, x: Any, y: Any) -> NamedArray:
-    """Takes elements of ``x`` where a condition is true, and of ``y`` elsewhere.
+    """Chooses elements of ``x`` or ``y`` by a condition.
 
     Args:
         condition: Booleans, a named array.
@@ -416,25 +424,3 @@ def _operands(arrays: Sequence[Any], function: str) -> list[Operand]:
     if not operands:
         raise NamedAxesError(f"{function} needs at least one array.")
     return operands
-
-
-def _expanded(operands: Sequence[Operand], axis: Any) -> tuple[list[Any], Dims]:
-    """Aligns arrays whose sizes may differ along one axis."""
-    others = []
-    for data, dims in operands:
-        place = dims.index(axis)
-        shape = (*data.shape[:place], *data.shape[place + 1 :])
-        struct = jax.ShapeDtypeStruct(shape, data.dtype)
-        others.append(Operand(struct, (*dims[:place], *dims[place + 1 :])))
-    check_sizes(others)
-    dims = functools.reduce(joined, (operand.dims for operand in operands))
-    return [expand(operand, dims) for operand in operands], dims
-
-
-def _common_shape(datas: Sequence[Any], place: int) -> tuple[int, ...]:
-    without = [(*data.shape[:place], 1, *data.shape[place + 1 :]) for data in datas]
-    return np.broadcast_shapes(*without)
-
-
-def _repeated(data: Any, shape: tuple[int, ...]) -> Any:
-    return data if data.shape == shape else jnp.broadcast_to(data, shape)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers: Modules whose parameters carry axis names.
 
-A *layer* is an ordinary Module. It is lazy until used (building it runs no JAX operation), keeps
-parameter dtype and compute dtype apart (``shardax.nn.parameters``), takes arrays with any batch
-dimensions in front, and runs as it is on meshes with Auto and with Explicit axes
-(``shardax.partition.explicit``).
+A layer is an ordinary Module. It is lazy until used (building it runs no JAX operation), keeps
+parameter dtype and compute dtype apart, takes arrays with any batch dimensions in front, and runs
+as it is on meshes with Auto and with Explicit axes.
 """
 
 from shardax.nn.attention import MultiHeadAttention as MultiHeadAttention

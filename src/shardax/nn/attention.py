@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MultiHeadAttention``: each position reads from others, weighted by how well query and key fit.
+"""Multi-head attention and rotary position embedding.
 
-Vaswani et al., "Attention Is All You Need", 2017. *Grouped-query* attention (Ainslie et al., 2023)
-has fewer *kv heads*, heads of keys and values, than heads of queries; consecutive query heads share
-one. The weighting itself is ``jax.nn.dot_product_attention``, which picks the device's fused kernel
-where there is one.
+Vaswani et al., "Attention Is All You Need", 2017. Grouped-query attention (Ainslie et al., 2023)
+has fewer heads of keys and values than heads of queries; consecutive query heads share one. The
+weighting itself is ``jax.nn.dot_product_attention``, which picks the device's fused kernel where
+there is one.
 
-Rotary position embedding: positions as rotations of queries and keys.
-
-Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, in the half-split
-form: the first half of a head is the real part and the second half the imaginary part of
-``head_dim / 2`` complex numbers. The i-th is turned by the *angle*
+Rotary position embedding (Su et al., "RoFormer: Enhanced Transformer with Rotary Position
+Embedding", 2021) in the half-split form: the first half of a head is the real part and the second
+half the imaginary part of ``head_dim / 2`` complex numbers. The i-th is turned by the angle
 ``position * base ** (-2 * i / head_dim)``, so that the product of a query and a key depends on the
 difference of their positions alone.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,23 +29,15 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
 from shardax.nn.linear import Linear
-from shardax.nn.parameters import (
-    LayerInputError,
-    as_array,
-    as_axes,
-    as_size,
-    refuse_input,
-    zeros,
-)
+from shardax.nn.parameters import LayerInputError, as_array, as_axes, as_size, refuse_input, zeros
 from shardax.partition.explicit import explicit_entries
-
-# --- Rope ---
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of the angles, float32, each of shape (batch or 1, time, 1, head_dim / 2).
+    """Cosine and sine of the angles of positions.
 
-    The last dimension of size one is for the heads.
+    Each is float32 of shape (batch or 1, time, 1, head_dim / 2); the 1 before the last dimension is
+    for the heads.
 
     Example:
         >>> import jax.numpy as jnp
@@ -116,22 +107,15 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
 
 
 def check_head_dim(layer: str, head_dim: int) -> None:
-    """Raises if heads of this size cannot be split into real and imaginary halves.
-
-    Raises:
-        LayerConfigError: If ``head_dim`` is odd.
-    """
+    """Raises if heads of this size cannot be split into halves."""
     if head_dim % 2:
         raise LayerConfigError(
             f"{layer} needs an even head_dim, to split heads into halves, but head_dim={head_dim}."
         )
 
 
-# --- Attention ---
-
-
 class QueryKeyValue(NamedTuple):
-    """What attention works on.
+    """Queries, keys and values of attention.
 
     Attributes:
         query: Shape (..., time, heads, head_dim).
@@ -151,7 +135,7 @@ class QueryKeyValue(NamedTuple):
 
 
 class MultiHeadAttention(Module):
-    """Attention with several heads, from a sequence to itself or to another.
+    """Attention with several heads, to the sequence itself or to another.
 
     Args:
         features: Size of the last dimension of input and output.
@@ -205,27 +189,20 @@ class MultiHeadAttention(Module):
     ) -> None:
         sizes = attention_sizes(features, num_heads, num_kv_heads, head_dim, rope_base)
         heads, kv_heads, head_dim = sizes
-        embed_name, heads_name, kv_name, head_name = as_axes(
-            "MultiHeadAttention", "axis names", axes, 4
+        embed, queries, keys, head = as_axes("MultiHeadAttention", "axis names", axes, 4)
+        linear = functools.partial(
+            Linear,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
         )
-
-        def project(inputs: Any, outputs: Any, *names: str | None) -> Linear:
-            return Linear(
-                inputs,
-                outputs,
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                bias_init=bias_init,
-                kernel_axes=names,
-                rngs=rngs,
-            )
-
-        self.q = project(features, (heads, head_dim), embed_name, heads_name, head_name)
-        self.k = project(features, (kv_heads, head_dim), embed_name, kv_name, head_name)
-        self.v = project(features, (kv_heads, head_dim), embed_name, kv_name, head_name)
-        self.out = project((heads, head_dim), features, heads_name, head_name, embed_name)
+        self.q = linear(features, (heads, head_dim), kernel_axes=(embed, queries, head))
+        self.k = linear(features, (kv_heads, head_dim), kernel_axes=(embed, keys, head))
+        self.v = linear(features, (kv_heads, head_dim), kernel_axes=(embed, keys, head))
+        self.out = linear((heads, head_dim), features, kernel_axes=(queries, head, embed))
         self.features, self.num_heads, self.num_kv_heads = features, heads, kv_heads
         self.head_dim = head_dim
         self.causal = bool(causal)
@@ -273,7 +250,7 @@ class MultiHeadAttention(Module):
     def project(
         self, x: jax.Array, context: Any = None, positions: Any = None, others: Any = None
     ) -> QueryKeyValue:
-        """Computes queries, keys and values, with their positions; the first half of a call.
+        """Computes queries, keys and values with positions; first half of a call.
 
         Args:
             x: As for calling.
@@ -293,7 +270,7 @@ class MultiHeadAttention(Module):
         return QueryKeyValue(rotate(query, turned), rotate(key, other), value)
 
     def attend(self, qkv: QueryKeyValue, mask: Any = None) -> jax.Array:
-        """Weighs the values; the second half of a call, before the output projection.
+        """Weighs the values; second half of a call, before the output projection.
 
         Args:
             qkv: Queries, keys and values.
@@ -333,11 +310,7 @@ def attention_sizes(
     head_dim: int | None,
     rope_base: float | None,
 ) -> tuple[int, int, int]:
-    """Checks the sizes of an attention layer and returns heads, kv heads and head dimension.
-
-    Raises:
-        LayerConfigError: If sizes are not positive or do not divide.
-    """
+    """Returns heads, kv heads and head dimension, or raises."""
     name = "MultiHeadAttention"
     features = as_size(name, "features", features)
     heads = as_size(name, "num_heads", num_heads)
@@ -372,10 +345,8 @@ def _check_mask(mask: jax.Array, ndim: int) -> jax.Array:
 
 
 def _meet_heads(query: jax.Array, key: jax.Array) -> jax.Array:
-    """Repeats kv heads for their query heads where Explicit mesh axes split the two differently.
-
-    A split of query heads that cuts through a group has no counterpart among the kv heads.
-    """
+    """Repeats kv heads where Explicit mesh axes split heads differently."""
+    # A split of query heads that cuts through a group has no counterpart among the kv heads.
     queries, keys = explicit_entries(query), explicit_entries(key)
     if queries is None and keys is None:
         return key

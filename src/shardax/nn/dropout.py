@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Dropout``: zeroing random elements while training.
+"""Dropout: zeroing random elements while training.
 
 Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", 2014; in the
 form that scales what is kept, so that nothing changes when it is switched off.
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core.errors import MissingRngsError
-from shardax._core.init.rng import Rngs, RngStream
+from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
 from shardax.nn.parameters import LayerInputError, as_array
@@ -22,7 +22,9 @@ from shardax.partition.explicit import explicit_sharding
 
 
 class Dropout(Module):
-    """Sets elements to zero with probability ``rate`` and divides the others by ``1 - rate``.
+    """Zeroes elements at random and scales the others.
+
+    With probability ``rate`` an element becomes zero; the others are divided by ``1 - rate``.
 
     ``model.train()`` and ``model.eval()`` switch it on and off by its attribute ``deterministic``.
 
@@ -88,13 +90,6 @@ class Dropout(Module):
             return x
         if self.rate == 1:
             return jnp.zeros_like(x)
-        key = self._stream(rngs)()
-        shape = self._mask_shape(x)
-        sharding = explicit_sharding(x) if shape == x.shape else None
-        kept = jax.random.bernoulli(key, 1 - self.rate, shape, out_sharding=sharding)
-        return jnp.where(jnp.broadcast_to(kept, x.shape), x / (1 - self.rate), 0)
-
-    def _stream(self, rngs: Rngs | None) -> RngStream:
         stream = self.stream if rngs is None else rngs["dropout"]
         if stream is None:
             raise MissingRngsError(
@@ -102,9 +97,7 @@ class Dropout(Module):
                 f"Dropout({self.rate}, rngs=sx.Rngs(dropout=0)), or call it with "
                 "dropout(x, rngs=rngs); or switch it off with model.eval()."
             )
-        return stream
-
-    def _mask_shape(self, x: jax.Array) -> tuple[int, ...]:
+        key = stream()
         outside = [axis for axis in self.broadcast_dims if not -x.ndim <= axis < x.ndim]
         if outside:
             raise LayerInputError(
@@ -112,4 +105,7 @@ class Dropout(Module):
                 f"{x.shape}, which has no dimension {outside[0]}."
             )
         together = {axis % x.ndim for axis in self.broadcast_dims}
-        return tuple(1 if axis in together else size for axis, size in enumerate(x.shape))
+        shape = tuple(1 if axis in together else size for axis, size in enumerate(x.shape))
+        sharding = explicit_sharding(x) if shape == x.shape else None
+        kept = jax.random.bernoulli(key, 1 - self.rate, shape, out_sharding=sharding)
+        return jnp.where(jnp.broadcast_to(kept, x.shape), x / (1 - self.rate), 0)

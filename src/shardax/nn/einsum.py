@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Einsum``: a linear map written as an equation.
+"""Linear layer written as an equation.
 
-An *equation* such as ``"...te,ehd->...thd"`` names the dimensions of the input, of the kernel and
-of the result by letters. The kernel's letters that the result lacks are summed over; those that
-only the kernel has are *made*; those that input, kernel and result have are *batch* dimensions,
-along which the kernel is many kernels.
+An equation such as ``"...te,ehd->...thd"`` names the dimensions of the input, of the kernel and of
+the result by letters. The kernel's letters that the result lacks are summed over; those that only
+the kernel has are made by it; those that input, kernel and result have are batch dimensions, along
+which the kernel is many kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
-from shardax.nn.linear import einsum
+from shardax.nn.linear import add_bias, einsum
 from shardax.nn.parameters import (
     as_array,
     as_axes,
@@ -34,38 +34,22 @@ from shardax.nn.parameters import (
     refuse_input,
     zeros,
 )
-from shardax.partition.explicit import align
 
 _FORM = re.compile(r"(\.\.\.)?([A-Za-z]+),([A-Za-z]+)->(\.\.\.)?([A-Za-z]*)")
 
 
 @dataclass(frozen=True)
 class Equation:
-    """An equation of an input and a kernel.
-
-    Attributes:
-        input: Letters of the input, after the ellipsis.
-        kernel: Letters of the kernel.
-        output: Letters of the result, after the ellipsis.
-        ellipsis: Whether input and result have further dimensions in front.
-    """
+    """Letters of an input and a kernel, and of their result."""
 
     input: str
     kernel: str
     output: str
-    ellipsis: bool
+    ellipsis: bool  # whether input and result have further dimensions in front
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads an equation.
-
-        Raises:
-            LayerConfigError: If it is not of the form that ``Einsum`` takes.
-
-        Example:
-            >>> Equation.parse("...te, ehd -> ...thd")
-            Equation(input='te', kernel='ehd', output='thd', ellipsis=True)
-        """
+        """Reads an equation, or raises ``LayerConfigError``."""
         match = _FORM.fullmatch(text.replace(" ", ""))
         if match is None or match[1] != match[4]:
             raise LayerConfigError(
@@ -89,19 +73,18 @@ class Equation:
 
     @property
     def made(self) -> str:
-        """Letters of the result that come from the kernel alone, in the result's order."""
+        """Letters of the result that come from the kernel alone."""
         return "".join(x for x in self.output if x in self.kernel and x not in self.input)
 
     def kernel_dimensions(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Returns the kernel's dimensions that are summed over, made, and batch."""
-        kinds: tuple[list[int], list[int], list[int]] = ([], [], [])
-        for position, letter in enumerate(self.kernel):
-            kind = 0 if letter not in self.output else 1 if letter not in self.input else 2
-            kinds[kind].append(position)
-        return tuple(kinds[0]), tuple(kinds[1]), tuple(kinds[2])
+        letters = tuple(enumerate(self.kernel))
+        batch = tuple(i for i, x in letters if x in self.output and x in self.input)
+        made = tuple(i for i, x in letters if x in self.made)
+        return tuple(i for i, x in letters if x not in self.output), made, batch
 
     def spelled_out(self, extra: int) -> str:
-        """Returns the equation with letters for ``extra`` dimensions in place of the ellipsis."""
+        """Returns the equation with letters in place of the ellipsis."""
         unused = [x for x in string.ascii_letters if x not in self.input + self.kernel]
         front = "".join(unused[:extra])
         return f"{front}{self.input},{self.kernel}->{front}{self.output}"
@@ -112,7 +95,7 @@ class Equation:
 
 
 class Einsum(Module):
-    """A linear map written as an equation: ``y = einsum(equation, x, kernel) + bias``.
+    """Linear map by an equation: ``y = einsum(equation, x, kernel) + bias``.
 
     Args:
         equation: Such as ``"...te,ehd->...thd"``: the letters of the input, the kernel, the result.
@@ -171,9 +154,15 @@ class Einsum(Module):
         self.bias = None
         if bias_shape is not None:
             made = [parsed.kernel.index(letter) for letter in parsed.made]
-            _check_bias(name, tuple(bias_shape), tuple(sizes[i] for i in made))
+            expected = tuple(sizes[i] for i in made)
+            if tuple(bias_shape) != expected:
+                raise LayerConfigError(
+                    f"{name} has bias_shape={tuple(bias_shape)}, but the dimensions of the result "
+                    f"that come from the kernel alone have the sizes {expected}. Give "
+                    f"bias_shape={expected}."
+                )
             self.bias = make_parameter(
-                name, bias_init, tuple(bias_shape), param_dtype, [axes[i] for i in made], rngs
+                name, bias_init, expected, param_dtype, [axes[i] for i in made], rngs
             )
         self.equation = parsed
         self.dtype = canonical_dtype(dtype)
@@ -206,15 +195,11 @@ class Einsum(Module):
             )
         x, kernel = cast_all(self.dtype, x, kernel)
         y = einsum(equation.spelled_out(extra), x, kernel, out_sharding)
-        return y if self.bias is None else _add_bias(equation, y, self.bias.value)
-
-
-def _check_bias(name: str, given: tuple[int, ...], made: tuple[int, ...]) -> None:
-    if given != made:
-        raise LayerConfigError(
-            f"{name} has bias_shape={given}, but the dimensions of the result that come from the "
-            f"kernel alone have the sizes {made}. Give bias_shape={made}."
-        )
+        if self.bias is None:
+            return y
+        extra = y.ndim - len(equation.output)
+        made = [extra + i for i, letter in enumerate(equation.output) if letter in equation.made]
+        return add_bias(y, self.bias.value, made)
 
 
 def _fits(equation: Equation, sizes: dict[str, int], shape: tuple[int, ...]) -> bool:
@@ -223,10 +208,3 @@ def _fits(equation: Equation, sizes: dict[str, int], shape: tuple[int, ...]) -> 
         return False
     pairs = zip(equation.input, shape[extra:], strict=True)
     return all(sizes.get(letter, size) == size for letter, size in pairs)
-
-
-def _add_bias(equation: Equation, y: jax.Array, bias: jax.Array) -> jax.Array:
-    extra = y.ndim - len(equation.output)
-    made = [extra + i for i, letter in enumerate(equation.output) if letter in equation.made]
-    bias = align(bias if bias.dtype == y.dtype else bias.astype(y.dtype), y, made)
-    return y + jax.lax.expand_dims(bias, [i for i in range(y.ndim) if i not in made])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Embed``: a table of vectors, looked up by integers, and its transpose as an output layer."""
+"""Embedding table, and its transpose as an output layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(
 
 
 class Embed(Module):
-    """A table with a vector for each of ``num_embeddings`` integers.
+    """Table with a vector for each of ``num_embeddings`` integers.
 
     Args:
         num_embeddings: Number of vectors.
@@ -108,7 +108,9 @@ class Embed(Module):
         return table.at[indices].get(mode="fill", fill_value=jnp.nan, out_sharding=out_sharding)
 
     def attend(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
-        """Multiplies by the transposed table: the logits of a model with a tied head.
+        """Multiplies by the transposed table.
+
+        These are the logits of a model with a tied head.
 
         Args:
             x: Shape (..., features).

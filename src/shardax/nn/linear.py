@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Linear``: an affine map of the last dimensions of its input.
+"""Linear layer and the contractions that layers are made of.
 
-Contractions: the sums of products that layers are made of.
-
-One function contracts an input with a parameter over some of their dimensions, the other by an
-equation. Where the caller does not say how to lay the result out, ``shardax.partition.explicit``
-does.
+Where the caller does not say how to lay a result out over Explicit mesh axes, it keeps the layout
+of the dimensions that remain.
 """
 
 from __future__ import annotations
@@ -35,28 +32,12 @@ from shardax.nn.parameters import (
 )
 from shardax.partition.explicit import align, joined_sharding
 
-# --- Contraction ---
-
 
 def contract(
     x: jax.Array, kernel: jax.Array, dimensions: Sequence[int], out_sharding: Any = None
 ) -> jax.Array:
-    """Sums products over the last dimensions of the input and given dimensions of the kernel.
-
-    Args:
-        x: Shape (..., *contracted).
-        kernel: Has the contracted sizes at ``dimensions``; of the dtype of ``x``.
-        dimensions: Dimensions of the kernel, in the order of the last dimensions of ``x``.
-        out_sharding: Sharding of the result, for Explicit mesh axes; by default that of the
-            dimensions that remain.
-
-    Returns:
-        Shape (..., *remaining dimensions of the kernel), of the dtype of ``x``.
-
-    Example:
-        >>> contract(jnp.ones((2, 3)), jnp.ones((4, 3)), (1,)).shape
-        (2, 4)
-    """
+    """Sums products over the last dimensions of ``x`` and given kernel dimensions."""
+    # The result has the shape (..., *remaining dimensions of the kernel) and the dtype of ``x``.
     free = x.ndim - len(dimensions)
     if out_sharding is None:
         rest = [axis for axis in range(kernel.ndim) if axis not in dimensions]
@@ -65,30 +46,12 @@ def contract(
     # on CPU then copies both operands.
     contracted = (tuple(range(free, x.ndim)), tuple(dimensions))
     return jax.lax.dot_general(
-        x,
-        kernel,
-        (contracted, ((), ())),
-        preferred_element_type=x.dtype,
-        out_sharding=out_sharding,
+        x, kernel, (contracted, ((), ())), preferred_element_type=x.dtype, out_sharding=out_sharding
     )
 
 
 def einsum(equation: str, x: jax.Array, kernel: jax.Array, out_sharding: Any = None) -> jax.Array:
-    """``jnp.einsum`` of an input and a kernel, laid out also over Explicit mesh axes.
-
-    Args:
-        equation: Two operands and a result, all spelled out by letters, without ellipses.
-        x: The first operand.
-        kernel: The second, of the dtype of ``x``.
-        out_sharding: As for ``contract``.
-
-    Returns:
-        The result, of the dtype of ``x``.
-
-    Example:
-        >>> einsum("te,hed->thd", jnp.ones((2, 3)), jnp.ones((4, 3, 5))).shape
-        (2, 4, 5)
-    """
+    """Runs ``jnp.einsum`` without ellipses, laid out over Explicit mesh axes."""
     if out_sharding is None:
         inputs, output = equation.split("->")
         first, second = inputs.split(",")
@@ -100,11 +63,8 @@ def einsum(equation: str, x: jax.Array, kernel: jax.Array, out_sharding: Any = N
     return jnp.einsum(equation, x, kernel, out_sharding=out_sharding)
 
 
-# --- Linear ---
-
-
 class Linear(Module):
-    """An affine map of the last dimensions: ``y = x @ kernel + bias``.
+    """Affine map of the last dimensions, ``x @ kernel + bias``.
 
     Args:
         in_features: Size of the last dimension of the input; or a tuple, of the last dimensions,
@@ -186,7 +146,8 @@ class Linear(Module):
                 f"Linear(in_features={self.in_features}, out_features={self.out_features})",
                 f"an input of shape {shown_sizes(sizes)}",
                 x,
-                f"Make the layer with in_features={_as_given(x.shape[-count:])}, or bring the "
+                f"Make the layer with in_features="
+                f"{x.shape[-1] if count == 1 and x.ndim else x.shape[-count:]}, or bring the "
                 f"features to the end.",
             )
         x, kernel = cast_all(self.dtype, x, kernel)
@@ -198,11 +159,8 @@ def _numbered(name: str, count: int) -> tuple[str, ...]:
     return (name,) if count == 1 else tuple(f"{name}_{position}" for position in range(count))
 
 
-def _as_given(sizes: tuple[int, ...]) -> Any:
-    return sizes[0] if len(sizes) == 1 else sizes
-
-
-def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """Adds a bias over the last dimensions of ``y``, cast to its dtype."""
-    bias = align(bias if bias.dtype == y.dtype else bias.astype(y.dtype), y)
-    return y + jax.lax.expand_dims(bias, range(y.ndim - bias.ndim))
+def add_bias(y: jax.Array, bias: jax.Array, dimensions: Sequence[int] | None = None) -> jax.Array:
+    """Adds a bias over given dimensions, by default the last."""
+    places = range(y.ndim - bias.ndim, y.ndim) if dimensions is None else dimensions
+    bias = align(bias if bias.dtype == y.dtype else bias.astype(y.dtype), y, places)
+    return y + jax.lax.expand_dims(bias, [i for i in range(y.ndim) if i not in places])

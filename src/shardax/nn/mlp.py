@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MLP``: two or three linear maps with a nonlinearity, applied to each position alone.
+"""Feed-forward layer, and layers in sequence.
 
-*Gated* (Shazeer, "GLU Variants Improve Transformer", 2020): ``down(activation(gate(x)) * up(x))``;
+Gated (Shazeer, "GLU Variants Improve Transformer", 2020): ``down(activation(gate(x)) * up(x))``;
 with the activation silu this is SwiGLU. Not gated: ``down(activation(up(x)))``.
-
-``Sequential``: layers called one after the other.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,13 +21,11 @@ from shardax._transforms.errors import LayerConfigError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import as_axes, as_size, zeros
 
-# --- Mlp ---
-
 Activation = str | Callable[[Any], Any]
 
 
 class MLP(Module):
-    """A feed-forward layer with one hidden layer, gated by default.
+    """Feed-forward layer with one hidden layer, gated by default.
 
     Args:
         features: Size of the last dimension of the input.
@@ -82,22 +79,18 @@ class MLP(Module):
         outer, inner = as_axes("MLP", "axis names", axes, 2)
         _find_activation(activation)
 
-        def project(inputs: int, outputs: int, *names: str | None) -> Linear:
-            return Linear(
-                inputs,
-                outputs,
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                bias_init=bias_init,
-                kernel_axes=names,
-                rngs=rngs,
-            )
-
-        self.gate = project(features, hidden, outer, inner) if gated else None
-        self.up = project(features, hidden, outer, inner)
-        self.down = project(hidden, outputs, inner, outer)
+        linear = functools.partial(
+            Linear,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+        )
+        self.gate = linear(features, hidden, kernel_axes=(outer, inner)) if gated else None
+        self.up = linear(features, hidden, kernel_axes=(outer, inner))
+        self.down = linear(hidden, outputs, kernel_axes=(inner, outer))
         self.activation = activation
 
     def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
@@ -130,11 +123,10 @@ def _find_activation(activation: Activation) -> Callable[[Any], Any]:
     return found
 
 
-# --- Sequential ---
-
-
 class Sequential(Module):
-    """Calls layers one after the other, each on the result of the one before.
+    """Layers called one after the other.
+
+    Each is called on the result of the one before.
 
     Args:
         *layers: Modules or functions of one argument.

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalisation over the last dimension: ``RMSNorm`` and ``LayerNorm``.
+"""Layer, root mean square and batch normalization.
 
-*Statistics* (means over the features) and the scaling by them are computed in float32 or wider
-whatever the input's dtype, and the result is cast to the compute dtype at the end.
+Statistics and the scaling by them are computed in float32 or wider whatever the input's dtype, and
+the result is cast to the compute dtype at the end.
 
-``BatchNorm``: normalisation of every feature over the batch.
-
-Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing Internal
-Covariate Shift", 2015.
-
-While training, *batch statistics* (mean and variance of each feature over everything else) are
-computed from the input, and *running statistics*, which are state (``BatchStat``), follow them.
-While evaluating, the running ones are used. Where a batch is spread over the lanes of ``vmap`` or
-the shards of ``shard_map``, ``axis_name`` makes its statistics those of the whole batch.
+``BatchNorm`` (Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by
+Reducing Internal Covariate Shift", 2015) computes mean and variance of each feature from the batch
+while training, and running statistics, which are state (``BatchStat``), follow them. In evaluation
+the running ones are used. Where a batch is spread over the batch elements of ``vmap`` or the shards
+of ``shard_map``, ``axis_name`` makes its statistics those of the whole batch.
 """
 
 from __future__ import annotations
@@ -47,13 +43,12 @@ from shardax.nn.parameters import (
 )
 from shardax.partition.explicit import align
 
-# --- Normalization ---
-
 
 class RMSNorm(Module):
-    """Divides by the root of the mean square: ``x / sqrt(mean(x**2) + epsilon) * scale``.
+    """Normalization by the root of the mean square.
 
-    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    ``x / sqrt(mean(x**2) + epsilon) * scale``; Zhang and Sennrich, "Root Mean Square Layer
+    Normalization", 2019.
 
     Args:
         features: Size of the last dimension.
@@ -119,7 +114,7 @@ class RMSNorm(Module):
 
 
 class LayerNorm(Module):
-    """Subtracts the mean and divides by the standard deviation, then scales and shifts.
+    """Normalization by mean and standard deviation over the last dimension.
 
     ``(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias``; Ba, Kiros and Hinton, "Layer
     Normalization", 2016.
@@ -216,17 +211,15 @@ def _over_root_mean_square(wide: jax.Array, epsilon: float, scale: jax.Array | N
     return normed if scale is None else normed * _spread(scale, normed)
 
 
-def _spread(parameter: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns a parameter of shape (features,) ready to be combined with ``x`` elementwise."""
-    parameter = align(parameter.astype(x.dtype), x)
-    return jax.lax.expand_dims(parameter, range(x.ndim - 1))
-
-
-# --- Batch norm ---
+def _spread(parameter: jax.Array, x: jax.Array, dimension: int | None = None) -> jax.Array:
+    """Returns a parameter of one dimension, to be combined with ``x``."""
+    dimension = x.ndim - 1 if dimension is None else dimension
+    parameter = align(parameter.astype(x.dtype), x, (dimension,))
+    return jax.lax.expand_dims(parameter, [i for i in range(x.ndim) if i != dimension])
 
 
 class BatchNorm(Module):
-    """Subtracts the mean and divides by the standard deviation of each feature over the batch.
+    """Normalization of each feature by mean and standard deviation over the batch.
 
     ``(x - mean) / sqrt(var + epsilon) * scale + bias``. Variances are those of the batch itself
     (divided by its size, not by one less). After a call in training the running statistics are
@@ -329,7 +322,15 @@ class BatchNorm(Module):
                 ``axis_name`` here.
         """
         x = as_array(x)
-        dimension = self._dimension(x)
+        if not -x.ndim <= self.axis < x.ndim or x.shape[self.axis] != self.features:
+            refuse_input(
+                f"BatchNorm({self.features})",
+                f"an input whose dimension {self.axis} has size {self.features}",
+                x,
+                "Make the layer with the features that the input has, and axis=... for where they "
+                "stand.",
+            )
+        dimension = self.axis % x.ndim
         wide = x.astype(at_least_float32(x.dtype))
         running = self.use_running_average if use_running_average is None else use_running_average
         if running:
@@ -338,30 +339,18 @@ class BatchNorm(Module):
             mean, var = self._batch_statistics(wide, dimension, mask)
         scale = None if self.scale is None else self.scale.value
         bias = None if self.bias is None else self.bias.value
-        normed = wide - _batch_norm_spread(mean, wide, dimension)
-        normed = normed * jax.lax.rsqrt(_batch_norm_spread(var, wide, dimension) + self.epsilon)
+        normed = wide - _spread(mean, wide, dimension)
+        normed = normed * jax.lax.rsqrt(_spread(var, wide, dimension) + self.epsilon)
         if scale is not None:
-            normed = normed * _batch_norm_spread(scale, wide, dimension)
+            normed = normed * _spread(scale, wide, dimension)
         if bias is not None:
-            normed = normed + _batch_norm_spread(bias, wide, dimension)
+            normed = normed + _spread(bias, wide, dimension)
         return normed.astype(result_dtype(self.dtype, x, scale, bias))
-
-    def _dimension(self, x: jax.Array) -> int:
-        inside = -x.ndim <= self.axis < x.ndim
-        if not inside or x.shape[self.axis] != self.features:
-            refuse_input(
-                f"BatchNorm({self.features})",
-                f"an input whose dimension {self.axis} has size {self.features}",
-                x,
-                "Make the layer with the features that the input has, and axis=... for where they "
-                "stand.",
-            )
-        return self.axis % x.ndim
 
     def _batch_statistics(
         self, x: jax.Array, dimension: int, mask: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns mean and variance of every feature, and lets the running ones follow."""
+        """Returns mean and variance of features, and updates the running ones."""
         others = tuple(axis for axis in range(x.ndim) if axis != dimension)
         where = None if mask is None else jnp.broadcast_to(as_array(mask).astype(bool), x.shape)
         count = None if where is None else self._over_axis(jax.lax.psum, where.sum(others))
@@ -374,9 +363,14 @@ class BatchNorm(Module):
 
         mean = average(x)
         # Of centred values, so that a large common offset costs no precision.
-        var = average(jnp.square(x - _batch_norm_spread(mean, x, dimension)))
+        var = average(jnp.square(x - _spread(mean, x, dimension)))
         for statistic, batch in ((self.mean, mean), (self.var, var)):
-            self._follow(statistic, batch, count)
+            before = statistic.value
+            batch = align(jax.lax.stop_gradient(batch).astype(before.dtype), before)
+            after = self.momentum * before + (1 - self.momentum) * batch
+            if count is not None:  # a batch without any element leaves it
+                after = jnp.where(align(count, before) > 0, after, before)
+            statistic.value = after
         return mean, var
 
     def _over_axis(self, collective: Any, x: jax.Array) -> jax.Array:
@@ -390,20 +384,3 @@ class BatchNorm(Module):
                 f"Call it inside sx.vmap(..., axis_name={self.axis_name!r}) or sx.shard_map over a "
                 f"mesh with that axis, or in evaluation, model.eval()."
             ) from error
-
-    def _follow(
-        self, statistic: BatchStat[jax.Array], batch: jax.Array, count: jax.Array | None
-    ) -> None:
-        """Moves a running statistic towards that of a batch, where the batch has any element."""
-        before = statistic.value
-        batch = align(jax.lax.stop_gradient(batch).astype(before.dtype), before)
-        after = self.momentum * before + (1 - self.momentum) * batch
-        if count is not None:
-            after = jnp.where(align(count, before) > 0, after, before)
-        statistic.value = after
-
-
-def _batch_norm_spread(parameter: jax.Array, x: jax.Array, dimension: int) -> jax.Array:
-    """Returns an array of shape (features,) ready to be combined with ``x`` elementwise."""
-    parameter = align(parameter.astype(x.dtype), x, (dimension,))
-    return jax.lax.expand_dims(parameter, [i for i in range(x.ndim) if i != dimension])

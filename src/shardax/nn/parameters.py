@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all layers share: making parameters and checking what they are given.
+"""Parameters, dtypes and checks that layers share.
 
-A layer's parameters are lazy (``_core.init.lazy``): building a layer runs no JAX operation. Each has an
-axis name per dimension. The names have defaults, the same for layers that are meant to be joined
-("embed" is what goes from layer to layer), and every layer lets its caller choose others.
+A layer's parameters are lazy: building a layer runs no JAX operation. Each has an axis name per
+dimension. The names have defaults, the same for layers that are meant to be joined ("embed" is what
+goes from layer to layer), and every layer lets its caller choose others.
 
-Dtypes of layers: what is stored and what is computed with.
-
-The *parameter dtype* (``param_dtype``) is how a parameter is stored, trained and saved. The
-*compute dtype* (``dtype``) is what inputs and parameters are cast to where they are used, and so
-the dtype of a layer's output. Without a compute dtype a layer *promotes*: it computes in the widest
-dtype among its input and its parameters, by JAX's own promotion.
-
-What layers that normalise check alike, by position and by name.
-
-*Epsilon* is what such a layer adds to a variance, or to a mean square, against division by zero.
+The parameter dtype (``param_dtype``) is how a parameter is stored, trained and saved. The compute
+dtype (``dtype``) is what inputs and parameters are cast to where they are used, and so the dtype of
+a layer's output. Without a compute dtype a layer promotes: it computes in the widest dtype among
+its input and its parameters, by JAX's own promotion.
 """
 
 from __future__ import annotations
@@ -35,10 +29,8 @@ from shardax._transforms.errors import LayerConfigError
 
 
 class LayerInputError(ShardaxError, ValueError):
-    """A layer was called on an input of a wrong shape, rank or dtype."""
+    """An input of a layer has a wrong shape, rank or dtype."""
 
-
-# --- Parameters ---
 
 ones = jax.nn.initializers.ones
 zeros = jax.nn.initializers.zeros
@@ -55,23 +47,10 @@ def make_parameter(
     axes: Sequence[str | None],
     rngs: Rngs | None,
 ) -> Param[Any]:
-    """Makes a lazy parameter.
-
-    Constants draw nothing from the random streams, so adding a bias or a norm to a model leaves its
-    other parameters as they were.
-
-    Args:
-        layer: The layer's name, for messages.
-        initializer: Called as ``initializer(key, shape, dtype)``.
-        shape: Shape of the parameter.
-        dtype: The parameter dtype.
-        axes: One name per dimension.
-        rngs: Where the key is drawn from, the stream ``params``.
-
-    Raises:
-        LayerConfigError: If there is not one name per dimension.
-    """
+    """Makes a lazy parameter with one axis name per dimension."""
     names = as_axes(layer, "axis names", axes, len(shape))
+    # Constants draw nothing, so adding a bias or a norm to a model leaves its other parameters as
+    # they were.
     source = None if initializer in (ones, zeros) else rngs
     return Param(Init(initializer, shape, dtype, rngs=source), axes=names)
 
@@ -80,22 +59,14 @@ def make_parameter(
 def lecun_normal(
     inputs: tuple[int, ...], outputs: tuple[int, ...], batch: tuple[int, ...] = ()
 ) -> Initializer:
-    """Returns the initializer of variance 1 / fan-in (LeCun et al., "Efficient BackProp", 1998).
-
-    Args:
-        inputs: The kernel's dimensions that are summed over.
-        outputs: Those of the result.
-        batch: Those along which the kernel is many independent kernels.
-    """
+    """Returns the initializer of variance 1 / fan-in, by kinds of dimensions."""
+    # LeCun et al., "Efficient BackProp", 1998. Kernel dimensions are summed over (inputs), in the
+    # result (outputs), or those along which it is many kernels (batch).
     return jax.nn.initializers.lecun_normal(in_axis=inputs, out_axis=outputs, batch_axis=batch)
 
 
 def as_sizes(layer: str, name: str, sizes: Any) -> tuple[int, ...]:
-    """Returns one size or several as a tuple of positive integers.
-
-    Raises:
-        LayerConfigError: If one of them is not a positive integer.
-    """
+    """Returns one positive size or several as a tuple, or raises."""
     found = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
     if not found or not all(_is_positive_integer(size) for size in found):
         raise LayerConfigError(f"{layer} needs {name} to be positive, but {name}={sizes!r}.")
@@ -103,11 +74,7 @@ def as_sizes(layer: str, name: str, sizes: Any) -> tuple[int, ...]:
 
 
 def as_size(layer: str, name: str, size: Any) -> int:
-    """Returns one positive integer.
-
-    Raises:
-        LayerConfigError: If it is not one.
-    """
+    """Returns one size, or raises if it is not a positive integer."""
     if not _is_positive_integer(size):
         raise LayerConfigError(
             f"{layer} needs {name} to be a positive integer, but {name}={size!r}."
@@ -120,11 +87,7 @@ def _is_positive_integer(size: Any) -> bool:
 
 
 def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> AxisNames:
-    """Returns axis names as a tuple of ``count`` of them.
-
-    Raises:
-        LayerConfigError: If there are more or fewer, or a single string was given.
-    """
+    """Returns ``count`` axis names as a tuple, or raises."""
     if isinstance(axes, str) or len(axes) != count:
         raise LayerConfigError(
             f"{layer} needs {count} {name}, one per dimension, but was given {axes!r}."
@@ -133,7 +96,7 @@ def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> Ax
 
 
 def shown_sizes(sizes: tuple[int, ...]) -> str:
-    """Formats the trailing dimensions that a layer expects, such as ``(..., 4, 16)``."""
+    """Formats trailing dimensions, such as ``(..., 4, 16)``."""
     return f"({', '.join(['...', *map(str, sizes)])})"
 
 
@@ -143,39 +106,18 @@ def refuse_input(layer: str, expected: str, found: Any, hint: str) -> NoReturn:
     raise LayerInputError(f"{layer} takes {expected}, but was given {shape}. {hint}")
 
 
-# --- Dtypes ---
-
-
 def canonical_dtype(dtype: Any) -> np.dtype | None:
-    """Returns a dtype as NumPy names it, canonical for JAX.
-
-    Example:
-        >>> canonical_dtype("bfloat16"), canonical_dtype(float), canonical_dtype(None)
-        (dtype(bfloat16), dtype('float32'), None)
-    """
+    """Returns a dtype as NumPy names it, canonical for JAX."""
     return None if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
 
 
 def as_array(value: Any) -> jax.Array:
-    """Returns what stands for an array (a number, NumPy array, Variable) as a JAX array."""
+    """Returns a number, NumPy array or Variable as a JAX array."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Casts arrays to the compute dtype.
-
-    Args:
-        dtype: The compute dtype, or None to promote the arrays to their widest.
-        *arrays: Any shapes; at least one is floating or complex.
-
-    Returns:
-        The arrays, all of one dtype; those that have it already are returned as they are.
-
-    Example:
-        >>> x, kernel = jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float32)
-        >>> [array.dtype.name for array in cast_all(None, x, kernel)]
-        ['float32', 'float32']
-    """
+    """Casts arrays to the compute dtype; None promotes them to their widest."""
     wanted = jnp.result_type(*arrays) if dtype is None else dtype
     return tuple(array if array.dtype == wanted else array.astype(wanted) for array in arrays)
 
@@ -193,15 +135,8 @@ def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any
     return promoted if jnp.issubdtype(promoted, jnp.inexact) else at_least_float32(promoted)
 
 
-# --- Normalization ---
-
-
 def check_epsilon(layer: str, epsilon: float) -> float:
-    """Returns what is added to a variance.
-
-    Raises:
-        LayerConfigError: If it is negative.
-    """
+    """Returns what is added to a variance, or raises if negative."""
     if not epsilon >= 0:
         raise LayerConfigError(f"{layer} needs epsilon to be at least 0, but epsilon={epsilon!r}.")
     return float(epsilon)

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Stack``: like layers in a row, stored as one layer of stacked Variables and run by ``scan``.
+"""Layers of one structure, stored stacked and run by ``scan``.
 
 A network of many equal layers costs as much to trace and compile as it has layers, if each is
-called by itself. A *stack* holds them as one: every Variable has a leading dimension with one part
-per layer, and calling the stack runs the program of one layer in a loop. ``stack[i]`` is a *view*:
-the layer at that place, which reads and writes its parts of the stacked Variables (``_core.graph.views``).
+called by itself. A stack holds them as one: every Variable has a leading dimension with one part
+per layer, and calling the stack runs the program of one layer in a loop. ``stack[i]`` is a view:
+the layer at that place, which reads and writes its parts of the stacked Variables. What all layers
+have in common, such as a random stream that they draw from together, is shared: it stays one, and
+is carried from layer to layer as in a Python loop.
 
-What all layers have in common, such as a random stream that they draw from together, is *shared*:
-it stays one, and goes from layer to layer as in a Python loop.
-
-From the state of unrolled layers to that of stacked ones, and back.
-
-A model may hold its layers in a list or in a ``Stack``. In the *unrolled* layout a layer's value is
-at ``.layers[2].kernel``; in the *stacked* one it is part 2 of the value at
+A model may hold its layers in a list or in a ``Stack``. In the unrolled layout a layer's value is
+at ``.layers[2].kernel``; in the stacked one it is part 2 of the value at
 ``.layers.stacked.kernel``. What all layers share stands once in either, in the unrolled layout with
-the first layer. Whoever has a checkpoint of one layout and a model of the other restores it into a
-model of its own layout, and brings the state over.
+the first layer. ``stack_state`` and ``unstack_state`` bring the state of one layout to the other,
+as for a checkpoint of one and a model of the other.
 
-Choosing by name what the backward pass keeps and what it computes anew.
-
-A *policy* is None (keep everything), ``"full"`` (keep nothing but the inputs), the name of one of
-JAX's policies, or a policy itself: a function of ``jax.checkpoint_policies``.
+A remat policy says what the backward pass keeps: None (everything), ``"full"`` (nothing but the
+inputs), the name of one of JAX's policies, or a function of ``jax.checkpoint_policies``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,8 +48,6 @@ from shardax._transforms.lift.functions import find_sources, objects_in
 from shardax._transforms.lift.prefix import Carry, StateAxes
 from shardax.nn.parameters import as_size
 
-# --- Remat policy ---
-
 POLICY_NAMES = (
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
@@ -66,19 +60,7 @@ Policy = str | Callable[..., Any] | None
 
 
 def check_policy(layer: str, policy: Any) -> Policy:
-    """Returns a policy that is one.
-
-    Args:
-        layer: Who asks, for the message.
-        policy: What the caller gave.
-
-    Raises:
-        LayerConfigError: If there is no such policy.
-
-    Example:
-        >>> check_policy("Stack", "dots_saveable")
-        'dots_saveable'
-    """
+    """Returns a remat policy, or raises ``LayerConfigError`` if there is none such."""
     if policy is None or policy == "full" or policy in POLICY_NAMES or callable(policy):
         return policy
     raise LayerConfigError(
@@ -91,17 +73,8 @@ def check_policy(layer: str, policy: Any) -> Policy:
 def rematerialised(
     function: Callable[..., Any], policy: Policy, *, in_loop: bool = False
 ) -> Callable[..., Any]:
-    """Returns a function that keeps for its gradient what the policy says.
-
-    Args:
-        function: A function over Modules, whose arguments are arrays and objects.
-        policy: The policy.
-        in_loop: Whether it is the body of a loop, where the compiler cannot undo it.
-
-    Example:
-        >>> rematerialised(len, None) is len
-        True
-    """
+    """Returns a function that keeps for its gradient what the policy says."""
+    # In a loop the compiler cannot undo it, so nothing has to prevent that.
     if policy is None:
         return function
     chosen: Any = policy
@@ -110,15 +83,13 @@ def rematerialised(
     return remat(function, policy=chosen, prevent_cse=not in_loop)
 
 
-# --- Stack ---
-
-
 class Stack(Module):
-    """Like layers in a row, stacked and scanned: tracing and compiling do not grow with depth.
+    """Layers of one structure in a row, stacked and scanned.
 
-    The parameters are those that the layers would have by themselves, to the last bit, and lazy:
-    building a stack runs no JAX operation. State that layers write (statistics, counts, what they
-    sow) is stacked like their parameters; ``train`` and ``eval`` reach them all.
+    Tracing and compiling do not grow with depth. The parameters are those that the layers would
+    have by themselves, to the last bit, and lazy: building a stack runs no JAX operation. State
+    that layers write (statistics, counts, what they sow) is stacked like their parameters;
+    ``train`` and ``eval`` reach them all.
 
     Args:
         make: Called without arguments, builds one layer, a Module that is called as
@@ -168,12 +139,7 @@ class Stack(Module):
         self._start([make() for _ in range(count)], axis_name, remat, unroll, older)
 
     def _start(
-        self,
-        layers: Sequence[Any],
-        axis_name: str,
-        remat: Any,
-        unroll: int,
-        older: frozenset[int],
+        self, layers: Sequence[Any], axis_name: str, remat: Any, unroll: int, older: frozenset[int]
     ) -> None:
         _check_layers(layers)
         self.stacked, self.shared = stack_objects(layers, axis_name, older)
@@ -197,14 +163,14 @@ class Stack(Module):
             CarryError: If a layer's result has another structure, shape or dtype than its input.
         """
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-        dynamic = [isinstance(leaf, _DYNAMIC) for leaf in leaves]
-        given = [leaf if is_array else None for leaf, is_array in zip(leaves, dynamic, strict=True)]
-        rest = tuple(
-            None if is_array else _static(leaf)
-            for leaf, is_array in zip(leaves, dynamic, strict=True)
-        )
+        dynamic: list[Any] = []
+        static: list[Any] = []
+        for leaf in leaves:
+            is_dynamic = isinstance(leaf, (Object, jax.Array, np.ndarray, np.generic))
+            dynamic.append(leaf if is_dynamic else None)
+            static.append(None if is_dynamic else _static(leaf))
         run = _run_compiled if is_eager() else _run
-        return run(self, x, given, (treedef, rest))
+        return run(self, x, dynamic, (treedef, tuple(static)))
 
     def __len__(self) -> int:
         return self.length
@@ -227,13 +193,10 @@ class Stack(Module):
         place = operator.index(index)
         if not -self.length <= place < self.length:
             raise IndexError(f"The stack has {self.length} layers, none at {place}.")
-        return view(self.stacked, place % self.length, _Shared(self.stacked, self.shared))
+        return view(self.stacked, place % self.length, _SharedObjects(self.stacked, self.shared))
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(self.length))
-
-
-_DYNAMIC = (Object, jax.Array, np.ndarray, np.generic)
 
 
 def _static(leaf: Any) -> Any:
@@ -246,11 +209,8 @@ def _static(leaf: Any) -> Any:
         ) from error
 
 
-# --- running --------------------------------------------------------------------------------------
-
-
 def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
-    """Scans ``x`` through the layers; ``rest`` are the static arguments and where all stand."""
+    """Scans ``x`` through the layers; ``rest`` holds the static arguments."""
     treedef, static = rest
 
     def body(x: Any, layer: Any, given: list[Any]) -> Any:
@@ -277,36 +237,21 @@ _run_compiled = jit(_run, static_argnums=3)
 every call."""
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class _IsShared:
-    """Filter of what all layers share.
+    """Filter of what all layers share, by paths of shared objects."""
 
-    Args:
-        paths: Paths of shared objects.
-    """
-
-    def __init__(self, paths: tuple[Path, ...]) -> None:
-        self.paths = paths
+    paths: tuple[Path, ...]
 
     def __call__(self, path: Path, variable: Any) -> bool:
         return any(path[: len(shared)] == shared for shared in self.paths)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _IsShared) and self.paths == other.paths
-
-    def __hash__(self) -> int:
-        return hash(self.paths)
 
     def __repr__(self) -> str:
         return "shared"
 
 
-class _Shared:
-    """The shared objects of a stack, for its views.
-
-    Args:
-        root: What holds all layers.
-        paths: Paths of shared objects.
-    """
+class _SharedObjects:
+    """Shared objects of a stack, for its views."""
 
     def __init__(self, root: Any, paths: tuple[Path, ...]) -> None:
         self.root = root
@@ -326,9 +271,6 @@ class _Shared:
         return id(item) in self.found
 
 
-# --- building -------------------------------------------------------------------------------------
-
-
 def _check_layers(layers: Sequence[Any]) -> None:
     for layer in layers:
         if not isinstance(layer, Module) or not callable(layer):
@@ -345,7 +287,7 @@ def _check_layers(layers: Sequence[Any]) -> None:
 
 
 def _objects_around(make: Callable[[], Any]) -> Iterator[int]:
-    """Yields ``id`` of the objects that a function takes from its closure or holds."""
+    """Yields ``id`` of the objects that a function closes over."""
     walk = GraphWalk()
     if isinstance(make, Object) or callable(make):
         walk.encode(make, ())
@@ -366,6 +308,9 @@ def stack_layers(
         axis_name: As for ``Stack``.
         remat: As for ``Stack``.
         unroll: As for ``Stack``.
+
+    Returns:
+        The stack.
 
     Raises:
         StackError: If the layers are not alike; names the path that differs.
@@ -405,9 +350,6 @@ def unstack_layers(stack: Stack) -> list[Any]:
     return unstack_objects(stack.stacked, stack.shared, stack.length)
 
 
-# --- Stack layout ---
-
-
 def stack_state(state: State | Mapping[Any, Any], model: Any) -> State:
     """Turns the state of unrolled layers into that of stacked ones.
 
@@ -433,13 +375,13 @@ def stack_state(state: State | Mapping[Any, Any], model: Any) -> State:
         >>> bool((stacked.layers[2].kernel == layers.layers[2].kernel).all())
         True
     """
-    given = _as_state(state)
+    given = state if isinstance(state, State) else State(state)
     values, origins = given.flat(), given.origins()
-    layout = _Layout(model)
+    stacks = _Stacks(model)
     found: dict[Path, Any] = {}
     kinds: dict[Path, Origin] = {}
     for path, variable in iter_variables(model):
-        levels = layout.levels(path)
+        levels = stacks.levels(path)
         parts = {indices: _unrolled(path, levels, indices) for indices in _indices(levels)}
         present = [part for part in parts.values() if part in values]
         if not present or not levels:
@@ -451,14 +393,21 @@ def stack_state(state: State | Mapping[Any, Any], model: Any) -> State:
                 f"value, but {len(missing)} have none: {_listed(missing)}. The state is of another "
                 f"number of layers, or of layers that are not alike."
             )
-        _check_alike(path, present, values)
+        forms = {part: _form(values[part]) for part in present}
+        for part, form in forms.items():
+            if form != forms[present[0]]:
+                raise StateMismatchError(
+                    f"The layers that are stacked at {format_path(path)} differ: "
+                    f"{forms[present[0]]} at {format_path(present[0])}, {form} at "
+                    f"{format_path(part)}."
+                )
         found[path] = _gathered(lambda i, parts=parts: values.pop(parts[i]), levels)
         kinds[path] = Origin(type(variable), variable._here()._metadata)
     return State.from_flat({**values, **found}, {**origins, **kinds})
 
 
 def unstack_state(state: State | Mapping[Any, Any], model: Any) -> State:
-    """Turns the state of stacked layers into that of unrolled ones: the inverse of ``stack_state``.
+    """Turns the state of stacked layers into that of unrolled ones.
 
     Args:
         state: Values of ``model``, all of them or some.
@@ -476,12 +425,12 @@ def unstack_state(state: State | Mapping[Any, Any], model: Any) -> State:
         >>> list(unstack_state(kernels, model).flat())
         [('layers', 0, 'kernel'), ('layers', 1, 'kernel'), ('layers', 2, 'kernel')]
     """
-    given = _as_state(state)
-    origins, layout = given.origins(), _Layout(model)
+    given = state if isinstance(state, State) else State(state)
+    origins, stacks = given.origins(), _Stacks(model)
     values: dict[Path, Any] = {}
     kinds: dict[Path, Origin] = {}
     for path, value in given.flat().items():
-        levels = layout.levels(path)
+        levels = stacks.levels(path)
         kind = origins[path]
         for level in levels:
             if level.length is not None and kind.all_metadata.axes is not None:
@@ -495,31 +444,15 @@ def unstack_state(state: State | Mapping[Any, Any], model: Any) -> State:
     return State.from_flat(values, kinds)
 
 
-def _as_state(state: State | Mapping[Any, Any]) -> State:
-    return state if isinstance(state, State) else State(state)
-
-
-# --- where stacks stand in a path -----------------------------------------------------------------
-
-
 class _Level(NamedTuple):
-    """A stack on the way to a Variable.
+    """A stack on the way to a Variable."""
 
-    Attributes:
-        place: Where in the path the step ``stacked`` stands.
-        length: The stack's length; None if its layers share what the path leads to.
-    """
-
-    place: int
-    length: int | None
+    place: int  # of the step ``stacked`` in the path
+    length: int | None  # None if the layers share what the path leads to
 
 
-class _Layout:
-    """The stacks of a tree.
-
-    Args:
-        tree: A model, or a tree with one.
-    """
+class _Stacks:
+    """Stacks of a tree that holds a model."""
 
     def __init__(self, tree: Any) -> None:
         modules = dict(iter_modules(tree))
@@ -538,7 +471,7 @@ class _Layout:
         return found
 
     def _stack_at(self, path: Path) -> Stack | None:
-        """Returns the stack at a path; in an optimizer's state, that of the parameters there."""
+        """Returns the stack at a path, also in an optimizer's state."""
         if path in self.modules:
             return self.stacks.get(path)
         common = {place: _common_end(place, path) for place in self.stacks}
@@ -560,7 +493,7 @@ def _common_end(one: Path, other: Path) -> int:
 
 
 def _indices(levels: Sequence[_Level]) -> Iterator[tuple[int, ...]]:
-    """Yields the places of the layers that a path stands for; those that share count once."""
+    """Yields the indices of the layers that a path stands for."""
     return itertools.product(*(range(level.length or 1) for level in levels))
 
 
@@ -571,19 +504,6 @@ def _unrolled(path: Path, levels: Sequence[_Level], indices: Sequence[int]) -> P
     return tuple(steps)
 
 
-# --- values ---------------------------------------------------------------------------------------
-
-
-def _check_alike(path: Path, parts: Sequence[Path], values: Mapping[Path, Any]) -> None:
-    forms = {part: _form(values[part]) for part in parts}
-    for part, form in forms.items():
-        if form != forms[parts[0]]:
-            raise StateMismatchError(
-                f"The layers that are stacked at {format_path(path)} differ: {forms[parts[0]]} at "
-                f"{format_path(parts[0])}, {form} at {format_path(part)}."
-            )
-
-
 def _form(value: Any) -> str:
     if hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
@@ -591,9 +511,7 @@ def _form(value: Any) -> str:
 
 
 def _gathered(
-    read: Callable[[tuple[int, ...]], Any],
-    levels: Sequence[_Level],
-    indices: tuple[int, ...] = (),
+    read: Callable[[tuple[int, ...]], Any], levels: Sequence[_Level], indices: tuple[int, ...] = ()
 ) -> Any:
     """Stacks values from the inside out."""
     if len(indices) == len(levels):

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training: data, baselines, logs, and what runs over them."""
+"""Training: data, optimizer, metrics, checkpoints, logs, and the loop over them."""
 
 from shardax.train import checkpoint as checkpoint
 from shardax.train import metrics as metrics
 from shardax.train.accumulation import accumulated_value_and_grad as accumulated_value_and_grad
-from shardax.train.baselines import ByteBaselines as ByteBaselines
-from shardax.train.baselines import byte_entropy as byte_entropy
-from shardax.train.baselines import fitted_loss as fitted_loss
-from shardax.train.baselines import pair_counts as pair_counts
 from shardax.train.checkpoint import Checkpoints as Checkpoints
 from shardax.train.data import DataPosition as DataPosition
 from shardax.train.data import EvalBatches as EvalBatches

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation: the gradient of a large batch from several small ones.
 
-A *microbatch* is one of the equal parts that a batch is cut into. Only one is in work at a time, so
+A microbatch is one of the equal parts that a batch is cut into. Only one is in work at a time, so
 the memory for activations is that of a microbatch. The loss of a batch is the mean over its rows,
-so the mean over microbatches is the same number, up to rounding.
-
-Microbatch i of k takes the rows i, i + k, i + 2k, ... A batch that is sharded over its rows is cut
-on each device by itself that way; no row moves.
+so the mean over microbatches is the same number, up to rounding. Microbatch i of k takes the rows
+i, i + k, i + 2k, ...: a batch that is sharded over its rows is cut on each device by itself that
+way, and no row moves.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def accumulated_value_and_grad(
     wrt: Any = Param,
     reduce: str = "mean",
 ) -> Callable[..., Any]:
-    """Makes ``sx.value_and_grad(function)`` go through the batch in microbatches.
+    """Makes ``sx.value_and_grad(function)`` run over a batch in microbatches.
 
     State that the function writes (running statistics, random streams) goes from one microbatch to
     the next. Sums are kept in float32 at least. The loop is one ``lax.scan``, so the program does
@@ -84,32 +83,14 @@ def accumulated_value_and_grad(
     def accumulated(model: Any, batch: Any, *rest: Any) -> Any:
         parts = split_batch(batch, steps)
         first = jax.tree.map(lambda part: part[0], parts)
-        loop = _Loop(whole, (model, first, *rest), has_aux)
+        loop = _MicrobatchLoop(whole, (model, first, *rest), has_aux)
         return loop.run(parts, steps, 1.0 if reduce == "sum" else 1.0 / steps)
 
     return accumulated
 
 
 def split_batch(batch: Any, steps: int) -> Any:
-    """Cuts a batch into microbatches.
-
-    Args:
-        batch: A pytree of arrays with rows in their first dimension.
-        steps: Number of microbatches.
-
-    Returns:
-        The pytree with arrays of shape (steps, rows / steps, ...).
-
-    Raises:
-        AccumulationError: If an array has no rows, or their number cannot be divided by ``steps``;
-            all such are listed.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from shardax.train.accumulation import split_batch
-        >>> split_batch({"x": jnp.arange(6)}, 3)["x"].tolist()
-        [[0, 3], [1, 4], [2, 5]]
-    """
+    """Cuts arrays of a batch into (steps, rows / steps, ...)."""
     if has_objects(batch):
         raise AccumulationError(
             "The batch (the second argument) holds a Module or Variable, which cannot be cut into "
@@ -126,15 +107,16 @@ def split_batch(batch: Any, steps: int) -> Any:
             f"Cannot cut the batch into {steps} microbatches of equal size: {', '.join(wrong)}. "
             f"The first dimension of every array must be a multiple of {steps}."
         )
-    return jax.tree.map(lambda leaf: _split_rows(jnp.asarray(leaf), steps), batch)
+
+    def cut(leaf: Any) -> jax.Array:
+        rows = jnp.asarray(leaf)
+        return jnp.swapaxes(rows.reshape(rows.shape[0] // steps, steps, *rows.shape[1:]), 0, 1)
+
+    return jax.tree.map(cut, batch)
 
 
-def _split_rows(rows: jax.Array, steps: int) -> jax.Array:
-    return jnp.swapaxes(rows.reshape(rows.shape[0] // steps, steps, *rows.shape[1:]), 0, 1)
-
-
-class _Loop:
-    """One accumulation: the lifted gradient function, run in a scan over microbatches."""
+class _MicrobatchLoop:
+    """Lifted gradient function, run in a scan over microbatches."""
 
     def __init__(self, whole: Callable[..., Any], args: Sequence[Any], has_aux: bool) -> None:
         self.once = Once("accumulate", whole, args, {})

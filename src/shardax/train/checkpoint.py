@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: saving a model's values and bringing them back, on whatever mesh.
+"""Saving and restoring models, optimizers and data positions on any mesh.
 
-``save`` and ``restore`` take a *tree*: a model, or a tuple such as ``(model, optimizer, batches)``,
-or a dict of such. Besides Modules and Variables it may hold positions (see ``checkpoint_format``).
-``restore`` writes into the tree it is given: nothing is built, so a lazy model is never
-initialised, and each array is read straight into the shards that it is to have.
+``save`` and ``restore`` take a tree: a model, or a tuple such as ``(model, optimizer, batches)``,
+or a dict of such. Besides Modules and Variables it may hold positions: plain dicts of JSON values,
+and objects with ``state()`` and ``restore(state)``. ``restore`` writes into the tree it is given:
+nothing is built, so a lazy model is never initialised, and each array is read straight into the
+shards that it is to have.
 
 ``Checkpoints`` is a folder of them, one per step: it saves in the background, keeps the last few,
 and knows the latest that is complete.
@@ -20,20 +21,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
+from shardax._core.errors import AbstractValueError
 from shardax._core.init.lazy import LazyValue
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.specs import abstract
 from shardax.train import checkpoint_format as storage
-from shardax.train.checkpoint_format import (
-    Contents,
-    Slot,
-    check_fit,
-    check_saveable,
-    contents_of,
-    describe,
-    records_in,
-)
+from shardax.train.checkpoint_format import Contents, ModelArray, contents_of
 from shardax.train.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -67,8 +61,7 @@ def save(tree: Any, path: Any, *, extra: Any = None) -> None:
         ({'note': 'steep'}, 2.0)
         >>> folder.cleanup()
     """
-    contents = contents_of(tree)
-    arrays, description = _to_store(contents, extra)
+    arrays, description = _to_store(contents_of(tree), extra)
     storage.write(storage.as_path(path), arrays, description)
 
 
@@ -112,67 +105,72 @@ def restore(
     place = storage.as_path(path)
     contents = contents_of(tree)
     description = storage.read_description(place)
-    records = records_in(description, str(place))
+    stored = storage.stored_arrays(description, str(place))
     positions = description["positions"]
-    check_fit(records, contents, positions, str(place), partial=partial, cast=cast)
-    by_rules = mesh is not None or overrides is not None or memory_kind is not None
-    places = None if by_rules else _found_layout(contents)
-    if places is None:
-        places = _wanted_layout(contents, mesh, rules, overrides, memory_kind)
-    by_path = {record.path: record for record in records}
+    storage.check_fit(stored, contents, positions, str(place), partial=partial, cast=cast)
+    shardings = None
+    if mesh is None and overrides is None and memory_kind is None:
+        shardings = _present_layout(contents)
+    if shardings is None:  # as ``shard`` would place it
+        kinds = {"overrides": overrides, "memory_kind": memory_kind}
+        copy = contents_of(abstract(contents.objects, mesh, rules, **kinds))
+        shardings = [array.value.sharding for array in copy.arrays]
     arrays = storage.read_arrays(
         place,
-        [by_path[slot.path] for slot in contents.slots],
-        [slot.value.dtype for slot in contents.slots],
-        places,
+        [stored[array.path] for array in contents.arrays],
+        [array.value.dtype for array in contents.arrays],
+        shardings,
     )
-    _go_to_positions(contents, positions)
-    _put(contents.slots, arrays)
+    _restore_positions(contents, positions)
+    leaves: dict[int, list[Any]] = {}
+    for own, array in zip(contents.arrays, arrays, strict=True):
+        leaves.setdefault(id(own.variable), []).append(array)
+    for variable in {id(own.variable): own.variable for own in contents.arrays}.values():
+        treedef = jax.tree.structure(variable._here()._value)
+        variable.value = treedef.unflatten(leaves[id(variable)])
     return description["extra"]
 
 
 def _to_store(contents: Contents, extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays to store by path, and the description."""
-    check_saveable(contents.slots)
-    values: dict[int, list[Any]] = {}
-    slots = []
-    for slot in contents.slots:
-        if id(slot.variable) not in values:
-            values[id(slot.variable)] = jax.tree.leaves(slot.variable.value)
-        slots.append(slot._replace(value=values[id(slot.variable)].pop(0)))
-    traced = [slot.path for slot in slots if isinstance(slot.value, Tracer)]
+    absent = [a.path for a in contents.arrays if isinstance(a.value, jax.ShapeDtypeStruct)]
+    if absent:
+        raise AbstractValueError(
+            f"Cannot save {len(absent)} arrays that are only shapes: {', '.join(absent[:8])}. "
+            f"Materialise the model first (sx.shard, or restore a checkpoint into it)."
+        )
+    leaves: dict[int, list[Any]] = {}
+    arrays: list[ModelArray] = []
+    for array in contents.arrays:
+        if id(array.variable) not in leaves:
+            leaves[id(array.variable)] = jax.tree.leaves(array.variable.value)
+        arrays.append(array._replace(value=leaves[id(array.variable)].pop(0)))
+    traced = [array.path for array in arrays if isinstance(array.value, Tracer)]
     if traced:
         raise CheckpointValueError(
             f"Cannot save inside a compiled function: {', '.join(traced[:4])} have no numbers "
             "while it is traced. Save outside."
         )
-    arrays = {slot.path: _data(slot) for slot in slots if slot.value.size > 0}
-    return arrays, describe(slots, contents.positions, extra)
+    numbers = {
+        array.path: jax.random.key_data(array.value) if array.is_key else jnp.asarray(array.value)
+        for array in arrays
+        if array.value.size > 0
+    }
+    return numbers, storage.describe(arrays, contents.positions, extra)
 
 
-def _data(slot: Slot) -> Any:
-    return jax.random.key_data(slot.value) if slot.is_key else jnp.asarray(slot.value)
-
-
-def _found_layout(contents: Contents) -> list[Any] | None:
-    """Says where each array goes by where it is, None for the default device; None to ask rules."""
-    present = [_present_sharding(slot) for slot in contents.slots]
+def _present_layout(contents: Contents) -> list[Any] | None:
+    """Returns where arrays are, or None if rules are to say."""
+    present = [_named_sharding(array.value) for array in contents.arrays]
     known = next((item for item in present if item is not None), None)
     if known is None:
         return present if resolve_mesh() is None else None
-    # One tree lives on one mesh: what has no place yet goes where the rest is.
+    # One tree is on one mesh: what has no place yet goes where the rest is.
     replicated = NamedSharding(known.mesh, PartitionSpec())
     return [replicated if item is None else item for item in present]
 
 
-def _wanted_layout(contents: Contents, mesh: Any, rules: Any, overrides: Any, kinds: Any) -> Any:
-    """Says where each array goes by its axes, as ``shard`` would place it."""
-    copy = abstract(contents.objects, mesh, rules, overrides=overrides, memory_kind=kinds)
-    return [slot.value.sharding for slot in contents_of(copy).slots]
-
-
-def _present_sharding(slot: Slot) -> NamedSharding | None:
-    value = slot.value
+def _named_sharding(value: Any) -> NamedSharding | None:
     if isinstance(value, (LazyValue, Tracer)):
         return None
     sharding = getattr(value, "sharding", None)
@@ -180,7 +178,7 @@ def _present_sharding(slot: Slot) -> NamedSharding | None:
     return sharding if known else None
 
 
-def _go_to_positions(contents: Contents, saved: Any) -> None:
+def _restore_positions(contents: Contents, saved: Any) -> None:
     """Puts positions back, first those that may refuse: then nothing has changed."""
     holders = [(holder, saved[path]) for path, holder in contents.positions.items()]
     for holder, state in holders:
@@ -190,18 +188,6 @@ def _go_to_positions(contents: Contents, saved: Any) -> None:
         if isinstance(holder, dict):
             holder.clear()
             holder.update(state)
-
-
-def _put(slots: Sequence[Slot], arrays: Sequence[jax.Array]) -> None:
-    """Writes arrays into the Variables that they were read for."""
-    leaves: dict[int, list[Any]] = {}
-    for slot, array in zip(slots, arrays, strict=True):
-        leaves.setdefault(id(slot.variable), []).append(array)
-    for slot in slots:
-        found = leaves.pop(id(slot.variable), None)
-        if found is not None:
-            treedef = jax.tree.structure(slot.variable._here()._value)
-            slot.variable.value = treedef.unflatten(found)
 
 
 class Checkpoints:
@@ -244,8 +230,6 @@ class Checkpoints:
         self.every = every
         self._writer: Any = None
 
-    # --- what is there ---------------------------------------------------------------------------
-
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, in order."""
         if not self.directory.exists():
@@ -264,8 +248,6 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         """Whether ``every`` divides the step."""
         return self.every is not None and step % self.every == 0
-
-    # --- saving ----------------------------------------------------------------------------------
 
     def save(self, step: int, tree: Any, *, extra: Any = None) -> None:
         """Saves a checkpoint in the background.
@@ -298,16 +280,13 @@ class Checkpoints:
     def _open_writer(self) -> Any:
         if self._writer is None:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
+            if jax.process_index() == 0:
+                # What a killed process left half written or half removed.
+                for item in self.directory.iterdir():
+                    if storage.TEMPORARY in item.name or item.name.endswith(storage.DELETED):
+                        storage.remove_tree(item)
             self._writer = storage.make_writer()
         return self._writer
-
-    def _remove_leftovers(self) -> None:
-        """Removes what a killed process left half written or half removed."""
-        if jax.process_index() == 0:
-            for item in self.directory.iterdir():
-                if storage.TEMPORARY in item.name or item.name.endswith(storage.DELETED):
-                    storage.remove_tree(item)
 
     def wait(self) -> None:
         """Waits until what was saved is complete, and removes checkpoints past ``keep``.
@@ -339,8 +318,6 @@ class Checkpoints:
         if jax.process_index() == 0:
             for step in steps:
                 storage.remove(self.path(step))
-
-    # --- restoring -------------------------------------------------------------------------------
 
     def restore(
         self,

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of windows: what a language model is trained and judged on.
+"""Batches of windows for training and evaluation of language models.
 
-A *window* is ``seq_len + 1`` consecutive bytes of one segment: the first ``seq_len`` are the
-inputs, the last ``seq_len`` the targets. Neighbouring windows share one byte, so that no byte
-is a target twice.
+A window is ``seq_len + 1`` consecutive bytes of one segment: the first ``seq_len`` are the inputs,
+the last ``seq_len`` the targets. Neighbouring windows share one byte, so no byte is a target twice.
 
-For training (``TrainBatches``) an *epoch* is one pass over all windows in shuffled order; in each
-epoch every segment's windows start at another random offset, so that the model does not see the
-same cuts again. Batches run on from one epoch into the next, so none is short and nothing is
-dropped. The *position* is the number of batches taken; with the seed it decides the next batch, on
-any machine and whatever came before. That is why a resumed run continues exactly.
+In training an epoch is one pass over all windows in shuffled order, in which every segment's
+windows start at another random offset, so the model does not see the same cuts again. Batches run
+on from one epoch into the next: none is short and nothing is dropped. The position is the number of
+batches taken; with the seed it decides the next batch, on any machine and whatever came before.
+That is why a resumed run continues exactly. In evaluation windows stand in order and cover every
+segment to its end, so that each byte that has a predecessor counts exactly once.
 
-For judging (``EvalBatches``) windows stand in order, do not overlap and cover every segment to its
-end; what is short is padded and marked in a *mask*. So each held-out byte that has a predecessor
-counts exactly once.
-
-A *global batch* is what all processes take together in one step; each process builds only its own
-rows.
+A global batch is what all processes take together in one step; each process builds its own rows.
 """
 
 from __future__ import annotations
@@ -33,13 +28,13 @@ import numpy.typing as npt
 from shardax.train.errors import DataPositionError, WindowError
 from shardax.train.text import TextPart, hash64, permute
 
-Batch = dict[str, npt.NDArray[Any]]
+Arrays = dict[str, npt.NDArray[Any]]
 _Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Where a run stands in its training data, and which data that is.
+    """Position in training data, with the identity of that data.
 
     Attributes:
         step: Batches taken so far.
@@ -61,7 +56,7 @@ class DataPosition:
 
 
 class TrainBatches:
-    """An endless iterator of shuffled training batches that can be saved and restored.
+    """Endless iterator of shuffled training batches, to be saved and restored.
 
     Iterating gives ``{"inputs": int32 (rows, seq_len), "targets": int32 (rows, seq_len)}``, where
     ``rows`` is ``batch_size`` divided by the number of processes.
@@ -129,18 +124,18 @@ class TrainBatches:
 
     @property
     def epoch(self) -> float:
-        """Passes over the windows so far: 1.5 is half way through the second."""
+        """Passes over the windows so far, with fractions."""
         return self.step * self.batch_size / self.windows_per_epoch
 
     @property
     def position(self) -> DataPosition:
-        """Where the iterator stands: the next batch follows from it."""
+        """The position; the next batch follows from it."""
         return DataPosition(
             self.step, self.seed, self.batch_size, self.seq_len, self.part.fingerprint
         )
 
     def state(self) -> dict[str, int | str]:
-        """The position as a dict of plain ints and strings, for a checkpoint.
+        """Returns the position as plain ints and strings, for a checkpoint.
 
         Returns:
             The fields of ``DataPosition``; it holds for the whole job, whatever the number of
@@ -149,7 +144,7 @@ class TrainBatches:
         return dataclasses.asdict(self.position)
 
     def restore(self, state: Mapping[str, Any] | DataPosition) -> None:
-        """Go to a saved position; the batches from there are those that followed it.
+        """Goes to a saved position; the batches from there followed it.
 
         Args:
             state: What ``state()`` or ``position`` gave.
@@ -160,25 +155,38 @@ class TrainBatches:
         """
         own = self.state()
         found = dataclasses.asdict(state) if isinstance(state, DataPosition) else state
-        if not isinstance(found, Mapping) or set(found) != set(own) or not _is_step(found["step"]):
+        step = found.get("step") if isinstance(found, Mapping) else None
+        is_count = isinstance(step, int | np.integer) and not isinstance(step, bool) and step >= 0
+        if not isinstance(found, Mapping) or set(found) != set(own) or not is_count:
             raise DataPositionError(
                 f"Not a data position: {state!r}. A position has the entries {sorted(own)}, with a "
                 "step of 0 or more; pass what batches.state() returned."
             )
         differing = [name for name in own if name != "step" and found[name] != own[name]]
         if differing:
+            advice = (
+                "The text is not the one that was trained on (or is split otherwise): open the "
+                "same text and split it with the same arguments, or start the data anew by not "
+                "restoring its position."
+            )
+            if "fingerprint" not in differing:
+                arguments = ", ".join(f"{name}=<saved>" for name in differing)
+                advice = (
+                    "Make the batches with the saved values, TrainBatches(part, ..., "
+                    f"{arguments}), and restore again."
+                )
             lines = [f"  {name}: saved {found[name]!r}, here {own[name]!r}" for name in differing]
             raise DataPositionError(
                 "The saved data position cannot be continued with these batches, because they "
-                "would not be the ones that followed:\n" + "\n".join([*lines, _advice(differing)])
+                "would not be the ones that followed:\n" + "\n".join([*lines, advice])
             )
         self.step = int(found["step"])
 
-    def batch_at(self, step: int) -> Batch:
-        """The batch that is taken as the ``step``-th, counted from 0, without moving the iterator.
+    def batch_at(self, step: int) -> Arrays:
+        """Returns the batch of a step without moving the iterator.
 
         Args:
-            step: 0 or more.
+            step: Counted from 0.
 
         Returns:
             ``{"inputs", "targets"}``, int32 (rows, seq_len).
@@ -208,7 +216,7 @@ class TrainBatches:
     def __iter__(self) -> TrainBatches:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Arrays:
         batch = self.batch_at(self.step)
         self.step += 1
         return batch
@@ -221,7 +229,9 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """Batches over all of a part of the text, the same on every pass.
+    """Masked batches over a part of a text, in order.
+
+    They are the same on every pass.
 
     Iterating starts a new pass and gives ``{"inputs": int32 (rows, seq_len), "targets": int32
     (rows, seq_len), "mask": bool (rows, seq_len)}``. Every batch has the same shape; where the mask
@@ -265,7 +275,12 @@ class EvalBatches:
             raise WindowError(f"max_batches must be 1 or more, or None for all, got {max_batches}.")
         self.batch_size = batch_size
         self.seq_len = seq_len
-        starts, lengths = _sequential_windows(part, seq_len)
+        predicted = part.ends - part.starts - 1
+        counts = -(-predicted // seq_len)
+        segments = np.repeat(np.arange(counts.size), counts)
+        within = np.arange(segments.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = part.starts[segments] + within * seq_len
+        lengths = np.minimum(seq_len, predicted[segments] - within * seq_len)
         if starts.size == 0:
             raise WindowError(
                 f"There is nothing to predict: {part!r} has no two consecutive bytes. Hold out "
@@ -276,17 +291,21 @@ class EvalBatches:
             picked = np.arange(wanted) * starts.size // wanted
             starts, lengths = starts[picked], lengths[picked]
         self._starts, self._lengths = starts, lengths
-        self.part = _covered_part(part, starts, lengths)
+        # What exactly these windows read, so that baselines can be taken over the same text.
+        ends = starts + lengths + 1
+        begins_run = np.concatenate([[True], starts[1:] >= ends[:-1]])
+        ends_run = np.concatenate([begins_run[1:], [True]])
+        self.part = TextPart(part.text, starts[begins_run], ends[ends_run])
 
     @property
     def targets(self) -> int:
-        """How many bytes one pass over the global batches predicts: the sum of all masks."""
+        """Number of predicted bytes in one pass over the global batches."""
         return int(self._lengths.sum())
 
     def __len__(self) -> int:
         return math.ceil(self._starts.size / self.batch_size)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Arrays]:
         data = self.part.text.data
         for first in range(0, len(self) * self.batch_size, self.batch_size):
             windows = np.arange(first + self._rows.start, first + self._rows.stop)
@@ -296,10 +315,7 @@ class EvalBatches:
             mask = np.arange(self.seq_len) < lengths[:, None]
             places = self._starts[windows][:, None] + np.arange(self.seq_len + 1)
             batch = _batch(data[np.minimum(places, data.size - 1)])
-            yield {
-                **{name: array * mask for name, array in batch.items()},
-                "mask": mask,
-            }
+            yield {**{name: array * mask for name, array in batch.items()}, "mask": mask}
 
     def __repr__(self) -> str:
         return (
@@ -328,42 +344,6 @@ def _local_rows(batch_size: int, seq_len: int, process_index: int, process_count
     return range(process_index * rows, (process_index + 1) * rows)
 
 
-def _batch(windows: npt.NDArray[np.uint8]) -> Batch:
+def _batch(windows: npt.NDArray[np.uint8]) -> Arrays:
     tokens = windows.astype(np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
-def _sequential_windows(part: TextPart, seq_len: int) -> tuple[_Int64Array, _Int64Array]:
-    """Start and number of targets of the windows that cover each segment in order."""
-    predicted = part.ends - part.starts - 1
-    counts = -(-predicted // seq_len)
-    segments = np.repeat(np.arange(counts.size), counts)
-    within = np.arange(segments.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = part.starts[segments] + within * seq_len
-    return starts, np.minimum(seq_len, predicted[segments] - within * seq_len)
-
-
-def _covered_part(part: TextPart, starts: _Int64Array, lengths: _Int64Array) -> TextPart:
-    """The part that exactly these windows read, so that baselines are taken over the same text."""
-    ends = starts + lengths + 1
-    begins_run = np.concatenate([[True], starts[1:] >= ends[:-1]])
-    ends_run = np.concatenate([begins_run[1:], [True]])
-    return TextPart(part.text, starts[begins_run], ends[ends_run])
-
-
-def _is_step(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 0
-
-
-def _advice(differing: list[str]) -> str:
-    if "fingerprint" in differing:
-        return (
-            "The text is not the one that was trained on (or is split otherwise): open the same "
-            "text and split it with the same arguments, or start the data anew by not restoring "
-            "its position."
-        )
-    arguments = ", ".join(f"{name}=<saved>" for name in differing)
-    return (
-        f"Make the batches with the saved values, TrainBatches(part, ..., {arguments}), and "
-        "restore again."
-    )

@@ -7,51 +7,51 @@ from shardax._core.errors import ShardaxError
 
 
 class TextNotFoundError(ShardaxError, FileNotFoundError):
-    """There is no file or folder at the path that text was to be read from."""
+    """There is no file or folder to read text from."""
 
 
 class TextSourceError(ShardaxError, ValueError):
-    """A text is empty, cannot be gathered, or cannot be cut as asked."""
+    """A text is empty, unreadable, or cannot be cut as asked."""
 
 
 class WindowError(ShardaxError, ValueError):
-    """Batches of windows cannot be drawn: too little text, or sizes that do not divide."""
+    """Windows do not fit the text, the batch or the processes."""
 
 
 class DataPositionError(ShardaxError, ValueError):
-    """A saved data position belongs to other data, another seed, or other batch sizes."""
+    """A saved data position belongs to other data, seed or sizes."""
 
 
 class PrefetchError(ShardaxError, RuntimeError):
-    """A prefetch is closed, or its source has no position to save or restore."""
+    """A prefetch is closed, or its source has no position."""
 
 
 class LogError(ShardaxError, ValueError):
-    """A log record has no standard JSON form or goes back in steps, or a log file is damaged."""
+    """A log record is not valid, or a log file is damaged."""
 
 
 class TrainerError(ShardaxError, RuntimeError):
-    """A training run cannot start or go on: bad settings, a used directory, a loss not finite."""
+    """A training run cannot start or go on."""
 
 
 class GradientMismatchError(ShardaxError, ValueError):
-    """Gradients do not fit the parameters that an optimizer trains; lists every path."""
+    """Gradients do not fit the trained parameters; lists every path."""
 
 
 class OptimizerStateError(ShardaxError, ValueError):
-    """An optimizer's state does not fit its model, or there is nothing to train."""
+    """An optimizer's state does not fit, or nothing is trained."""
 
 
 class AccumulationError(ShardaxError, ValueError):
-    """Gradients cannot be accumulated (rows that do not divide, state that changes its form)."""
+    """Gradients cannot be accumulated over microbatches."""
 
 
 class MetricError(ShardaxError, ValueError):
-    """A metric lacks an argument that it needs, or was merged with one of another kind."""
+    """A metric lacks an argument, or was merged with another kind."""
 
 
 class CheckpointMismatchError(ShardaxError, ValueError):
-    """A checkpoint does not fit what it is to be restored into; lists every path."""
+    """A checkpoint does not fit its target; lists every path."""
 
 
 class CheckpointNotFoundError(ShardaxError, FileNotFoundError):
@@ -63,8 +63,8 @@ class CheckpointExistsError(ShardaxError, FileExistsError):
 
 
 class CheckpointWriteError(ShardaxError, OSError):
-    """A checkpoint could not be written to the end; those before it are whole."""
+    """A checkpoint could not be written; those before are whole."""
 
 
 class CheckpointValueError(ShardaxError, TypeError):
-    """Something cannot be saved in a checkpoint, or a checkpoint has a form that is not known."""
+    """A value cannot be saved, or a format is not known."""

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of a run: one JSON object per line, appended as things happen.
+"""Append-only log of a run: one JSON object per line.
 
-A *record* is one line. It usually has a ``step``, and steps never go back. A line counts once its
-newline is written; a process killed in the middle of one leaves a *torn* line, which readers ignore
-and which the next writer cuts off. To *resume* at step k is to cut off all that was logged past k,
-for these steps are about to run again: a resumed run's log has no step twice.
+A record usually has a ``step``, and steps never go back. A line counts once its newline is written;
+a process killed in the middle of one leaves a torn line, which readers ignore and which the next
+writer cuts off. To resume at step k is to cut off all that was logged past k, for these steps are
+about to run again: a resumed run's log has no step twice.
 
-Every line is standard JSON. Standard JSON has no NaN and no infinities, but a log is where one
-looks for them, so they are written as the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"`` and
-read back as numbers (float() in any language understands the strings too). Values of JAX and NumPy
-are written as plain numbers and lists.
+Every line is standard JSON, which has no NaN and no infinities; they are written as the strings
+``"NaN"``, ``"Infinity"``, ``"-Infinity"`` and read back as numbers (float() in any language
+understands the strings too). Values of JAX and NumPy are written as plain numbers and lists.
 """
 
 from __future__ import annotations
@@ -20,21 +19,18 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 
 from shardax.train.errors import LogError
 
-Record = dict[str, Any]
-
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlLog:
-    """An append-only log file, each record on disk's way before ``write`` returns.
+    """Append-only log file of JSON records.
 
     A record is handed to the operating system whole, so it survives the death of the process by any
     signal. ``close`` also waits for the disk.
@@ -78,7 +74,7 @@ class JsonlLog:
         self._file.truncate(keep_bytes)
 
     def write(self, /, **record: Any) -> None:
-        """Append one record.
+        """Appends one record.
 
         Args:
             **record: Names and values: numbers, strings, booleans, None, arrays, and lists and
@@ -112,25 +108,20 @@ class JsonlLog:
             raise
 
     def close(self) -> None:
-        """Wait until everything is on disk, and close; may be called again."""
+        """Waits until everything is on disk, and closes; may be called again."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
 
-    def __enter__(self) -> JsonlLog:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
-    r"""Read a log, also one that is being written or whose writer was killed.
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    r"""Reads a log, also one in writing or whose writer was killed.
 
     Args:
         path: The file.
@@ -153,10 +144,10 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
     return [_from_json(record) for record, _ in _complete_records(Path(path))]
 
 
-def _complete_records(path: Path) -> list[tuple[Record, int]]:
-    """Every record that ends in a newline, as written, with the offset of the byte after it."""
+def _complete_records(path: Path) -> list[tuple[dict[str, Any], int]]:
+    """Returns every complete record with the offset of its end."""
     content = path.read_bytes()
-    records: list[tuple[Record, int]] = []
+    records: list[tuple[dict[str, Any], int]] = []
     start = 0
     while (newline := content.find(b"\n", start)) >= 0:
         try:
@@ -197,7 +188,9 @@ def _to_json(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else _non_finite_name(value)
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise LogError(
@@ -207,18 +200,13 @@ def _to_json(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_to_json(entry, f"{where}[{index}]") for index, entry in enumerate(value)]
     if isinstance(value, np.generic | np.ndarray | jax.Array):
-        return _to_json(_plain_array(value, where), where)
+        try:
+            plain = np.asarray(value).tolist()
+        except TypeError as error:  # typed PRNG keys, traced values
+            raise _no_json_form(value, where) from error
+        if not isinstance(plain, np.generic | np.ndarray):
+            return _to_json(plain, where)
     raise _no_json_form(value, where)
-
-
-def _plain_array(value: Any, where: str) -> Any:
-    try:
-        plain = np.asarray(value).tolist()
-    except TypeError as error:  # typed PRNG keys, traced values
-        raise _no_json_form(value, where) from error
-    if isinstance(plain, np.generic | np.ndarray):
-        raise _no_json_form(value, where)
-    return plain
 
 
 def _no_json_form(value: object, where: str) -> LogError:
@@ -226,10 +214,6 @@ def _no_json_form(value: object, where: str) -> LogError:
         f"The value of {where} has no JSON form: {type(value).__name__} {value!r}. Log numbers, "
         "strings, arrays, or lists and dicts of these; for anything else log str(value)."
     )
-
-
-def _non_finite_name(value: float) -> str:
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _from_json(value: Any) -> Any:

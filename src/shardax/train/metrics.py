@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics: Modules that sum up numbers over many batches.
+"""Metrics as Modules with sums over many batches.
 
 A metric holds its sums in ``MetricState`` Variables, so it can be passed to a compiled function,
 updated there, and read afterwards. ``update`` takes what it needs by keyword and ignores the rest,
@@ -29,7 +29,7 @@ from shardax.train.errors import MetricError
 
 
 class Metric(Module):
-    """Base of metrics. A subclass holds ``MetricState`` Variables and defines the four methods."""
+    """Base of metrics; a subclass holds ``MetricState`` and defines the methods."""
 
     def update(self, **kwargs: Any) -> None:
         """Takes in one batch."""
@@ -151,7 +151,10 @@ class Perplexity(Average):
         super().__init__(argname)
 
     def compute(self) -> Any:
-        """Returns the perplexity, a float32 scalar of at least 1; NaN if nothing was taken in."""
+        """Returns the perplexity, a float32 scalar of at least 1.
+
+        NaN if nothing was taken in.
+        """
         return jnp.exp(super().compute())
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Optimizer``: a gradient transformation applied to a model in place.
+"""Optimizer: a gradient transformation applied to a model in place.
 
-An optimizer refers to its model and holds the state of a *transformation* (any of optax's, or any
+An optimizer refers to its model and holds the state of a transformation (any of optax's, or any
 object with the same ``init`` and ``update``). That state is kept as ``OptState`` Variables, one per
 array, so it is lifted, sharded and saved like the rest of a model. A leaf that belongs to a
 parameter carries the parameter's axes, so the rules that lay out the parameter lay out its moments.
@@ -31,20 +31,24 @@ from shardax._core.state.state import Origin, State, flatten_mapping
 from shardax._core.variable import OptState, Param, Variable
 from shardax.partition.boxes.boxes import BOX_ENTRY
 from shardax.train.errors import GradientMismatchError, OptimizerStateError
-from shardax.train.optimizer_layout import (
-    Fill,
-    Parameters,
+from shardax.train.optimizer_state import (
+    InitialValue,
     StateLayout,
     StateLeaf,
     StateValue,
+    TrainedParameters,
     Transformation,
     layout_of,
     separate_arrays,
 )
 
+_STEP = StateLeaf(
+    ("step",), (), np.dtype(np.int32), None, (), InitialValue((), np.zeros((), np.int32))
+)
+
 
 class Optimizer(Module):
-    """A gradient transformation, its state, and the model that it updates.
+    """Gradient transformation with its state and the model that it updates.
 
     Making one computes nothing on a lazy model and allocates nothing: the state is lazy until it is
     first used, and then goes where the parameters are (or where ``sx.shard((model, optimizer),
@@ -99,7 +103,7 @@ class Optimizer(Module):
             )
         shapes = jax.tree.map(_shape_of, self._state_of([v._value for v in variables]))
         layout = layout_of(self._transformation, shapes)
-        parameters = Parameters(self._transformation, variables, jax.tree.structure(shapes))
+        parameters = TrainedParameters(self._transformation, variables, jax.tree.structure(shapes))
         self.step = OptState(StateValue(_STEP, parameters, -1))
         self.opt_state = self._make_state(layout, parameters, variables)
 
@@ -128,8 +132,8 @@ class Optimizer(Module):
         params = self._state_of([variable.value for _, variable in chosen])
         aligned = _align(grads, params)
         layout = layout_of(self._transformation, jax.tree.map(_shape_of, params))
-        places = self._places(layout)
-        state = layout.join(place.value for place in places)
+        variables = self._state_variables(layout)
+        state = layout.join(variable.value for variable in variables)
         update = self.tx.update
         if extra:
             import optax
@@ -140,14 +144,13 @@ class Optimizer(Module):
         new_leaves = _check_state(new_state, layout)
         for path, variable in chosen:
             variable.value = new_params.flat()[path]
-        for place, leaf, value in zip(places, layout.leaves, new_leaves, strict=True):
-            place.value = _where(place.value, jnp.asarray(value, leaf.dtype))
+        for variable, leaf, value in zip(variables, layout.leaves, new_leaves, strict=True):
+            variable.value = _laid_out_as(variable.value, jnp.asarray(value, leaf.dtype))
         self.step.value = self.step.value + 1
 
-    # --- parts -----------------------------------------------------------------------------------
-
     def _chosen(self) -> list[tuple[Path, Variable[Any]]]:
-        """Returns (path, Variable) of what is trained; a bare Variable as the model always is."""
+        """Returns (path, Variable) of what is trained."""
+        # A bare Variable as the model always is.
         if isinstance(self.model, Variable):
             return [((), self.model)]
         return list(iter_variables(self.model, self.wrt))
@@ -159,36 +162,31 @@ class Optimizer(Module):
         return State.from_flat(dict(zip(paths, values, strict=True)), origins)
 
     def _make_state(
-        self, layout: StateLayout, parameters: Parameters, variables: Sequence[Variable[Any]]
+        self, layout: StateLayout, parameters: TrainedParameters, variables: Sequence[Variable[Any]]
     ) -> dict[Any, Any]:
         """Makes the nested mapping of ``OptState``, lazy where the values can wait."""
         owners = [v for v in variables for _ in jax.tree.leaves(v._value)]
-        now = self._values_now(layout, parameters)
+        known = [parameters.peek(position) for position in range(len(parameters.places))]
+        traced: list[Any] | None = None
+        if any(isinstance(value, Tracer) for value in known):
+            params = self._state_of([variable.value for variable in variables])
+            traced = separate_arrays(self.tx.init(params)).arrays
         nested: dict[Any, Any] = {}
         for position, leaf in enumerate(layout.leaves):
-            value = now.get(position)
-            value = StateValue(leaf, parameters, position) if value is None else value
-            place = nested
+            value: Any = StateValue(leaf, parameters, position)
+            if traced is not None:
+                value = traced[position]
+            elif leaf.initial.needs and all(
+                isinstance(known[needed], jax.Array) for needed in leaf.initial.needs
+            ):
+                value = value.compute()  # of the values that the parameters have now
+            mapping = nested
             for step in leaf.path[:-1]:
-                place = place.setdefault(step, {})
-            place[leaf.path[-1]] = OptState(value, **_metadata_of(leaf, owners))
+                mapping = mapping.setdefault(step, {})
+            mapping[leaf.path[-1]] = OptState(value, **_metadata_of(leaf, owners))
         return nested
 
-    def _values_now(self, layout: StateLayout, parameters: Parameters) -> dict[int, Any]:
-        """Computes the leaves that cannot wait: made from traced parameters, or present ones."""
-        known = [parameters.peek(position) for position in range(len(parameters.places))]
-        if any(isinstance(value, Tracer) for value in known):
-            params = self._state_of([variable.value for _, variable in self._chosen()])
-            return dict(enumerate(separate_arrays(self.tx.init(params)).arrays))
-        return {
-            position: StateValue(leaf, parameters, position).compute()
-            for position, leaf in enumerate(layout.leaves)
-            if not isinstance(leaf.origin, Fill)
-            and leaf.origin.needs
-            and all(isinstance(known[needed], jax.Array) for needed in leaf.origin.needs)
-        }
-
-    def _places(self, layout: StateLayout) -> list[Variable[Any]]:
+    def _state_variables(self, layout: StateLayout) -> list[Variable[Any]]:
         """Returns the Variables of the state in the order of the layout."""
         present = dict(iter_variables(self.opt_state))
         wrong = [
@@ -208,21 +206,13 @@ class Optimizer(Module):
         return [present[leaf.path] for leaf in layout.leaves]
 
 
-_STEP = StateLeaf(("step",), (), np.dtype(np.int32), None, (), Fill(np.zeros((), np.int32)))
-
-
 def _metadata_of(leaf: StateLeaf, owners: Sequence[Variable[Any]]) -> dict[str, Any]:
-    """Returns what a leaf is laid out by: what the parameter that it follows is laid out by.
-
-    These are its axes, in the order of the leaf's dimensions, and the box that it was made of.
-    """
+    """Returns the axes of a leaf, and the box of its parameter."""
     if leaf.follows is None:
         return {}
     owner = owners[leaf.follows]
     axes = owner.axes
-    if axes is None or (
-        leaf.dims and max((d for d in leaf.dims if d is not None), default=-1) >= len(axes)
-    ):
+    if axes is None or any(d is not None and d >= len(axes) for d in leaf.dims):
         return {}
     box = {BOX_ENTRY: owner.metadata[BOX_ENTRY]} if BOX_ENTRY in owner.metadata else {}
     return {"axes": tuple(None if d is None else axes[d] for d in leaf.dims), **box}
@@ -233,15 +223,13 @@ def _shape_of(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def _apply(update: Any, param: Any) -> Any:
-    return param if update is None else _where(param, (param + update).astype(param.dtype))
+    return param if update is None else _laid_out_as(param, (param + update).astype(param.dtype))
 
 
-def _where(old: Any, new: Any) -> Any:
-    """Returns a new value laid out as the old one, where the layout is known.
-
-    A state that is split further than its parameter would otherwise hand its layout on to the
-    parameter. Over Auto axes inside a program nothing is known; there ``in_shardings`` says it.
-    """
+def _laid_out_as(old: Any, new: Any) -> Any:
+    """Returns a new value laid out as the old one, where known."""
+    # A state that is split further than its parameter would otherwise hand its layout on to the
+    # parameter. Over Auto axes inside a program nothing is known; there in_shardings says it.
     if not isinstance(old, jax.Array):
         return new
     if not isinstance(old, Tracer) and not isinstance(new, Tracer):
@@ -253,15 +241,8 @@ def _where(old: Any, new: Any) -> Any:
     return new if same else jax.sharding.reshard(new, place)
 
 
-# --- checks ---------------------------------------------------------------------------------------
-
-
 def _align(grads: Any, params: State) -> State:
-    """Returns the gradients in the order of the parameters.
-
-    Raises:
-        GradientMismatchError: If they do not fit; every difference is listed.
-    """
+    """Returns gradients in the order of the parameters, or raises GradientMismatchError."""
     wanted = params.flat()
     given: dict[Path, Any] = {(): grads}
     if isinstance(grads, Mapping):
@@ -301,11 +282,7 @@ def _shown(value: Any) -> str:
 
 
 def _check_state(state: Any, layout: StateLayout) -> list[Any]:
-    """Returns the arrays of a new state.
-
-    Raises:
-        OptimizerStateError: If the transformation changed the form of its state.
-    """
+    """Returns the arrays of a new state, or raises OptimizerStateError."""
     separated = separate_arrays(state)
     if separated.treedef != layout.treedef or separated.static.keys() != layout.static.keys():
         raise OptimizerStateError(

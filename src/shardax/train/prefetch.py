@@ -1,40 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches on their devices one step before they are needed.
+"""Placement of batches and of values in host memory, and prefetching.
 
 While a step runs, one worker thread reads the next host batch and starts its transfer, so the
-devices do not wait for the disk. The source therefore stands *ahead* of what the loop has taken;
-``Prefetch.state()`` is the position of what was *taken*, which is the one that belongs in a
+devices do not wait for the disk. The source therefore stands ahead of what the loop has taken;
+``Prefetch.state()`` is the position of what was taken, which is the one that belongs in a
 checkpoint.
-
-Values that are kept in the memory of the host, and come to the devices to be computed with.
 
 ``shard(..., memory_kind={sx.OptState: "pinned_host"})`` keeps an optimizer's state out of the
 devices' own memory. JAX computes with values of one memory only, so a program brings such values to
-the device first and returns them afterwards; the compiler sees when each is needed.
+the device first (``in_device_memory``) and returns them afterwards; the compiler sees when each is
+needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from shardax._core.state.split_merge import iter_variables
-from shardax.train.errors import PrefetchError
+from shardax.partition.checker import spec_for
+from shardax.partition.context import resolve_rules
+from shardax.partition.rules import RulesLike, mesh_axes_of
+from shardax.train.errors import PrefetchError, TrainerError
 
-# --- Prefetch ---
+BATCH_AXES = ("batch", "seq")
 
 _END = object()
 
 
 @runtime_checkable
 class Positioned(Protocol):
-    """What a source of batches offers to be saved and restored; ``TrainBatches`` does.
+    """Source of batches with a position to save and restore, as ``TrainBatches``.
 
     Example:
         >>> isinstance([1, 2], Positioned)
@@ -42,16 +46,16 @@ class Positioned(Protocol):
     """
 
     def state(self) -> Any:
-        """Position after the last batch taken."""
+        """Returns the position after the last batch taken."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Go to a position that ``state()`` gave."""
+        """Goes to a position that ``state()`` gave."""
         ...
 
 
 def put_batch(batch: Any, sharding: Any) -> Any:
-    """Make global device arrays of one process's part of a batch.
+    """Makes global device arrays of one process's part of a batch.
 
     Args:
         batch: A pytree of host arrays: this process's rows of the global batch.
@@ -71,15 +75,64 @@ def put_batch(batch: Any, sharding: Any) -> Any:
     if sharding is None:
         return jax.device_put(batch)
     shardings = jax.tree.broadcast(sharding, batch)
-    return jax.tree.map(
-        lambda array, place: jax.make_array_from_process_local_data(place, array),
-        batch,
-        shardings,
-    )
+    return jax.tree.map(jax.make_array_from_process_local_data, shardings, batch)
+
+
+def batch_shardings(
+    batch: Any, mesh: Mesh | None, rules: RulesLike | None, *, parts: int, of: str
+) -> Any:
+    """Returns the shardings of a process's batch, or raises TrainerError."""
+    # The arrays have the axes BATCH_AXES, as many as they have dimensions. Gradient accumulation
+    # cuts the batch into parts, each divided over the mesh by itself. Without a mesh: None.
+
+    def spec_of(shape: tuple[int, ...]) -> Any:
+        assert mesh is not None
+        names = BATCH_AXES[: len(shape)]
+        # What the rules leave to the compiler is not split: these arrays come from the host.
+        return spec_for(names, shape[: len(names)], mesh, resolve_rules(rules))[0]
+
+    problems: list[str] = []
+    shardings = []
+    rows: tuple[int, ...] = ()
+    entries, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    for key_path, array in entries:
+        shape: tuple[int, ...] = np.shape(array)
+        if shape:
+            shape = (shape[0] * jax.process_count(), *shape[1:])
+        rows = rows or shape[:1]
+        shown = f"{jax.tree_util.keystr(key_path)} of shape {shape}"
+        if parts > 1 and (not shape or shape[0] % parts):
+            problems.append(f"{shown} cannot be cut into grad_accumulation={parts} parts")
+            continue
+        if mesh is None:
+            continue
+        spec = spec_of(shape)
+        shardings.append(NamedSharding(mesh, spec))
+        for position, entry in enumerate(spec):
+            axes = mesh_axes_of(entry)
+            size = shape[position] // parts if position == 0 else shape[position]
+            if size % math.prod(mesh.shape[axis] for axis in axes):
+                where = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in axes)
+                problems.append(
+                    f"{shown}{f', in {parts} parts' if parts > 1 else ''}: {size} along "
+                    f"{BATCH_AXES[position]!r} cannot be divided over the mesh axis {where}"
+                )
+    if problems:
+        step = parts
+        if mesh is not None:
+            step *= math.prod(mesh.shape[axis] for axis in mesh_axes_of(spec_of((0,))[0]))
+        raise TrainerError(
+            f"The {of} cannot be laid out:\n"
+            + "".join(f"  {problem}\n" for problem in problems)
+            + f"Use a batch size that is a multiple of {step}, such as "
+            + str(-(-(rows[0] if rows else 0) // step) * step)
+            + (", another mesh, or other rules." if mesh is not None else ".")
+        )
+    return None if mesh is None else treedef.unflatten(shardings)
 
 
 class Prefetch:
-    """An iterator over device batches that works ahead in one thread.
+    """Iterator over device batches that works ahead in one thread.
 
     An exception in the source is raised where its batch would have been taken, and ends the
     iteration. Close it when done, or use it in a ``with`` statement; after closing it gives no more
@@ -115,7 +168,7 @@ class Prefetch:
         self._work_ahead()
 
     def state(self) -> Any:
-        """Position after the last batch taken: what a checkpoint saves.
+        """Returns the position after the last batch taken, for a checkpoint.
 
         Returns:
             What the source's ``state()`` gave at that point.
@@ -128,7 +181,7 @@ class Prefetch:
         return self._state
 
     def restore(self, state: Any) -> None:
-        """Send the source to a saved position and work ahead from there.
+        """Sends the source to a saved position and works ahead from there.
 
         Args:
             state: What ``state()`` gave.
@@ -154,7 +207,10 @@ class Prefetch:
             self._work_ahead()
 
     def close(self) -> None:
-        """Stop working ahead and put the source back to what was taken; may be called again."""
+        """Stops working ahead and puts the source back to what was taken.
+
+        May be called again.
+        """
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -200,15 +256,10 @@ class Prefetch:
         self._work_ahead()
         return batch
 
-    def __enter__(self) -> Prefetch:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
@@ -220,15 +271,17 @@ def _no_position(method: str, source: object) -> PrefetchError:
     )
 
 
-# --- Host memory ---
-
-
 @contextlib.contextmanager
 def in_device_memory(tree: Any) -> Iterator[None]:
-    """Has values that are in host memory in device memory for a block, inside a compiled function.
+    """Moves values from host to device memory for a block.
+
+    It works inside a compiled function.
 
     Args:
         tree: A Module, a Variable, or a pytree of such; their layout over the mesh stays.
+
+    Returns:
+        A context manager.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -241,19 +294,18 @@ def in_device_memory(tree: Any) -> Iterator[None]:
         >>> total.value.tolist(), total.value.sharding.memory_kind
         ([1.0, 1.0], 'pinned_host')
     """
-    hosted = [variable for _, variable in iter_variables(tree) if _is_in_host_memory(variable)]
-    _move(hosted, jax.memory.Space.Device)
+    hosted = [
+        variable
+        for _, variable in iter_variables(tree)
+        if any(
+            jax.typeof(leaf).memory_space == jax.memory.Space.Host
+            for leaf in jax.tree.leaves(variable.value)
+        )
+    ]
+    for variable in hosted:
+        variable.value = jax.device_put(variable.value, jax.memory.Space.Device)
     try:
         yield
     finally:
-        _move(hosted, jax.memory.Space.Host)
-
-
-def _is_in_host_memory(variable: Any) -> bool:
-    leaves = jax.tree.leaves(variable.value)
-    return any(jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in leaves)
-
-
-def _move(variables: list[Any], space: Any) -> None:
-    for variable in variables:
-        variable.value = jax.device_put(variable.value, space)
+        for variable in hosted:
+            variable.value = jax.device_put(variable.value, jax.memory.Space.Host)

@@ -1,35 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte-level text: what a language model trains on when its vocabulary is the 256 bytes.
+"""Byte-level text and its split into a training and a held-out part.
 
-A *text* (``ByteText``) is a read-only array of bytes, memory-mapped where it comes from disk. Its
-*fingerprint* is a hash of the bytes alone, so the same text has the same fingerprint on every
-machine. A *part* (``TextPart``) is the text restricted to some *segments*, runs of consecutive
-bytes; nothing that reads a part ever crosses the gap between two segments.
+A ``ByteText`` is a read-only array of bytes. Its fingerprint is a hash of the bytes alone, so the
+same text has the same fingerprint on every machine. A ``TextPart`` is the text restricted to
+segments, runs of consecutive bytes; no window of a part crosses the gap between two segments.
 
-The *held-out split* cuts a text in a training and a held-out part. The text is cut into blocks, and
-of every N consecutive blocks one, chosen by a hash of the group's number, is held out. Why not
-simply the last N-th: a folder in path order, or a book, has different things at its end, so the
-loss there would measure the difference between beginning and end. Blocks spread evenly over the
-text make both parts samples of the same distribution. No held-out byte is ever part of a training
-window.
+The split cuts a text into blocks and holds out one of every N consecutive ones, chosen by a hash of
+the group's number. A folder in path order, or a book, has different things at its end, so holding
+out the last N-th would measure the difference between beginning and end. Blocks spread evenly over
+the text make both parts samples of the same distribution.
 
-Random order without memory: a permutation computed one entry at a time.
-
-A *keyed permutation* of ``range(size)`` answers "which item stands at place i?" without ever
-listing the items, so an epoch over billions of windows costs no memory and any place can be looked
-up directly; resuming in the middle of an epoch is arithmetic, not replay. It is a balanced Feistel
-network over the next power of four, with *cycle walking* (places that land outside the range are
-sent round again) to cut it down to ``size``.
-
-All arithmetic is on unsigned 64-bit integers written out here, so the order depends neither on the
-machine nor on the version of NumPy (whose ``Generator`` streams may change between releases).
+``permute`` shuffles ``range(size)`` without listing it: a balanced Feistel network over the next
+power of four, with cycle walking (places that land outside the range go through it again) to cut it
+down to ``size``. An epoch over billions of windows costs no memory, and resuming in the middle of
+one is arithmetic, not replay. The integer arithmetic is written out here, because the streams of
+NumPy's ``Generator`` may change between releases.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import sysconfig
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,116 +31,23 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from shardax.train.corpus import gather, list_folder, list_standard_library
 from shardax.train.errors import TextNotFoundError, TextSourceError, WindowError
 
-# --- Shuffle ---
-
-UInt64Array = npt.NDArray[np.uint64]
-
-_ROUNDS = 6
-_U64 = np.uint64
-_LOW_64 = (1 << 64) - 1
-
-
-def mix64(words: npt.ArrayLike) -> UInt64Array:
-    """Scramble 64-bit words: a bijection in which every output bit depends on every input bit.
-
-    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-    generators", 2014).
-
-    Args:
-        words: Integers in ``[0, 2**64)``, any shape.
-
-    Returns:
-        uint64 array of the same shape (at least one-dimensional).
-
-    Example:
-        >>> [hex(word) for word in mix64([0, 1]).tolist()]
-        ['0xe220a8397b1dcdaf', '0x910a2dec89025cc1']
-    """
-    x = np.atleast_1d(np.asarray(words, dtype=_U64))
-    x = x + _U64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return x ^ (x >> _U64(31))
-
-
-def hash64(*words: npt.ArrayLike) -> UInt64Array:
-    """Hash a sequence of 64-bit words to one, elementwise over arrays that broadcast together.
-
-    Args:
-        *words: Integers in ``[0, 2**64)``; the order matters.
-
-    Returns:
-        uint64 array of the broadcast shape (at least one-dimensional).
-
-    Example:
-        >>> bool(hash64(1, 2)[0] == hash64(2, 1)[0])
-        False
-    """
-    digest = np.zeros(1, dtype=_U64)
-    for word in words:
-        digest = mix64(digest ^ np.asarray(word, dtype=_U64))
-    return digest
-
-
-def permute(places: npt.ArrayLike, size: int, key: int) -> npt.NDArray[np.int64]:
-    """Which items stand at the given places of a shuffled ``range(size)``.
-
-    Args:
-        places: Integers in ``[0, size)``, any shape.
-        size: How many items there are, at least 1 and at most ``2**62``.
-        key: Selects the permutation; taken modulo ``2**64``.
-
-    Returns:
-        int64 array of the shape of ``places`` (at least one-dimensional), in ``[0, size)``; a
-        bijection.
-
-    Raises:
-        WindowError: ``size`` is out of range or a place is outside ``[0, size)``.
-
-    Example:
-        >>> permute(range(8), size=8, key=1).tolist() == permute(range(8), size=8, key=2).tolist()
-        False
-        >>> sorted(permute(range(8), size=8, key=1).tolist())
-        [0, 1, 2, 3, 4, 5, 6, 7]
-    """
-    if not 1 <= size <= 1 << 62:
-        raise WindowError(f"permute() needs 1 <= size <= 2**62, got size={size}.")
-    start = np.atleast_1d(np.asarray(places, dtype=np.int64))
-    if start.size and (start.min() < 0 or start.max() >= size):
-        raise WindowError(f"permute() got a place outside [0, {size}).")
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    round_keys = hash64(key & _LOW_64, np.arange(_ROUNDS))
-    x = _feistel(start.astype(_U64), half_bits, round_keys)
-    # The domain is at most four times the range, so few entries walk and none walks long.
-    while (outside := x >= _U64(size)).any():
-        x[outside] = _feistel(x[outside], half_bits, round_keys)
-    return x.astype(np.int64)
-
-
-def _feistel(x: UInt64Array, half_bits: int, round_keys: UInt64Array) -> UInt64Array:
-    shift, mask = _U64(half_bits), _U64((1 << half_bits) - 1)
-    left, right = x >> shift, x & mask
-    for round_key in round_keys:
-        left, right = right, left ^ (mix64(right ^ round_key) & mask)
-    return (left << shift) | right
-
-
-# --- Text ---
-
 ByteArray = npt.NDArray[np.uint8]
+UInt64Array = npt.NDArray[np.uint64]
 
 _LARGEST_BLOCK = 1 << 16
 _FULLY_HASHED = 1 << 28
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 1 << 10
+# Of the standard library: installed packages, test suites, and what differs between builds.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_BUILD_SPECIFIC = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ByteText:
-    """A text as bytes, usually memory-mapped.
+    """A text as bytes.
 
     Make one with ``from_bytes``, ``from_file``, ``from_folder``, ``standard_library`` or
     ``open_text``.
@@ -169,7 +69,7 @@ class ByteText:
 
     @classmethod
     def from_bytes(cls, data: bytes | ByteArray, name: str = "bytes in memory") -> ByteText:
-        """Take text that is in memory.
+        """Takes text that is in memory.
 
         Args:
             data: The bytes, or a uint8 array (length,), which is not copied.
@@ -200,7 +100,7 @@ class ByteText:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> ByteText:
-        """Memory-map one file.
+        """Memory-maps one file.
 
         Args:
             path: The file.
@@ -226,70 +126,53 @@ class ByteText:
             raise TextSourceError(
                 f"The text file {str(path)!r} is empty. Pass a file that holds text."
             )
-        return cls(_map_bytes(path), str(path))
+        # A plain array over the map: slices of np.memmap carry a slow subclass along.
+        return cls(np.asarray(np.memmap(path, dtype=np.uint8, mode="r")), str(path))
 
     @classmethod
     def from_folder(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        suffixes: Sequence[str] | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
+        cls, path: str | os.PathLike[str], *, suffixes: Sequence[str] | None = None
     ) -> ByteText:
-        """Join the files below a folder, in order of path, each followed by one NUL byte.
+        """Joins the files below a folder, each followed by NUL.
+
+        The text is in memory.
 
         Args:
-            path: The folder, read recursively; hidden files and folders are left out.
+            path: The folder, read recursively, in order of the bytes of the relative paths. Hidden
+                files and folders, ``__pycache__`` and empty files are left out; links to files are
+                followed, links to folders are not.
             suffixes: Endings to keep, such as ``(".txt",)``; None keeps every file.
-            cache_dir: Where the joined file is kept; None means ``$XDG_CACHE_HOME/shardax/text``.
 
         Returns:
-            The text, memory-mapped from the joined file.
+            The text. A corpus too large for memory is better one file: ``from_file`` maps it.
 
         Raises:
             TextNotFoundError: There is no such folder.
-            TextSourceError: No file matches, a file changes while it is read, or the cache cannot
-                be written.
+            TextSourceError: No file matches, or one cannot be read.
 
         Example:
-            >>> import json, tempfile
-            >>> package = Path(json.__file__).parent
-            >>> with tempfile.TemporaryDirectory() as cache:
-            ...     text = ByteText.from_folder(package, suffixes=(".py",), cache_dir=cache)
+            >>> import json
+            >>> text = ByteText.from_folder(Path(json.__file__).parent, suffixes=(".py",))
             >>> int((text.data == 0).sum())  # five modules
             5
         """
-        root = Path(path)
-        joined = gather(
-            root,
-            list_folder(root, suffixes),
-            None if cache_dir is None else Path(cache_dir),
-        )
-        return cls(_map_bytes(joined), str(root))
+        return cls.from_bytes(_joined_files(Path(path), suffixes), str(Path(path)))
 
     @classmethod
-    def standard_library(cls, *, cache_dir: str | os.PathLike[str] | None = None) -> ByteText:
-        """The source text of the running Python's standard library: real input on any machine.
-
-        Args:
-            cache_dir: Where the joined file is kept; None means ``$XDG_CACHE_HOME/shardax/text``.
+    def standard_library(cls) -> ByteText:
+        """Source text of the running Python's standard library.
 
         Returns:
-            About 10 MB of Python source, the same for the same Python version; without tests and
-            installed packages.
-
-        Raises:
-            TextSourceError: The cache cannot be written.
+            About 10 MB of Python source, the same for the same Python version on every machine:
+            without tests, installed packages and files that the build writes.
 
         Example:
-            >>> import tempfile
-            >>> with tempfile.TemporaryDirectory() as cache:
-            ...     len(ByteText.standard_library(cache_dir=cache)) > 1_000_000
+            >>> len(ByteText.standard_library()) > 1_000_000
             True
         """
-        root, files = list_standard_library()
-        joined = gather(root, files, None if cache_dir is None else Path(cache_dir))
-        return cls(_map_bytes(joined), "the Python standard library")
+        root = Path(sysconfig.get_path("stdlib"))
+        joined = _joined_files(root, (".py",), _NOT_LIBRARY, _BUILD_SPECIFIC)
+        return cls.from_bytes(joined, "the Python standard library")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -316,10 +199,11 @@ class ByteText:
     def split(
         self, held_out: float = 0.05, *, block_bytes: int | None = None
     ) -> tuple[TextPart, TextPart]:
-        """Cut into a training and a held-out part that share no byte.
+        """Cuts the text into a training and a held-out part.
 
-        Deterministic: depends on the length of the text and the arguments only. See the module's
-        docstring for the why of the blocks.
+        They have no byte in common.
+
+        Deterministic: depends on the length of the text and the arguments only.
 
         Args:
             held_out: Share of the text to hold out, above 0 and at most 0.5; one block in ``round(1
@@ -354,7 +238,10 @@ class ByteText:
                 f"which is {blocks} blocks of block_bytes={block_bytes}. Use a longer text, or a "
                 f"block_bytes from 1 to {max(1, len(self) // group_size)}."
             )
-        is_held_out = _held_out_blocks(blocks, group_size)
+        groups = np.arange(-(-blocks // group_size))
+        chosen = groups * group_size + (hash64(groups) % np.uint64(group_size)).astype(np.int64)
+        is_held_out = np.zeros(blocks, dtype=np.bool_)
+        is_held_out[chosen[chosen < blocks]] = True
         return (
             self._part_of_blocks(~is_held_out, block_bytes),
             self._part_of_blocks(is_held_out, block_bytes),
@@ -374,7 +261,7 @@ class ByteText:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TextPart:
-    """Some segments of a text: what a training run may read, or what is held out from it.
+    """Segments of a text, to train on or to hold out.
 
     Attributes:
         text: The text.
@@ -405,7 +292,7 @@ class TextPart:
             )
 
     def segments(self) -> Iterator[ByteArray]:
-        """The segments' bytes in order.
+        """Yields the segments in order.
 
         Yields:
             uint8 array (bytes,) per segment: a view, nothing is copied.
@@ -415,7 +302,7 @@ class TextPart:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the text's fingerprint and the segments' bounds, as 32 hex digits."""
+        """Hash of the text's fingerprint and the segments' bounds."""
         bounds = np.column_stack([self.starts, self.ends]).astype("<i8").tobytes()
         return hashlib.sha256(self.text.fingerprint.encode() + bounds).hexdigest()[:32]
 
@@ -427,20 +314,16 @@ class TextPart:
 
 
 def open_text(
-    path: str | os.PathLike[str] | None = None,
-    *,
-    suffixes: Sequence[str] | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    path: str | os.PathLike[str] | None = None, *, suffixes: Sequence[str] | None = None
 ) -> ByteText:
-    """Open a file, a folder, or the default text.
+    """Opens a file, a folder, or the default text.
 
     Args:
         path: A file or a folder; None is the source text of the running Python's standard library.
         suffixes: For a folder, the endings to keep; None keeps every file.
-        cache_dir: Where joined files are kept; None means ``$XDG_CACHE_HOME/shardax/text``.
 
     Returns:
-        The text, memory-mapped.
+        The text: a file memory-mapped, the files of a folder joined in memory.
 
     Raises:
         TextNotFoundError: There is nothing at ``path``.
@@ -451,20 +334,99 @@ def open_text(
         True
     """
     if path is None:
-        return ByteText.standard_library(cache_dir=cache_dir)
+        return ByteText.standard_library()
     if Path(path).is_dir():
-        return ByteText.from_folder(path, suffixes=suffixes, cache_dir=cache_dir)
+        return ByteText.from_folder(path, suffixes=suffixes)
     return ByteText.from_file(path)
 
 
-def _map_bytes(path: Path) -> ByteArray:
-    # A plain array over the map: slices of np.memmap carry a slow subclass along.
-    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+def _joined_files(
+    root: Path,
+    suffixes: Sequence[str] | None,
+    skipped_folders: Collection[str] = (),
+    skipped_prefixes: tuple[str, ...] = (),
+) -> bytes:
+    """Joins non-empty files by path, each followed by NUL."""
+    if not root.is_dir():
+        raise TextNotFoundError(
+            f"There is no folder {str(root)!r} to read text from. Check the path, or leave it out "
+            "to train on the source text of Python's standard library."
+        )
+    found: list[str] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if not name.startswith(".") and name != "__pycache__" and name not in skipped_folders
+        ]
+        files = (Path(folder, name) for name in names if not name.startswith("."))
+        found += [file.relative_to(root).as_posix() for file in files if file.is_file()]
+    # By bytes, so that the order depends neither on the file system nor on the locale.
+    found = sorted(
+        (path for path in found if not path.startswith(skipped_prefixes)), key=os.fsencode
+    )
+    contents = [
+        _read(root / path) for path in found if suffixes is None or path.endswith(tuple(suffixes))
+    ]
+    if not any(contents):
+        wanted = "any name" if suffixes is None else f"a name ending in {' or '.join(suffixes)}"
+        seen = sorted({Path(path).suffix or "(none)" for path in found})
+        raise TextSourceError(
+            f"No non-empty file with {wanted} below {str(root)!r}; the endings there are: "
+            f"{', '.join(seen) or 'none, the folder is empty'}. Pass suffixes=(...) with endings "
+            "that occur."
+        )
+    # NUL does not occur in text, so a model can learn where files end.
+    return b"".join(content + b"\x00" for content in contents if content)
 
 
-def _held_out_blocks(blocks: int, group_size: int) -> npt.NDArray[np.bool_]:
-    groups = np.arange(-(-blocks // group_size))
-    chosen = groups * group_size + (hash64(groups) % np.uint64(group_size)).astype(np.int64)
-    is_held_out = np.zeros(blocks, dtype=np.bool_)
-    is_held_out[chosen[chosen < blocks]] = True
-    return is_held_out
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TextSourceError(
+            f"Cannot read {str(path)!r}: {error}. Make it readable, or leave it out with "
+            "suffixes=(...)."
+        ) from error
+
+
+def mix64(words: npt.ArrayLike) -> UInt64Array:
+    """Scrambles 64-bit words: the finalizer of SplitMix64, a bijection."""
+    # Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+    x = np.atleast_1d(np.asarray(words, dtype=np.uint64))
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def hash64(*words: npt.ArrayLike) -> UInt64Array:
+    """Hashes a sequence of 64-bit words to one, elementwise with broadcasting."""
+    digest = np.zeros(1, dtype=np.uint64)
+    for word in words:
+        digest = mix64(digest ^ np.asarray(word, dtype=np.uint64))
+    return digest
+
+
+def permute(places: npt.ArrayLike, size: int, key: int) -> npt.NDArray[np.int64]:
+    """Items at given places of ``range(size)``, shuffled by a key."""
+    if not 1 <= size <= 1 << 62:
+        raise WindowError(f"permute() needs 1 <= size <= 2**62, got size={size}.")
+    start = np.atleast_1d(np.asarray(places, dtype=np.int64))
+    if start.size and (start.min() < 0 or start.max() >= size):
+        raise WindowError(f"permute() got a place outside [0, {size}).")
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    round_keys = hash64(key & ((1 << 64) - 1), np.arange(6))
+    x = _feistel(start.astype(np.uint64), half_bits, round_keys)
+    # The domain is at most four times the range, so few entries walk and none walks long.
+    while (outside := x >= np.uint64(size)).any():
+        x[outside] = _feistel(x[outside], half_bits, round_keys)
+    return x.astype(np.int64)
+
+
+def _feistel(x: UInt64Array, half_bits: int, round_keys: UInt64Array) -> UInt64Array:
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = x >> shift, x & mask
+    for round_key in round_keys:
+        left, right = right, left ^ (mix64(right ^ round_key) & mask)
+    return (left << shift) | right

@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop: steps, held-out evaluation, checkpoints, log, progress, stopping on request.
+"""Training loop with evaluation, checkpoints, log, progress and stop on request.
 
 A run is determined by its model, optimizer, data and settings. After each step its whole state is
 the Variables of model and optimizer and the position in the data. That is what a checkpoint holds,
 so a run that was killed and resumed ends in the same parameters, to the last bit, as one that was
-not.
+not. SIGINT and SIGTERM end a run after the current step.
 
-What a training run is told before it starts, and what it tells when it ends.
-
-Stopping on request: SIGINT and SIGTERM end a run after the current step.
-
-How a batch is divided over a mesh, and whether it can be.
-
-The arrays of a batch have the axes ``("batch", "seq")``, as many of them as they have dimensions,
-and rules map these names to mesh axes. A *part* is one of the microbatches that gradient
-accumulation cuts a batch into: each is divided over the mesh by itself.
+The held-out loss is the mean over all targets, with the model in evaluation mode. Batches may count
+different numbers of targets (the last one is padded), so each batch's mean loss is weighted by its
+number of targets: where it has a ``mask``, those that the mask leaves, else its rows.
 """
 
 from __future__ import annotations
@@ -24,39 +18,44 @@ import functools
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from shardax._core.state.split_merge import iter_modules
 from shardax._transforms.jit.jit import jit
-from shardax.partition.checker import spec_for
-from shardax.partition.context import axis_rules, resolve_rules
+from shardax.partition.context import axis_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.placement import shard
-from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.checkpoint import Checkpoints
 from shardax.train.errors import TrainerError
-from shardax.train.evaluation import evaluation_mode, held_out_loss, make_eval_step
 from shardax.train.log import JsonlLog, read_jsonl
-from shardax.train.prefetch import Positioned, Prefetch, in_device_memory
-from shardax.train.progress import Clock, Display, make_display
+from shardax.train.prefetch import (
+    Positioned,
+    Prefetch,
+    batch_shardings,
+    in_device_memory,
+    put_batch,
+)
+from shardax.train.progress import Throughput, TrainingProgress
 
-# --- Settings ---
+Loss = Callable[[Any, Any], Any]
+"""``loss(model, batch)``: the mean loss over the batch's targets (those where ``mask`` is true)."""
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How long to train and what to do along the way.
+    """Length of a run, and what to do along the way.
 
     Attributes:
         steps: Number of optimizer steps of the whole run, resumed parts included.
@@ -95,7 +94,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         step: Last step done.
@@ -119,26 +118,12 @@ class RunResult:
     log: Path
 
 
-# --- Signals ---
-
-
 class StopRequest:
-    """Notes SIGINT and SIGTERM while its ``with`` block runs.
+    """Notes SIGINT and SIGTERM while its ``with`` block runs."""
 
-    A second SIGINT interrupts at once, as usual. A signal that the process ignores (SIGINT in a
-    background job of a shell) stays ignored. Outside the main thread, where Python delivers no
-    signals, it does nothing.
-
-    Attributes:
-        signal: The signal that was received, or None.
-
-    Example:
-        >>> import os, signal
-        >>> with StopRequest() as stop:
-        ...     os.kill(os.getpid(), signal.SIGTERM)
-        ...     stop.signal
-        <Signals.SIGTERM: 15>
-    """
+    # A second SIGINT interrupts at once, as usual. A signal that the process ignores (SIGINT in a
+    # background job of a shell) stays ignored. Outside the main thread, where Python delivers no
+    # signals, it does nothing.
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -161,120 +146,14 @@ class StopRequest:
                     self._before[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
 
 
-# --- Batch layout ---
-
-BATCH_AXES = ("batch", "seq")
-
-
-def batch_shardings(
-    batch: Any, mesh: Mesh | None, rules: RulesLike | None, *, parts: int, of: str
-) -> Any:
-    """Returns the sharding of every array of a batch.
-
-    Args:
-        batch: One process's rows of a global batch: a pytree of arrays with rows in their first
-            dimension.
-        mesh: The mesh; None for one device.
-        rules: Rules from axis names to mesh axes; None for those in scope.
-        parts: Number of microbatches.
-        of: What the batch is, for messages.
-
-    Returns:
-        A tree like the batch, of ``NamedSharding``; without a mesh, None.
-
-    Raises:
-        TrainerError: If the sizes of the batch cannot be divided so; lists every array.
-
-    Example:
-        >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> batch = {"inputs": np.zeros((4, 8)), "labels": np.zeros(4)}
-        >>> places = batch_shardings(batch, mesh, {"batch": "data"}, parts=1, of="training batch")
-        >>> places["inputs"].spec, places["labels"].spec
-        (P('data', None), P('data',))
-    """
-    problems: list[str] = []
-    entries, treedef = jax.tree_util.tree_flatten_with_path(batch)
-    shardings = []
-    for key_path, array in entries:
-        name, shape = jax.tree_util.keystr(key_path), _global_shape(array)
-        if parts > 1 and (not shape or shape[0] % parts):
-            problems.append(
-                f"{name} of shape {shape} cannot be cut into grad_accumulation={parts} parts"
-            )
-        elif mesh is not None:
-            sharding = _sharding(shape, mesh, rules)
-            problems += [
-                f"{name} of shape {shape}{', in ' + str(parts) + ' parts' if parts > 1 else ''}: "
-                f"{problem}"
-                for problem in _indivisible(shape, sharding, parts)
-            ]
-            shardings.append(sharding)
-    if problems:
-        step = _rows_step(mesh, rules, parts)
-        rows = next((shape[0] for _, a in entries if (shape := _global_shape(a))), 0)
-        raise TrainerError(
-            f"The {of} cannot be laid out:\n"
-            + "".join(f"  {problem}\n" for problem in problems)
-            + f"Use a batch size that is a multiple of {step}, such as {-(-rows // step) * step}"
-            + (", another mesh, or other rules." if mesh is not None else ".")
-        )
-    return treedef.unflatten(shardings) if mesh is not None else None
-
-
-def _global_shape(array: Any) -> tuple[int, ...]:
-    shape = np.shape(array)
-    return (shape[0] * jax.process_count(), *shape[1:]) if shape else ()
-
-
-def _sharding(shape: tuple[int, ...], mesh: Mesh, rules: RulesLike | None) -> NamedSharding:
-    names = BATCH_AXES[: len(shape)]
-    # What the rules leave to the compiler is not split: these arrays come from the host.
-    spec, _ = spec_for(names, shape[: len(names)], mesh, resolve_rules(rules))
-    return NamedSharding(mesh, spec)
-
-
-def _indivisible(shape: tuple[int, ...], sharding: NamedSharding, parts: int) -> list[str]:
-    found = []
-    for position, entry in enumerate(sharding.spec):
-        axes = mesh_axes_of(entry)
-        count = math.prod(sharding.mesh.shape[axis] for axis in axes)
-        size = shape[position] // parts if position == 0 else shape[position]
-        if size % count:
-            where = " x ".join(f"{axis!r} of size {sharding.mesh.shape[axis]}" for axis in axes)
-            found.append(
-                f"{size} along {BATCH_AXES[position]!r} cannot be divided over the mesh axis "
-                f"{where}"
-            )
-    return found
-
-
-def _rows_step(mesh: Mesh | None, rules: RulesLike | None, parts: int) -> int:
-    """Returns the number whose multiples are the batch sizes that fit."""
-    if mesh is None:
-        return parts
-    entry = _sharding((0,), mesh, rules).spec[0]
-    return parts * math.prod(mesh.shape[axis] for axis in mesh_axes_of(entry))
-
-
-# --- Trainer ---
-
-Loss = Callable[[Any, Any], Any]
-"""``loss(model, batch)``: the mean loss over the batch's targets (those where ``mask`` is true)."""
-
-
 class Trainer:
-    """Trains a model: places it on the mesh, runs the loop, and keeps what is needed to resume.
+    """Training run of a model over a mesh, with checkpoints and log.
 
     Args:
         model: The model, usually still lazy.
@@ -345,36 +224,50 @@ class Trainer:
             )
         self.mesh = found
         self.rules = rules
-        self.eval_step = make_eval_step(_from_device_memory(loss))
+
+        @jit
+        def eval_step(model: Any, batch: Any) -> tuple[Any, Any]:
+            """Mean loss of a batch, and its number of targets."""
+            with in_device_memory(model):
+                mean = loss(model, batch)
+            mask = batch.get("mask") if isinstance(batch, Mapping) else None
+            if mask is not None:
+                return mean, jnp.sum(mask)
+            return mean, jnp.asarray(jax.tree.leaves(batch)[0].shape[0])
+
+        self.eval_step = eval_step
 
     @property
     def log_path(self) -> Path:
-        """The log: one JSON object a line."""
+        """Path of the log: one JSON object a line."""
         return self.directory / "log.jsonl"
 
     @property
     def checkpoint_directory(self) -> Path:
-        """Where the checkpoints are."""
+        """Folder of the checkpoints."""
         return self.directory / "checkpoints"
 
     @functools.cached_property
     def train_step(self) -> Callable[..., Any]:
-        """The compiled step: ``train_step(model, optimizer, batch)`` returns the loss.
+        """Compiled step: ``train_step(model, optimizer, batch)`` returns the loss."""
+        gradient = accumulated_value_and_grad(self.loss, self.settings.grad_accumulation)
 
-        It is told the layout, because over Auto axes the compiler would otherwise choose one where
-        that of the optimizer's state is another than the parameters'.
-        """
-        step = _make_train_step(self.loss, self.settings.grad_accumulation)
+        def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+            with in_device_memory((model, optimizer)):
+                value, gradients = gradient(model, batch)
+                optimizer.update(gradients)
+            return value
+
         if self.mesh is None:
-            return jit(step, donate_argnums=(0, 1))
-        places = shardings(self._trained, self.mesh, self.rules, **self._where)
-        return jit(step, donate_argnums=(0, 1), in_shardings=(*places, None))
+            return jit(train_step, donate_argnums=(0, 1))
+        # Over Auto axes the compiler would otherwise choose a layout where that of the optimizer's
+        # state is another than the parameters'.
+        layout = shardings(self._trained, self.mesh, self.rules, **self._where)
+        return jit(train_step, donate_argnums=(0, 1), in_shardings=(*layout, None))
 
     @property
     def _trained(self) -> tuple[Any, Any]:
         return self.model, self.optimizer
-
-    # --- before training -------------------------------------------------------------------------
 
     def check(self, *, resume: bool = False) -> None:
         """Raises what ``run`` would refuse before its first step; changes nothing.
@@ -434,16 +327,16 @@ class Trainer:
             raise TrainerError("held_out has no batches; give None to train without evaluation.")
         return batch_shardings(first, self.mesh, self.rules, parts=1, of="held-out batch")
 
-    # --- running ---------------------------------------------------------------------------------
-
     def run(
-        self, *, resume: bool = False, display: Callable[[int, int], Display] = make_display
+        self, *, resume: bool = False, display: Callable[[int, int], Any] = TrainingProgress
     ) -> RunResult:
         """Trains until ``settings.steps``, or until SIGINT or SIGTERM asks to stop.
 
         Args:
             resume: Whether to go on from the last checkpoint of ``directory``, if there is one.
-            display: Makes the progress display from (first step, last step).
+            display: Makes the progress display from (first step, last step): a context manager
+                with ``step(step, loss, tokens_per_second)``, whose last two may be None, and
+                ``note(message)``.
 
         Returns:
             How it ended. After a request to stop, the state is saved and ``stopped`` tells the
@@ -471,35 +364,31 @@ class Trainer:
     def _loop(self, run: _Run) -> None:
         settings = self.settings
         while run.step < settings.steps and not run.stop:
-            batch = self._next_batch(run)
+            batch = next(run.source, None)
+            if batch is None:
+                raise TrainerError(
+                    f"The training batches ended after step {run.step} of {settings.steps}; give "
+                    f"an endless iterator, or fewer steps. {_last_saved(run)}"
+                )
             run.pending = self.train_step(self.model, self.optimizer, batch)
             run.step += 1
-            run.clock.count(batch, run.pending)
+            run.throughput.count(batch, run.pending)
             if run.step % settings.log_every == 0 or run.step == settings.steps:
-                self._record(run)
+                loss, speed = float(run.pending), run.throughput.speed()
+                known = {} if speed is None else {"tokens_per_second": speed}
+                run.log.write(step=run.step, loss=loss, **known)
+                run.shown.step(run.step, loss, speed)
+                _require_finite(run)
             else:
                 run.shown.step(run.step, None, None)
-            with run.clock.paused():
-                self._pause_for(run)
+            with run.throughput.paused():
+                if _due(run.step, settings.eval_every) and run.step < settings.steps:
+                    self._evaluate_and_record(run)
+                if _due(run.step, settings.checkpoint_every):
+                    self._save(run)
         if run.saved != run.step:
             self._save(run)
         run.checkpoints.wait()
-
-    def _pause_for(self, run: _Run) -> None:
-        """Does what is due after a step besides training."""
-        if _due(run.step, self.settings.eval_every) and run.step < self.settings.steps:
-            self._evaluate_and_record(run)
-        if _due(run.step, self.settings.checkpoint_every):
-            self._save(run)
-
-    def _next_batch(self, run: _Run) -> Any:
-        batch = next(run.source, None)
-        if batch is None:
-            raise TrainerError(
-                f"The training batches ended after step {run.step} of {self.settings.steps}; give "
-                f"an endless iterator, or fewer steps. {_last_saved(run)}"
-            )
-        return batch
 
     def _finish(self, run: _Run) -> RunResult:
         stop, loss, eval_loss = run.stop, math.nan, None
@@ -519,17 +408,10 @@ class Trainer:
         path = run.checkpoints.path(run.step)
         return RunResult(run.step, loss, eval_loss, stop.signal, path, self.log_path)
 
-    def _record(self, run: _Run) -> None:
-        loss, speed = float(run.pending), run.clock.speed()
-        known = {} if speed is None else {"tokens_per_second": speed}
-        run.log.write(step=run.step, loss=loss, **known)
-        run.shown.step(run.step, loss, speed)
-        _require_finite(run)
-
-    # --- evaluation ------------------------------------------------------------------------------
-
     def evaluate(self) -> float:
-        """Returns the mean held-out loss per target, with the model in evaluation mode.
+        """Returns the mean held-out loss per target.
+
+        The model is in evaluation mode meanwhile, and placed on the mesh first.
 
         Raises:
             TrainerError: If there is no held-out data.
@@ -545,10 +427,26 @@ class Trainer:
         return loss
 
     def _evaluate(self, should_stop: Callable[[], bool]) -> float | None:
+        """Returns the mean held-out loss; None if it was stopped."""
         assert self.held_out is not None
         places = self._held_out_shardings()
-        with evaluation_mode(self.model):
-            return held_out_loss(self.eval_step, self.model, self.held_out, places, should_stop)
+        total, count = 0.0, 0.0
+        with _evaluation_mode(self.model):
+            for batch in self.held_out:
+                if should_stop():
+                    return None
+                batch = put_batch(batch, places)
+                mean, targets = jax.device_get(self.eval_step(self.model, batch))
+                if targets:  # the mean over nothing may be anything
+                    total += float(mean) * float(targets)
+                    count += float(targets)
+        if count == 0:
+            raise TrainerError(
+                "The held-out batches hold no target. They are read anew in every evaluation, so "
+                "give something that can be iterated again, such as EvalBatches or a list, not a "
+                "generator."
+            )
+        return total / count
 
     def _evaluate_and_record(self, run: _Run) -> float | None:
         if self.held_out is None:
@@ -558,8 +456,6 @@ class Trainer:
             run.log.write(step=run.step, eval_loss=eval_loss)
             run.shown.note(f"step {run.step}: held-out loss {eval_loss:.4f}")
         return eval_loss
-
-    # --- placement and checkpoints ---------------------------------------------------------------
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
@@ -591,25 +487,22 @@ class Trainer:
 
 @dataclass
 class _Run:
-    """What one call of ``run`` works with.
-
-    ``pending`` is the loss of the last step, still on its devices; ``saved`` the last step of which
-    there is a checkpoint, or -1.
-    """
+    """State of one call of ``Trainer.run``."""
 
     checkpoints: Checkpoints
     log: JsonlLog
     source: Prefetch
-    shown: Display
+    shown: Any
     stop: StopRequest
     step: int
-    saved: int
-    pending: Any = None
-    clock: Clock = field(default_factory=Clock)
+    saved: int  # the last step of which there is a checkpoint, or -1
+    pending: Any = None  # the loss of the last step, still on its devices
+    throughput: Throughput = field(default_factory=Throughput)
 
 
 def _require_finite(run: _Run) -> None:
-    """Raises if the last loss is not finite, so that no checkpoint is saved after it."""
+    """Raises if the last loss is not finite."""
+    # So that no checkpoint is saved after it.
     if run.pending is not None and not math.isfinite(loss := float(run.pending)):
         raise TrainerError(
             f"The loss at step {run.step} is {loss}. Lower the learning rate or clip the "
@@ -625,23 +518,25 @@ def _last_saved(run: _Run) -> str:
     return f"There are checkpoints of steps {steps}." if steps else "There is no checkpoint yet."
 
 
-def _make_train_step(loss: Loss, parts: int) -> Callable[..., Any]:
-    def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
-        with in_device_memory((model, optimizer)):
-            value, gradients = accumulated_value_and_grad(loss, parts)(model, batch)
-            optimizer.update(gradients)
-        return value
-
-    return train_step
-
-
-def _from_device_memory(loss: Loss) -> Loss:
-    def loss_in_device_memory(model: Any, batch: Any) -> Any:
-        with in_device_memory(model):
-            return loss(model, batch)
-
-    return loss_in_device_memory
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+@contextlib.contextmanager
+def _evaluation_mode(model: Any) -> Iterator[None]:
+    """Puts all Modules into evaluation mode for a block."""
+    # As Module.eval sets them.
+    modes = {"deterministic": True, "use_running_average": True}
+    before = [
+        (module, name, getattr(module, name))
+        for _, module in iter_modules(model)
+        for name in modes
+        if name in vars(module) and getattr(module, name) != modes[name]
+    ]
+    for module, name, _ in before:
+        setattr(module, name, modes[name])
+    try:
+        yield
+    finally:
+        for module, name, mode in before:
+            setattr(module, name, mode)

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout and lazy values of an optimizer's state.
+
+A transformation in the sense of optax has ``init(params) -> state`` and ``update(updates, state,
+params) -> (updates, state)``. Its state is some pytree; an array in it is a state leaf. Tracing
+``init`` on shapes tells for each leaf where it is, its shape and dtype, which parameter it follows
+(it stands at that parameter's path, so it is laid out like it), and what it is computed from.
+Nothing is computed or allocated, so an optimizer can be made for a model that does not exist yet.
+
+A ``StateValue`` computes its leaf when it is first needed. Most leaves start as one number, written
+by a small program straight into the shards. A leaf that depends on parameters (a slow copy of the
+weights) is computed from the values that the model has at that moment. Without a sharding of its
+own a leaf goes where its parameter is; one that follows no parameter is replicated over the
+parameters' mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardax._core._jax import Literal, Tracer
+from shardax._core.array_ops import realise
+from shardax._core.graph.paths import Path, PathKey
+from shardax._core.graph.static import Static
+from shardax._core.init.lazy import LazyValue
+from shardax._core.variable import Variable
+from shardax.partition.inventory import dimensions_of_state, plain_path
+
+
+class Transformation:
+    """Gradient transformation as configuration."""
+
+    # Identified by what it was when it was made: some schedules of optax change a variable of their
+    # own when they are first called, which would make a program compiled for them look outdated.
+
+    __slots__ = ("_key", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._key = Static(value)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transformation) and self._key == other._key
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class InitialValue(NamedTuple):
+    """What ``init`` computes a leaf from."""
+
+    needs: tuple[int, ...]  # positions of the parameters that it depends on
+    number: Any = None  # of all elements, where they depend on none
+    is_copy: bool = False  # of the one parameter that it needs
+
+
+class StateLeaf(NamedTuple):
+    """One array of an optimizer's state."""
+
+    path: Path  # ends in the path of the parameter that the leaf follows
+    shape: tuple[int, ...]
+    dtype: Any
+    follows: int | None  # position of a parameter
+    dims: tuple[int | None, ...]  # for each dimension that of the parameter it corresponds to
+    initial: InitialValue
+
+
+class StateLayout(NamedTuple):
+    """State of a transformation for parameters of given shapes."""
+
+    leaves: tuple[StateLeaf, ...]  # in the order of the state's pytree
+    treedef: Any
+    static: dict[int, Any]  # leaves that are no arrays (strings, functions, ...), by position
+
+    def join(self, arrays: Iterable[Any]) -> Any:
+        """Makes the state from its arrays: the inverse of ``separate_arrays``."""
+        remaining = iter(arrays)
+        count = len(self.leaves) + len(self.static)
+        leaves = [self.static[i] if i in self.static else next(remaining) for i in range(count)]
+        return self.treedef.unflatten(leaves)
+
+
+class SeparatedState(NamedTuple):
+    """Arrays of a state with key paths, and everything else."""
+
+    keys: list[Any]
+    arrays: list[Any]
+    treedef: Any
+    static: dict[int, Any]
+
+
+def separate_arrays(state: Any) -> SeparatedState:
+    """Takes a transformation's state apart into arrays and everything else."""
+    kinds = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(state)
+    keys = [key for key, leaf in keyed if isinstance(leaf, kinds)]
+    arrays = [leaf for _, leaf in keyed if isinstance(leaf, kinds)]
+    static = {i: leaf for i, (_, leaf) in enumerate(keyed) if not isinstance(leaf, kinds)}
+    return SeparatedState(keys, arrays, treedef, static)
+
+
+def layout_of(transformation: Transformation, params: Any) -> StateLayout:
+    """Finds what a transformation's state holds for parameters or shapes."""
+    leaves, treedef = jax.tree.flatten(params)
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+    return _layout_of(transformation, treedef, shapes)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout_of(
+    transformation: Transformation, treedef: Any, shapes: tuple[Any, ...]
+) -> StateLayout:
+    separated = SeparatedState([], [], None, {})
+
+    def init(leaves: list[Any]) -> list[Any]:
+        nonlocal separated
+        separated = separate_arrays(transformation.value.init(treedef.unflatten(leaves)))
+        return separated.arrays
+
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    closed = jax.make_jaxpr(init)(structs)
+    inputs = [InitialValue((position,), is_copy=True) for position in range(len(structs))]
+    initials = _initial_values(closed.jaxpr, closed.consts, inputs)
+    keyed = jax.tree_util.tree_flatten_with_path(treedef.unflatten(structs))[0]
+    parameters = {plain_path(key): position for position, (key, _) in enumerate(keyed)}
+    leaves = []
+    for path, key, aval, initial in zip(
+        _unique([plain_path(key) for key in separated.keys]),
+        separated.keys,
+        closed.out_avals,
+        initials,
+        strict=True,
+    ):
+        follows = _followed(key, parameters)
+        dims = None if follows is None else dimensions_of_state(aval.shape, shapes[follows][0])
+        if dims is None:
+            follows, dims = None, (None,) * len(aval.shape)
+        if initial.number is not None:
+            initial = InitialValue((), np.asarray(initial.number).astype(aval.dtype))
+        leaves.append(StateLeaf(path, tuple(aval.shape), aval.dtype, follows, dims, initial))
+    return StateLayout(tuple(leaves), separated.treedef, separated.static)
+
+
+def _unique(paths: list[Path]) -> list[Path]:
+    """Returns the paths, changed where two leaves would collide."""
+    taken: set[Path] = set()
+    above = {path[:end] for path in paths for end in range(len(path))}
+    found = []
+    for position, path in enumerate(paths):
+        if not path or path in taken or path in above:
+            path = (*path, f"leaf_{position}")
+        taken.add(path)
+        found.append(path)
+    return found
+
+
+def _followed(key_path: Sequence[Any], parameters: dict[Path, int]) -> int | None:
+    """Finds the parameter whose path a key path ends in."""
+    # Or passes through.
+    for start, key in enumerate(key_path):
+        if isinstance(key, PathKey):
+            steps = plain_path(key_path[start:])
+            for end in range(len(steps), -1, -1):
+                if steps[:end] in parameters:
+                    return parameters[steps[:end]]
+    return None
+
+
+def _initial_values(
+    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[InitialValue]
+) -> list[InitialValue]:
+    """Finds what each output of a jaxpr is computed from."""
+    known: dict[Any, InitialValue] = dict(zip(jaxpr.invars, inputs, strict=True))
+    known.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
+
+    def read(atom: Any) -> InitialValue:
+        return _constant(atom.val) if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        found = _outputs(equation, [read(atom) for atom in equation.invars])
+        known.update(zip(equation.outvars, found, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _constant(value: Any) -> InitialValue:
+    dtype = getattr(value, "dtype", None)
+    is_number = dtype is None or not jnp.issubdtype(dtype, jax.dtypes.extended)
+    return InitialValue((), value if np.ndim(value) == 0 and is_number else None)
+
+
+def _outputs(equation: Any, inputs: Sequence[InitialValue]) -> list[InitialValue]:
+    name, params = equation.primitive.name, equation.params
+    if name in ("jit", "pjit", "closed_call"):
+        inner = params.get("jaxpr", params.get("call_jaxpr"))
+        return _initial_values(inner.jaxpr, inner.consts, inputs)
+    if len(inputs) == 1:
+        (only,) = inputs
+        if name == "copy" or (name == "broadcast_in_dim" and only.number is not None):
+            return [only]
+        if name == "convert_element_type" and only.number is not None:
+            return [InitialValue((), np.asarray(only.number).astype(params["new_dtype"]))]
+    needs = tuple(sorted({position for each in inputs for position in each.needs}))
+    return [InitialValue(needs)] * len(equation.outvars)
+
+
+class TrainedParameters:
+    """Parameters of an optimizer, for the lazy values of its state."""
+
+    def __init__(
+        self, transformation: Transformation, variables: Sequence[Variable[Any]], treedef: Any
+    ) -> None:
+        self.transformation = transformation
+        self.treedef = treedef  # of the State of parameters
+        self.places = [
+            (variable, position)
+            for variable in variables
+            for position in range(len(jax.tree.leaves(variable._value)))
+        ]
+
+    def peek(self, position: int) -> Any:
+        """Returns a parameter's array, or its lazy or abstract stand-in."""
+        variable, inner = self.places[position]
+        return jax.tree.leaves(variable._value)[inner]
+
+    def array(self, position: int) -> Any:
+        """Returns a parameter's array, materialising it if it is lazy."""
+        variable, inner = self.places[position]
+        value = variable._value
+        if isinstance(value, (np.ndarray, LazyValue)):
+            value = variable._value = realise(value, variable._owner)
+        return jax.tree.leaves(value)[inner]
+
+    def sharding_for(self, leaf: StateLeaf) -> NamedSharding | None:
+        """Returns where a state leaf belongs by where the parameters are."""
+        if leaf.follows is None:
+            for position in range(len(self.places)):
+                if (sharding := _named_sharding(self.peek(position))) is not None:
+                    return NamedSharding(sharding.mesh, PartitionSpec())
+            return None
+        sharding = _named_sharding(self.peek(leaf.follows))
+        if sharding is None:
+            return None
+        entries = dict(enumerate(sharding.spec))
+        spec = PartitionSpec(*(None if d is None else entries.get(d) for d in leaf.dims))
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _named_sharding(value: Any) -> NamedSharding | None:
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return None
+    return value.sharding if isinstance(value.sharding, NamedSharding) else None
+
+
+class StateValue(LazyValue):
+    """Lazy value of one leaf of an optimizer's state."""
+
+    __slots__ = ("leaf", "parameters", "position")
+
+    def __init__(self, leaf: StateLeaf, parameters: TrainedParameters, position: int) -> None:
+        self.leaf = leaf
+        self.parameters = parameters
+        self.position = position  # of the leaf in the state
+        self.shape = leaf.shape
+        self.dtype = leaf.dtype
+
+    def compute(self, sharding: Any = None) -> jax.Array:
+        """Computes the leaf; without a sharding, where its parameter is."""
+        leaf, parameters, initial = self.leaf, self.parameters, self.leaf.initial
+        if sharding is None:
+            sharding = parameters.sharding_for(leaf)
+        if initial.number is not None:
+            return _fill_program(leaf.shape, leaf.dtype, sharding)(initial.number)
+        arrays = [parameters.array(position) for position in initial.needs]
+        if initial.is_copy:
+            return _copy_program(sharding)(arrays[0])
+        peeked = map(parameters.peek, range(len(parameters.places)))
+        shapes = tuple((tuple(each.shape), each.dtype) for each in peeked)
+        key = (parameters.transformation, parameters.treedef, shapes, initial.needs, self.position)
+        return _leaf_program(*key, sharding)(*arrays)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fill_program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[Any], jax.Array]:
+    def fill(value: Any) -> jax.Array:
+        return jnp.full(shape, value, dtype)
+
+    return jax.jit(fill, out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=4096)
+def _copy_program(sharding: Any) -> Callable[[Any], jax.Array]:
+    # A copy in memory, because a train step that donates the model and the optimizer must not
+    # donate one buffer twice.
+    return jax.jit(lambda value: jnp.copy(value), out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _leaf_program(
+    transformation: Transformation,
+    treedef: Any,
+    shapes: tuple[Any, ...],
+    needs: tuple[int, ...],
+    position: int,
+    sharding: Any,
+) -> Callable[..., jax.Array]:
+    """Makes a program that runs ``init`` for one leaf."""
+    # The compiler drops the rest.
+
+    def compute_leaf(*arrays: Any) -> jax.Array:
+        given = dict(zip(needs, arrays, strict=True))
+        leaves = [
+            given[i] if i in given else jnp.zeros(shape, dtype)
+            for i, (shape, dtype) in enumerate(shapes)
+        ]
+        state = transformation.value.init(treedef.unflatten(leaves))
+        return jnp.asarray(separate_arrays(state).arrays[position])
+
+    return jax.jit(compute_leaf, out_shardings=sharding)

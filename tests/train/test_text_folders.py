@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders become one text: all their files in a fixed order, or an error that says which."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from shardax.train.errors import TextNotFoundError, TextSourceError
+from shardax.train.text import ByteText
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "texts"
+    for path, content in {
+        "b.txt": "beta",
+        "a/z.txt": "zeta",
+        "a/code.py": "print()",
+        "a.txt": "alpha",
+        "B.txt": "upper",
+        "empty.txt": "",
+        ".hidden/secret.txt": "no",
+        ".hidden.txt": "no",
+        "__pycache__/x.txt": "no",
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(content)
+    return root
+
+
+def files_of(text: ByteText) -> list[bytes]:
+    """The contents of the joined files; each ends in a NUL byte."""
+    *contents, end = bytes(text.data).split(b"\0")
+    assert end == b""
+    return contents
+
+
+def test_files_are_joined_in_byte_order_without_hidden_and_empty_ones(folder: Path):
+    text = ByteText.from_folder(folder)
+    assert files_of(text) == [b"upper", b"alpha", b"print()", b"zeta", b"beta"]
+    assert text.name == str(folder)
+
+
+def test_only_the_given_endings_are_kept(folder: Path):
+    text = ByteText.from_folder(folder, suffixes=(".py", "b.txt"))
+    assert files_of(text) == [b"print()", b"beta"]
+
+
+def test_links_to_files_are_followed_and_links_to_folders_are_not(folder: Path, tmp_path: Path):
+    (tmp_path / "linked.txt").write_text("linked")
+    (folder / "c.txt").symlink_to(tmp_path / "linked.txt")
+    (folder / "again").symlink_to(folder / "a", target_is_directory=True)
+    contents = files_of(ByteText.from_folder(folder, suffixes=(".txt",)))
+    assert contents == [b"upper", b"alpha", b"zeta", b"beta", b"linked"]
+
+
+def test_the_same_files_elsewhere_have_the_same_fingerprint_and_a_change_another(
+    folder: Path, tmp_path: Path
+):
+    first = ByteText.from_folder(folder).fingerprint
+    folder.rename(tmp_path / "moved")
+    assert ByteText.from_folder(tmp_path / "moved").fingerprint == first
+    (tmp_path / "moved" / "b.txt").write_text("BETA")
+    assert ByteText.from_folder(tmp_path / "moved").fingerprint != first
+
+
+def test_no_matching_file_names_the_folder_and_the_endings_there(folder: Path):
+    with pytest.raises(TextSourceError) as caught:
+        ByteText.from_folder(folder, suffixes=(".md", ".rst"))
+    assert str(folder) in str(caught.value)
+    assert "ending in .md or .rst" in str(caught.value)
+    assert "the endings there are: .py, .txt" in str(caught.value)
+
+
+def test_a_folder_without_files_says_so(tmp_path: Path):
+    with pytest.raises(TextSourceError, match="the folder is empty"):
+        ByteText.from_folder(tmp_path)
+
+
+def test_a_missing_folder_is_also_a_file_not_found_error(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="nowhere") as caught:
+        ByteText.from_folder(tmp_path / "nowhere")
+    assert isinstance(caught.value, TextNotFoundError)
+
+
+def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    read = Path.read_bytes
+
+    def refusing(path: Path) -> bytes:
+        if path.name == "z.txt":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refusing)
+    with pytest.raises(TextSourceError, match=r"z\.txt.*Permission denied"):
+        ByteText.from_folder(folder)
+
+
+def test_the_standard_library_is_joined_without_packages_tests_and_build_files():
+    root = Path(sysconfig.get_path("stdlib"))
+    contents = set(files_of(ByteText.standard_library()))
+    for path in ("os.py", "json/decoder.py", "asyncio/events.py"):
+        assert (root / path).read_bytes() in contents
+    for left_out in root.glob("_sysconfigdata*.py"):
+        assert left_out.read_bytes() not in contents
+    for left_out in (root / "test").glob("test_a*.py"):
+        assert left_out.read_bytes() not in contents
