@@ -42,12 +42,11 @@ def spec_for(
     *,
     placed: bool = True,
 ) -> tuple[PartitionSpec, list[Diagnostic]]:
-    """Spec of one array by its axis names, and its diagnostics.
-
-    An array without names (None) is replicated. The spec leaves out mesh axes that the mesh lacks,
-    each of which is an error among the diagnostics, so that a ``NamedSharding`` can be made of it.
-    ``placed=False`` is for constraints inside programs, where ``UNCONSTRAINED`` is meaningful.
-    """
+    """Spec of one array by its axis names, and its diagnostics."""
+    # An array without names (None) is replicated. The spec leaves out mesh axes that the mesh
+    # lacks, each of which is an error among the diagnostics, so that a ``NamedSharding`` can be
+    # made of it. ``placed=False`` is for constraints inside programs, where ``UNCONSTRAINED`` is
+    # meaningful.
     if axes is None:
         return PartitionSpec(), []
     try:
@@ -107,11 +106,9 @@ def diagnose(
     source: str = "",
     path: Path = (),
 ) -> Iterator[Diagnostic]:
-    """Yields the diagnostics of one array's spec.
-
-    With rules, ``spec`` is what they make of ``names``, one entry per dimension. Without a mesh,
-    the spec is checked alone.
-    """
+    """Yields the diagnostics of one array's spec."""
+    # With rules, ``spec`` is what they make of ``names``, one entry per dimension. Without a mesh,
+    # the spec is checked alone.
     if names is not None and rules is not None:
         assignment = rules.assign(names)
         yield from _unmapped(path, names, assignment, rules)
@@ -128,6 +125,53 @@ def diagnose(
     def error(code: str, text: str) -> Diagnostic:
         return _diagnostic(path, "error", code, text)
 
+    yield from _without_axes(path, names, spec, source)
+    sizes = {} if mesh is None else dict(mesh.shape)
+    taken: set[str] = set()
+    for i, entry in enumerate(spec):
+        for axis in mesh_axes_of(entry) if _well_formed(entry) else ():
+            if mesh is not None and axis not in sizes:
+                text = (
+                    f"{dimension(i)} is to be split over mesh axis {axis!r} by {reason(i)}; there "
+                    f"is no mesh axis {axis!r}, the mesh has the axes ({mesh_text(sizes)})."
+                    f"{did_you_mean(axis, sizes)} Correct that, or make the mesh with such an axis "
+                    "(of size 1 to switch it off)."
+                )
+                yield error("unknown-mesh-axis", text)
+            elif axis in taken:
+                text = (
+                    f"{dimension(i)}, {reason(i)}: mesh axis {axis!r} stands twice, but one array "
+                    "can use it only once. Give one of the dimensions another mesh axis or None."
+                )
+                yield error("mesh-axis-conflict", text)
+            taken.add(axis)
+    if mesh is None:
+        return
+    for i, entry in enumerate(_usable(spec, mesh)):
+        axes, size = mesh_axes_of(entry), shape[i]
+        parts = math.prod(sizes[axis] for axis in axes)
+        if size % parts:
+            product = " * ".join(f"{axis} = {sizes[axis]}" for axis in axes)
+            low, high = size // parts * parts, -(-size // parts) * parts
+            better = f"{low} or {high}" if low else f"{high}"
+            text = (
+                f"{dimension(i)} has size {size}, which is not divisible by {parts}, the number of "
+                f"parts it is to be cut into (mesh axes {product}, {reason(i)}). All devices must "
+                f"hold equal parts. Make the size {better}, or split by fewer mesh axes, or not at "
+                f"all, by {'a spec of' if names is None else 'rules to'} None."
+            )
+            yield error("indivisible", text)
+    for i, entry in enumerate(_usable(spec, mesh)):
+        order = _wrong_order(entry, mesh)
+        if order:
+            text = f"{dimension(i)}, {reason(i)}, {order}"
+            yield _diagnostic(path, "warning", "axis-type-order", text)
+
+
+def _without_axes(
+    path: Path, names: Names | None, spec: Sequence[SpecEntry], source: str
+) -> Iterator[Diagnostic]:
+    """Yields diagnostics of entries without mesh axes: unconstrained or malformed."""
     for i, entry in enumerate(spec):
         if entry is UNCONSTRAINED:
             whose = f", {source}" if names is None else f" (names {names})"
@@ -142,49 +186,7 @@ def diagnose(
                 f"{source}: {PartitionSpec(*spec)} has the entry {entry!r}. An entry is a mesh "
                 "axis, a tuple of mesh axes or None."
             )
-            yield error("axis-names", text)
-    sizes = {} if mesh is None else dict(mesh.shape)
-    taken: set[str] = set()
-    for i, entry in enumerate(spec):
-        for axis in mesh_axes_of(entry) if _well_formed(entry) else ():
-            if mesh is not None and axis not in sizes:
-                text = (
-                    f"{dimension(i)} is to be split over mesh axis {axis!r} by {reason(i)}, but "
-                    f"there is no mesh axis {axis!r}: the mesh has the axes ({mesh_text(sizes)})."
-                    f"{did_you_mean(axis, sizes)} Correct that, or make the mesh with such an axis "
-                    "(of size 1 to switch it off)."
-                )
-                yield error("unknown-mesh-axis", text)
-            elif axis in taken:
-                text = (
-                    f"{dimension(i)}, {reason(i)}: mesh axis {axis!r} stands twice, but one array "
-                    "can use it only once. Give one of the dimensions another mesh axis or None."
-                )
-                yield error("mesh-axis-conflict", text)
-            taken.add(axis)
-    if mesh is None:
-        return
-    usable = _usable(spec, mesh)
-    for i, entry in enumerate(usable):
-        axes, size = mesh_axes_of(entry), shape[i]
-        parts = math.prod(sizes[axis] for axis in axes)
-        if size % parts:
-            product = " * ".join(f"{axis} = {sizes[axis]}" for axis in axes)
-            low, high = size // parts * parts, -(-size // parts) * parts
-            none = "a spec of None" if names is None else "rules to None"
-            text = (
-                f"{dimension(i)} has size {size}, which is not divisible by {parts}, the number of "
-                f"parts it is to be cut into (mesh axes {product}, {reason(i)}). All "
-                f"devices must hold equal parts. Make the size "
-                f"{f'{low} or {high}' if low else high}, or split by fewer mesh axes, or not at "
-                f"all, by {none}."
-            )
-            yield error("indivisible", text)
-    for i, entry in enumerate(usable):
-        order = _wrong_order(entry, mesh)
-        if order:
-            text = f"{dimension(i)}, {reason(i)}, {order}"
-            yield _diagnostic(path, "warning", "axis-type-order", text)
+            yield _diagnostic(path, "error", "axis-names", text)
 
 
 def _diagnostic(path: Path, severity: Severity, code: str, text: str) -> Diagnostic:

@@ -197,10 +197,8 @@ def _mesh_for(array: jax.Array, given: AnyMesh | None) -> AnyMesh | None:
 
 
 def _has_devices(mesh: AnyMesh | None, array: jax.Array) -> bool:
-    """Whether the devices of a program are known; else JAX drops constraints.
-
-    Over axes that are not Auto, JAX says so itself, and outside of programs ``_move`` does.
-    """
+    """Whether the devices of a program are known; else JAX drops constraints."""
+    # Over axes that are not Auto, JAX says so itself, and outside of programs ``_move`` does.
     if not isinstance(mesh, AbstractMesh) or not isinstance(array, Tracer):
         return True
     inside, own = jax.sharding.get_abstract_mesh(), _own_mesh(array)

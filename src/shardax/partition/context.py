@@ -165,10 +165,8 @@ _MARK = "shardax-names:"
 
 
 def marking_names(rules: RulesLike) -> AxisRulesScope:
-    """A scope of constraints for marking alone.
-
-    Programs traced in it are not used outside of it, nor the other way round.
-    """
+    """A scope of constraints for marking alone."""
+    # Programs traced in it are not used outside of it, nor the other way round.
     return AxisRulesScope(resolve_rules(rules), None, True)
 
 

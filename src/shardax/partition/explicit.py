@@ -37,11 +37,9 @@ def explicit_sharding(array: jax.Array) -> NamedSharding | None:
 
 
 def joined_sharding(parts: Iterable[tuple[jax.Array, Sequence[int]]]) -> NamedSharding | None:
-    """Sharding of a result with several operands' dimensions, for ``out_sharding=``.
-
-    ``parts`` are pairs of an operand and those of its dimensions that the result has, in the
-    result's order. Where two want one mesh axis, the earlier has it. None if no operand is split.
-    """
+    """Sharding of a result with several operands' dimensions, for ``out_sharding=``."""
+    # ``parts`` are pairs of an operand and those of its dimensions that the result has, in the
+    # result's order. Where two want one mesh axis, the earlier has it. None if no operand is split.
     found = [(array, explicit_entries(array), dimensions) for array, dimensions in parts]
     mesh = next(
         (jax.typeof(array).sharding.mesh for array, entries, _ in found if entries is not None),
@@ -60,10 +58,8 @@ def joined_sharding(parts: Iterable[tuple[jax.Array, Sequence[int]]]) -> NamedSh
 
 
 def align(parameter: jax.Array, x: jax.Array, dimensions: Sequence[int] | None = None) -> jax.Array:
-    """Lays a parameter out like the dimensions it meets elementwise.
-
-    ``dimensions`` are those of ``x``, the last ones by default.
-    """
+    """Lays a parameter out like the dimensions it meets elementwise."""
+    # ``dimensions`` are those of ``x``, the last ones by default.
     entries = explicit_entries(parameter)
     if entries is None:
         return parameter

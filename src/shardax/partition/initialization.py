@@ -145,10 +145,8 @@ class InitializerCall:
         return self.function(*args, **kwargs)
 
     def key(self, functions: list[Any], *more: Hashable) -> Hashable | None:
-        """The key of the program, or None for this call alone.
-
-        Functions are in it by identity; they are added to the list, and must outlive the program.
-        """
+        """The key of the program, or None for this call alone."""
+        # Functions are in it by identity; they are added to the list, and must outlive the program.
         owner = getattr(self.function, "__self__", None)
         if isinstance(self.function, Object) or isinstance(owner, Object):
             return None

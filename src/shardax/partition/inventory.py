@@ -40,6 +40,7 @@ from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.paths import Path, PathKey, format_path, path_step
 from shardax._core.graph.static import EMPTY, Metadata
+from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Variable
@@ -224,13 +225,15 @@ class TreeInventory:
         if isinstance(value, AxisMetadata):
             leaf = _box_leaf(path, value, variable, held)
         else:
-            if is_array(value) and not knows_axes(value):
+            axes = metadata.axes
+            usual = isinstance(value, (jax.Array, LazyValue))
+            if usual or (is_array(value) and not knows_axes(value)):
                 arrays, treedef = (_array_info(path, value),), None
             else:
                 found = jax.tree.leaves_with_path(value, is_leaf=knows_axes)
-                arrays = tuple(_array_info((*path, *plain_path(k)), each) for k, each in found)
+                arrays = tuple(_leaf_info((*path, *plain_path(k)), each) for k, each in found)
                 treedef = jax.tree.structure(value)
-            axes = value.partition_axes if knows_axes(value) else metadata.axes
+                axes = value.partition_axes if knows_axes(value) else axes
             leaf = LeafInfo(path, axes, arrays, treedef, variable, held)
             if BOX_ENTRY in metadata.entries:
                 mesh, rules = layout_of_variable(axes, metadata.entries)
@@ -304,16 +307,20 @@ def _origin_of(leaf: LeafInfo) -> Origin:
     return Origin(kind, Metadata(names, entries.entries if isinstance(entries, Metadata) else {}))
 
 
+def _leaf_info(path: Path, value: Any) -> ArrayInfo:
+    """Type of an array, or of one that knows its axis names."""
+    if not knows_axes(value):
+        return _array_info(path, value)
+    (array,) = jax.tree.leaves(value)
+    return _array_info(path, array)._replace(axes=value.partition_axes)
+
+
 def _array_info(path: Path, value: Any) -> ArrayInfo:
-    axes = None
-    if knows_axes(value):
-        axes = value.partition_axes
-        (value,) = jax.tree.leaves(value)
     weak = bool(getattr(value, "weak_type", False))
     known = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and not isinstance(value, Tracer)
     sharding = value.sharding if known else None
     named = sharding if isinstance(sharding, NamedSharding) else None
-    return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named, axes)
+    return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named)
 
 
 # --- States of optimizers ---
@@ -341,12 +348,10 @@ class PathEnds(Generic[T]):
 def dimensions_of_state(
     shape: tuple[int, ...], parameter: tuple[int, ...]
 ) -> tuple[int | None, ...] | None:
-    """The parameter's dimension of each dimension of an optimizer's state.
-
-    None for a new dimension; None in place of all if that is unclear. Three forms occur: the
-    parameter's shape, leading dimensions before it (a history), and one dimension less (row and
-    column statistics), where the missing one must be clear from the sizes.
-    """
+    """The parameter's dimension of each dimension of an optimizer's state."""
+    # None for a new dimension; None in place of all if that is unclear. Three forms occur: the
+    # parameter's shape, leading dimensions before it (a history), and one dimension less (row and
+    # column statistics), where the missing one must be clear from the sizes.
     extra = len(shape) - len(parameter)
     if extra >= 0 and shape[extra:] == parameter:
         return (*((None,) * extra), *range(len(parameter)))
@@ -360,10 +365,8 @@ def dimensions_of_state(
 def reduced_states(
     leaves: Sequence[LeafInfo], diagnostics: Sequence[Diagnostic]
 ) -> tuple[dict[int, LeafInfo], list[Diagnostic]]:
-    """Reduced states by position, renamed, and their diagnostics.
-
-    ``diagnostics`` are those of a layout of all boxes by their names.
-    """
+    """Reduced states by position, renamed, and their diagnostics."""
+    # ``diagnostics`` are those of a layout of all boxes by their names.
     misfits = {d.path for d in diagnostics if d.code in ("rank-mismatch", "indivisible")}
     if not misfits:
         return {}, []

@@ -74,10 +74,8 @@ def _mesh_of_with_statement() -> Mesh | None:
 
 
 def scope_has_devices() -> bool:
-    """Whether the mesh in scope has devices, also inside a trace.
-
-    True under ``jax.set_mesh``, False under ``use_abstract_mesh`` alone.
-    """
+    """Whether the mesh in scope has devices, also inside a trace."""
+    # True under ``jax.set_mesh``, False under ``use_abstract_mesh`` alone.
     try:  # a bare spec is made a sharding of the devices in scope
         jax.eval_shape(lambda x: jax.device_put(x, PartitionSpec()), np.zeros((), np.float32))
     except ValueError:

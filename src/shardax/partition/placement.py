@@ -278,11 +278,11 @@ def _place(inventory: TreeInventory, model: T, destinations: Sequence[Destinatio
 
 
 class _Copies:
-    """Copies under way, in batches, and the values of leaves that are no Variables."""
+    """Copies under way, in batches."""
 
     def __init__(self, leaves: Sequence[LeafInfo], total: int) -> None:
         self.leaves = leaves
-        self.values = [leaf.held for leaf in leaves]
+        self.values = [leaf.held for leaf in leaves]  # of what is no Variable
         self.total = total  # for messages
         self.done = 0
         self._batch: list[tuple[int, list[Any]]] = []

@@ -61,14 +61,13 @@ LARGE_FRACTION = 0.01
 
 
 class TreeLayout:
-    """Specs of a tree's leaves, and their diagnostics.
+    """Specs of a tree's leaves, and their diagnostics."""
 
-    ``mesh`` and ``rules`` None stand for those in scope, or a leaf's own. ``function`` is who needs
-    a mesh, for the message, or None if rules alone will do. ``over_mesh=False`` applies the rules
-    alone, whatever mesh is in scope. ``placed`` is as for ``spec_for``. ``names_alone`` lets every
-    name stand for itself. Logical names without rules, over a mesh, are an error of boxes, or of
-    everything under ``rules_for="all"``.
-    """
+    # ``mesh`` and ``rules`` None stand for those in scope, or a leaf's own. ``function`` is who
+    # needs a mesh, for the message, or None if rules alone will do. ``over_mesh=False`` applies the
+    # rules alone, whatever mesh is in scope. ``placed`` is as for ``spec_for``. ``names_alone``
+    # lets every name stand for itself. Logical names without rules, over a mesh, are an error of
+    # boxes, or of everything under ``rules_for="all"``.
 
     def __init__(
         self,
@@ -194,10 +193,8 @@ class TreeLayout:
                 yield Diagnostic("error", leaf.path, "no-rules", text)
 
     def checked(self, more: Sequence[Diagnostic] = ()) -> TreeLayout:
-        """This layout if there is no error in it or in ``more``.
-
-        Raises NoRulesError for logical names without rules, else PartitionCheckError with all.
-        """
+        """This layout if there is no error in it or in ``more``."""
+        # Raises NoRulesError for logical names without rules, else PartitionCheckError with all.
         for diagnostic in self.diagnostics:
             if diagnostic.code == "no-rules":
                 raise NoRulesError(str(diagnostic))

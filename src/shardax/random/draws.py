@@ -57,6 +57,9 @@ def bits(
         device: Device, or its name.
         sharding: Where each part goes.
 
+    Returns:
+        An array of ``shape`` and dtype.
+
     Raises:
         TracedDrawError: While a transform is tracing.
 
@@ -88,6 +91,9 @@ def uniform(
         device: Device, or its name.
         sharding: Where each part goes.
 
+    Returns:
+        An array of ``shape`` and dtype.
+
     Raises:
         DrawError: If a lower bound is above its upper bound, or their difference is not finite.
         DtypeError: If the dtype has 64 bits while JAX uses 32.
@@ -115,6 +121,9 @@ def normal(
         dtype: A floating or complex dtype; None for the default.
         device: Device, or its name.
         sharding: Where each part goes.
+
+    Returns:
+        An array of ``shape`` and dtype.
 
     Raises:
         DtypeError: If the dtype has 64 bits while JAX uses 32.
@@ -148,6 +157,9 @@ def truncated_normal(
         dtype: A floating dtype; None for the default.
         device: Device, or its name.
         sharding: Where each part goes.
+
+    Returns:
+        An array of ``shape`` and dtype.
 
     Raises:
         DrawError: If a lower bound is not below its upper bound.
@@ -185,6 +197,9 @@ def randint(
         dtype: An integer dtype; ``int`` for JAX's default.
         device: Device, or its name.
         sharding: Where each part goes.
+
+    Returns:
+        An array of ``shape`` and dtype.
 
     Raises:
         DrawError: If there is no integer in a range, or a bound does not fit the dtype.

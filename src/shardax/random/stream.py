@@ -270,6 +270,9 @@ def isolated(seed: Any) -> Iterator[None]:
     Args:
         seed: An integer, a random key of shape (), or a ``StreamState``.
 
+    Yields:
+        Nothing.
+
     Raises:
         SeedError: If it is none of these.
         TracedDrawError: While a transform is tracing.
@@ -301,10 +304,8 @@ def draw(
     sharding: Any = None,
     **options: Hashable,
 ) -> jax.Array:
-    """Takes the next draw, by a function of ``jax.random``.
-
-    ``"key"`` draws the key itself. ``operands`` are arrays by name of the argument.
-    """
+    """Takes the next draw, by a function of ``jax.random``."""
+    # ``"key"`` draws the key itself. ``operands`` are arrays by name of the argument.
     if options.get("shape") is not None:
         options["shape"] = _shape(name, options["shape"])
     stream = current(name)

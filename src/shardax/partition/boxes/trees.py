@@ -195,6 +195,12 @@ _LOCATED = (
 def is_box(value: Any) -> bool:
     """Whether a value is a box or a Variable.
 
+    Args:
+        value: Anything.
+
+    Returns:
+        True for an ``AxisMetadata`` or a Variable.
+
     Example:
         >>> import jax.numpy as jnp, shardax as sx
         >>> is_box(sx.Param(jnp.ones(2))), is_box(jnp.ones(2))
