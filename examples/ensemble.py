@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A deep ensemble: k members built and trained at once by sx.vmap, compared with one by one.
+"""A deep ensemble, built and trained at once by sx.vmap.
 
 Every member has its own initial weights and its own dropout masks, and all see the same batches.
 One program trains them together; training each member alone gives the same members. On inputs far
@@ -23,7 +23,7 @@ import shardax as sx
 
 
 class Regressor(sx.Module):
-    """A network from a number to a number, with dropout and a count of its batches."""
+    """A scalar network with dropout and a counter of batches."""
 
     def __init__(self, rngs: sx.Rngs) -> None:
         self.embed = sx.nn.Linear(1, 64, rngs=rngs)

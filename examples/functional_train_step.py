@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One train step in two styles: a pure function under jax.jit, and sx.jit on the objects.
+"""One train step in two styles: pure under jax.jit, in place under sx.jit.
 
 The functional step takes values and returns new ones: ``sx.unbind(freeze=True)`` separates the
 model into its structure and frozen values, which jax.grad, jax.jit and optax treat as pytrees. The
@@ -23,7 +23,7 @@ import shardax as sx
 
 
 class Classifier(sx.Module):
-    """An MLP over points of the plane; counts the batches that it has seen."""
+    """An MLP over points of the plane, with a counter of batches."""
 
     def __init__(self, classes: int, rngs: sx.Rngs) -> None:
         self.embed = sx.nn.Linear(2, 32, rngs=rngs)
@@ -54,7 +54,7 @@ def loss_of(model: Any, x: jax.Array, label: jax.Array) -> jax.Array:
 
 
 def train_functionally(model: Classifier, tx: Any, batches: Any) -> tuple[Classifier, list[float]]:
-    """Trains by a pure step; returns a new model, the given one is unchanged."""
+    """Trains by a pure step; returns a new model and the losses."""
     structure, params = sx.unbind(model, sx.Param, freeze=True)
     structure, counters = sx.unbind(structure, freeze=True)
 
@@ -91,7 +91,7 @@ def train_in_place(model: Classifier, tx: Any, batches: Any) -> list[float]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Trains both ways; returns the losses and the largest difference of any value."""
+    """Trains both ways; returns losses and the largest difference of a value."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args(argv)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA: fine-tune a decoder through low-rank adapters on chosen kernels, then merge them.
+"""LoRA: fine-tune a decoder by low-rank adapters, then merge them.
 
 A small ``sx.models.Decoder`` learns to count upwards, which stands for pretraining. ``sx.select``
 then wraps the query, value and MLP layers in adapters, which alone are trained to count downwards.
@@ -26,7 +26,7 @@ ADAPTED = ("q", "v", "gate", "up", "down")
 
 
 class LoRA(sx.Module):
-    """A layer plus ``x @ a @ b``, where ``b`` is zero at first: it starts as the layer alone."""
+    """A layer plus ``x @ a @ b``, where ``b`` is zero at first."""
 
     def __init__(self, layer: sx.nn.Linear, rank: int, rngs: sx.Rngs) -> None:
         (size, *sizes), (name, *names) = layer.kernel.shape, layer.kernel.axes
@@ -43,14 +43,14 @@ class LoRA(sx.Module):
 
 
 def adapt(model: sx.models.Decoder, rank: int, rngs: sx.Rngs) -> Any:
-    """Returns a model with adapters around the chosen layers, which are shared and not copied."""
+    """Returns a model with adapters around chosen layers; weights are shared."""
     linears = sx.select(model).at_instances_of(sx.nn.Linear)
     chosen = linears.where(lambda path, layer: path[-1] in ADAPTED)
     return chosen.apply(lambda layer: LoRA(layer, rank, rngs))
 
 
 def merge(adapted: Any) -> Any:
-    """Returns the model with every adapter added to the kernel of its layer."""
+    """Returns the model with every adapter added to its kernel."""
 
     def merged(lora: LoRA) -> sx.nn.Linear:
         kernel = lora.layer.kernel
@@ -61,7 +61,7 @@ def merge(adapted: Any) -> Any:
 
 
 def batch(key: jax.Array, step: int) -> dict[str, jax.Array]:
-    """Draws sequences that count by ``step`` modulo the vocabulary size, from random starts."""
+    """Draws sequences that count by ``step``, from random starts."""
     start = jax.random.randint(key, (16, 1), 0, CONFIG.vocab_size)
     tokens = (start + step * jnp.arange(17)[None]) % CONFIG.vocab_size
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search a layout with sx.plan, shard a model by its rules, and run the planned step.
+"""A layout from sx.plan: search, shard by its rules, run the step.
 
 ``plan.search`` compiles a train step for eight devices, once per candidate assignment of mesh axes
 to axis names, and ranks what comes out. The best rules then lay out the model, the optimizer and
@@ -70,7 +70,7 @@ def bytes_on(device: Any, tree: Any) -> int:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Plans, shards, runs and compares; returns the layout and the figures of both."""
+    """Plans, shards, runs and compares; returns the layout and its figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batch-size", type=int, default=256)
     options = parser.parse_args(argv)

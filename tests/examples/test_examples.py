@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every program of ``examples/`` runs, is short, is listed, and returns figures that hold."""
+"""Programs of ``examples/``: they run, stay short, and return figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(json.dumps(figures, default=float))
 
 
 def run_program(program: Path) -> tuple[list[str], Any]:
-    """Returns the lines that a program prints with its defaults, and what its main() returns."""
+    """Returns the lines that a program prints and the result of its main()."""
     environment = {
         **os.environ,
         "JAX_NUM_CPU_DEVICES": "8",
@@ -49,7 +49,7 @@ def run_program(program: Path) -> tuple[list[str], Any]:
 
 
 def missing_packages(program: Path) -> list[str]:
-    """Returns the packages that a program imports and that are not installed here."""
+    """Returns the packages that a program imports and this environment lacks."""
     tree = ast.parse(program.read_text(encoding="utf-8"))
     names = {
         *(a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names),
