@@ -61,7 +61,7 @@ def batches(steps: int) -> list[tuple[jax.Array, jax.Array]]:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Trains together and one by one; returns losses, differences and spreads."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="A deep ensemble by sx.vmap.")
     parser.add_argument("--members", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args(argv)

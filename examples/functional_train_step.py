@@ -92,7 +92,7 @@ def train_in_place(model: Classifier, tx: Any, batches: Any) -> list[float]:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Trains both ways; returns losses and the largest difference of a value."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="A train step in two styles.")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args(argv)
 

@@ -28,7 +28,7 @@ ADAPTED = ("q", "v", "gate", "up", "down")
 class LoRA(sx.Module):
     """A layer plus ``x @ a @ b``, where ``b`` is zero at first."""
 
-    def __init__(self, layer: sx.nn.Linear, rank: int, rngs: sx.Rngs) -> None:
+    def __init__(self, layer: Any, rank: int, rngs: sx.Rngs) -> None:
         (size, *sizes), (name, *names) = layer.kernel.shape, layer.kernel.axes
         normal, zeros = jax.nn.initializers.normal(0.1), jax.nn.initializers.zeros
         self.layer = layer
@@ -83,7 +83,7 @@ def train(model: Any, wrt: Any, steps: int, count_by: int) -> list[float]:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Pretrains, adapts and merges; returns losses, sizes and the largest difference."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="LoRA on a small decoder.")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--steps", type=int, default=100, help="of pretraining and of fine-tuning")
     options = parser.parse_args(argv)

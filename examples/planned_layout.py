@@ -71,7 +71,7 @@ def bytes_on(device: Any, tree: Any) -> int:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Plans, shards, runs and compares; returns the layout and its figures."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="A layout from sx.plan, used.")
     parser.add_argument("--batch-size", type=int, default=256)
     options = parser.parse_args(argv)
 
