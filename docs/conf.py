@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Sphinx builds the pages. Their code is run by pytest (see the root ``conftest.py``)."""
+"""Settings of Sphinx; pytest runs the code of the pages."""
 
 import gc
 import os
 
-# The pages are trees of many small objects: at Python's own threshold, collecting garbage among
-# them takes a quarter of the time of a build.
+# At Python's default threshold, garbage collection takes a quarter of the time of a build.
 gc.set_threshold(50_000, 10, 10)
 
-# The pages import shardax to read its docstrings; no accelerator should be taken for that.
+# autodoc imports shardax; that needs no accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 project = "shardax"

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of ``examples/``: they run, stay short, and return figures."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
+
+# Runs a program as ``python program.py`` does, apart from the name of its module, which leaves its
+# main() to be called here, for its figures.
+RUN = """
+import json, runpy, sys
+figures = runpy.run_path(sys.argv[1])["main"]([])
+print(json.dumps(figures, default=float))
+"""
+
+
+def run_program(program: Path) -> tuple[list[str], Any]:
+    """Returns the lines that a program prints and the result of its main()."""
+    environment = {
+        **os.environ,
+        "JAX_NUM_CPU_DEVICES": "8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(program)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    *lines, figures = done.stdout.splitlines()
+    return lines, json.loads(figures)
+
+
+def missing_packages(program: Path) -> list[str]:
+    """Returns the packages that a program imports and this environment lacks."""
+    tree = ast.parse(program.read_text(encoding="utf-8"))
+    names = {
+        *(a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names),
+        *(n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module),
+    }
+    packages = sorted({name.partition(".")[0] for name in names})
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
+def check_functional_train_step(figures: Any) -> None:
+    assert figures["last"] < 0.2 * figures["first"]
+    assert figures["difference"] < 1e-3
+
+
+def check_lora(figures: Any) -> None:
+    assert figures["after"] < 0.1 * figures["before"]
+    assert figures["difference"] < 1e-3
+    assert figures["adapters"] < 5_000
+
+
+def check_ensemble(figures: Any) -> None:
+    assert len(set(figures["losses"])) == 5
+    assert max(figures["losses"]) < 0.1
+    assert figures["difference"] < 1e-3
+    assert figures["far"] > 5 * figures["near"]
+
+
+def check_planned_layout(figures: Any) -> None:
+    assert figures["layout"] == "mlp=data+model (4x2)"
+    assert figures["planned"] == figures["held"]
+    assert figures["losses"][-1] < figures["losses"][0]
+
+
+CHECKS = {
+    "ensemble": check_ensemble,
+    "functional_train_step": check_functional_train_step,
+    "lora": check_lora,
+    "planned_layout": check_planned_layout,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_a_program_runs_and_returns_its_figures(program: Path) -> None:
+    missing = missing_packages(program)
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    lines, figures = run_program(program)
+    assert 1 <= len(lines) <= 40, "few, meaningful lines"
+    assert figures, "main() returns its figures"
+    CHECKS.get(program.stem, bool)(figures)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_a_program_is_short_and_says_how_to_run_it(program: Path) -> None:
+    lines = program.read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 120
+    assert lines[0] == "# SPDX-License-Identifier: Apache-2.0"
+    tree = ast.parse("\n".join(lines))
+    assert f"python examples/{program.name}" in (ast.get_docstring(tree) or "")
+    (main,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"]
+    assert ast.unparse(main.args) == "argv: list[str] | None=None"
+    assert isinstance(tree.body[-1], ast.If)
+    assert ast.unparse(tree.body[-1].test) == "__name__ == '__main__'"
+    assert ast.unparse(tree.body[-1].body[-1]) == "main()"
+
+
+def test_every_program_is_listed() -> None:
+    text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    assert [p.name for p in PROGRAMS if f"`{p.name}`" not in text] == []
+
+
+@pytest.mark.slow
+def test_a_program_runs_from_its_file_with_other_settings(tmp_path: Path) -> None:
+    """As a user does, from another folder, with one device."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "ensemble.py", "--members", "2", "--steps", "60"],
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT / "src")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.startswith("2 members at once:")
