@@ -24,7 +24,7 @@ from shardax.view.table import ParameterTable
 
 # --- Page ---
 
-_PAGE = """
+PAGE_STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem; color: #222; background: #fff; }
 table { border-collapse: collapse; font-size: 13px; }
 th, td { text-align: left; padding: 2px 10px 2px 0; border-bottom: 1px solid #eee;
@@ -65,7 +65,7 @@ def html_page(title: str, body: str, style: str = "") -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="color-scheme" content="light dark">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_PAGE}{style}</style></head>"
+        f"<title>{escape(title)}</title><style>{PAGE_STYLE}{style}</style></head>"
         f"<body>{body}</body></html>\n"
     )
 
