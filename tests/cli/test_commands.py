@@ -16,6 +16,7 @@ import pytest
 
 import shardax as sx
 from shardax.cli import main
+from shardax.cli.inputs import parse_mesh
 from shardax.cli.runs import read_settings
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
@@ -267,7 +268,7 @@ def test_resuming_refuses_other_settings_by_name(
 
 def test_show_prints_the_table_of_a_run_and_of_a_checkpoint(trained: Trained, capsys: Any) -> None:
     settings = read_settings(trained.out)
-    mesh = sx.cli.devices.parse_mesh(settings.mesh, ("data", "model"))
+    mesh = parse_mesh(settings.mesh, ("data", "model"))
     table = sx.view.table(settings.make_model(), mesh=mesh, rules=sx.models.DECODER_RULES)
     for path in (trained.out, trained.out / "checkpoints" / "00000002"):
         assert main(["show", str(path)]) == 0

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
+from shardax._core.graph.paths import format_path
 from shardax.partition.errors import PartitionCheckError
 from shardax.view.table import ParameterRow, format_bytes
 
@@ -41,7 +42,7 @@ def test_bytes_per_device_are_those_that_sharding_allocates(mesh: Mesh) -> None:
     assert table.devices == mesh.size == len(bytes_by_device(model))
     by_path = {row.path: row for row in table.rows}
     for path, variable in sx.iter_variables(model):
-        row = by_path[sx.core.paths.format_path(path)]
+        row = by_path[format_path(path)]
         assert row.bytes_per_device == variable.value.addressable_shards[0].data.nbytes
 
 

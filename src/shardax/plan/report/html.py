@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTML page of a plan: a table to sort, bar charts, and foldable details.
 
-``page.html`` is the template: the style, the order of the parts, and a script that sorts the table
-and opens what a link points at. Everything else is static, so the page is complete without scripts.
-Colours only repeat what legends, figures and the bars' descriptions for screen readers say.
+``page.html`` is the template of its body: the order of the parts, and a script that sorts the table
+and opens what a link points at; ``page.css`` is its style. Everything else is static, so the page
+is complete without scripts. Colours only repeat what legends, figures and the bars' descriptions
+for screen readers say.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ from shardax.plan.report.table import (
     tied_with_best,
     warnings_of,
 )
-from shardax.view.page import PAGE_STYLE
-from shardax.view.pictures import sharding_svg
+from shardax.view.page import html_page
+from shardax.view.shardings import sharding_svg
 
 if TYPE_CHECKING:
     from shardax.plan.result import Plan
@@ -82,7 +83,10 @@ def page(plan: Plan) -> str:
     columns = columns_of(compiled) if compiled else ()
     numbers = {report.layout.name: place for place, report in enumerate(plan.reports, 1)}
     detailed, charted = compiled[:_DETAILED], compiled[:_CHARTED]
-    template = resources.files("shardax.plan.report").joinpath("page.html")
+    template, style = (
+        resources.files("shardax.plan.report").joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.html", "page.css")
+    )
     charts = [
         _section(
             "Memory of a device",
@@ -104,8 +108,7 @@ def page(plan: Plan) -> str:
         _details(report, numbers[report.layout.name], place == 0)
         for place, report in enumerate(detailed)
     )
-    return Template(template.read_text(encoding="utf-8")).substitute(
-        style=PAGE_STYLE,
+    body = Template(template).substitute(
         target=escape(plan.target),
         outcomes=escape(outcome_line(plan.target, plan.reports)),
         best=_best(plan.reports),
@@ -115,6 +118,7 @@ def page(plan: Plan) -> str:
         notes=_notes(plan),
         labels=_labels(plan, columns),
     )
+    return html_page(f"Layouts for {plan.target}", body, style)
 
 
 def _best(reports: Sequence[LayoutReport]) -> str:
