@@ -14,19 +14,17 @@ from typing import Any, Self, TextIO
 
 
 def is_live(file: TextIO) -> bool:
-    """Whether a file is a terminal that can redraw lines, and rich is installed."""
+    """Whether rich can redraw lines of a file's terminal."""
     if not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return False
     return importlib.util.find_spec("rich") is not None
 
 
 class ProgressBar:
-    """A live bar with a title, a count, a status and the time left.
+    """A live bar with title, count, status and time left."""
 
-    The bar gives way on a narrow terminal, the texts do not. It is drawn inside of a ``with``
-    block; ``transient`` removes it at the end, ``elapsed`` shows the time since the start as well.
-    """
-
+    # It is drawn inside of a ``with`` block; ``transient`` removes it at the end, ``elapsed`` shows
+    # the time since the start as well. On a narrow terminal the bar gives way, the texts do not.
     def __init__(
         self,
         file: TextIO,
@@ -59,7 +57,7 @@ class ProgressBar:
     def update(
         self, *, done: int, status: str, title: str | None = None, total: int | None = None
     ) -> None:
-        """Shows how much is done; None leaves the title or the total as it is."""
+        """Redraws the bar; None leaves the title or the total."""
         self._bar.update(self._task, completed=done, status=status, description=title, total=total)
 
     def note(self, message: str) -> None:
@@ -80,7 +78,7 @@ def rich_table(
     right: Sequence[bool],
     styles: Mapping[str, str],
 ) -> Any:
-    """Returns a borderless table for a rich console; ``styles`` colours cells by their text."""
+    """Returns a borderless table, with cells styled by their text."""
     from rich.table import Table
     from rich.text import Text
 

@@ -26,7 +26,7 @@ _EXTRAS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status, 128 plus a signal if stopped."""
+    """Runs the command line; returns the exit status."""
     try:
         return _run(sys.argv[1:] if arguments is None else list(arguments))
     except BrokenPipeError:  # whoever read our output, such as `head`, has had enough

@@ -35,7 +35,7 @@ _SHOWN = {"error": "error", "warning": "warning", "info": "note"}
 
 @dataclass(frozen=True)
 class Check:
-    """Report what is wrong with the layout of a model over a mesh."""
+    """Report what is wrong with a model's layout over a mesh."""
 
     details: ClassVar[str] = (
         "For a model of your own: shardax check my_package.models:make_model --rules rules.json "
@@ -99,7 +99,7 @@ class Check:
         return 1 if counts["error"] or (self.strict and counts["warning"]) else 0
 
     def _find(self, mesh: str) -> tuple[Any, str, RunSettings | None]:
-        """Returns the model, lazy, the mesh as text, and the run's settings if it is one's."""
+        """Returns the lazy model, the mesh as text, and the run's settings."""
         path = Path(self.model)
         if not (path / RUN_FILE).is_file() and (self.model in PRESETS or is_target(self.model)):
             if not mesh:
@@ -126,7 +126,7 @@ class Check:
 
 
 def _with_optimizer(model: Any) -> dict[str, Any]:
-    """The model, and an optimizer with two moments for its parameters, if it has any."""
+    """The model, with an Adam optimizer if it has parameters."""
     import optax
 
     if not isinstance(model, Module) or next(iter_variables(model, Param), None) is None:
@@ -135,7 +135,7 @@ def _with_optimizer(model: Any) -> dict[str, Any]:
 
 
 def _print(word: str, findings: Sequence[Finding]) -> None:
-    """Prints each text once, with the paths that it is about, in order."""
+    """Prints each text once, with its paths in order."""
     paths: dict[str, list[str]] = {}
     for finding in findings:
         path = format_path(finding.path)

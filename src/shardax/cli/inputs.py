@@ -46,7 +46,7 @@ def is_target(text: str) -> bool:
 
 
 def load_target(text: str) -> Any:
-    """Imports what a target names; errors of the module itself come out as they are."""
+    """Imports what a target names."""
     module_name, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -54,7 +54,7 @@ def load_target(text: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # a module that this one needs
+            raise  # a module that this one needs, whose absence is no affair of ours
         raise CommandError(
             f"{text!r}: there is no module {error.name!r}, neither installed nor in the folder "
             f"{os.getcwd()}."
@@ -66,7 +66,7 @@ def load_target(text: str) -> Any:
 
 
 def load_model(text: str) -> Any:
-    """Makes the model that a target names: a model, or a function or class without arguments."""
+    """Returns the model that a target names or makes without arguments."""
     found = load_target(text)
     made = found if isinstance(found, Object) or not callable(found) else found()
     if not Survey(made).slots:
@@ -78,7 +78,7 @@ def load_model(text: str) -> Any:
 
 
 def load_rules(text: str) -> NamedRules:
-    """Reads rules from a target, a JSON file, or a layout of a TOML file."""
+    """Reads rules from a target, a JSON or a TOML file."""
     file, toml, name = text.partition(".toml")
     if not toml or name[:1] not in ("", ":"):
         found = load_target(text) if is_target(text) else _read(text, json.loads)
@@ -145,7 +145,8 @@ def use_devices(count: int | None) -> None:
 
 
 def mesh_sizes(text: str, axes: Sequence[str] | None = None) -> dict[str, int]:
-    """Reads sizes such as ``data=2,model=4``; other ``axes`` have size 1, None allows any."""
+    """Reads sizes of mesh axes, such as ``data=2,model=4``."""
+    # ``axes`` that the text leaves out have size 1; without them any names are allowed.
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
@@ -165,7 +166,7 @@ def mesh_sizes(text: str, axes: Sequence[str] | None = None) -> dict[str, int]:
 
 
 def parse_mesh(text: str, axes: Sequence[str] | None) -> Mesh | None:
-    """Makes a mesh with Auto axes from its sizes as text; None from an empty text."""
+    """Makes a mesh with Auto axes; None for an empty text."""
     if not text:
         return None
     sizes = mesh_sizes(text, axes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardax plan``: layouts of a step that fit on hardware, with their costs.
+"""``shardax plan``: layouts that fit on hardware, with their costs.
 
 What is planned is a step of the user's own, or the training step of a preset.
 ``shardax plan explain`` and ``shardax plan diff`` describe layouts of a plan that was written with
@@ -73,7 +73,7 @@ def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
 
 
 def preset_step(name: str, batch: int | None = None, seq_len: int | None = None) -> PlannedStep:
-    """Returns the training step of a preset; model and optimizer hold no array."""
+    """Returns the training step of a preset, without arrays."""
     preset = find_preset(name)
     rows = preset.batch_size if batch is None else batch
     length = preset.seq_len if seq_len is None else seq_len
@@ -87,7 +87,7 @@ def preset_step(name: str, batch: int | None = None, seq_len: int | None = None)
 
 
 def own_step(target: str, batch: int | None = None) -> PlannedStep:
-    """Returns the step that a function of the user's makes, called with ``batch`` if given."""
+    """Returns the step that a function of the user's makes."""
     found = load_target(target)
     if not callable(found):
         raise CommandError(
@@ -104,7 +104,7 @@ def own_step(target: str, batch: int | None = None) -> PlannedStep:
 
 
 def as_planned(made: Any, target: str) -> PlannedStep:
-    """Checks what a user's function returned: a pair, a mapping, or a dataclass."""
+    """Checks what a user's function returned."""
     parts: Any = made
     if dataclasses.is_dataclass(made) and not isinstance(made, type):
         parts = {each.name: getattr(made, each.name) for each in dataclasses.fields(made)}
@@ -137,7 +137,7 @@ def as_planned(made: Any, target: str) -> PlannedStep:
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """Find the layouts of a step that fit on hardware, with their costs."""
+    """Find the layouts that fit on hardware, with their costs."""
 
     details: ClassVar[str] = (
         "The hardware need not be there. Without MODULE:NAME, it plans the training step of a "
@@ -258,7 +258,7 @@ class PlanCommand:
         return plan.search(step, (), target, batch=self.batch, top=self.top, **options)
 
     def _compare(self, target: plan.Target, meshes: list[dict[str, int]], rules: str) -> plan.Plan:
-        """Compares the layouts of a file over their own meshes or those of the command line."""
+        """Compares the layouts of a file."""
         layouts: list[Layout] = []
         for entry in load_layouts(rules) if rules.endswith(".toml") else (load_rules(rules),):
             over = meshes or ([dict(entry.mesh)] if entry.mesh else [])
@@ -292,7 +292,7 @@ class PlanCommand:
 
 
 def _pretend_devices(kind: str, count: int) -> None:
-    """Gives this process the devices of a CPU target, and nothing else, if it still can."""
+    """Gives this process the devices of a CPU target if possible."""
     chosen = _DEVICES_FLAG in os.environ.get("XLA_FLAGS", "")
     fewer = getattr(jax.config, _DEVICES) < count
     with contextlib.suppress(RuntimeError):  # the backend is up; then others compile
@@ -361,7 +361,7 @@ class Diff:
 
 
 def _file_and_name(text: str) -> tuple[str | None, str]:
-    """Splits ``FILE.json:NAME``; the file is None if the text is a name alone."""
+    """Splits ``FILE.json:NAME``; a name alone has no file."""
     if Path(text).is_file():
         return text, ""
     start, json, rest = text.partition(".json")

@@ -63,7 +63,7 @@ class RunSettings:
 
     @property
     def mesh_axes(self) -> tuple[str, ...] | None:
-        """The mesh axes that there can be; None: any, with the user's own rules."""
+        """The possible mesh axes; None: any, with the user's own rules."""
         return DECODER_RULES.mesh_axes if self.rules is None else None
 
     @property
@@ -109,7 +109,7 @@ def read_settings(directory: Path) -> RunSettings:
 
 
 def find_run(path: Path) -> tuple[Path, int | None]:
-    """Returns the run of a path, and the step if the path is a checkpoint's."""
+    """Returns a path's run, and the step of a checkpoint's path."""
     path = path.resolve()
     if (path / RUN_FILE).is_file():
         return path, None

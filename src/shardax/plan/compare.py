@@ -119,7 +119,7 @@ def reports_of(
     cache: Any = "default",
     progress: bool = False,
 ) -> Iterator[LayoutReport]:
-    """Yields a report per layout as each is done; options as for ``compare``."""
+    """Yields reports as layouts are done; options as for ``compare``."""
     with (
         progress_for(progress) as shown,
         asker(inputs, target, compiler, processes, cache) as who,
@@ -131,7 +131,7 @@ def reports_of(
 
 
 def layout_of(name: str, rules: RulesLike, mesh: Mapping[str, int]) -> Layout:
-    """Returns rules over a mesh as a layout, unless they leave a choice to the compiler."""
+    """Returns rules over a mesh as a layout."""
     made = rules if isinstance(rules, Rules) else Rules(rules)
     free = [logical for logical, axes in made.pairs if axes is UNCONSTRAINED]
     if free:
@@ -145,7 +145,7 @@ def layout_of(name: str, rules: RulesLike, mesh: Mapping[str, int]) -> Layout:
 
 
 def layouts_over(name: str, rules: RulesLike, meshes: Sequence[Mapping[str, int]]) -> list[Layout]:
-    """Returns rules over each mesh; of several, the mesh is in the name."""
+    """Returns rules over each mesh, named by it if several."""
     if len(meshes) == 1:
         return [layout_of(name, rules, meshes[0])]
     return [layout_of(f"{name} {mesh_text(mesh, ',')}", rules, mesh) for mesh in meshes]

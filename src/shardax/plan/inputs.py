@@ -42,7 +42,7 @@ _LISTED = 8
 
 @dataclass(frozen=True)
 class NamedShape:
-    """The shape, dtype and axis names of an array that an argument will be.
+    """The shape, dtype and axis names of an array argument.
 
     Attributes:
         shape: Sizes of its dimensions.
@@ -174,14 +174,14 @@ class Inputs:
         return self._positional(abstract(self.tree, None))
 
     def _positional(self, tree: Any) -> tuple[Any, ...]:
-        """The arguments of a tree by name, in their order, without the boxes of shapes."""
+        """The arguments of a tree by name, in order and unboxed."""
         found = jax.tree.map(
             lambda leaf: leaf.value if isinstance(leaf, _Named) else leaf, tree, is_leaf=_is_part
         )
         return tuple(found[name] for name in self.names)
 
     def place(self, layout: Layout, mesh: AnyMesh | None = None) -> Placed:
-        """Lays the arguments out over a mesh, by default an abstract one of the layout's sizes."""
+        """Lays the arguments out over a mesh, by default an abstract one."""
         from shardax.partition import abstract
 
         sizes = layout.sizes
@@ -254,7 +254,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _optax_states(tree: Any) -> list[Path]:
-    """Paths of the states of optax, which are named tuples of its own."""
+    """Paths of the states of optax, named tuples of its own."""
 
     def is_state(value: Any) -> bool:
         module = type(value).__module__

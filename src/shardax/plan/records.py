@@ -210,7 +210,7 @@ class LayoutReport:
 
     @property
     def seconds_per_example(self) -> float | None:
-        """The middle of the time band per example, by which layouts are ranked."""
+        """The middle of the time band per example, to rank by."""
         return None if self.time is None else self.time.middle / self.examples
 
     @property
@@ -222,7 +222,7 @@ class LayoutReport:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """Bytes of a device's memory that stay free; negative if it does not fit."""
+        """Bytes of a device's memory that stay free, or negative."""
         if self.peak_bytes is None or self.limit_bytes is None:
             return None
         return self.limit_bytes - self.peak_bytes

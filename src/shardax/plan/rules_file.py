@@ -159,7 +159,8 @@ def rules_text(layouts: Iterable[NamedRules], notes: Sequence[str] = ()) -> str:
 
 
 def parse_rules(text: str, where: str = "TOML", name: str = "rules") -> tuple[NamedRules, ...]:
-    """Reads a rules file's text; ``where`` is the file, ``name`` that of a layout at its top."""
+    """Returns the layouts of a rules file's text."""
+    # ``where`` is the file, for errors; ``name`` that of a layout at its top.
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -197,7 +198,7 @@ def entry_to_data(entry: NamedRules) -> dict[str, Any]:
 
 
 def entry_from_data(table: Any, where: str, name: str, key: str = "") -> NamedRules:
-    """Returns the layout of a table that stands in the file ``where`` under ``key``."""
+    """Returns the layout of the table ``key`` in the file ``where``."""
     at = f"{key}." if key else ""
     if not isinstance(table, Mapping):
         raise RulesError(f"{where}: {key} is {table!r}, not a table with {_EXAMPLE}.")
@@ -231,10 +232,10 @@ def entry_from_data(table: Any, where: str, name: str, key: str = "") -> NamedRu
 
 
 def _pairs(value: Any) -> Any:
-    """The rules as ``Rules`` takes them; what is malformed stays, for ``Rules`` to refuse."""
+    """The rules as ``Rules`` takes them."""
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(pairs, list):
-        return value
+        return value  # for Rules to refuse
     return [
         [pair[0], UNCONSTRAINED if pair[1] == {"unconstrained": True} else pair[1]]
         if isinstance(pair, (list, tuple)) and len(pair) == 2

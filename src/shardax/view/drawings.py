@@ -42,7 +42,7 @@ NO_VALUE = NoValue()
 
 
 def drawing_of(value: Any) -> Drawing:
-    """Draws a model, a Variable, a State, a ``GraphDef``, a selection, or anything else."""
+    """Draws a model, State, ``GraphDef``, selection, or anything else."""
     if isinstance(value, State):
         return _draw_state(value)
     if isinstance(value, GraphDef):
@@ -64,7 +64,7 @@ def _draw_state(state: State) -> Drawing:
 
 
 def _nested(whole: Any, values: Mapping[Path, Any]) -> Drawing:
-    """Draws values by their paths; what is on the way to them is named as the whole is."""
+    """Draws values by their paths; inner places are named like the whole."""
     root = Drawing("", "", (), whole)
     root.parts = []
     places: dict[Path, list[Drawing]] = {(): root.parts}
@@ -83,7 +83,8 @@ def _nested(whole: Any, values: Mapping[Path, Any]) -> Drawing:
 
 
 def _draw_selection(selection: Selection) -> Drawing:
-    """Draws the tree, with what is selected marked; within a value, the Variable that holds it."""
+    """Draws the tree with marks on what is selected."""
+    # Of what is selected within a value, the Variable that holds it is marked.
     tree, paths = selection.tree, set(selection.keypaths())
     leading = {path[:end] for path in paths for end in range(len(path) + 1)}
     drawing = draw(tree)
@@ -100,7 +101,7 @@ def _draw_selection(selection: Selection) -> Drawing:
 
 
 def describe(leaf: Drawing) -> str:
-    """Returns the text of a leaf: its repr, and its layout if it has one."""
+    """Returns the text of a leaf: its repr, and its layout."""
     value = leaf.value
     if isinstance(value, (jax.Array, np.ndarray, NamedArray)) and leaf.path:
         return array_text(value)
@@ -119,7 +120,7 @@ def describe(leaf: Drawing) -> str:
 
 
 def array_text(array: Any) -> str:
-    """Returns dtype and shape of an array, with the names of a ``NamedArray``."""
+    """Returns dtype and shape of an array, named or not."""
     if not isinstance(array, NamedArray):
         return f"{array.dtype}{list(array.shape)}"
     pairs = zip(array.dims, array.data.shape, strict=True)
@@ -128,20 +129,20 @@ def array_text(array: Any) -> str:
 
 
 def known_sharding(variable: Variable[Any]) -> Any:
-    """Returns the sharding of a Variable's array, if it is one array with a layout."""
+    """Returns the sharding of a Variable's array, or None."""
     value = variable._here()._value
     return None if isinstance(value, Tracer) else getattr(value, "sharding", None)
 
 
 def comment(drawing: Drawing) -> str:
-    """Returns what stands behind a place: its size, and other places of what is shared."""
+    """Returns the comment behind a place: size, other places."""
     is_tree = drawing.parts is not None and not drawing.path
     again = ", ".join(map(format_path, drawing.again))
     return (parameter_count(drawing) if is_tree else "") + (f"  # also at {again}" if again else "")
 
 
 def example_array(place: Mesh | AbstractMesh | NamedSharding) -> jax.ShapeDtypeStruct:
-    """Returns the smallest array that a mesh, or a sharding, divides among all its devices."""
+    """Returns the smallest array for all devices of a place."""
     if not isinstance(place, NamedSharding):
         place = NamedSharding(place, PartitionSpec(*place.axis_names))
     sizes = [

@@ -56,7 +56,7 @@ Renderer = Callable[..., Any]
 
 
 class ArrayFigure:
-    """An array to be drawn, with names of its dimensions or None for those without."""
+    """An array to be drawn, with names of its dimensions."""
 
     __slots__ = ("array", "head", "names", "positional")
 
@@ -70,7 +70,7 @@ class ArrayFigure:
         return ADAPTER
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        """What is shown where no picture is drawn: of scalars, or because none was asked for."""
+        """The text of scalars, and of arrays without a picture."""
         from treescope import rendering_parts as parts
 
         text = parts.abbreviation_color(parts.text(f"<{self.summary()}>"))
@@ -150,7 +150,7 @@ class FigureAdapter:
         mask: Any,
         edge_items_per_axis: tuple[int | None, ...],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers at both ends of every dimension, and which of them count."""
+        """Returns numbers at both ends of every dimension, with a mask."""
         numbers: Any = as_figure(array).array
         shape = numbers.shape
         if numbers.size <= _MOST_READ:  # else the ends are taken where the array lies
@@ -178,7 +178,7 @@ class FigureAdapter:
         return dtype if isinstance(dtype, np.dtype) else None
 
     def get_sharding_info_for_array_data(self, array: ArrayFigure | NamedArray) -> Any:
-        """Returns what each device holds; None if unknown, or not to be drawn."""
+        """Returns what each device holds, or None if it cannot be drawn."""
         from treescope import ndarray_adapters as nda
 
         inner = as_figure(array).array
@@ -219,7 +219,7 @@ def sharding_part(array: Any, names: Sequence[Any] | None) -> Any:
 
 
 def sharding_html(array: Any, names: Any) -> str | None:
-    """Returns the HTML of an array's sharding; None for what treescope cannot draw."""
+    """Returns an array's sharding as HTML, or None."""
     from treescope import figures
 
     part = sharding_part(array, names)
@@ -245,7 +245,7 @@ class FoldableTree:
         self.pictures_left = MOST_PICTURES
 
     def part(self, path: str | None) -> Any:
-        """Returns the part; ``path`` is the code that leads to it, for copy buttons."""
+        """Returns the part; ``path`` is code for copy buttons."""
         return self._render(self.root, path)
 
     def _render(self, drawing: Drawing, path: str | None) -> Any:
@@ -274,7 +274,7 @@ class FoldableTree:
         )
 
     def _children(self, below: list[Drawing], path: str | None) -> list[Any]:
-        """A line for each; plain configuration shares lines, of which there would be too many."""
+        """A line for each child; plain configuration shares lines."""
         lines: list[Any] = []
         for child in below:
             if child.marked or child.parts is not None or type(child.value) not in _PLAIN:
@@ -303,7 +303,7 @@ class FoldableTree:
         return self.parts.siblings_with_annotations(node, extra_annotations=annotations)
 
     def _variable(self, drawing: Drawing, path: str | None) -> Any:
-        """A line without the numbers; unfolded, the numbers and how they are laid out."""
+        """A line without the numbers; unfolded, numbers and layout."""
         picture = self._picture(drawing.value, path)
         if isinstance(drawing.value, ArrayAttribute):
             return picture or self._abbreviation(f"<{describe(drawing)}>")
@@ -322,7 +322,7 @@ class FoldableTree:
         )
 
     def _picture(self, variable: Variable[Any], path: str | None) -> Any:
-        """The numbers of a Variable, or the sharding of one without numbers; None for neither."""
+        """The numbers of a Variable, or its sharding, or None."""
         value, names = variable._here()._value, variable.axes
         if isinstance(value, (LazyValue, NoValue)):
             return None
@@ -345,7 +345,7 @@ class FoldableTree:
 
 
 def is_large(drawing: Drawing) -> bool:
-    """Whether a drawing is so large that it is better quick than handsome."""
+    """Whether a drawing is better quick than handsome."""
     return any(number > MOST_LEAVES for number, _ in enumerate(drawing.leaves()))
 
 

@@ -64,7 +64,8 @@ def module_operations(
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
 ) -> dict[Path, int]:
-    """Counts one device's operations of a call, by the path of each Module; () is the whole."""
+    """Counts one device's operations of a call, by Module."""
+    # The whole is at the path ().
     planned = abstract(tree, mesh, rules)
     _check_call(planned, call)
     modules = list(iter_modules(planned))
@@ -100,7 +101,7 @@ def _check_call(planned: Any, call: Callable[..., Any] | None) -> None:
 
 @functools.cache  # one for each class, for good: JAX keeps the classes of its pytrees
 def _scoped(kind: type[Module]) -> type[Module]:
-    """A subclass whose methods open a scope; instances of the class change to it."""
+    """A subclass whose methods open a scope, for instances to change to."""
     methods = {
         name: _in_scope(method)
         for base in reversed(kind.__mro__)
@@ -122,7 +123,7 @@ def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def operations(text: str) -> Counter[str]:
-    """Counts the operations of a program's text by the names of what they come from."""
+    """Counts the operations of a program's text by their origin."""
     program = parse(text)
     counts: Counter[str] = Counter()
     for name, runs in runs_of(program, _own_operations).counts.items():

@@ -85,7 +85,7 @@ def platform_of(sharding: Sharding) -> str:
 
 
 def spans_by_device(shape: tuple[int, ...], sharding: Any) -> dict[int, list[Span]]:
-    """Returns the part of every dimension that each device holds, by the device's number."""
+    """Returns the spans of dimensions that each device holds."""
     spans: dict[int, list[Span]] = {}
     if not is_abstract(sharding):
         for device, index in sharding.devices_indices_map(shape).items():
@@ -168,7 +168,7 @@ def sharding_text(value: Any) -> str:
 
 
 def _kept(spans: list[Span], most: int) -> list[Span | None]:
-    """All spans, or the first ones, None for those left out, and the last."""
+    """All spans, or None in place of those left out."""
     return list(spans) if len(spans) <= most else [*spans[: most - 2], None, spans[-1]]
 
 
@@ -329,7 +329,7 @@ class ShardingView:
         return f"{over}; {here} per device, {format_bytes(total)} in all"
 
     def caption(self) -> str:
-        """Returns what is below the picture of one array, or above its text."""
+        """Returns the caption of one array's picture."""
         row = self.rows[0]
         text = f"{row.array.dtype}{list(row.array.shape)}"
         text += f" as {list(row.shard_shape)} on each device, {row.copies} "
@@ -339,7 +339,7 @@ class ShardingView:
         return f"{text}; {place.spec} over {format_mesh(place.mesh)}" if named else text
 
     def html(self) -> str:
-        """Returns an HTML element: a figure of one array, or a table with small pictures."""
+        """Returns a figure of one array, or a table, as HTML."""
         if self.single:
             picture = sharding_svg(self.rows[0].array)
             return f"<figure>{picture}<figcaption>{escape(self.caption())}</figcaption></figure>"
@@ -362,7 +362,7 @@ class ShardingView:
 def sharding(
     tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None
 ) -> ShardingView:
-    """Shows how an array or a model is laid out, or would be.
+    """Shows the layout of an array or a model.
 
     Args:
         tree: An array, a Variable, a ``jax.ShapeDtypeStruct`` with a sharding; or a Module, a
@@ -429,7 +429,7 @@ def _single(value: Any, mesh: AnyMesh | None, rules: RulesLike | None) -> Shardi
 
 
 def _joined(rows: Sequence[ShardingRow]) -> list[tuple[list[str], jax.ShapeDtypeStruct]]:
-    """The texts and array of each line; rows of alike layers are one line."""
+    """Texts and array of each line, alike layers in one."""
     groups: dict[Any, list[ShardingRow]] = {}
     for row in rows:
         pattern = tuple("#" if isinstance(step, int) else step for step in row.path)

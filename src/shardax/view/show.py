@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Display of models and other values: in a notebook, as HTML, as text.
+"""Display of models in notebooks, as HTML, and as text.
 
 The HTML is a drawing by treescope, where that is installed (``pip install 'shardax[view]'``), and
 the text otherwise. Nothing here reads a lazy value. ``mimebundle``, ``treescope_rendering`` and
@@ -21,7 +21,9 @@ from shardax.view.table import ParameterTable
 
 
 def show(value: Any) -> None:
-    """Shows anything: in a notebook as a drawing to unfold, elsewhere as text.
+    """Shows anything, as a foldable drawing or as text.
+
+    In a notebook it is the drawing, elsewhere the text.
 
     Args:
         value: A Module, Variable, State, ``GraphDef``, selection, named array, mesh, sharding, a
@@ -118,16 +120,16 @@ def _has_treescope() -> bool:
 
 
 def in_notebook() -> bool:
-    """Whether this process runs in a notebook, or another front end for HTML."""
+    """Whether this process has a front end for HTML."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and "text/html" in shell.display_formatter.active_types
 
 
 def mimebundle(value: Any) -> dict[str, str] | None:
-    """Returns an object's texts by MIME type; None in a terminal, which shows the repr."""
+    """Returns an object's texts by MIME type."""
     if "IPython" in sys.modules and not in_notebook():
-        return None
+        return None  # a terminal has no use for HTML and shows the repr
     return {"text/html": html_fragment(value), "text/plain": repr(value)}
 
 

@@ -154,7 +154,7 @@ class ParameterTable:
         return [_HEADER, *lines]
 
     def module_cells(self) -> list[tuple[str, ...]]:
-        """Returns the header and one tuple of texts per Module; nothing without Modules."""
+        """Returns header and texts of Modules; nothing without Modules."""
         whole = max((row.flops for row in self.modules), default=0) or 1
         lines = [
             (
@@ -193,7 +193,7 @@ _MODULE_HEADER = ("module", "type", "elements", "bytes/device", "FLOPs/device", 
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -> str:
-    """Returns a table of cells that are HTML already; the header is text."""
+    """Returns a table; cells are HTML already, the header is text."""
     head = "".join(f"<th>{escape(text)}</th>" for text in header)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     kind = f' class="{name}"' if name else ""

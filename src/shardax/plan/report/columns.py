@@ -61,7 +61,7 @@ class Column:
 
 
 def scale(values: Iterable[float | None], units: Units) -> tuple[str, float]:
-    """Returns the unit that makes the largest known value readable, and its size."""
+    """Returns a readable unit for the largest value, and its size."""
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     fitting = [unit for unit in units if unit[1] <= largest]
     return fitting[-1] if fitting else units[0]
@@ -93,7 +93,7 @@ def band_text(band: TimeBand, size: float = 1.0) -> str:
 
 
 def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
-    """Returns the columns for a plan's reports, one for each set of communicating mesh axes."""
+    """Returns the columns for the reports of one plan."""
     number = functools.partial(_number, reports)
     measured = measured_label(reports)
     seconds = scale([report.time.upper for report in reports if report.time], TIMES)
@@ -178,7 +178,7 @@ def _number(
 
 
 def _compiled(value: Callable[[LayoutReport], float | None]) -> Callable[..., float | None]:
-    """A figure that is read from the program; None for a layout that did not compile."""
+    """A figure of the program; None for a layout without one."""
     return lambda report: value(report) if report.time else None
 
 
@@ -187,7 +187,7 @@ def _argument_bytes(report: LayoutReport) -> float | None:
 
 
 def _mesh(reports: Sequence[LayoutReport]) -> Column:
-    """The meshes: sizes alone if all have the same axes, which then are the title."""
+    """The meshes; axes that all of them have are the title."""
     axes = {tuple(axis for axis, _ in report.layout.mesh) for report in reports}
     names = next(iter(axes)) if len(axes) == 1 else ()
 
@@ -200,7 +200,7 @@ def _mesh(reports: Sequence[LayoutReport]) -> Column:
 
 
 def wire_axes(reports: Iterable[LayoutReport]) -> tuple[tuple[str, ...], ...]:
-    """Returns the sets of mesh axes that bytes travel, single ones first, in the meshes' order."""
+    """Returns the sets of mesh axes that bytes travel, single ones first."""
     order: dict[str, int] = {}
     found: set[tuple[str, ...]] = set()
     for report in reports:
@@ -212,6 +212,6 @@ def wire_axes(reports: Iterable[LayoutReport]) -> tuple[tuple[str, ...], ...]:
 
 
 def measured_label(reports: Iterable[LayoutReport]) -> str:
-    """Returns the label of figures that compilers report: the target's own, or an estimate."""
+    """Returns the label of figures that compilers report."""
     tiers = {report.provenance.tier for report in reports if report.provenance}
     return "compiler" if tiers <= {"target compiler"} else "estimate"

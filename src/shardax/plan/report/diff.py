@@ -90,7 +90,7 @@ def _texts(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _targets(report: LayoutReport) -> dict[str, str]:
-    """What each name maps to, in words; several rules of a name in their order."""
+    """What each name maps to, in words and in order."""
     found: dict[str, list[str]] = {}
     for name, axes in report.layout.rules:
         text = axes if isinstance(axes, str) else "+".join(axes or ()) or "None"

@@ -120,7 +120,7 @@ class CollectiveGroup:
 def groups(
     report: LayoutReport, axis: str | None = None, by: str = "source"
 ) -> tuple[CollectiveGroup, ...]:
-    """Groups the collectives of a layout, the largest group first; arguments as for ``explain``."""
+    """Groups the collectives of a layout, the largest group first."""
     if by not in BY:
         raise PlanInputError(
             f"by={by!r} is no grouping; there are {', '.join(map(repr, BY))}.{did_you_mean(by, BY)}"
@@ -152,11 +152,9 @@ def groups(
 
 
 def descriptions(members: Sequence[Collective], by: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Describes collectives, the largest first, those that differ only in layers once.
-
-    A description is a sentence and details: why, what travels, and the operation, without what the
-    collectives are grouped by.
-    """
+    """Describes collectives, those of alike layers once, largest first."""
+    # A description is a sentence and details: why, what travels, and the operation, without what
+    # the collectives are grouped by.
     found: dict[str, list[Collective]] = {}
     for each in members:
         whole = "\n".join([_sentence(each), *_details(each, by)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTML page of a plan: a table to sort, bar charts, and foldable details.
+"""HTML page of a plan: sortable table, bar charts, foldable details.
 
 ``page.html`` is the template of its body: the order of the parts, and a script that sorts the table
 and opens what a link points at; ``page.css`` is its style. Everything else is static, so the page
@@ -78,7 +78,7 @@ _AXES = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#9c7
 
 
 def page(plan: Plan) -> str:
-    """Returns the page of a plan, a whole HTML document that loads nothing."""
+    """Returns the page of a plan, without outside files."""
     compiled = [report for report in plan.reports if report.compiled]
     columns = columns_of(compiled) if compiled else ()
     numbers = {report.layout.name: place for place, report in enumerate(plan.reports, 1)}
@@ -220,7 +220,7 @@ def _stacked(sizes: Mapping[str, float], colors: Mapping[str, str]) -> tuple[Seg
 
 
 def _memory_chart(reports: Sequence[LayoutReport]) -> str:
-    """What a device's memory holds at the peak, with a line where it ends."""
+    """What a device's memory holds at the peak, and its limit."""
     rows: list[ChartRow] = []
     for report in reports:
         if report.peak_bytes is None:
@@ -244,7 +244,7 @@ def _memory_chart(reports: Sequence[LayoutReport]) -> str:
 
 
 def _wire_chart(reports: Sequence[LayoutReport]) -> str:
-    """What a device sends in a step, by the mesh axes along which it does."""
+    """What a device sends in a step, by mesh axes."""
     timed = [report for report in reports if report.time is not None]
     axes = {each: axes_text(each) for each in wire_axes(timed)}
     colors = {name: _AXES[i % len(_AXES)] for i, name in enumerate(axes.values())}
@@ -276,7 +276,7 @@ def _time_chart(reports: Sequence[LayoutReport]) -> str:
 
 
 def _chart(rows: Sequence[ChartRow], colors: Mapping[str, str], line: str = "") -> str:
-    """Bars to one scale with a legend; "" without bars. ``line`` names the limit."""
+    """Bars to one scale with a legend; ``line`` names the limit."""
     if not rows:
         return ""
     ends = [start + size for row in rows for _, _, start, size in row.segments]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a search on stderr: a bar on a terminal, else a line per layout."""
+"""Progress of a search on stderr, as a bar or lines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shardax.plan.records import Layout, LayoutReport
 from shardax.plan.report.columns import TIMES, quantity
 
 
-class Progress:
-    """Counts layouts while they are compiled, and shows them by lines, a bar, or not at all."""
+class SearchProgress:
+    """Counts compiled layouts, shown by lines, a bar, or not."""
 
     def __init__(self, lines: TextIO | None = None, bar: ProgressBar | None = None) -> None:
         self.done = 0
@@ -73,11 +73,11 @@ def outcome_text(report: LayoutReport, kept: bool = False) -> str:
     return text + (" (kept)" if kept else f" ({report.compile_seconds:.1f} s)")
 
 
-def progress_for(wanted: bool, file: TextIO | None = None) -> Progress:
-    """Returns the display of a search's progress on a file, by default stderr."""
+def progress_for(wanted: bool, file: TextIO | None = None) -> SearchProgress:
+    """Returns the display of progress on a file, by default stderr."""
     to = sys.stderr if file is None else file
     if not wanted:
-        return Progress()
+        return SearchProgress()
     if is_live(to):
-        return Progress(bar=ProgressBar(to, "planning", 0, transient=True, elapsed=True))
-    return Progress(lines=to)
+        return SearchProgress(bar=ProgressBar(to, "planning", 0, transient=True, elapsed=True))
+    return SearchProgress(lines=to)

@@ -77,7 +77,7 @@ def outcome_line(target: str, reports: Sequence[LayoutReport]) -> str:
 
 
 def tied_with_best(reports: Iterable[LayoutReport]) -> tuple[str, ...]:
-    """Names the layouts whose time the model cannot tell from the best; nothing if it is alone."""
+    """Names the layouts whose time cannot be told from the best."""
     fitting = [report for report in reports if report.outcome == "fits" and report.time]
     for group in ties(fitting):
         if group[0] is fitting[0]:
@@ -100,7 +100,7 @@ def warnings_of(reports: Iterable[LayoutReport]) -> tuple[Note, ...]:
 
 
 def _notes(texts: Iterable[tuple[str, str]]) -> tuple[Note, ...]:
-    """Joins pairs of a text and a layout whose texts differ in numbers alone."""
+    """Joins pairs of text and layout that differ in numbers alone."""
     first: dict[str, str] = {}
     names: dict[str, dict[str, None]] = {}
     for text, name in texts:
@@ -151,7 +151,7 @@ def render(plan: Plan, width: int = _WIDTH, top: int = _TOP) -> str:
 
 
 def show(plan: Plan, console: Any = None, top: int = _TOP) -> None:
-    """Prints a plan on a rich console, by default standard output; in colour on a terminal."""
+    """Prints a plan on a rich console, by default standard output."""
     from rich.console import Console
     from rich.text import Text
 
@@ -177,7 +177,7 @@ Grid = tuple[tuple[Column, ...], list[list[str]]]  # columns after the number; t
 
 
 def _grids(plan: Plan, width: int, top: int) -> list[Grid]:
-    """Returns the tables of the compiled layouts, none wider than the screen if possible."""
+    """Returns the tables of the compiled layouts, cut to the width."""
     tied = tied_with_best(plan.reports)
     ranked = [
         (f"{number}{'=' if report.layout.name in tied else ''}", report)
@@ -228,7 +228,7 @@ def _width(column: Column, reports: Sequence[LayoutReport]) -> int:
 
 
 def _sections(plan: Plan, top: int) -> list[tuple[str, list[str]]]:
-    """Returns what stands below the tables: titles with their lines, without empty ones."""
+    """Returns the sections below the tables: titles with lines."""
     reports = plan.reports
     compiled = [report for report in reports if report.compiled]
     more = len(compiled) - top
