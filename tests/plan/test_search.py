@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,6 @@ import shardax as sx
 from shardax import plan
 from shardax.partition.context import current_rules
 from shardax.plan import NamedShape
-from shardax.plan.compile.pool import asker
-from shardax.plan.inputs import Inputs
-from shardax.plan.report.progress import outcome_text, progress_for
 
 EIGHT = [{"data": 8}]
 FAST: dict[str, Any] = {"cache": None, "progress": False, "effort": "screen"}
@@ -172,75 +167,6 @@ def test_what_cannot_be_searched_is_refused(options: Any, said: str) -> None:
 def test_a_mesh_without_the_targets_devices_is_refused() -> None:
     with pytest.raises(sx.errors.TargetError):
         plan.search(*perceptron(), "cpu:8", meshes=[{"data": 4}], **FAST)
-
-
-class Terminal(io.StringIO):
-    """Text that is taken for a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_that_is_not_wanted_is_counted_and_not_shown(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    layout = plan.Layout("dp", (("batch", "data"),), (("data", 8),))
-    with progress_for(False) as shown:
-        shown.expect(2, "screening")
-        shown.begin(layout)
-        shown.end(plan.LayoutReport(layout, "rejected"), False)
-    assert (shown.done, shown.total) == (1, 2)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = progress_for(True)
-    inputs = Inputs(*perceptron())
-    layout = plan.Layout("dp", (("batch", "data"),), (("data", 8),))
-    target = plan.Target.parse("cpu:8")
-    with shown, asker(inputs, target, "auto", None, None) as who:
-        shown.expect(1, "screening")
-        for answer in who.answers([layout], begun=shown.begin):
-            shown.end(answer.report, answer.kept)
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("screening: 1\n[1/1] dp: fits, ")
-
-
-def test_a_line_says_time_or_reason_and_how_long_it_took() -> None:
-    band = plan.TimeBand(0.5, 0.75, 0.5, 0.2, 0.05, 0.0, "compute")
-    layout = plan.Layout("fsdp", (), (("data", 8),))
-    timed = plan.LayoutReport(layout, "fits", time=band, compile_seconds=6.24)
-    assert outcome_text(timed) == "fsdp: fits, 500 ms to 750 ms a step (6.2 s)"
-    assert outcome_text(timed, kept=True) == "fsdp: fits, 500 ms to 750 ms a step (kept)"
-    failed = plan.LayoutReport(layout, "failed", reason="it crashed\nin line 3")
-    assert outcome_text(failed) == "fsdp: failed, it crashed (0.0 s)"
-
-
-def test_progress_on_a_terminal_is_a_bar_with_what_is_tried_and_the_best_so_far(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "160")
-    layouts = [plan.Layout(name, (), (("data", 8),)) for name in ("first", "second")]
-    band = plan.TimeBand(0.25, 0.75, 0.25, 0.25, 0.25, 0.0, "compute")
-    screen = Terminal()
-    with progress_for(True, screen) as shown:
-        shown.expect(2, "screening")
-        for layout in layouts:
-            shown.begin(layout)
-        shown.end(plan.LayoutReport(layouts[0], "fits", time=band), False)
-    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
-    assert re.search(r"screening [━╸╺ ]+ 1/2 \d:\d\d:\d\d best 0\.5 s; second +ETA", said)
-    assert screen.getvalue().endswith("\x1b[2K")  # and nothing of it stays
-
-
-def test_a_terminal_that_cannot_redraw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    screen = Terminal()
-    with progress_for(True, screen) as shown:
-        shown.expect(3, "screening")
-    assert screen.getvalue() == "screening: 3\n"
 
 
 def test_candidates_that_promise_little_are_left_out_once_enough_fit(
