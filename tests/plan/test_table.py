@@ -12,7 +12,7 @@ from tests.plan.samples import report, sample_reports
 
 from shardax.plan.records import TimeBand
 from shardax.plan.report.columns import columns_of
-from shardax.plan.report.table import render, show, tied_with_best
+from shardax.plan.report.table import Note, outcome_line, render, show, tied_with_best
 from shardax.plan.result import Plan
 
 GOLDEN = """
@@ -112,6 +112,16 @@ def test_a_tie_is_with_the_best_and_not_with_one_another() -> None:
     assert tied_with_best(reports) == ("a", "b")
     assert tied_with_best(reports[2:]) == ()
     assert tied_with_best([]) == ()
+
+
+def test_a_note_names_the_layouts_that_it_is_about_as_many_as_are_readable() -> None:
+    assert Note("no", ()).source() == ""
+    assert Note("no", ("a",)).source() == "(a)"
+    assert Note("no", ("a", "b", "c", "d", "e")).source() == "(5: a, b, c and 2 more)"
+
+
+def test_no_layout_at_all_is_told_too() -> None:
+    assert outcome_line("cpu:8", []) == "cpu:8: 0 of 0 layouts fit"
 
 
 def test_steps_of_several_batch_sizes_have_a_time_per_example() -> None:

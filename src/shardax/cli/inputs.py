@@ -54,7 +54,7 @@ def load_target(text: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # a module that this one needs, whose absence is no affair of ours
+            raise  # a module that this one needs
         raise CommandError(
             f"{text!r}: there is no module {error.name!r}, neither installed nor in the folder "
             f"{os.getcwd()}."

@@ -103,12 +103,12 @@ class ArrayFigure:
             return f"{head} {np.count_nonzero(numbers):,} of {array.size:,} true"
         numbers = numbers.astype(np.float64)
         finite = numbers[np.isfinite(numbers)]
-        strange = f", {array.size - finite.size:,} not finite" if finite.size < array.size else ""
+        nonfinite = f", {array.size - finite.size:,} not finite" if finite.size < array.size else ""
         if not finite.size:
-            return head + strange
+            return head + nonfinite
         return (
             f"{head} mean {finite.mean():.3g}, std {finite.std():.3g}, "
-            f"from {finite.min():.3g} to {finite.max():.3g}{strange}"
+            f"from {finite.min():.3g} to {finite.max():.3g}{nonfinite}"
         )
 
 
