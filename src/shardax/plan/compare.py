@@ -268,17 +268,17 @@ def assert_layout(
         wire[None] = _parse_bound("wire_bytes", wire_bytes)
     peak = None if peak_bytes is None else _parse_bound("peak_bytes", peak_bytes)
     inputs = Inputs(step, args)
-    asked = Target.parse(target or f"cpu:{math.prod(mesh.values())}")
-    asked.check_mesh(mesh)
+    hardware = Target.parse(target or f"cpu:{math.prod(mesh.values())}")
+    hardware.check_mesh(mesh)
     layout = layout_of("asserted", rules, mesh)
     # On CPU both efforts give the same program and memory.
-    effort = "screen" if asked.kind == "cpu" else "full"
-    (report,) = reports_of(inputs, [layout], asked, effort, compiler=compiler, cache=None)
+    effort = "screen" if hardware.kind == "cpu" else "full"
+    (report,) = reports_of(inputs, [layout], hardware, effort, compiler=compiler, cache=None)
     problems = list(_problems(report, wire, peak, replicated_params))
     if problems:
         listed = "\n  ".join(problems)
         raise LayoutAssertionError(
-            f"Over {mesh_text(mesh)} on {asked.text} the layout is another:\n  {listed}"
+            f"Over {mesh_text(mesh)} on {hardware.text} the layout is another:\n  {listed}"
         )
     return report
 
@@ -316,9 +316,9 @@ def _problems(
         return
     moved = report.wire_bytes("axes")
     for axes in wire:
-        strange = [axis for axis in axes or () if axis not in report.layout.sizes]
-        if strange:
-            yield f"wire_bytes names {strange}, but the mesh has {list(report.layout.sizes)}"
+        unknown = [axis for axis in axes or () if axis not in report.layout.sizes]
+        if unknown:
+            yield f"wire_bytes names {unknown}, but the mesh has {list(report.layout.sizes)}"
     for axes, check in wire.items():
         wrong = check(report.total_wire_bytes if axes is None else moved.get(axes, 0.0))
         if wrong:

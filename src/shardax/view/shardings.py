@@ -36,7 +36,7 @@ from shardax.partition.inventory import ArrayInfo, Survey, is_array, nbytes
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.partition.specs import abstract
-from shardax.view.table import format_bytes, html_table
+from shardax.view.table import format_bytes, format_shape, html_table
 
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 _COLUMNS, _LINES = 48, 9  # the most characters that a text picture takes on its own account
@@ -442,19 +442,15 @@ def _joined(rows: Sequence[ShardingRow]) -> list[tuple[list[str], jax.ShapeDtype
         each = format_bytes(row.bytes_per_device)
         cells = [
             _joint_path([row.path for row in group]),
-            _sizes(row.array.shape),
+            format_shape(row.array.shape),
             str(row.array.dtype),
             row.split,
-            _sizes(row.shard_shape),
+            format_shape(row.shard_shape),
             str(row.copies),
             each if len(group) == 1 else f"{len(group)} x {each}",
         ]
         lines.append((cells, row.array))
     return lines
-
-
-def _sizes(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def _joint_path(paths: Sequence[Path]) -> str:

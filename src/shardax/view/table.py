@@ -142,7 +142,7 @@ class ParameterTable:
             (
                 row.path,
                 row.type,
-                "x".join(map(str, row.shape)) or "scalar",
+                format_shape(row.shape),
                 row.dtype,
                 row.axes,
                 row.spec,
@@ -296,6 +296,11 @@ def _row(
         nbytes=math.prod(shape) * item,
         bytes_per_device=math.prod(sharding.shard_shape(shape) if sharding else shape) * item,
     )
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    """Formats the sizes of dimensions, such as ``2x3``."""
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def format_count(count: float) -> str:
