@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from dataclasses import replace
 
 import pytest
@@ -158,3 +159,12 @@ def test_a_terminal_gets_colours_and_a_file_does_not(plan: Plan) -> None:
     words = [line.split() for line in str(plan).splitlines()]
     coloured = screen.getvalue()
     assert all(word in coloured for line in words for word in line)
+
+
+def test_without_rich_a_plan_is_printed_as_plain_text(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    show(plan)
+    assert capsys.readouterr().out == f"{plan}\n"

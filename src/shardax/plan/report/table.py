@@ -12,6 +12,7 @@ of the first: twelve layouts that fail to divide a dimension are one line.
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -152,9 +153,12 @@ def render(plan: Plan, width: int = _WIDTH, top: int = _TOP) -> str:
 
 def show(plan: Plan, console: Any = None, top: int = _TOP) -> None:
     """Prints a plan on a rich console, by default standard output."""
-    from rich.console import Console
-    from rich.text import Text
-
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        sys.stdout.write(render(plan, top=top) + "\n")
+        return
     to = Console() if console is None else console
     if not to.is_terminal:
         to.file.write(render(plan, top=top) + "\n")
