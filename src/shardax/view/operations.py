@@ -4,7 +4,8 @@
 Operations are counted in the program's text after all of XLA's passes, so they are those of one
 device. A multiplication and the addition that follows are two; elementwise floating-point
 computations are one for each element; moving, comparing and counting are none. Of a loop of unknown
-length one iteration is counted, of branches the longest (``hlo.execution_counts``).
+length one iteration is counted, of branches the longest (``hlo.execution_counts``); conditions of
+loops are not.
 
 Instructions keep the names of the scopes (``jax.named_scope``) in which they were traced. So the
 call is traced on an abstract copy of the model whose Modules open a scope in their methods, and an
@@ -126,13 +127,31 @@ def operations(text: str) -> Counter[str]:
     """Counts the operations of a program's text by their origin."""
     program = parse(text)
     counts: Counter[str] = Counter()
-    for name, runs in runs_of(program, _own_operations).counts.items():
+    runs_by_name = runs_of(program, _own_operations).counts
+    skipped = _conditions(program)
+    for name, runs in runs_by_name.items():
+        if name in skipped:
+            continue
         inside = program.computations[name]
         for each in inside.instructions:
             own = _own_operations(inside, each)
             if own:
                 counts[_origin(each, inside, program)] += runs * int(own)
     return counts
+
+
+def _conditions(program: Program) -> set[str]:
+    """Names of the computations that decide whether loops go on."""
+    instructions = [each for c in program.computations.values() for each in c.instructions]
+    waiting = [name for each in instructions for name in each.computations("condition")]
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            inside = program.computations[name]
+            waiting += [callee for each in inside.instructions for callee in called(each)]
+    return found
 
 
 def _origin(each: Instruction, inside: Computation, program: Program) -> str:
