@@ -138,8 +138,8 @@ if _typing.TYPE_CHECKING:
     from shardax.train.errors import TextSourceError as TextSourceError
     from shardax.train.errors import TrainerError as TrainerError
     from shardax.train.errors import WindowError as WindowError
-    from shardax.view.pictures import OperationsError as OperationsError
-    from shardax.view.pictures import ShardingViewError as ShardingViewError
+    from shardax.view.operations import OperationsError as OperationsError
+    from shardax.view.shardings import ShardingViewError as ShardingViewError
 
 _MODULES = {
     "shardax.random.stream": (
@@ -159,10 +159,8 @@ _MODULES = {
         "SelectionPathError",
         "StaleSelectionError",
     ),
-    "shardax.view.pictures": (
-        "OperationsError",
-        "ShardingViewError",
-    ),
+    "shardax.view.operations": ("OperationsError",),
+    "shardax.view.shardings": ("ShardingViewError",),
     "shardax.train.errors": (
         "AccumulationError",
         "CheckpointExistsError",

@@ -16,6 +16,7 @@ import pytest
 
 import shardax as sx
 from shardax.cli import main
+from shardax.cli.inputs import parse_mesh
 from shardax.cli.runs import read_settings
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
@@ -129,7 +130,7 @@ def test_a_text_is_kept_as_an_absolute_path(
 def test_a_folder_of_texts_can_be_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardax.cli.train import Train, _Job
+    from shardax.cli.train import Train, _TrainingRun
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "texts"
@@ -137,7 +138,7 @@ def test_a_folder_of_texts_can_be_trained_on(
     for name in ("one.txt", "two.txt"):
         (folder / name).write_text(" ".join(random.Random(name).choices(WORDS, k=9000)))
     settings = Train(preset="tiny", text=folder, out=tmp_path / "run")._fresh()
-    text = _Job(settings, tmp_path / "run").held_out.part.text
+    text = _TrainingRun(settings, tmp_path / "run").held_out.part.text
     contents = bytes(text.data)
     assert all(file.read_bytes() in contents for file in folder.iterdir())
 
@@ -267,7 +268,7 @@ def test_resuming_refuses_other_settings_by_name(
 
 def test_show_prints_the_table_of_a_run_and_of_a_checkpoint(trained: Trained, capsys: Any) -> None:
     settings = read_settings(trained.out)
-    mesh = sx.cli.devices.parse_mesh(settings.mesh, ("data", "model"))
+    mesh = parse_mesh(settings.mesh, ("data", "model"))
     table = sx.view.table(settings.make_model(), mesh=mesh, rules=sx.models.DECODER_RULES)
     for path in (trained.out, trained.out / "checkpoints" / "00000002"):
         assert main(["show", str(path)]) == 0
@@ -417,6 +418,30 @@ def test_help_lists_the_commands(capsys: Any) -> None:
     assert exit_info.value.code == 0
     printed = capsys.readouterr().out
     assert all(command in printed for command in ("train", "show", "sample"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train"], ["--batch-size", "Windows a step, instead of the preset's.", "(default: 50)"]),
+        (["show"], ["PATH", "Folder of a run, or of one of its checkpoints."]),
+        (["sample"], ["--temperature", "0 takes the likeliest byte; 1 samples"]),
+        (["check"], ["MODEL", "The exit status is 1 if there are errors", '[["embed", null]']),
+        (["plan"], ["--top", "How many layouts to show of a search, the best ones."]),
+        (["plan", "explain"], ["PLAN.json", "A file that shardax plan --json wrote."]),
+    ],
+)
+def test_the_help_of_a_command_explains_its_options(
+    words: list[str], expected: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit) as exit_info:
+        main([*words, "--help"])
+    assert exit_info.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in expected)
+    options = [line for line in printed.splitlines() if line.startswith("│ --")]
+    assert all(re.search(r"  \S.* \((default: .*|repeatable|optional)\)", line) for line in options)
 
 
 def test_the_module_runs_the_command_and_passes_its_status_on(tmp_path: Path) -> None:

@@ -65,6 +65,14 @@ def test_collectives_alike_are_said_once_with_the_layers_that_they_are_of() -> N
     ]
 
 
+def test_names_of_operations_that_compilers_joined_are_cut() -> None:
+    long = gather(1e9, why="", op_name="jit(step)/" + "dot_general/" * 20)
+    text = explain(report("a", (("data", 16),), collectives=(long,)))
+    (line,) = [line.strip() for line in text.splitlines() if "jit(step)" in line]
+    name = line.removeprefix("of ")
+    assert name.startswith("jit(step)/dot_general/") and name.endswith("…") and len(name) == 90
+
+
 def test_a_layout_without_a_program_is_explained_by_its_reason() -> None:
     assert explain(TP).splitlines() == [
         "tp 1x16 over data=1, model=16: does not fit",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from tests.plan.samples import report, sample_reports
 
 from shardax.plan.records import TimeBand
 from shardax.plan.report.columns import columns_of
-from shardax.plan.report.table import render, show, tied_with_best
+from shardax.plan.report.table import Note, outcome_line, render, show, tied_with_best
 from shardax.plan.result import Plan
 
 GOLDEN = """
@@ -114,6 +115,16 @@ def test_a_tie_is_with_the_best_and_not_with_one_another() -> None:
     assert tied_with_best([]) == ()
 
 
+def test_a_note_names_the_layouts_that_it_is_about_as_many_as_are_readable() -> None:
+    assert Note("no", ()).source() == ""
+    assert Note("no", ("a",)).source() == "(a)"
+    assert Note("no", ("a", "b", "c", "d", "e")).source() == "(5: a, b, c and 2 more)"
+
+
+def test_no_layout_at_all_is_told_too() -> None:
+    assert outcome_line("cpu:8", []) == "cpu:8: 0 of 0 layouts fit"
+
+
 def test_steps_of_several_batch_sizes_have_a_time_per_example() -> None:
     small, large = (
         report(
@@ -148,3 +159,12 @@ def test_a_terminal_gets_colours_and_a_file_does_not(plan: Plan) -> None:
     words = [line.split() for line in str(plan).splitlines()]
     coloured = screen.getvalue()
     assert all(word in coloured for line in words for word in line)
+
+
+def test_without_rich_a_plan_is_printed_as_plain_text(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    show(plan)
+    assert capsys.readouterr().out == f"{plan}\n"

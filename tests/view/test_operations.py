@@ -57,6 +57,13 @@ def test_a_loop_counts_every_iteration_and_a_choice_its_longest_branch() -> None
     assert count(choice, index, ones(8, 8)) == 2 * 2 * 8**3
 
 
+def test_of_a_loop_of_unknown_length_one_iteration_counts_and_its_condition_does_not() -> None:
+    def loop(x: Any) -> Any:
+        return jax.lax.while_loop(lambda x: jnp.exp(x).sum() < 1e6, lambda x: 1.5 * x, x)
+
+    assert count(loop, ones(8)) == 8
+
+
 def test_products_that_libraries_compute_are_counted_too() -> None:
     text = """HloModule m
 

@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from tests.strategies import models
 
 import shardax as sx
-from shardax.view import foldable
-from shardax.view.figures import describe, drawing_of
+from shardax.view import figures
+from shardax.view.drawings import describe, drawing_of
 
 treescope = pytest.importorskip("treescope", reason="pip install 'shardax[view]'")
 
@@ -225,11 +225,11 @@ def test_what_the_user_taught_treescope_holds_for_leaves() -> None:
 
 
 def test_pictures_are_drawn_of_the_first_arrays_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foldable, "MOST_PICTURES", 2)
+    monkeypatch.setattr(figures, "MOST_PICTURES", 2)
     drawn: list[Any] = []
 
     def visualize(value: Any, path: str | None) -> None:
-        if isinstance(value, foldable.ArrayFigure):
+        if isinstance(value, figures.ArrayFigure):
             drawn.append(path)
 
     with treescope.active_autovisualizer.set_scoped(visualize):
@@ -239,7 +239,7 @@ def test_pictures_are_drawn_of_the_first_arrays_only(monkeypatch: pytest.MonkeyP
 
 
 def test_a_large_model_still_says_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foldable, "MOST_LEAVES", 1)
+    monkeypatch.setattr(figures, "MOST_LEAVES", 1)
     assert "# also at .layers[1], .head" in treescope.render_to_text(Tied())
     assert "treescope-container" in sx.view.to_html(Tied())
 

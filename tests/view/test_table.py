@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
+from shardax._core.graph.paths import format_path
 from shardax.partition.errors import PartitionCheckError
-from shardax.view.table import ParameterRow, format_bytes
+from shardax.view.table import ParameterRow, format_bytes, format_count
 
 RULES = sx.models.DECODER_RULES
 
@@ -41,7 +42,7 @@ def test_bytes_per_device_are_those_that_sharding_allocates(mesh: Mesh) -> None:
     assert table.devices == mesh.size == len(bytes_by_device(model))
     by_path = {row.path: row for row in table.rows}
     for path, variable in sx.iter_variables(model):
-        row = by_path[sx.core.paths.format_path(path)]
+        row = by_path[format_path(path)]
         assert row.bytes_per_device == variable.value.addressable_shards[0].data.nbytes
 
 
@@ -180,3 +181,11 @@ def test_dimensions_over_two_mesh_axes_show_both(auto_mesh: Mesh) -> None:
 )
 def test_bytes_are_written_in_binary_units(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (9999, "9,999"), (1_773_280, "1.77 M"), (2.5e13, "25 T"), (3e21, "3e+03 E")],
+)
+def test_counts_are_written_in_steps_of_a_thousand(count: float, text: str) -> None:
+    assert format_count(count) == text

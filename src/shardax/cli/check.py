@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardax check``: what is wrong with a layout, before anything is trained.
+"""``shardax check``: diagnostics of a layout, before anything is trained.
 
-The mesh is an abstract one, so the layout of a run on a thousand devices can be checked on a
-laptop; nothing of the model is computed. What is to be said of several arrays alike is said once.
+The mesh is abstract, so the layout of a run on a thousand devices can be checked on a laptop;
+nothing of the model is computed. Diagnostics that several arrays share are printed once.
 """
 
 from __future__ import annotations
@@ -11,28 +11,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import tyro
 from jax.sharding import AbstractMesh
 
+from shardax import partition, train
 from shardax._core.graph.paths import format_path
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Param
 from shardax.cli.inputs import PRESETS, CommandError, is_target, load_model, load_rules, mesh_sizes
-from shardax.cli.runs import (
-    RUN_FILE,
-    ZERO,
-    RunSettings,
-    find_run,
-    read_settings,
-)
+from shardax.cli.runs import RUN_FILE, ZERO, RunSettings, find_run, read_settings
 from shardax.models import DECODER_RULES, Decoder
 from shardax.partition.errors import Diagnostic, did_you_mean
 from shardax.partition.mesh import mesh_text
-from shardax.plan.rules_file import NamedRules
 
 _MIB = 2**20
 _LISTED = 4
@@ -41,64 +35,71 @@ _SHOWN = {"error": "error", "warning": "warning", "info": "note"}
 
 @dataclass(frozen=True)
 class Check:
-    """Say what is wrong with the layout of a model and its optimizer over a mesh.
+    """Report what is wrong with a model's layout over a mesh."""
 
-    For a model of your own: shardax check my_package.models:make_model --rules rules.json --mesh
-    data=2,model=4, where make_model is called without arguments.
+    details: ClassVar[str] = (
+        "For a model of your own: shardax check my_package.models:make_model --rules rules.json "
+        "--mesh data=2,model=4, where make_model is called without arguments.\n\n"
+        "The exit status is 1 if there are errors (with --strict also if there are warnings), "
+        "else 0."
+    )
 
-    The exit status is 1 if there are errors (with --strict also if there are warnings), else 0.
-
-    Attributes:
-        model: Folder of a run; or the name of a preset: tiny, demo or small; or module:name of a
-            function without arguments that returns a model.
-        mesh: Sizes of the mesh axes, such as data=2,model=4, instead of the run's. The devices need
-            not be there.
-        rules: Rules to check instead of the decoder's or the run's: a TOML file, such as shardax
-            plan --write-rules makes (with FILE.toml:NAME one of its layouts), whose mesh is used
-            unless --mesh is given; a JSON file with a list of pairs such as [["embed", null],
-            ["mlp", "model"]], or with an object; or module:name of rules.
-        zero: Split the optimizer's state over the axis data too, by the dimension embed.
-        large: A parameter that every device holds whole is a warning above this many MiB.
-        quiet: Leave out the notes.
-        strict: Let warnings count as errors.
-    """
-
+    # Folder of a run; or the name of a preset: tiny, demo or small; or module:name of a function
+    # without arguments that returns a model.
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    # Sizes of the mesh axes, such as data=2,model=4, instead of the run's. The devices need not be
+    # there.
     mesh: str | None = None
+    # Rules to check instead of the decoder's or the run's: a TOML file, such as shardax plan
+    # --write-rules makes (with FILE.toml:NAME one of its layouts), whose mesh is used unless --mesh
+    # is given; a JSON file with a list of pairs such as [["embed", null], ["mlp", "model"]], or
+    # with an object; or module:name of rules.
     rules: str | None = None
+    # Split the optimizer's state over the axis data too, by the dimension embed.
     zero: bool = False
+    # A parameter that every device holds whole is a warning above this many MiB.
     large: float = 1.0
+    # Leave out the notes.
     quiet: bool = False
+    # Let warnings count as errors.
     strict: bool = False
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        from shardax.partition import check
-
-        given = self._given()
+        if self.rules is None and is_target(self.model):
+            raise CommandError(
+                f"Name the rules for {self.model}: --rules FILE.toml, --rules FILE.json, or "
+                "--rules module:name."
+            )
+        given = None if self.rules is None else load_rules(self.rules)
         mesh_given = self.mesh or (mesh_text(given.mesh or (), ",") if given is not None else "")
         model, text, run = self._find(mesh_given)
         own = given is not None or (run is not None and run.rules is not None)
         standard = DECODER_RULES if run is None else run.layout_rules
         rules = standard if given is None else given.rules
-        # One's own rules are judged too: an axis that they misspell must not be one of the mesh's.
+        # One's own rules are checked too: an axis that they misspell must not be one of the mesh's.
         sizes = mesh_sizes(text, None if own else rules.mesh_axes)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        findings = check(
-            self._with_optimizer(model),
+        findings = partition.check(
+            _with_optimizer(model),
             mesh,
             rules,
             overrides=ZERO if self.zero or (run is not None and run.zero) else None,
             large_bytes=int(self.large * _MIB),
         )
         # Mesh axes that are not there have been found already, where there are arrays.
-        findings += [f for f in rules.check(mesh) if f.code != "unknown-mesh-axis"]
-        counts = Counter(finding.severity for finding in findings)
-        self._print(findings, counts, sizes)
+        findings += [each for each in rules.check(mesh) if each.code != "unknown-mesh-axis"]
+        counts = Counter(each.severity for each in findings)
+        totals: list[str] = []
+        for severity, word in _SHOWN.items():
+            totals.append(f"{counts[severity]} {word}{'' if counts[severity] == 1 else 's'}")
+            if not (self.quiet and severity == "info"):
+                _print(word, [each for each in findings if each.severity == severity])
+        print(f"{self.model} over {mesh_text(sizes)}: {', '.join(totals)}")
         return 1 if counts["error"] or (self.strict and counts["warning"]) else 0
 
     def _find(self, mesh: str) -> tuple[Any, str, RunSettings | None]:
-        """Returns the model, lazy, the mesh as text, and the run's settings if it is one's."""
+        """Returns the lazy model, the mesh as text, and the run's settings."""
         path = Path(self.model)
         if not (path / RUN_FILE).is_file() and (self.model in PRESETS or is_target(self.model)):
             if not mesh:
@@ -123,53 +124,24 @@ class Check:
             )
         return settings.make_model(), text, settings
 
-    def _given(self) -> NamedRules | None:
-        if self.rules is not None:
-            return load_rules(self.rules)
-        if is_target(self.model):
-            raise CommandError(
-                f"Name the rules for {self.model}: --rules FILE.toml, --rules FILE.json, or "
-                "--rules module:name."
-            )
-        return None
 
-    def _with_optimizer(self, model: Any) -> dict[str, Any]:
-        """The model, and the state of an optimizer with two moments for its parameters, if any."""
-        import optax
+def _with_optimizer(model: Any) -> dict[str, Any]:
+    """The model, with an Adam optimizer if it has parameters."""
+    import optax
 
-        from shardax import train
-
-        if not isinstance(model, Module) or next(iter_variables(model, Param), None) is None:
-            return {"model": model}
-        return {"model": model, "optimizer": train.Optimizer(model, optax.adamw(1e-3))}
-
-    def _print(
-        self, findings: Sequence[Diagnostic], counts: Counter[str], sizes: dict[str, int]
-    ) -> None:
-        for severity, word in _SHOWN.items():
-            if not (self.quiet and severity == "info"):
-                for text, paths in _grouped(findings, severity).items():
-                    print(f"{word:8} {text}{_places(paths)}")
-        told = [
-            f"{counts[severity]} {word}{'' if counts[severity] == 1 else 's'}"
-            for severity, word in _SHOWN.items()
-        ]
-        print(f"{self.model} over {mesh_text(sizes)}: {', '.join(told)}")
+    if not isinstance(model, Module) or next(iter_variables(model, Param), None) is None:
+        return {"model": model}
+    return {"model": model, "optimizer": train.Optimizer(model, optax.adamw(1e-3))}
 
 
-def _grouped(findings: Sequence[Diagnostic], severity: str) -> dict[str, list[str]]:
-    """Returns the paths that each text is to be said of, in order."""
-    groups: dict[str, list[str]] = {}
+def _print(word: str, findings: Sequence[Diagnostic]) -> None:
+    """Prints each text once, with its paths in order."""
+    paths: dict[str, list[str]] = {}
     for finding in findings:
-        if finding.severity == severity:
-            path = format_path(finding.path)
-            text = str(finding).removeprefix(f"{path}: ")
-            groups.setdefault(text, []).extend([path] if finding.path else [])
-    return groups
-
-
-def _places(paths: Sequence[str]) -> str:
-    if not paths:
-        return ""
-    more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
-    return f"\n{'':8} at {', '.join(paths[:_LISTED])}{more}"
+        path = format_path(finding.path)
+        text = str(finding).removeprefix(f"{path}: ")
+        paths.setdefault(text, []).extend([path] if finding.path else [])
+    for text, about in paths.items():
+        more = f" and {len(about) - _LISTED} more" if len(about) > _LISTED else ""
+        places = f"\n{'':8} at {', '.join(about[:_LISTED])}{more}" if about else ""
+        print(f"{word:8} {text}{places}")

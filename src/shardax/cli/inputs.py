@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and rules of the user's own, as the command line names them.
+"""Inputs of commands: models, rules, meshes, devices, and presets.
 
 A *target* is ``module:name``, something in a Python module, which is looked for in the working
 folder too. Rules are a target; or a JSON file: a list of pairs of a name and mesh axes, or an
 object from names to mesh axes; or a TOML file (``plan.rules_file``), which may name the mesh too,
 and hold several layouts, of which ``FILE.toml:NAME`` is one.
-
-Devices and meshes as the command line names them.
-
-Presets: named sizes of model and training.
 """
 
 from __future__ import annotations
@@ -36,37 +32,20 @@ from shardax.plan.rules_file import NamedRules, parse_rules
 
 
 class CommandError(ShardaxError, ValueError):
-    """A command line asks for something that cannot be done; the message says what would."""
+    """A command line cannot be run; the message says what would work."""
 
 
-# --- Inputs ---
+# --- Targets and rules ---
 
 
 def is_target(text: str) -> bool:
-    """Whether a text is of the form ``module:name``.
-
-    Example:
-        >>> is_target("my_package.models:make_model"), is_target("runs/demo"), is_target("tiny")
-        (True, False, False)
-    """
+    """Whether a text is of the form ``module:name``."""
     module, colon, name = text.partition(":")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), name])
 
 
 def load_target(text: str) -> Any:
-    """Imports what a target names.
-
-    Args:
-        text: ``module:name``.
-
-    Raises:
-        CommandError: If there is no such module, or no such name in it. What the module itself
-            raises comes out as it is.
-
-    Example:
-        >>> load_target("shardax.models:DECODER_RULES").names[0]
-        'batch'
-    """
+    """Imports what a target names."""
     module_name, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -86,18 +65,7 @@ def load_target(text: str) -> Any:
 
 
 def load_model(text: str) -> Any:
-    """Makes the model that a target names.
-
-    Args:
-        text: ``module:name`` of a function or class that is called without arguments, or of a
-            model.
-
-    Returns:
-        A Module, or any tree that ``shardax.check`` takes.
-
-    Raises:
-        CommandError: As ``load_target``; or if it holds no array.
-    """
+    """Returns the model that a target names or makes without arguments."""
     found = load_target(text)
     made = found if isinstance(found, Object) or not callable(found) else found()
     if not TreeInventory(made).leaves:
@@ -109,34 +77,34 @@ def load_model(text: str) -> Any:
 
 
 def load_rules(text: str) -> NamedRules:
-    """Reads rules, and the mesh that they are meant for if they name one.
-
-    Args:
-        text: A target, or the path of a JSON file or of a TOML file; after the latter, with a
-            colon, the name of one of its layouts.
-
-    Raises:
-        CommandError: If there are none, or several, or they are malformed; names the file.
-    """
-    name, toml, layout = text.partition(".toml")
-    if toml and (not layout or layout.startswith(":")):
-        return _one(text, load_layouts(name + toml), layout[1:])
-    found = load_target(text) if is_target(text) else _read(text, json.loads)
-    try:
-        return NamedRules(Path(text).stem, Rules(found))
-    except RulesError as error:
-        raise CommandError(f"--rules {text}: {error}") from error
+    """Reads rules from a target, a JSON or a TOML file."""
+    file, toml, name = text.partition(".toml")
+    if not toml or name[:1] not in ("", ":"):
+        found = load_target(text) if is_target(text) else _read(text, json.loads)
+        try:
+            return NamedRules(Path(text).stem, Rules(found))
+        except RulesError as error:
+            raise CommandError(f"--rules {text}: {error}") from error
+    layouts = {layout.name: layout for layout in load_layouts(file + toml)}
+    name = name[1:]
+    if not name and len(layouts) == 1:
+        return next(iter(layouts.values()))
+    if name in layouts:
+        return layouts[name]
+    listed = ", ".join(map(repr, layouts))
+    if not name:
+        raise CommandError(
+            f"--rules {text}: it holds {len(layouts)} layouts: {listed}. Name one, as in --rules "
+            f"'{text}:{next(iter(layouts))}'."
+        )
+    raise CommandError(
+        f"--rules {text!r}: the file holds no layout {name!r}, but {listed}."
+        f"{did_you_mean(name, list(layouts))}"
+    )
 
 
 def load_layouts(file: str) -> tuple[NamedRules, ...]:
-    """Reads all layouts of a TOML file.
-
-    Args:
-        file: Its path.
-
-    Raises:
-        CommandError: If it cannot be read, or something in it is wrong; names file and key.
-    """
+    """Reads all layouts of a TOML file."""
     try:
         return parse_rules(_read(file, str), file, Path(file).stem)
     except RulesError as error:
@@ -154,37 +122,11 @@ def _read(file: str, parse: Callable[[str], Any]) -> Any:
         raise CommandError(f"--rules {file}: cannot be read: {error}.") from error
 
 
-def _one(text: str, layouts: Sequence[NamedRules], name: str) -> NamedRules:
-    """The layout of a name, or the only one."""
-    names = [layout.name for layout in layouts]
-    if not name and len(layouts) == 1:
-        return layouts[0]
-    if name in names:
-        return layouts[names.index(name)]
-    listed = ", ".join(map(repr, names))
-    if not name:
-        raise CommandError(
-            f"--rules {text}: it holds {len(names)} layouts: {listed}. Name one, as in --rules "
-            f"'{text}:{names[0]}'."
-        )
-    raise CommandError(
-        f"--rules {text!r}: the file holds no layout {name!r}, but {listed}."
-        f"{did_you_mean(name, names)}"
-    )
-
-
-# --- Devices ---
+# --- Devices and meshes ---
 
 
 def use_devices(count: int | None) -> None:
-    """Makes this process use ``count`` virtual CPU devices; None leaves JAX's own choice.
-
-    Args:
-        count: Number of devices.
-
-    Raises:
-        CommandError: If JAX already runs with another number of devices.
-    """
+    """Makes this process use virtual CPU devices; None leaves JAX's own choice."""
     if count is None:
         return
     if count < 1:
@@ -202,52 +144,28 @@ def use_devices(count: int | None) -> None:
 
 
 def mesh_sizes(text: str, axes: Sequence[str] | None = None) -> dict[str, int]:
-    """Reads the sizes of mesh axes from a text such as ``data=2,model=4``.
-
-    Args:
-        text: Comma-separated ``name=size``.
-        axes: The names that rules use. One that the text leaves out has size 1. None: any names.
-
-    Raises:
-        CommandError: If the text cannot be read, or names another axis.
-
-    Example:
-        >>> mesh_sizes("model=4", ("data", "model"))
-        {'model': 4, 'data': 1}
-    """
+    """Reads sizes of mesh axes, such as ``data=2,model=4``."""
+    # ``axes`` that the text leaves out have size 1; without them any names are allowed.
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        name, _, size = part.partition("=")
-        if not name.strip().isidentifier() or not size.strip().isdigit() or int(size) < 1:
+        name, _, size = (word.strip() for word in part.partition("="))
+        if not name.isidentifier() or not size.isdigit() or int(size) < 1:
             raise CommandError(
                 f"--mesh {text!r}: {part!r} is not name=size, as in --mesh data=2,model=4."
             )
-        if axes is not None and name.strip() not in axes:
+        if axes is not None and name not in axes:
             raise CommandError(
-                f"--mesh {text!r}: no rule lays anything out over an axis {name.strip()!r}; the "
-                f"axes are {', '.join(axes)}.{did_you_mean(name.strip(), axes)}"
+                f"--mesh {text!r}: no rule lays anything out over an axis {name!r}; the "
+                f"axes are {', '.join(axes)}.{did_you_mean(name, axes)}"
             )
-        if name.strip() in sizes:
-            raise CommandError(f"--mesh {text!r}: the axis {name.strip()!r} is given twice.")
-        sizes[name.strip()] = int(size)
-    sizes.update({name: 1 for name in axes or () if name not in sizes})
-    return sizes
+        if name in sizes:
+            raise CommandError(f"--mesh {text!r}: the axis {name!r} is given twice.")
+        sizes[name] = int(size)
+    return sizes | {name: 1 for name in axes or () if name not in sizes}
 
 
 def parse_mesh(text: str, axes: Sequence[str] | None) -> Mesh | None:
-    """Makes the mesh that a text such as ``data=2,model=4`` describes, with Auto axes.
-
-    Args:
-        text: Comma-separated ``name=size``; empty: no mesh.
-        axes: As in ``mesh_sizes``.
-
-    Raises:
-        CommandError: If the text cannot be read, names another axis, or the devices do not suffice.
-
-    Example:
-        >>> dict(parse_mesh("data=1", ("data", "model")).shape)
-        {'data': 1, 'model': 1}
-    """
+    """Makes a mesh with Auto axes; None for an empty text."""
     if not text:
         return None
     sizes = mesh_sizes(text, axes)
@@ -257,12 +175,9 @@ def parse_mesh(text: str, axes: Sequence[str] | None) -> Mesh | None:
             f"--mesh {text} needs {needed} devices, but there are {jax.device_count()}. For "
             f"virtual CPU devices add --devices {needed}."
         )
-    return jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=(AxisType.Auto,) * len(sizes),
-        devices=jax.devices()[:needed],
-    )
+    kinds = (AxisType.Auto,) * len(sizes)
+    devices = jax.devices()[:needed]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
 
 
 # --- Presets ---
@@ -270,23 +185,14 @@ def parse_mesh(text: str, axes: Sequence[str] | None) -> Mesh | None:
 
 @dataclass(frozen=True)
 class Preset:
-    """A model and how to train it.
-
-    Attributes:
-        model: The decoder's configuration.
-        steps: Optimizer steps.
-        batch_size: Windows a step.
-        seq_len: Bytes a window.
-        learning_rate: Peak learning rate.
-        eval_batches: Held-out batches an evaluation reads, spread evenly over the text.
-    """
+    """A model and how to train it."""
 
     model: DecoderConfig
     steps: int
-    batch_size: int
-    seq_len: int
-    learning_rate: float
-    eval_batches: int
+    batch_size: int  # windows a step
+    seq_len: int  # bytes a window
+    learning_rate: float  # the peak
+    eval_batches: int  # that an evaluation reads, spread evenly over the held-out text
 
 
 def _decoder(layers: int, embed: int, heads: int, kv_heads: int) -> DecoderConfig:
@@ -310,27 +216,14 @@ PRESETS = {
 
 
 def find_preset(name: str) -> Preset:
-    """Returns a preset by name.
-
-    Raises:
-        CommandError: If there is none; the message lists them.
-
-    Example:
-        >>> find_preset("demo").model.vocab_size
-        256
-    """
+    """Returns a preset by name."""
     if name not in PRESETS:
         raise CommandError(f"--preset {name!r} is unknown; there are: {', '.join(PRESETS)}.")
     return PRESETS[name]
 
 
 def decoder_optimizer(steps: int, learning_rate: float) -> Any:
-    """Returns the transformation of optax that ``shardax train`` trains with.
-
-    Args:
-        steps: Optimizer steps of the run.
-        learning_rate: The peak.
-    """
+    """Returns the optax transformation that ``shardax train`` trains with."""
     import optax
 
     warmup = max(1, steps // 15)

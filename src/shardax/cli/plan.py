@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardax plan``: which layouts of a step fit on hardware, and what each one costs.
+"""``shardax plan``: layouts that fit on hardware, with their costs.
 
-``shardax plan explain`` and ``shardax plan diff`` (``cli.plan``) say more about layouts
-of a plan that was written with ``--json``.
-
-``shardax plan explain`` and ``shardax plan diff``: more about layouts of a plan in a file.
-
-What ``shardax plan`` plans: a step of the user's own, or the training step of a preset.
+What is planned is a step of the user's own, or the training step of a preset.
+``shardax plan explain`` and ``shardax plan diff`` describe layouts of a plan that was written with
+``--json``.
 """
 
 from __future__ import annotations
@@ -19,11 +16,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import tyro
 
+from shardax import plan
 from shardax._core.init.rng import Rngs
 from shardax._transforms.grad.grad import value_and_grad
 from shardax._transforms.jit.jit import jit
@@ -39,37 +37,31 @@ from shardax.cli.inputs import (
 )
 from shardax.models import Decoder, next_token_loss
 from shardax.partition.errors import did_you_mean
-from shardax.plan import NamedShape, Plan
-from shardax.plan.errors import PlanInputError, PlanInterrupted
+from shardax.plan.compare import layouts_over, reports_of
+from shardax.plan.errors import PlanInterrupted
+from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
-from shardax.plan.report.diff import diff
-from shardax.plan.report.explanation import explain, headline
-from shardax.plan.rules_file import named_rules, write_rules
-
-if TYPE_CHECKING:
-    from shardax.plan.result import Plan
-
-
-# --- Plan step ---
+from shardax.plan.report.explanation import headline
+from shardax.plan.report.table import show
+from shardax.train import Optimizer
 
 _OPTIONS = ("tie", "fix", "meshes", "mesh_axes")
 _KEYS = ("step", "args", *_OPTIONS)
+_LOCAL = 64  # devices of a CPU target that this process pretends to have, rather than start others
+_DEVICES = "jax_num_cpu_devices"
+_DEVICES_FLAG = "xla_force_host_platform_device_count"  # the user's own choice of their number
+
+
+# --- What is planned ---
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step with its arguments.
-
-    Attributes:
-        step: The function that is compiled.
-        args: Its positional arguments, as ``plan.compare`` takes them.
-        options: Those of ``plan.search`` that belong to the step: ``tie``, ``fix``, ``meshes``,
-            ``mesh_axes``.
-    """
+    """A step with its arguments, as ``plan.compare`` takes them."""
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of ``plan.search``: see _OPTIONS
 
 
 @jit(donate_argnums=(0, 1))
@@ -81,23 +73,7 @@ def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
 
 
 def preset_step(name: str, batch: int | None = None, seq_len: int | None = None) -> PlannedStep:
-    """Returns the training step of a preset, whose model and optimizer hold no array.
-
-    Args:
-        name: The preset.
-        batch: Windows a step, instead of the preset's.
-        seq_len: Bytes a window, instead of the preset's.
-
-    Raises:
-        CommandError: If there is no such preset; or a size is not positive.
-
-    Example:
-        >>> planned = preset_step("tiny", batch=8)
-        >>> planned.args[2]["inputs"].shape
-        (8, 64)
-    """
-    from shardax.train import Optimizer
-
+    """Returns the training step of a preset, without arrays."""
     preset = find_preset(name)
     rows = preset.batch_size if batch is None else batch
     length = preset.seq_len if seq_len is None else seq_len
@@ -106,22 +82,12 @@ def preset_step(name: str, batch: int | None = None, seq_len: int | None = None)
             raise CommandError(f"--{option} {size}: give at least 1.")
     model = Decoder(preset.model, rngs=Rngs(params=0))
     optimizer = Optimizer(model, decoder_optimizer(preset.steps, preset.learning_rate))
-    tokens = NamedShape((rows, length), "int32", ("batch", "seq"))
+    tokens = plan.NamedShape((rows, length), "int32", ("batch", "seq"))
     return PlannedStep(train_step, (model, optimizer, {"inputs": tokens, "targets": tokens}))
 
 
 def own_step(target: str, batch: int | None = None) -> PlannedStep:
-    """Returns the step that a function of the user's makes.
-
-    Args:
-        target: ``module:name`` of a function that returns ``(step, args)``; or a mapping or
-            dataclass with ``step`` and ``args``, and if wanted ``tie``, ``fix``, ``meshes`` and
-            ``mesh_axes``, as ``plan.search`` takes them.
-        batch: What it is called with as ``batch``; None to call it without.
-
-    Raises:
-        CommandError: If there is no such function, it takes no batch, or returns something else.
-    """
+    """Returns the step that a function of the user's makes."""
     found = load_target(target)
     if not callable(found):
         raise CommandError(
@@ -138,30 +104,18 @@ def own_step(target: str, batch: int | None = None) -> PlannedStep:
 
 
 def as_planned(made: Any, target: str) -> PlannedStep:
-    """Returns what a user's function made, checked.
-
-    Args:
-        made: What it returned.
-        target: What errors call the function.
-
-    Raises:
-        CommandError: If it is no step with arguments; says what it should be.
-
-    Example:
-        >>> as_planned((abs, [1]), "my:make").args
-        (1,)
-    """
+    """Checks what a user's function returned."""
+    parts: Any = made
     if dataclasses.is_dataclass(made) and not isinstance(made, type):
-        names = [each.name for each in dataclasses.fields(made)]
-        made = {name: getattr(made, name) for name in names}
-    if isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2:
-        made = dict(zip(("step", "args"), made, strict=True))
-    if not isinstance(made, Mapping) or not {"step", "args"} <= set(made):
+        parts = {each.name: getattr(made, each.name) for each in dataclasses.fields(made)}
+    elif isinstance(made, tuple) and len(made) == 2:
+        parts = dict(zip(("step", "args"), made, strict=True))
+    if not isinstance(parts, Mapping) or not {"step", "args"} <= set(parts):
+        kind = type(made).__name__
         raise CommandError(
-            f"{target!r} returned {type(made).__name__}. It should return (step, args), or a "
+            f"{target!r} returned {kind}. It should return (step, args), or a "
             f"mapping or dataclass with step and args, and if wanted {', '.join(_OPTIONS)}."
         )
-    parts = dict(cast("Mapping[str, Any]", made))
     for name in parts:
         if name not in _KEYS:
             raise CommandError(
@@ -178,90 +132,78 @@ def as_planned(made: Any, target: str) -> PlannedStep:
     return PlannedStep(parts["step"], tuple(parts["args"]), options)
 
 
-# --- Plan ---
-
-_HERE = 64  # devices of a CPU target that this process pretends to have, rather than start others
-_DEVICES = "jax_num_cpu_devices"
-_DEVICES_FLAG = "xla_force_host_platform_device_count"  # the user's own choice of their number
+# --- shardax plan ---
 
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """Find which layouts of a step fit on hardware that need not be there, and what each costs.
+    """Find the layouts that fit on hardware, with their costs."""
 
-    Without MODULE:NAME, it plans the training step of a preset. A function of your own takes no
-    arguments (with --batch, it takes batch) and returns (step, args), or a mapping or dataclass
-    with step, args, and if wanted tie, fix, meshes, mesh_axes as plan.search takes them. Nothing is
-    allocated: arguments are lazy models and optimizers, and plan.NamedShape for a batch.
+    details: ClassVar[str] = (
+        "The hardware need not be there. Without MODULE:NAME, it plans the training step of a "
+        "preset. A function of your own takes no arguments (with --batch, it takes batch) and "
+        "returns (step, args), or a mapping or dataclass with step, args, and if wanted tie, fix, "
+        "meshes, mesh_axes as plan.search takes them. Nothing is allocated: arguments are lazy "
+        "models and optimizers, and plan.NamedShape for a batch.\n\n"
+        "The exit status is 0 if a layout fits, 1 if none does or something is wrong.\n\n"
+        "Of a plan written with --json: shardax plan explain PLAN.json LAYOUT says what a layout "
+        "sends over the wire and which line of code needs it; shardax plan diff PLAN.json:A "
+        "PLAN.json:B says what differs between two layouts."
+    )
 
-    The exit status is 0 if a layout fits, 1 if none does or something is wrong.
-
-    Of a plan written with --json: shardax plan explain PLAN.json LAYOUT says what a layout sends
-    over the wire and which line of code needs it; shardax plan diff PLAN.json:A PLAN.json:B says
-    what differs between two layouts.
-
-    Attributes:
-        step: MODULE:NAME of a function that makes the step and its arguments.
-        target: Hardware, such as cpu:8, tpu:v5e:4x4, gpu:h100:8x8; or a TOML file of your own.
-        rules: Compare these layouts instead of searching: a TOML file with one or several layouts
-            (FILE.toml:NAME is one of them), a JSON file, or module:name of rules.
-        mesh: Sizes of mesh axes, such as data=4,model=4; may be given several times. By default
-            those of the rules' file, or all that multiply to the target's devices.
-        batch: Batch size; several to compare them by the time that one example takes.
-        seq_len: Bytes a window, instead of the preset's.
-        preset: Size of the model that is planned without MODULE:NAME: tiny, demo or small.
-        top: How many layouts to show of a search, the best ones.
-        effort: How the compiler works: full as for a run, or screen, which is faster and may show
-            up to a fifth less memory.
-        compiler: The target's own, or an estimate by the CPU's; auto takes the former if it is
-            installed.
-        processes: How many processes compile.
-        cache: Keep compiled programs, so that the same search is quick and goes on where it was.
-        json: Write the plan to this file.
-        html: Write a page with tables, pictures and explanations to this file.
-        write_rules: Write the best layout that fits to this TOML file, for shardax train --rules.
-    """
-
+    # MODULE:NAME of a function that makes the step and its arguments.
     step: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:NAME")] = None
+    # Hardware, such as cpu:8, tpu:v5e:4x4, gpu:h100:8x8; or a TOML file of your own.
     target: str = "cpu:8"
+    # Compare these layouts instead of searching: a TOML file with one or several layouts
+    # (FILE.toml:NAME is one of them), a JSON file, or module:name of rules.
     rules: str | None = None
+    # Sizes of mesh axes, such as data=4,model=4; may be given several times. By default those of
+    # the rules' file, or all that multiply to the target's devices.
     mesh: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    # Batch size; several to compare them by the time that one example takes.
     batch: tuple[int, ...] = ()
+    # Bytes a window, instead of the preset's.
     seq_len: int | None = None
+    # Size of the model that is planned without MODULE:NAME: tiny, demo or small.
     preset: str = "demo"
+    # How many layouts to show of a search, the best ones.
     top: int = 5
+    # How the compiler works: full as for a run, or screen, which is faster and may show up to a
+    # fifth less memory.
     effort: Literal["full", "screen"] = "full"
+    # The target's own, or an estimate by the CPU's; auto takes the former if it is installed.
     compiler: Literal["auto", "target", "estimate"] = "auto"
+    # How many processes compile.
     processes: int | None = None
+    # Keep compiled programs, so that the same search is quick and goes on where it was.
     cache: bool = True
+    # Write the plan to this file.
     json: Path | None = None
+    # Write a page with tables, pictures and explanations to this file.
     html: Path | None = None
+    # Write the best layout that fits to this TOML file, for shardax train --rules.
     write_rules: Path | None = None
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        from shardax.plan.hardware.targets import Target
-
         self._check()
-        target = Target.parse(self.target)
+        target = plan.Target.parse(self.target)
         meshes = [mesh_sizes(text) for text in self.mesh]
         _pretend_devices(target.kind, target.device_count)
         try:
             if self.rules is None:
-                plan = self._search(target, meshes)
+                found = self._search(target, meshes)
             else:
-                plan = self._compare(target, meshes, self.rules)
+                found = self._compare(target, meshes, self.rules)
         except PlanInterrupted as error:
-            self._tell(error.plan)  # what was done
+            self._print(error.plan)  # what was done
             print(f"shardax: {error}", file=sys.stderr)
             return 130
-        self._tell(plan)
-        try:
-            best = plan.best()
-        except PlanInputError as error:
-            raise CommandError(str(error)) from error
+        self._print(found)
+        best = found.best()
         if self.write_rules is not None:
-            write_rules(self.write_rules, [named_rules(best.layout, _notes(best))])
+            plan.write_rules(self.write_rules, [plan.named_rules(best.layout, _comments(best))])
             print(f"rules: {self.write_rules}")
         return 0
 
@@ -287,37 +229,45 @@ class PlanCommand:
         if self.top < 1 or (self.processes is not None and self.processes < 1):
             raise CommandError("--top and --processes take a number of at least 1.")
 
-    def _make(self, batch: int | None = None) -> PlannedStep:
+    def _make(self, batch: int | None) -> PlannedStep:
         if self.step is None:
             return preset_step(self.preset, batch, self.seq_len)
         return own_step(self.step, batch)
 
-    def _search(self, target: Any, meshes: list[dict[str, int]]) -> Plan:
-        from shardax import plan
+    def _compile_options(self) -> dict[str, Any]:
+        cache = "default" if self.cache else None
+        given: dict[str, Any] = {
+            "effort": self.effort,
+            "compiler": self.compiler,
+            "processes": self.processes,
+        }
+        return given | {"cache": cache}
 
-        several = len(self.batch) > 1
+    def _search(self, target: plan.Target, meshes: list[dict[str, int]]) -> plan.Plan:
         first = self._make(self.batch[0] if self.batch else None)
-        options = {**first.options, **({"meshes": meshes} if meshes else {})}
-        step: Callable[..., Any] = _varied(self._make) if several else first.step
-        return plan.search(
-            step,
-            () if several else first.args,
-            target,
-            **options,
-            batch=self.batch if several else None,
-            top=self.top,
-            effort=self.effort,
-            compiler=self.compiler,
-            processes=self.processes,
-            cache="default" if self.cache else None,
+        options: dict[str, Any] = (
+            first.options | ({"meshes": meshes} if meshes else {}) | self._compile_options()
         )
+        if len(self.batch) < 2:
+            return plan.search(first.step, first.args, target, top=self.top, **options)
 
-    def _compare(self, target: Any, meshes: list[dict[str, int]], rules: str) -> Plan:
-        from shardax.plan.compare import reports_of
-        from shardax.plan.inputs import Inputs
-        from shardax.plan.result import Plan
+        def step(batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            made = self._make(batch)
+            return made.step, made.args
 
-        layouts = _layouts(rules, meshes)
+        return plan.search(step, (), target, batch=self.batch, top=self.top, **options)
+
+    def _compare(self, target: plan.Target, meshes: list[dict[str, int]], rules: str) -> plan.Plan:
+        """Compares the layouts of a file."""
+        layouts: list[Layout] = []
+        for entry in load_layouts(rules) if rules.endswith(".toml") else (load_rules(rules),):
+            over = meshes or ([dict(entry.mesh)] if entry.mesh else [])
+            if not over:
+                raise CommandError(
+                    f"--rules {rules}: the layout {entry.name!r} names no mesh; name it, such as "
+                    "--mesh data=4,model=2, or in the file: mesh = { data = 4, model = 2 }."
+                )
+            layouts += layouts_over(entry.name, entry.rules, over)
         for layout in layouts:
             target.check_mesh(layout.sizes)
         made = self._make(self.batch[0] if self.batch else None)
@@ -325,139 +275,96 @@ class PlanCommand:
             Inputs(made.step, made.args),
             layouts,
             target,
-            self.effort,
-            compiler=self.compiler,
-            processes=self.processes,
-            cache="default" if self.cache else None,
             progress=True,
+            **self._compile_options(),
         )
-        return Plan(target.text, tuple(reports))
+        return plan.Plan(target.text, tuple(reports))
 
-    def _tell(self, plan: Any) -> None:
+    def _print(self, found: Any) -> None:
         """Prints a plan, and writes what was asked for."""
-        from shardax.plan.report.table import show
-
-        show(plan, top=self.top if self.rules is None else len(plan))
+        show(found, top=self.top if self.rules is None else len(found))
         if self.json is not None:
-            plan.to_json(self.json)
+            found.to_json(self.json)
             print(f"plan: {self.json}")
         if self.html is not None:
-            plan.to_html(self.html)
+            found.to_html(self.html)
             print(f"page: {self.html}")
 
 
-def _varied(make: Callable[[int], PlannedStep]) -> Callable[..., Any]:
-    """The step as ``plan.search`` asks for it, by batch size."""
-
-    def step(batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        made = make(batch)
-        return made.step, made.args
-
-    return step
-
-
-def _layouts(rules: str, meshes: list[dict[str, int]]) -> list[Layout]:
-    """The layouts of a rules file, each over its own mesh or over those of the command line."""
-    from shardax.plan.compare import layouts_over
-
-    found = load_layouts(rules) if rules.endswith(".toml") else (load_rules(rules),)
-    layouts: list[Layout] = []
-    for entry in found:
-        over = meshes or ([dict(entry.mesh)] if entry.mesh else [])
-        if not over:
-            raise CommandError(
-                f"--rules {rules}: the layout {entry.name!r} names no mesh; name it, such as "
-                "--mesh data=4,model=2, or in the file: mesh = { data = 4, model = 2 }."
-            )
-        layouts += layouts_over(entry.name, entry.rules, over)
-    return layouts
-
-
 def _pretend_devices(kind: str, count: int) -> None:
-    """Gives this process the devices of a CPU target, and nothing else, if it can still be done."""
+    """Gives this process the devices of a CPU target if possible."""
     chosen = _DEVICES_FLAG in os.environ.get("XLA_FLAGS", "")
     fewer = getattr(jax.config, _DEVICES) < count
     with contextlib.suppress(RuntimeError):  # the backend is up; then others compile
         jax.config.update("jax_platforms", "cpu")
-        if kind == "cpu" and count <= _HERE and fewer and not chosen:
+        if kind == "cpu" and count <= _LOCAL and fewer and not chosen:
             jax.config.update(_DEVICES, count)
 
 
-def _notes(report: LayoutReport) -> list[str]:
-    """What the comment above the best layout says."""
+def _comments(report: LayoutReport) -> list[str]:
+    """The comment above the best layout in a rules file."""
     where = report.provenance
-    found = [] if where is None else [f"Found by shardax plan for {where.target}."]
-    found.append(headline(report))
-    if where is not None:
-        found.append(f"By {where.compiler}, {where.effort} effort, {where.tier}.")
-    return found
+    if where is None:
+        return [headline(report)]
+    return [
+        f"Found by shardax plan for {where.target}.",
+        headline(report),
+        f"By {where.compiler}, {where.effort} effort, {where.tier}.",
+    ]
 
 
-# --- Plan reports ---
+# --- shardax plan explain, shardax plan diff ---
 
 
 @dataclass(frozen=True)
 class Explain:
-    """Say what a layout sends over the wire, and which line of the model's code needs it.
+    """Explain what a layout sends over the wire, by line of code."""
 
-    Attributes:
-        plan: A file that shardax plan --json wrote.
-        layout: Name of the layout; by default the best that fits.
-        axis: Only what travels along this mesh axis.
-        by: Grouped by line of code, by the parameter that travels, or by kind of collective.
-    """
-
+    # A file that shardax plan --json wrote.
     plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN.json")]
+    # Name of the layout; by default the best that fits.
     layout: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="LAYOUT")] = None
+    # Only what travels along this mesh axis.
     axis: str | None = None
+    # Grouped by line of code, by the parameter that travels, or by kind of collective.
     by: Literal["source", "parameter", "kind"] = "source"
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        found = Plan.from_json(self.plan)
+        found = plan.Plan.from_json(self.plan)
         report = found.best() if self.layout is None else found[self.layout]
-        print(explain(report, self.axis, self.by))
+        print(plan.explain(report, self.axis, self.by))
         return 0
 
 
 @dataclass(frozen=True)
 class Diff:
-    """Say what differs between two layouts: rules, splits, memory, time, and which collectives.
+    """List the differences between two layouts."""
 
-    Attributes:
-        a: A file that shardax plan --json wrote, a colon, and the name of a layout; without a name
-            the best that fits.
-        b: The same for the other; or the name of another layout of the first file.
-    """
-
+    # A file that shardax plan --json wrote, a colon, and the name of a layout; without a name the
+    # best that fits.
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A.json:LAYOUT")]
+    # The same for the other; or the name of another layout of the first file.
     b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B.json:LAYOUT")]
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        file, name = _parted(self.a)
-        other, second = _parted(self.b)
-        first = Plan.from_json(file or self.a)
-        if other is None:  # the name of a layout alone
-            print(diff(_report(first, name), first[self.b]))
-        else:
-            print(diff(_report(first, name), _report(Plan.from_json(other), second)))
+        file, name = _file_and_name(self.a)
+        first = plan.Plan.from_json(file or self.a)
+        other, second = _file_and_name(self.b)
+        of = first if other is None else plan.Plan.from_json(other)
+        reports = [
+            found[name] if name else found.best() for found, name in ((first, name), (of, second))
+        ]
+        print(plan.diff(*reports))
         return 0
 
 
-def _report(plan: Plan, name: str) -> LayoutReport:
-    return plan[name] if name else plan.best()
-
-
-def _parted(text: str) -> tuple[str | None, str]:
-    """Returns the file that a text begins with, if it does, and the name after it.
-
-    >>> _parted("out.json:fsdp 8x2"), _parted("out.json"), _parted("fsdp")
-    (('out.json', 'fsdp 8x2'), ('out.json', ''), (None, 'fsdp'))
-    """
+def _file_and_name(text: str) -> tuple[str | None, str]:
+    """Splits ``FILE.json:NAME``; a name alone has no file."""
     if Path(text).is_file():
         return text, ""
     start, json, rest = text.partition(".json")
-    if json and (not rest or rest.startswith(":")):
+    if json and rest[:1] in ("", ":"):
         return start + json, rest[1:]
     return None, text

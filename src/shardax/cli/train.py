@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardax train``: train a byte-level decoder on text, data and tensor parallel over a mesh."""
+"""``shardax train``: a byte-level decoder, data and tensor parallel over a mesh."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from shardax import models, train, view
 from shardax._core.graph.paths import format_path
 from shardax._core.state.split_merge import iter_variables
 from shardax.cli.inputs import (
@@ -20,58 +21,56 @@ from shardax.cli.inputs import (
     parse_mesh,
     use_devices,
 )
-from shardax.cli.runs import RunSettings, read_settings, write_settings
+from shardax.cli.runs import RunSettings, read_settings, sample_text, write_settings
 from shardax.partition.mesh import mesh_text
 from shardax.plan.rules_file import entry_to_data
 
-_SAMPLE_PROMPT = "def "
-_SAMPLE_LENGTH = 240
+_PROMPT, _SAMPLE_LENGTH = "def ", 240
+_PICTURED = (".embed.embedding", ".layers[0].mlp.gate.kernel")
+_SIZES = ("batch_size", "seq_len", "steps", "learning_rate")  # of a preset, or given
 _DECIDES = {"preset": ("model", "eval_batches")}  # the settings that an option alone decides
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train a byte-level decoder on text.
+    """Train a byte-level decoder on text."""
 
-    Attributes:
-        preset: Size of model and training: tiny, demo or small.
-        mesh: Sizes of the mesh axes data and model, such as data=2,model=4. Empty: one device.
-        devices: Use this many virtual CPU devices.
-        rules: Rules instead of the decoder's: a TOML file, such as shardax plan --write-rules makes
-            (with FILE.toml:NAME one of its layouts), whose mesh is used unless --mesh is given; a
-            JSON file; or module:name of rules.
-        zero: Split the optimizer's state over the mesh axis data too, so that each device holds and
-            updates its part of it.
-        text: A text file or a folder of them. By default the source of Python's standard library.
-        out: Folder of the run.
-        resume: Go on with the run in the folder, with the settings it was started with; only mesh,
-            rules, devices and zero may be others.
-        steps: Optimizer steps, instead of the preset's.
-        batch_size: Windows a step, instead of the preset's.
-        seq_len: Bytes a window, instead of the preset's.
-        learning_rate: Peak learning rate, instead of the preset's.
-        checkpoint_every: Steps between checkpoints.
-        seed: Seed of parameters and data order.
-    """
-
+    # Size of model and training: tiny, demo or small.
     preset: str = "demo"
+    # Sizes of the mesh axes data and model, such as data=2,model=4. Empty: one device.
     mesh: str = ""
+    # Use this many virtual CPU devices.
     devices: int | None = None
+    # Rules instead of the decoder's: a TOML file, such as shardax plan --write-rules makes (with
+    # FILE.toml:NAME one of its layouts), whose mesh is used unless --mesh is given; a JSON file; or
+    # module:name of rules.
     rules: str | None = None
+    # Split the optimizer's state over the mesh axis data too, so that each device holds and updates
+    # its part of it.
     zero: bool = False
+    # A text file or a folder of them. By default the source of Python's standard library.
     text: Path | None = None
+    # Folder of the run.
     out: Path = Path("runs/demo")
+    # Go on with the run in the folder, with the settings it was started with; only mesh, rules,
+    # devices and zero may be others.
     resume: bool = False
+    # Optimizer steps, instead of the preset's.
     steps: int | None = None
+    # Windows a step, instead of the preset's.
     batch_size: int | None = None
+    # Bytes a window, instead of the preset's.
     seq_len: int | None = None
+    # Peak learning rate, instead of the preset's.
     learning_rate: float | None = None
+    # Steps between checkpoints.
     checkpoint_every: int = 50
+    # Seed of parameters and data order.
     seed: int = 0
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        settings = self._settings()
+        settings = self._resumed(read_settings(self.out)) if self.resume else self._fresh()
         if settings.zero and not settings.mesh:
             raise CommandError(
                 "--zero splits the optimizer's state over the mesh axis data, but there is no "
@@ -83,28 +82,22 @@ class Train:
                 "name it, such as --mesh data=2,model=4."
             )
         use_devices(settings.devices)
-        job = _Job(settings, self.out)
-        job.trainer.check(resume=self.resume)
+        run = _TrainingRun(settings, self.out)
+        run.trainer.check(resume=self.resume)
         write_settings(self.out, settings)
-        return job.run(self.resume)
-
-    def _settings(self) -> RunSettings:
-        return self._resumed(read_settings(self.out)) if self.resume else self._fresh()
+        return run.run(self.resume)
 
     def _fresh(self) -> RunSettings:
         preset = find_preset(self.preset)
         given = None if self.rules is None else load_rules(self.rules)
         own_mesh = "" if given is None else mesh_text(given.mesh or (), ",")
+        sizes: dict[str, Any] = {
+            name: getattr(preset if getattr(self, name) is None else self, name) for name in _SIZES
+        }
         return RunSettings(
             model=preset.model,
             # Absolute, so that the run can be resumed from another folder.
             text=None if self.text is None else str(self.text.absolute()),
-            batch_size=preset.batch_size if self.batch_size is None else self.batch_size,
-            seq_len=preset.seq_len if self.seq_len is None else self.seq_len,
-            steps=preset.steps if self.steps is None else self.steps,
-            learning_rate=(
-                preset.learning_rate if self.learning_rate is None else self.learning_rate
-            ),
             seed=self.seed,
             mesh=self.mesh or own_mesh,
             devices=self.devices,
@@ -112,6 +105,7 @@ class Train:
             checkpoint_every=self.checkpoint_every,
             zero=self.zero,
             rules=None if given is None else entry_to_data(replace(given, mesh=None)),
+            **sizes,
         )
 
     def _resumed(self, saved: RunSettings) -> RunSettings:
@@ -132,23 +126,23 @@ class Train:
                 f"{', '.join(differing)}. Leave them out to go on with it, or start another run: "
                 "no --resume, and another --out."
             )
-        devices = saved.devices if self.devices is None else self.devices
-        mesh, zero = fresh.mesh or saved.mesh, self.zero or saved.zero
-        rules = saved.rules if fresh.rules is None else fresh.rules
-        return replace(saved, mesh=mesh, devices=devices, zero=zero, rules=rules)
+        return replace(
+            saved,
+            mesh=fresh.mesh or saved.mesh,
+            devices=saved.devices if self.devices is None else self.devices,
+            zero=self.zero or saved.zero,
+            rules=saved.rules if fresh.rules is None else fresh.rules,
+        )
 
 
-class _Job:
-    """One run of the training command: the library's parts put together."""
+class _TrainingRun:
+    """One run of the training command."""
 
     def __init__(self, settings: RunSettings, out: Path) -> None:
-        from shardax import models, train
-
         self.settings = settings
         self.out = out
         self.mesh = parse_mesh(settings.mesh, settings.mesh_axes)
-        text = train.open_text(settings.text)
-        training, held_out = text.split()
+        training, held_out = train.open_text(settings.text).split()
         shape = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
         self.held_out = train.EvalBatches(held_out, **shape, max_batches=settings.eval_batches)
         self.model = settings.make_model()
@@ -171,8 +165,7 @@ class _Job:
         )
 
     def run(self, resume: bool) -> int:
-        from shardax import train, view
-
+        settings = self.settings
         table = view.table(self.model, mesh=self.mesh, rules=self.trainer.rules)
         print(table, "\n", sep="")
         entropy = _byte_entropy(self.held_out.part)
@@ -184,14 +177,29 @@ class _Job:
                 f"train --resume --out {self.out}"
             )
             return 128 + result.stopped
+        seconds = time.monotonic() - started
         pictures = self._show_shardings()
-        print(_comparison(result.eval_loss, entropy))
-        sample = self._sample()
+        print(
+            f"\nheld-out loss     {result.eval_loss:.4f} nats per byte\n"
+            f"bigram entropy    {entropy['bigram']:.4f} of the same text\n"
+            f"unigram entropy   {entropy['unigram']:.4f} of the same text"
+        )
+        options = {"window": settings.seq_len, "temperature": 0.7, "seed": settings.seed}
+        sample = sample_text(self.model, _PROMPT, _SAMPLE_LENGTH, **options)
         print(f"\nSample:\n{sample}\n")
         report = view.write_report(
             self.out / "report.html",
             title=f"shardax run {self.out.name}",
-            summary=self._summary(result, entropy, time.monotonic() - started),
+            summary={
+                "text": settings.text or "Python's standard library",
+                "model": settings.model,
+                "mesh": settings.mesh or "one device",
+                "steps": f"{result.step} of {settings.batch_size} x {settings.seq_len} bytes",
+                "held-out loss": f"{result.eval_loss:.4f} nats per byte",
+                "bigram entropy": f"{entropy['bigram']:.4f} nats per byte",
+                "unigram entropy": f"{entropy['unigram']:.4f} nats per byte",
+                "seconds": f"{seconds:.0f}",
+            },
             parameters=table,
             pictures=pictures,
             records=train.read_jsonl(result.log),
@@ -203,45 +211,14 @@ class _Job:
 
     def _show_shardings(self) -> dict[str, str]:
         """Prints pictures of two parameters and returns them as SVG by caption."""
-        from shardax import view
-
-        wanted = (".embed.embedding", ".layers[0].mlp.gate.kernel")
         by_path = {format_path(path): variable for path, variable in iter_variables(self.model)}
-        chosen = {path: by_path[path] for path in wanted}
-        for path, variable in chosen.items():
+        pictures: dict[str, str] = {}
+        for path in _PICTURED:
+            variable = by_path[path]
             print(f"\n{path} {variable.axes} {tuple(variable.shape)} over the devices:")
             view.show_sharding(variable)
-        return {
-            f"{path} {variable.axes}": view.sharding_svg(variable)
-            for path, variable in chosen.items()
-        }
-
-    def _sample(self) -> str:
-        from shardax import models
-
-        self.model.eval()
-        tokens = models.generate(
-            self.model,
-            list(_SAMPLE_PROMPT.encode()),
-            _SAMPLE_LENGTH,
-            window=self.settings.seq_len,
-            temperature=0.7,
-            seed=self.settings.seed,
-        )
-        return bytes(tokens.astype("uint8")).decode(errors="replace")
-
-    def _summary(self, result: Any, entropy: dict[str, float], seconds: float) -> dict[str, Any]:
-        settings = self.settings
-        return {
-            "text": settings.text or "Python's standard library",
-            "model": settings.model,
-            "mesh": settings.mesh or "one device",
-            "steps": f"{result.step} of {settings.batch_size} x {settings.seq_len} bytes",
-            "held-out loss": f"{result.eval_loss:.4f} nats per byte",
-            "bigram entropy": f"{entropy['bigram']:.4f} nats per byte",
-            "unigram entropy": f"{entropy['unigram']:.4f} nats per byte",
-            "seconds": f"{seconds:.0f}",
-        }
+            pictures[f"{path} {variable.axes}"] = view.sharding_svg(variable)
+        return pictures
 
 
 def _byte_entropy(part: Any) -> dict[str, float]:
@@ -262,11 +239,3 @@ def _byte_entropy(part: Any) -> dict[str, float]:
         "unigram": unigram,
         "bigram": min(entropy(pairs, pairs.sum(axis=1, keepdims=True)), unigram),
     }
-
-
-def _comparison(eval_loss: float | None, entropy: dict[str, float]) -> str:
-    return (
-        f"\nheld-out loss     {eval_loss:.4f} nats per byte\n"
-        f"bigram entropy    {entropy['bigram']:.4f} of the same text\n"
-        f"unigram entropy   {entropy['unigram']:.4f} of the same text"
-    )

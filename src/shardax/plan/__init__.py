@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout planner: which layout of a model fits on hardware, and what each one costs."""
+"""The layout planner: layouts that fit on hardware, with costs."""
 
 from shardax.plan.compare import assert_layout as assert_layout
 from shardax.plan.compare import compare as compare

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparing layouts that someone has in mind: rule sets times meshes.
-
-Layouts in people's own test suites: what a step may move, need and replicate.
-
-A *bound* is a number, which the figure must equal; or a text of a comparison and a number with a
-unit, ``"<= 26 GB"``, ``"< 1.5 GiB"``, ``">= 1"``. Units: B, kB, MB, GB, TB (powers of 1000), KiB,
-MiB, GiB, TiB (powers of 1024).
-"""
+"""Comparisons of given layouts, and assertions on one layout."""
 
 from __future__ import annotations
 
@@ -27,7 +20,23 @@ from shardax.plan.report.progress import progress_for
 from shardax.plan.result import Plan
 from shardax.plan.search.search import search
 
-# --- Compare ---
+Bound = int | float | str
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_BOUND = re.compile(r"\s*(<=|>=|==|<|>)\s*([\d_.,]+(?:e\d+)?)\s*([kKMGT]?i?B)?\s*")
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{i}B": base ** (power + 1)
+    for i, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("KMGT")
+}
+_UNITS["kB"] = 1000
+_SHOWN = 5
 
 
 def compare(
@@ -43,7 +52,7 @@ def compare(
     cache: Any = "default",
     progress: bool = False,
 ) -> Plan:
-    """Asks what each of some layouts costs: every rule set over every mesh.
+    """Compares layouts by their cost: every rule set over every mesh.
 
     Args:
         step: What is planned: a function made by ``sx.jit`` or ``jax.jit``, or one to be compiled.
@@ -110,18 +119,7 @@ def reports_of(
     cache: Any = "default",
     progress: bool = False,
 ) -> Iterator[LayoutReport]:
-    """Yields a report per layout, as they are done; see ``compare``.
-
-    Args:
-        inputs: The step and its arguments.
-        layouts: The layouts.
-        target: The hardware.
-        effort: As for ``compare``.
-        compiler: Likewise.
-        processes: Likewise.
-        cache: Likewise.
-        progress: Likewise.
-    """
+    """Yields reports as layouts are done; options as for ``compare``."""
     with (
         progress_for(progress) as shown,
         asker(inputs, target, compiler, processes, cache) as who,
@@ -133,20 +131,7 @@ def reports_of(
 
 
 def layout_of(name: str, rules: RulesLike, mesh: Mapping[str, int]) -> Layout:
-    """Returns rules and the sizes of mesh axes as a layout.
-
-    Args:
-        name: Its name.
-        rules: Rules, pairs or a mapping.
-        mesh: Sizes of the mesh axes by name.
-
-    Raises:
-        PlanInputError: If the rules leave a choice to the compiler.
-
-    Example:
-        >>> layout_of("tp", {"mlp": "model"}, {"data": 2, "model": 4}).sizes
-        {'data': 2, 'model': 4}
-    """
+    """Returns rules over a mesh as a layout."""
     made = rules if isinstance(rules, Rules) else Rules(rules)
     free = [logical for logical, axes in made.pairs if axes is UNCONSTRAINED]
     if free:
@@ -160,21 +145,7 @@ def layout_of(name: str, rules: RulesLike, mesh: Mapping[str, int]) -> Layout:
 
 
 def layouts_over(name: str, rules: RulesLike, meshes: Sequence[Mapping[str, int]]) -> list[Layout]:
-    """Returns rules over each of some meshes; of several, the mesh is in the layout's name.
-
-    Args:
-        name: Of the rules.
-        rules: Rules, pairs or a mapping.
-        meshes: Sizes of the mesh axes by name.
-
-    Raises:
-        PlanInputError: If the rules leave a choice to the compiler.
-
-    Example:
-        >>> found = layouts_over("dp", {"batch": "data"}, [{"data": 8}, {"data": 4, "model": 2}])
-        >>> [layout.name for layout in found]
-        ['dp data=8', 'dp data=4,model=2']
-    """
+    """Returns rules over each mesh, named by it if several."""
     if len(meshes) == 1:
         return [layout_of(name, rules, meshes[0])]
     return [layout_of(f"{name} {mesh_text(mesh, ',')}", rules, mesh) for mesh in meshes]
@@ -200,7 +171,7 @@ def plan(
     meshes: Sequence[Mapping[str, int]] | None = None,
     **options: Any,
 ) -> Plan:
-    """Plans a step: compares the rules that are given, or searches for the best.
+    """Compares given rules, or searches for the best layout.
 
     Args:
         step: What is planned; see ``compare``.
@@ -237,27 +208,6 @@ def plan(
     return compare(step, args, rules, meshes, target, **options)
 
 
-# --- Assertion ---
-
-Bound = int | float | str
-
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    "<=": operator.le,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "<": operator.lt,
-    ">": operator.gt,
-}
-_BOUND = re.compile(r"\s*(<=|>=|==|<|>)\s*([\d_.,]+(?:e\d+)?)\s*([kKMGT]?i?B)?\s*")
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{i}B": base ** (power + 1)
-    for i, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("KMGT")
-}
-_UNITS["kB"] = 1000
-_SHOWN = 5
-
-
 def assert_layout(
     step: Callable[..., Any],
     args: Sequence[Any],
@@ -270,7 +220,11 @@ def assert_layout(
     replicated_params: int | Collection[str] | None = None,
     compiler: str = "auto",
 ) -> LayoutReport:
-    """Asserts what a step moves, needs and replicates in a layout; for tests of one's own models.
+    """Asserts what a step moves, needs and replicates in a layout.
+
+    A *bound* is a number, which the figure must equal; or a text of a comparison and a number with
+    a unit, ``"<= 26 GB"``, ``"< 1.5 GiB"``, ``">= 1"``. Units are B, kB, MB, GB, TB (powers of
+    1000), KiB, MiB, GiB and TiB (powers of 1024).
 
     Args:
         step: What is planned, as for ``compare``.
@@ -278,7 +232,7 @@ def assert_layout(
         rules: Rules, pairs or a mapping.
         mesh: Sizes of the mesh axes by name.
         target: The hardware; None for CPU devices, as many as the mesh has.
-        wire_bytes: A bound (see the module's text) on the bytes that one device sends in a step; or
+        wire_bytes: A bound on the bytes that one device sends in a step; or
             bounds by mesh axis (several for collectives over all of them together), in which an
             axis that is not named is not looked at.
         peak_bytes: A bound on the most memory that a device needs at a time.
@@ -305,65 +259,56 @@ def assert_layout(
         >>> found.argument_bytes["parameters"]
         16384
     """
-    wanted = _wire_bounds(wire_bytes)
-    peak = None if peak_bytes is None else _Check("peak_bytes", peak_bytes)
+    wire: dict[tuple[str, ...] | None, Check] = {}
+    if isinstance(wire_bytes, Mapping):
+        for axes, bound in wire_bytes.items():
+            check = _parse_bound(f"wire_bytes[{axes!r}]", bound)
+            wire[(axes,) if isinstance(axes, str) else tuple(axes)] = check
+    elif wire_bytes is not None:
+        wire[None] = _parse_bound("wire_bytes", wire_bytes)
+    peak = None if peak_bytes is None else _parse_bound("peak_bytes", peak_bytes)
     inputs = Inputs(step, args)
-    asked = Target.parse(target or f"cpu:{math.prod(mesh.values())}")
-    asked.check_mesh(mesh)
+    hardware = Target.parse(target or f"cpu:{math.prod(mesh.values())}")
+    hardware.check_mesh(mesh)
     layout = layout_of("asserted", rules, mesh)
     # On CPU both efforts give the same program and memory.
-    effort = "screen" if asked.kind == "cpu" else "full"
-    (report,) = reports_of(inputs, [layout], asked, effort, compiler=compiler, cache=None)
-    problems = list(_problems(report, wanted, peak, replicated_params))
+    effort = "screen" if hardware.kind == "cpu" else "full"
+    (report,) = reports_of(inputs, [layout], hardware, effort, compiler=compiler, cache=None)
+    problems = list(_problems(report, wire, peak, replicated_params))
     if problems:
         listed = "\n  ".join(problems)
         raise LayoutAssertionError(
-            f"Over {mesh_text(mesh)} on {asked.text} the layout is another:\n  {listed}"
+            f"Over {mesh_text(mesh)} on {hardware.text} the layout is another:\n  {listed}"
         )
     return report
 
 
-class _Check:
-    """One bound, understood."""
+Check = Callable[[float], str | None]  # what is wrong with a figure, or None
 
-    def __init__(self, name: str, bound: Bound) -> None:
-        self.name, self.bound = name, bound
-        if isinstance(bound, (int, float)) and not isinstance(bound, bool):
-            self.holds = lambda figure: figure == bound
-            return
+
+def _parse_bound(name: str, bound: Bound) -> Check:
+    if isinstance(bound, (int, float)) and not isinstance(bound, bool):
+        compare, limit, shown = operator.eq, bound, f"{bound:,}"
+    else:
         found = _BOUND.fullmatch(bound) if isinstance(bound, str) else None
         if found is None:
             raise PlanInputError(
                 f"{name}={bound!r} is no bound. Give a number that the figure must equal, or a "
                 'comparison such as "<= 26 GB" or "< 1.5 GiB".'
             )
-        compare, unit = _COMPARISONS[found[1]], _UNITS[found[3] or ""]
-        limit = float(re.sub("[_,]", "", found[2])) * unit
-        self.holds = lambda figure: compare(figure, limit)
+        compare, shown = _COMPARISONS[found[1]], bound
+        limit = float(re.sub("[_,]", "", found[2])) * _UNITS[found[3] or ""]
 
-    def __call__(self, figure: float) -> str | None:
-        """Returns what is wrong with a figure, or None."""
-        if self.holds(figure):
-            return None
-        shown = self.bound if isinstance(self.bound, str) else f"{self.bound:,}"
-        return f"{self.name} is {figure:,.0f}, not {shown}"
+    def check(figure: float) -> str | None:
+        return None if compare(figure, limit) else f"{name} is {figure:,.0f}, not {shown}"
 
-
-def _wire_bounds(bounds: Any) -> dict[tuple[str, ...] | None, _Check]:
-    if bounds is None:
-        return {}
-    if not isinstance(bounds, Mapping):
-        return {None: _Check("wire_bytes", bounds)}
-    return {
-        (axis,) if isinstance(axis, str) else tuple(axis): _Check(f"wire_bytes[{axis!r}]", bound)
-        for axis, bound in bounds.items()
-    }
+    return check
 
 
 def _problems(
     report: LayoutReport,
-    wire: Mapping[tuple[str, ...] | None, _Check],
-    peak: _Check | None,
+    wire: Mapping[tuple[str, ...] | None, Check],  # None: all bytes together
+    peak: Check | None,
     replicated: int | Collection[str] | None,
 ) -> Iterator[str]:
     if report.time is None:
@@ -371,9 +316,9 @@ def _problems(
         return
     moved = report.wire_bytes("axes")
     for axes in wire:
-        strange = [axis for axis in axes or () if axis not in report.layout.sizes]
-        if strange:
-            yield f"wire_bytes names {strange}, but the mesh has {list(report.layout.sizes)}"
+        unknown = [axis for axis in axes or () if axis not in report.layout.sizes]
+        if unknown:
+            yield f"wire_bytes names {unknown}, but the mesh has {list(report.layout.sizes)}"
     for axes, check in wire.items():
         wrong = check(report.total_wire_bytes if axes is None else moved.get(axes, 0.0))
         if wrong:

@@ -7,39 +7,41 @@ from shardax._core.errors import ShardaxError
 
 
 class PlanError(ShardaxError, ValueError):
-    """What the planner was asked for cannot be done. The base of those below that say why."""
+    """Base of the planner's errors."""
 
 
 class PlanInputError(PlanError):
-    """A step, its arguments, rules or meshes cannot be planned: unnamed, concrete, or not fitting.
+    """A step, its arguments, rules or meshes cannot be planned.
 
-    A step that needs concrete values is one, an argument without names is another; the text names
-    the path or the line.
+    A step that needs concrete values is one case, an argument without names is another; the text
+    names the path or the line.
     """
 
 
 class TargetError(PlanError):
-    """There is no such target, or a mesh does not multiply to its devices; lists what there is."""
+    """A target is unknown, or a mesh does not have its devices."""
 
 
 class HardwareError(PlanError):
-    """A description of hardware is wrong: a key that is missing, unknown, or no sensible figure."""
+    """A description of hardware has a wrong or missing key."""
 
 
 class PlanFileError(PlanError):
-    """A file of rules, hardware or reports cannot be read; names the file and the key."""
+    """A file of rules, hardware or reports cannot be read."""
 
 
 class CompilerMissingError(ShardaxError, ImportError):
-    """The target's own compiler is not installed; names the extra that brings it."""
+    """The target's own compiler is not installed."""
 
 
 class LayoutAssertionError(ShardaxError, AssertionError):
-    """A layout is not what ``plan.assert_layout`` says that it is; lists every difference."""
+    """A layout differs from what ``plan.assert_layout`` asserts."""
 
 
 class PlanInterrupted(KeyboardInterrupt, ShardaxError):
-    """A search was interrupted (Ctrl-C); if it keeps programs, the same call goes on from there.
+    """A search was interrupted (Ctrl-C).
+
+    If it keeps programs, the same call goes on from there.
 
     Attributes:
         plan: The plan of what was done.

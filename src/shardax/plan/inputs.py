@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step is planned for: its arguments as shapes, and what of them a layout puts where.
+"""Arguments of a planned step, as shapes with axis names.
 
 The *step* is a function that is compiled: made by ``sx.jit`` or ``jax.jit``, or plain Python. Its
 *arguments* are as for a call, but nothing in them needs to hold an array: lazy or abstract Modules
@@ -7,16 +7,16 @@ and optimizers, boxes of shapes, and ``NamedShape`` for arrays such as a batch, 
 have no names otherwise. Arrays are taken for their shapes.
 
 An argument's *kind* is ``"parameters"`` (Variables of type ``Param``, boxes), ``"optimizer"``
-(``OptState``, and what is in the states of optax), ``"batch"`` (``NamedShape`` and plain arrays),
-or ``"other"`` (caches, random streams, statistics).
+(``OptState``, and the states of optax), ``"batch"`` (``NamedShape`` and plain arrays), or
+``"other"`` (caches, random streams, statistics).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -28,7 +28,6 @@ from shardax._core.object import Object
 from shardax._core.state.state import Origin
 from shardax._core.variable import OptState, Param, Variable
 from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned
-from shardax.partition.errors import Diagnostic
 from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, mesh_axes_of
@@ -40,9 +39,9 @@ KINDS = ("parameters", "optimizer", "batch", "other")
 _LISTED = 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class NamedShape:
-    """The shape, dtype and axis names of an array that an argument will be.
+    """The shape, dtype and axis names of an array argument.
 
     Attributes:
         shape: Sizes of its dimensions.
@@ -73,7 +72,7 @@ class NamedShape:
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The same as JAX has it, without names."""
+        """The same for JAX, without names."""
         return jax.ShapeDtypeStruct(self.shape, np.dtype(self.dtype))
 
 
@@ -81,58 +80,21 @@ class _Named(LogicallyPartitioned[Any]):
     """A ``NamedShape`` while the arguments are laid out."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Placed:
-    """The arguments of a step in one layout.
+    """The arguments of a step in one layout."""
 
-    Attributes:
-        args: Abstract arguments, with a sharding at every array; empty if there are errors.
-        shardings: Like them, the shardings alone: what ``jit`` takes as ``in_shardings``.
-        argument_bytes: Bytes of one device by kind.
-        replicated: Paths of parameters that every device holds whole, largest first.
-        arrays: How parameters and batch are split.
-        errors: Why the arguments cannot be laid out so.
-        warnings: What else there is to say.
-    """
-
-    args: tuple[Any, ...]
-    shardings: tuple[Any, ...]
-    argument_bytes: dict[str, int]
-    replicated: tuple[str, ...]
-    arrays: tuple[ArrayLayout, ...]
-    errors: tuple[str, ...]
-    warnings: tuple[str, ...]
+    args: tuple[Any, ...] = ()  # abstract, with a sharding at every array; empty after errors
+    shardings: tuple[Any, ...] = ()  # like them, what ``jit`` takes as ``in_shardings``
+    argument_bytes: dict[str, int] = field(default_factory=dict)  # of one device by kind
+    replicated: tuple[str, ...] = ()  # parameters that every device holds whole, largest first
+    arrays: tuple[ArrayLayout, ...] = ()  # how parameters and batch are split
+    errors: tuple[str, ...] = ()  # why the arguments cannot be laid out so
+    warnings: tuple[str, ...] = ()
 
 
 class Inputs:
-    """The arguments of a step.
-
-    Args:
-        step: The step.
-        args: Its positional arguments.
-
-    Attributes:
-        step: The step.
-        args: Its arguments as given.
-        names: What the arguments are called in it.
-        tree: Arguments by name.
-
-    Raises:
-        PlanInputError: If the step cannot be called, the arguments do not fit its signature, or
-            there are parameters or batches without axis names; lists them.
-
-    Example:
-        >>> import shardax as sx
-        >>> def loss(weight, x):
-        ...     return (x @ weight.value).sum()
-        >>> weight = sx.Param(sx.Init(jax.nn.initializers.ones, (8, 16)), axes=("embed", "mlp"))
-        >>> inputs = Inputs(loss, (weight, NamedShape((32, 8), "float32", ("batch", "embed"))))
-        >>> rules = (("batch", "data"), ("mlp", "model"))
-        >>> layout = Layout("tensor parallel", rules, (("data", 2), ("model", 4)))
-        >>> placed = inputs.place(layout)
-        >>> {kind: size for kind, size in placed.argument_bytes.items() if size}
-        {'parameters': 128, 'batch': 512}
-    """
+    """The arguments of a step, with their names, kinds and axis names."""
 
     def __init__(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
         if not callable(step):
@@ -147,9 +109,15 @@ class Inputs:
             )
         self.step = step
         self.args = tuple(args)
-        self.names = _names(step, args)
+        self.names = _argument_names(step, args)
         self.tree = {
-            name: jax.tree.map(_as_box, arg, is_leaf=_is_part)
+            name: jax.tree.map(
+                lambda leaf: (
+                    _Named(leaf.struct, leaf.axes) if isinstance(leaf, NamedShape) else leaf
+                ),
+                arg,
+                is_leaf=_is_part,
+            )
             for name, arg in zip(self.names, args, strict=True)
         }
         self._inventory = TreeInventory(self.tree)
@@ -159,91 +127,9 @@ class Inputs:
             _kind(leaf, subject.like, states)
             for leaf, subject in zip(self._inventory.leaves, subjects, strict=True)
         ]
-        self._refuse_unnamed()
+        self._check_named()
 
-    @property
-    def logical_names(self) -> tuple[str, ...]:
-        """Every axis name of the arguments, in order of first use."""
-        found: dict[str, None] = {}
-        for leaf in self._inventory.leaves:
-            for names in (leaf.names_of(info) for info in leaf.arrays):
-                for name in names or ():
-                    for each in name if isinstance(name, tuple) else (name,):
-                        if isinstance(each, str):
-                            found[each] = None
-        return tuple(found)
-
-    @property
-    def batch_names(self) -> frozenset[str]:
-        """Names of the first dimensions of arguments of the kind ``"batch"``."""
-        leaves = zip(self._inventory.leaves, self.kinds, strict=True)
-        axes = [leaf.axes for leaf, kind in leaves if kind == "batch"]
-        return frozenset(names[0] for names in axes if names and isinstance(names[0], str))
-
-    def shapes(self) -> tuple[Any, ...]:
-        """Returns the arguments as shapes without a layout, for tracing."""
-        from shardax.partition import abstract
-
-        return self._as_args(abstract(self.tree, None))
-
-    def place(self, layout: Layout, mesh: AnyMesh | None = None) -> Placed:
-        """Lays the arguments out.
-
-        Args:
-            layout: The layout.
-            mesh: Its mesh; None for an abstract one, which is enough for everything but compiling.
-
-        Returns:
-            The arguments in the layout, or why that cannot be.
-        """
-        from shardax.partition import abstract
-
-        sizes = layout.sizes
-        where = mesh if mesh is not None else AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        # No rules at all would be taken for rules that were forgotten.
-        rules = layout.as_rules or Rules([(name, None) for name in self.logical_names])
-        found = TreeLayout(self._inventory, where, rules, function="plan", rules_for="boxes")
-        errors = tuple(str(f) for f in found.diagnostics if f.severity == "error")
-        if errors:
-            return Placed((), (), {}, (), (), errors, ())
-        each = found.shardings()
-        sizes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
-        whole: dict[str, int] = {}
-        arrays: list[ArrayLayout] = []
-        for leaf, kind, shardings in zip(self._inventory.leaves, self.kinds, each, strict=True):
-            for info, sharding in zip(leaf.arrays, shardings, strict=False):
-                size = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
-                sizes_by_kind[kind] += size
-                if kind in ("parameters", "batch"):
-                    arrays.append(_array_layout(leaf, info, kind, sharding.spec))
-                if kind == "parameters" and sharding.is_fully_replicated:
-                    whole[label(info.path)] = size
-        return Placed(
-            self._as_args(abstract(self.tree, where, rules)),
-            tuple(_unboxed(found.entries(each))[name] for name in self.names),
-            sizes_by_kind,
-            tuple(sorted(whole, key=lambda path: (-whole[path], path))),
-            tuple(arrays),
-            (),
-            self._warnings(found.diagnostics),
-        )
-
-    def _warnings(self, diagnostics: Sequence[Diagnostic]) -> tuple[str, ...]:
-        leaves = zip(self._inventory.leaves, self.kinds, strict=True)
-        batch = {info.path for leaf, kind in leaves if kind == "batch" for info in leaf.arrays}
-        return tuple(
-            str(diagnostic)
-            for diagnostic in diagnostics
-            if diagnostic.severity == "warning"
-            # That a batch's later dimensions give way to its first is how it is meant.
-            and not (diagnostic.code == "mesh-axis-conflict" and diagnostic.path in batch)
-        )
-
-    def _as_args(self, tree: dict[str, Any]) -> tuple[Any, ...]:
-        found = _unboxed(tree)
-        return tuple(found[name] for name in self.names)
-
-    def _refuse_unnamed(self) -> None:
+    def _check_named(self) -> None:
         unnamed = [
             label(info.path)
             for leaf, kind in zip(self._inventory.leaves, self.kinds, strict=True)
@@ -261,14 +147,89 @@ class Inputs:
                 "None is for a dimension that is never split."
             )
 
+    @property
+    def logical_names(self) -> tuple[str, ...]:
+        """Every axis name of the arguments, in order of first use."""
+        found: dict[str, None] = {}
+        for leaf in self._inventory.leaves:
+            for info in leaf.arrays:
+                for name in leaf.names_of(info) or ():
+                    for each in name if isinstance(name, tuple) else (name,):
+                        if isinstance(each, str):
+                            found[each] = None
+        return tuple(found)
+
+    @property
+    def batch_names(self) -> frozenset[str]:
+        """Names of the first dimensions of arguments of the kind ``"batch"``."""
+        leaves = zip(self._inventory.leaves, self.kinds, strict=True)
+        axes = [leaf.axes for leaf, kind in leaves if kind == "batch"]
+        return frozenset(names[0] for names in axes if names and isinstance(names[0], str))
+
+    def shapes(self) -> tuple[Any, ...]:
+        """Returns the arguments as shapes without a layout, for tracing."""
+        from shardax.partition import abstract
+
+        return self._positional(abstract(self.tree, None))
+
+    def _positional(self, tree: Any) -> tuple[Any, ...]:
+        """The arguments of a tree by name, in order and unboxed."""
+        found = jax.tree.map(
+            lambda leaf: leaf.value if isinstance(leaf, _Named) else leaf, tree, is_leaf=_is_part
+        )
+        return tuple(found[name] for name in self.names)
+
+    def place(self, layout: Layout, mesh: AnyMesh | None = None) -> Placed:
+        """Lays the arguments out over a mesh, by default an abstract one."""
+        from shardax.partition import abstract
+
+        sizes = layout.sizes
+        where = mesh if mesh is not None else AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        # No rules at all would be taken for rules that were forgotten.
+        rules = layout.as_rules or Rules([(name, None) for name in self.logical_names])
+        found = TreeLayout(self._inventory, where, rules, function="plan", rules_for="boxes")
+        errors = tuple(str(each) for each in found.diagnostics if each.severity == "error")
+        if errors:
+            return Placed(errors=errors)
+        sizes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
+        whole: dict[str, int] = {}
+        arrays: list[ArrayLayout] = []
+        batch: set[Path] = set()
+        placed = found.shardings()
+        for leaf, kind, shardings in zip(self._inventory.leaves, self.kinds, placed, strict=True):
+            for info, sharding in zip(leaf.arrays, shardings, strict=False):
+                size = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+                sizes_by_kind[kind] += size
+                if kind in ("parameters", "batch"):
+                    arrays.append(_array_layout(leaf, info, kind, sharding.spec))
+                if kind == "parameters" and sharding.is_fully_replicated:
+                    whole[label(info.path)] = size
+                if kind == "batch":
+                    batch.add(info.path)
+        warnings = tuple(
+            str(each)
+            for each in found.diagnostics
+            if each.severity == "warning"
+            # A batch's later dimensions are meant to give way to its first.
+            and not (each.code == "mesh-axis-conflict" and each.path in batch)
+        )
+        return Placed(
+            self._positional(abstract(self.tree, where, rules)),
+            self._positional(found.entries(placed)),
+            sizes_by_kind,
+            tuple(sorted(whole, key=lambda path: (-whole[path], path))),
+            tuple(arrays),
+            warnings=warnings,
+        )
+
 
 def label(path: Path) -> str:
-    """Returns a path among the arguments as text, such as ``model.layers[0].kernel``."""
+    """Formats a path among the arguments, such as ``model.layers[0].kernel``."""
     return format_path(path).removeprefix(".")
 
 
-def _names(step: Callable[..., Any], args: Sequence[Any]) -> tuple[str, ...]:
-    """What the arguments are called in the step's signature."""
+def _argument_names(step: Callable[..., Any], args: Sequence[Any]) -> tuple[str, ...]:
+    """The names of the arguments in the step's signature."""
     try:
         signature = inspect.signature(step)
     except (TypeError, ValueError):  # some callables written in C have none
@@ -291,20 +252,8 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, (NamedShape, AxisMetadata, Object))
 
 
-def _as_box(leaf: Any) -> Any:
-    if isinstance(leaf, NamedShape):
-        return _Named(leaf.struct, leaf.axes)
-    return leaf
-
-
-def _unboxed(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf: leaf.value if isinstance(leaf, _Named) else leaf, tree, is_leaf=_is_part
-    )
-
-
 def _optax_states(tree: Any) -> list[Path]:
-    """Paths of the states of optax, which are named tuples of its own."""
+    """Paths of the states of optax, named tuples of its own."""
 
     def is_state(value: Any) -> bool:
         module = type(value).__module__

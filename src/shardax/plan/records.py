@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner says of one layout, as plain data that goes to JSON and back.
+"""Reports on layouts, as plain data for JSON.
 
-A *layout* is rules and the sizes of mesh axes. An *outcome* is what became of it: ``"fits"``,
-``"does not fit"`` (by the compiler's verdict or by its memory), ``"rejected"`` (before any compile,
-with the reason), ``"failed"`` (the compiler ended with an error or crashed). Every figure has a
-*label*: ``"compiler"`` (measured by the target's own compiler), ``"counted"`` (from its program),
-``"exact"`` (from shapes and shardings alone) or ``"estimate"``.
+A *layout* is rules and the sizes of mesh axes. Its *outcome* is ``"fits"``, ``"does not fit"`` (by
+the compiler's verdict or by its memory), ``"rejected"`` (before any compile, with the reason), or
+``"failed"`` (the compiler ended with an error or crashed). *Exact* figures follow from shapes and
+shardings alone, *counted* ones from the compiled program; the others are estimates.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class TimeBand:
-    """How long a step takes: a model, not a measurement; all in seconds.
+    """Bounds of a step's time in seconds: a model, not a measurement.
 
     Attributes:
         lower: If all communication, memory traffic and arithmetic overlap.
@@ -152,7 +151,9 @@ class ArrayLayout:
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """What the planner found of one layout; all bytes and operations are of one device and step.
+    """What the planner found of one layout, by device and step.
+
+    All bytes and operations are those of one device in one step.
 
     Attributes:
         layout: The layout.
@@ -204,24 +205,24 @@ class LayoutReport:
 
     @property
     def compiled(self) -> bool:
-        """Whether a compiler said something of it: figures, or how much memory it lacks."""
+        """Whether a compiler reported figures, or how much memory it lacks."""
         return self.peak_bytes is not None or self.time is not None
 
     @property
     def seconds_per_example(self) -> float | None:
-        """The middle of the time band, of one example: what layouts are ranked by, None if none."""
+        """The middle of the time band per example, to rank by."""
         return None if self.time is None else self.time.middle / self.examples
 
     @property
     def replicated_compute(self) -> float:
-        """How often the devices together do each operation; 1 is without replication."""
+        """How often the devices together do each operation; 1: once."""
         if not self.program_flops:
             return 1.0
         return self.flops * self.layout.devices / self.program_flops
 
     @property
     def headroom_bytes(self) -> int | None:
-        """Bytes of a device's memory that stay free; negative if it does not fit."""
+        """Bytes of a device's memory that stay free, or negative."""
         if self.peak_bytes is None or self.limit_bytes is None:
             return None
         return self.limit_bytes - self.peak_bytes
@@ -265,41 +266,17 @@ def to_data(report: LayoutReport) -> dict[str, Any]:
 
 def from_data(data: Mapping[str, Any]) -> LayoutReport:
     """Returns the report that ``to_data`` wrote, also after JSON."""
-    layout = data["layout"]
-    rules = tuple(
-        (name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in layout["rules"]
-    )
-    mesh = tuple((name, size) for name, size in layout["mesh"])
-    collectives = tuple(
-        Collective(
-            **{
-                **each,
-                "axes": tuple(each["axes"]),
-                "parameters": tuple(each["parameters"]),
-            }
-        )
-        for each in data["collectives"]
-    )
-    arrays = tuple(
-        ArrayLayout(
-            **{
-                **each,
-                "shape": tuple(each["shape"]),
-                "names": tuple(each["names"]),
-                "spec": tuple(tuple(axes) for axes in each["spec"]),
-            }
-        )
-        for each in data.get("arrays", ())
-    )
-    return LayoutReport(
-        **{
-            **data,
-            "arrays": arrays,
-            "layout": Layout(layout["name"], rules, mesh, tuple(layout["policies"])),
-            "collectives": collectives,
-            "time": TimeBand(**data["time"]) if data["time"] else None,
-            "provenance": Provenance(**data["provenance"]) if data["provenance"] else None,
-            "warnings": tuple(data["warnings"]),
-            "replicated": tuple(data["replicated"]),
-        }
-    )
+    fields = {name: _tuples(value) for name, value in dict(data).items()}
+    fields["layout"] = Layout(**fields["layout"])
+    fields["collectives"] = tuple(Collective(**each) for each in fields["collectives"])
+    fields["arrays"] = tuple(ArrayLayout(**each) for each in fields.get("arrays", ()))
+    fields["time"] = TimeBand(**fields["time"]) if fields["time"] else None
+    fields["provenance"] = Provenance(**fields["provenance"]) if fields["provenance"] else None
+    return LayoutReport(**fields)
+
+
+def _tuples(value: Any) -> Any:
+    """The value with tuples for the lists of JSON."""
+    if isinstance(value, dict):
+        return {name: _tuples(each) for name, each in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value

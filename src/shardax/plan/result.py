@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan: what was found of several layouts of one step on one target, best first.
+"""Plans: ranked reports on the layouts of one step.
 
 A layout is better if it fits; then if the middle of its time band is lower (of one example, where
 batch sizes differ); then if it moves fewer bytes. Layouts whose times cannot be told apart are
@@ -21,24 +21,13 @@ from shardax.partition.errors import did_you_mean
 from shardax.plan.errors import PlanFileError, PlanInputError
 from shardax.plan.records import LayoutReport, from_data, to_data
 
-FORMAT = 1
-"""Of the JSON files; raised when older ones can no longer be read."""
+_FORMAT = 1  # of the JSON files; raised when older ones can no longer be read
 
 _OUTCOMES = ("fits", "does not fit", "rejected", "failed")
 
 
 def rank(report: LayoutReport) -> tuple[Any, ...]:
-    """Returns what reports are sorted by, the best first.
-
-    Args:
-        report: A report.
-
-    Example:
-        >>> from shardax.plan import Layout, LayoutReport
-        >>> layout = Layout("a", (), (("data", 8),))
-        >>> rank(LayoutReport(layout, "fits")) < rank(LayoutReport(layout, "rejected"))
-        True
-    """
+    """The sort key of reports, the best first."""
     seconds = report.seconds_per_example
     return (
         _OUTCOMES.index(report.outcome),
@@ -106,20 +95,17 @@ class Plan:
             peak, limit = report.peak_bytes or 0, report.limit_bytes
             if report.outcome == "fits" and (limit is None or peak <= fits * limit):
                 return report
-        raise PlanInputError(self._nothing_fits(fits))
-
-    def _nothing_fits(self, fits: float) -> str:
-        measured = [r for r in self.reports if r.peak_bytes is not None and r.limit_bytes]
         start = f"None of {len(self)} layouts fits into {fits:g} of the memory of {self.target}. "
-        if measured:
-            nearest = min(measured, key=lambda report: report.peak_bytes or 0)
-            return (
-                f"{start}{nearest.layout.name!r} needs least: {nearest.peak_bytes:,} of "
-                f"{nearest.limit_bytes:,} bytes. Use more devices, a smaller batch, or "
-                "rematerialisation (remat)."
-            )
-        reasons = "; ".join(f"{r.layout.name!r}: {r.reason}" for r in self.reports[:3])
-        return f"{start}{reasons}"
+        measured = [r for r in self.reports if r.peak_bytes is not None and r.limit_bytes]
+        if not measured:
+            reasons = "; ".join(f"{r.layout.name!r}: {r.reason}" for r in self.reports[:3])
+            raise PlanInputError(start + reasons)
+        nearest = min(measured, key=lambda report: report.peak_bytes or 0)
+        raise PlanInputError(
+            f"{start}{nearest.layout.name!r} needs least: {nearest.peak_bytes:,} of "
+            f"{nearest.limit_bytes:,} bytes. Use more devices, a smaller batch, or "
+            "rematerialisation (remat)."
+        )
 
     def __str__(self) -> str:
         from shardax.plan.report.table import render
@@ -129,13 +115,13 @@ class Plan:
     __repr__ = __str__
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to a file, which ``from_json`` reads; it appears whole or not at all.
+        """Writes the plan to a file for ``from_json``, in one step.
 
         Args:
             path: The file.
         """
         data = {
-            "shardax plan": FORMAT,
+            "shardax plan": _FORMAT,
             "target": self.target,
             "notes": list(self.notes),
             "reports": [to_data(report) for report in self.reports],
@@ -159,10 +145,10 @@ class Plan:
         except (OSError, ValueError) as error:
             raise PlanFileError(f"{path}: cannot be read as JSON: {error}.") from error
         written = data.get("shardax plan") if isinstance(data, dict) else None
-        if written != FORMAT:
+        if written != _FORMAT:
             what = "no plan of shardax" if written is None else f"a plan of format {written}"
             raise PlanFileError(
-                f"{path} holds {what}; this version reads format {FORMAT}. Make it anew: "
+                f"{path} holds {what}; this version reads format {_FORMAT}. Make it anew: "
                 "shardax plan ... --json FILE."
             )
         try:

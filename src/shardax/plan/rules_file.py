@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules in TOML: layouts that the planner found, or that a person wrote, for other commands.
+"""Rules files: layouts in TOML, written by the planner or by hand.
 
-A *rules file* holds one layout or several, each a table in ``layouts``, best first::
+A rules file holds one layout or several, each a table in ``layouts``, best first::
 
     [layouts."fsdp 16x1"]
     mesh = { data = 16, model = 1 }
@@ -14,20 +14,21 @@ A *rules file* holds one layout or several, each a table in ``layouts``, best fi
 A rule is a pair of a logical name and a mesh axis, or a list of mesh axes, the first varying
 slowest; ``[]`` stands for None (replicate), which TOML does not have, and
 ``{ unconstrained = true }`` leaves a dimension to the compiler. ``mesh`` may be left out, and the
-policies ``on_conflict`` and ``on_unmapped`` say what they say in ``Rules``. With a single layout
-its keys may stand at the top of the file, and rules of distinct names may be a table
-(``[rules]``, ``batch = "data"``). The order of everything is kept.
+policies ``on_conflict`` and ``on_unmapped`` are those of ``Rules``. With a single layout its keys
+may stand at the top of the file, and rules of distinct names may be a table (``[rules]``,
+``batch = "data"``). The order of everything is kept.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from shardax.host.files import write_whole
 from shardax.partition.errors import RulesError, did_you_mean
@@ -36,6 +37,8 @@ from shardax.plan.records import Layout
 
 _KEYS = ("rules", "mesh", "on_conflict", "on_unmapped")
 _EXAMPLE = 'rules = [["batch", "data"], ["mlp", ["data", "model"]], ["layers", []]]'
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_NOT_IN_COMMENTS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class NamedRules:
     name: str
     rules: Rules
     mesh: tuple[tuple[str, int], ...] | None = None
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
 
 def named_rules(layout: Layout, notes: Sequence[str] = ()) -> NamedRules:
@@ -79,49 +82,6 @@ def named_rules(layout: Layout, notes: Sequence[str] = ()) -> NamedRules:
     return NamedRules(layout.name, layout.as_rules, layout.mesh, tuple(notes))
 
 
-def rules_text(layouts: Iterable[NamedRules], notes: Sequence[str] = ()) -> str:
-    """Returns the text of a rules file; ``parse_rules`` is its inverse.
-
-    Args:
-        layouts: At least one, each with a name of its own.
-        notes: Lines for the comment at the top.
-
-    Raises:
-        RulesError: If there is no layout, or a name occurs twice, or holds half of a surrogate
-            pair, which is no text.
-
-    Example:
-        >>> rules = Rules([("batch", "data"), ("layers", None)])
-        >>> print(rules_text([NamedRules("dp", rules, (("data", 8),))]), end="")
-        [layouts."dp"]
-        mesh = { "data" = 8 }
-        rules = [
-            ["batch", "data"],
-            ["layers", []],
-        ]
-    """
-    entries = list(layouts)
-    names = [entry.name for entry in entries]
-    if not names or len(set(names)) < len(names):
-        raise RulesError(
-            f"A rules file holds one layout or several of distinct names, not {names!r}."
-        )
-    blocks = ["\n".join(_comments(notes))] if notes else []
-    for entry in entries:
-        lines = [*_comments(entry.notes), f"[layouts.{_string(entry.name)}]"]
-        if entry.mesh is not None:
-            sizes = ", ".join(f"{_string(axis)} = {size}" for axis, size in entry.mesh)
-            lines.append(f"mesh = {{ {sizes} }}" if sizes else "mesh = {}")
-        if entry.rules.on_conflict != "first":
-            lines.append(f"on_conflict = {_string(entry.rules.on_conflict)}")
-        if entry.rules.on_unmapped != "replicate":
-            lines.append(f"on_unmapped = {_string(entry.rules.on_unmapped)}")
-        pairs = [f"    [{_string(name)}, {_target_text(to)}]," for name, to in entry.rules]
-        lines += ["rules = [", *pairs, "]"] if pairs else ["rules = []"]
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks) + "\n"
-
-
 def write_rules(
     path: str | os.PathLike[str], layouts: Iterable[NamedRules], notes: Sequence[str] = ()
 ) -> Path:
@@ -129,14 +89,15 @@ def write_rules(
 
     Args:
         path: The file.
-        layouts: See ``rules_text``.
-        notes: See ``rules_text``.
+        layouts: At least one, each with a name of its own.
+        notes: Lines for the comment at the top.
 
     Returns:
         The path.
 
     Raises:
-        RulesError: As ``rules_text``.
+        RulesError: If there is no layout, or a name occurs twice, or holds half of a surrogate
+            pair, which is no text.
         OSError: If the file cannot be written.
 
     Example:
@@ -177,25 +138,28 @@ def read_rules(path: str | os.PathLike[str]) -> tuple[NamedRules, ...]:
     return parse_rules(text, str(file), file.stem)
 
 
+def rules_text(layouts: Iterable[NamedRules], notes: Sequence[str] = ()) -> str:
+    """Returns the text of a rules file; ``parse_rules`` is its inverse."""
+    entries = list(layouts)
+    names = [entry.name for entry in entries]
+    if not names or len(set(names)) < len(names):
+        raise RulesError(
+            f"A rules file holds one layout or several of distinct names, not {names!r}."
+        )
+    blocks = ["\n".join(_comments(notes))] if notes else []
+    for entry in entries:
+        table = entry_to_data(entry)
+        lines = [*_comments(entry.notes), f"[layouts.{_toml(entry.name)}]"]
+        lines += [f"{key} = {_toml(table[key])}" for key in _KEYS[1:] if key in table]
+        pairs = [f"    {_toml(pair)}," for pair in table["rules"]]
+        lines += ["rules = [", *pairs, "]"] if pairs else ["rules = []"]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
 def parse_rules(text: str, where: str = "TOML", name: str = "rules") -> tuple[NamedRules, ...]:
-    r"""Reads the text of a rules file.
-
-    Args:
-        text: The text.
-        where: What errors call it: the file.
-        name: Of a layout that stands at the top of the file, without ``layouts``.
-
-    Returns:
-        Its layouts, in order.
-
-    Raises:
-        RulesError: If it is no TOML, or not as a rules file is; names the key.
-
-    Example:
-        >>> [entry] = parse_rules('mesh = {data = 8}\nrules = [["batch", "data"]]', name="dp")
-        >>> entry.name, entry.rules, entry.mesh
-        ('dp', Rules([('batch', 'data')]), (('data', 8),))
-    """
+    """Returns the layouts of a rules file's text."""
+    # ``where`` is the file, for errors; ``name`` that of a layout at its top.
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -214,48 +178,29 @@ def parse_rules(text: str, where: str = "TOML", name: str = "rules") -> tuple[Na
             f'[layouts."name"], and below it {_EXAMPLE}.'
         )
     return tuple(
-        entry_from_data(table, where, each, f"layouts.{_string(each)}")
-        for each, table in cast("dict[str, Any]", tables).items()
+        entry_from_data(table, where, each, f"layouts.{_toml(each)}")
+        for each, table in tables.items()
     )
 
 
 def entry_to_data(entry: NamedRules) -> dict[str, Any]:
-    """Returns a layout as plain data (JSON or TOML); ``entry_from_data`` is its inverse.
-
-    Example:
-        >>> entry_to_data(NamedRules("dp", Rules([("batch", "data"), ("layers", None)])))
-        {'rules': [['batch', 'data'], ['layers', []]]}
-    """
-    data: dict[str, Any] = {"rules": [[name, _target_data(to)] for name, to in entry.rules]}
+    """Returns a layout as JSON or TOML data; ``entry_from_data`` is its inverse."""
+    rules = entry.rules
+    data: dict[str, Any] = {"rules": [[name, _target(to)] for name, to in rules]}
     if entry.mesh is not None:
         data["mesh"] = dict(entry.mesh)
-    if entry.rules.on_conflict != "first":
-        data["on_conflict"] = entry.rules.on_conflict
-    if entry.rules.on_unmapped != "replicate":
-        data["on_unmapped"] = entry.rules.on_unmapped
+    if rules.on_conflict != "first":
+        data["on_conflict"] = rules.on_conflict
+    if rules.on_unmapped != "replicate":
+        data["on_unmapped"] = rules.on_unmapped
     return data
 
 
-def entry_from_data(data: Any, where: str, name: str, key: str = "") -> NamedRules:
-    """Returns the layout that plain data describe.
-
-    Args:
-        data: A mapping with ``rules``, and ``mesh``, ``on_conflict`` and ``on_unmapped`` if wanted.
-        where: What errors call the file.
-        name: Name of the layout.
-        key: Where in the file the mapping stands, ``""`` at its top.
-
-    Raises:
-        RulesError: If something is not as it should be; names the key.
-
-    Example:
-        >>> entry_from_data({"rules": {"batch": "data"}}, "run.json", "dp").rules
-        Rules([('batch', 'data')])
-    """
+def entry_from_data(table: Any, where: str, name: str, key: str = "") -> NamedRules:
+    """Returns the layout of the table ``key`` in the file ``where``."""
     at = f"{key}." if key else ""
-    if not isinstance(data, Mapping):
-        raise RulesError(f"{where}: {key} is {data!r}, not a table with {_EXAMPLE}.")
-    table = cast("Mapping[str, Any]", data)
+    if not isinstance(table, Mapping):
+        raise RulesError(f"{where}: {key} is {table!r}, not a table with {_EXAMPLE}.")
     for found in table:
         if found not in _KEYS:
             raise RulesError(
@@ -268,82 +213,56 @@ def entry_from_data(data: Any, where: str, name: str, key: str = "") -> NamedRul
         rules = Rules(_pairs(table["rules"]), table.get("on_conflict"), table.get("on_unmapped"))
     except RulesError as error:
         raise RulesError(f"{where}: {at}rules: {error} In a file: {_EXAMPLE}.") from error
-    mesh = _mesh(table["mesh"], f"{where}: {at}mesh") if "mesh" in table else None
-    return NamedRules(name, rules, mesh)
+    if "mesh" not in table:
+        return NamedRules(name, rules)
+    mesh = table["mesh"]
+    if not isinstance(mesh, dict):
+        raise RulesError(
+            f"{where}: {at}mesh is {mesh!r}, not sizes by mesh axis. Write "
+            "mesh = { data = 4, model = 2 }."
+        )
+    for axis, size in mesh.items():
+        if type(size) is not int or size < 1:
+            raise RulesError(
+                f"{where}: {at}mesh.{axis} is {size!r}; the size of a mesh axis is an integer from "
+                f"1, as in mesh = {{ {axis} = 4 }}."
+            )
+    return NamedRules(name, rules, tuple(mesh.items()))
 
 
 def _pairs(value: Any) -> Any:
-    if isinstance(value, dict):
-        value = list(cast("dict[Any, Any]", value).items())
-    if not isinstance(value, list):
+    """The rules as ``Rules`` takes them."""
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not isinstance(pairs, list):
         return value  # for Rules to refuse
     return [
         [pair[0], UNCONSTRAINED if pair[1] == {"unconstrained": True} else pair[1]]
-        if isinstance(pair, (list, tuple)) and len(cast("list[Any]", pair)) == 2
+        if isinstance(pair, (list, tuple)) and len(pair) == 2
         else pair
-        for pair in cast("list[Any]", value)
+        for pair in pairs
     ]
 
 
-def _mesh(value: Any, where: str) -> tuple[tuple[str, int], ...]:
-    if not isinstance(value, dict):
-        raise RulesError(
-            f"{where} is {value!r}, not sizes by mesh axis. Write mesh = {{ data = 4, model = 2 }}."
-        )
-    sizes = cast("dict[str, Any]", value)
-    for axis, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise RulesError(
-                f"{where}.{axis} is {size!r}; the size of a mesh axis is an integer from 1, as in "
-                f"mesh = {{ {axis} = 4 }}."
-            )
-    return tuple(sizes.items())
-
-
-def _target_data(target: Any) -> Any:
-    if target is UNCONSTRAINED:
+def _target(axes: Any) -> Any:
+    if axes is UNCONSTRAINED:
         return {"unconstrained": True}
-    if target is None:
-        return []
-    return target if isinstance(target, str) else list(target)
+    return axes if isinstance(axes, str) else list(axes or ())
 
 
-def _target_text(target: Any) -> str:
-    if target is UNCONSTRAINED:
-        return "{ unconstrained = true }"
-    if isinstance(target, str):
-        return _string(target)
-    return f"[{', '.join(map(_string, target or ()))}]"
-
-
-def _string(text: str) -> str:
-    r"""A basic string of TOML, which is also a quoted key.
-
-    >>> print(_string('a"b' + chr(7)))
-    "a\"b\u0007"
-    """
-    characters: list[str] = []
-    for character in text:
-        code = ord(character)
-        if 0xD800 <= code < 0xE000:
-            raise RulesError(f"The name {text!r} holds half of a surrogate pair: no file can.")
-        if character in '"\\':
-            characters.append("\\" + character)
-        elif code < 0x20 or code == 0x7F:
-            characters.append(f"\\u{code:04x}")
-        else:
-            characters.append(character)
-    return f'"{"".join(characters)}"'
+def _toml(value: Any) -> str:
+    """A TOML value; the strings are JSON's, which are also quoted keys."""
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{_toml(key)} = {_toml(each)}" for key, each in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if _SURROGATE.search(text):
+        raise RulesError(f"The name {value!r} holds half of a surrogate pair: no file can.")
+    return text
 
 
 def _comments(lines: Sequence[str]) -> list[str]:
     """Comment lines; what TOML does not allow in one becomes a blank."""
-    cleaned = [
-        "".join(
-            " " if ord(each) < 0x20 or ord(each) == 0x7F or 0xD800 <= ord(each) < 0xE000 else each
-            for each in part
-        )
-        for line in lines
-        for part in line.split("\n")
-    ]
-    return [f"# {line}".rstrip() for line in cleaned]
+    parts = [part for line in lines for part in line.split("\n")]
+    return [f"# {_NOT_IN_COMMENTS.sub(' ', part)}".rstrip() for part in parts]

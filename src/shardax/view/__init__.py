@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking at models: text, drawings to unfold, tables, and pictures of shardings."""
+"""Views of models: text, foldable drawings, tables, and pictures of shardings."""
 
 from shardax.view.page import write_report as write_report
-from shardax.view.pictures import sharding_svg as sharding_svg
-from shardax.view.pictures import show_sharding as show_sharding
-from shardax.view.sharding_view import ShardingRow as ShardingRow
-from shardax.view.sharding_view import ShardingView as ShardingView
-from shardax.view.sharding_view import sharding as sharding
+from shardax.view.shardings import ShardingRow as ShardingRow
+from shardax.view.shardings import ShardingView as ShardingView
+from shardax.view.shardings import sharding as sharding
+from shardax.view.shardings import sharding_svg as sharding_svg
+from shardax.view.shardings import show_sharding as show_sharding
 from shardax.view.show import show as show
 from shardax.view.show import to_html as to_html
 from shardax.view.show import to_text as to_text

@@ -1,108 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays as treescope draws them: with names on the dimensions, and their sharding.
+"""Drawings by treescope: foldable trees with pictures of arrays and shardings.
 
-A *figure* is an array together with what its dimensions are called. treescope asks the figure's
-*adapter* for its numbers, and gets only as many as it draws. Drawing a large array therefore costs
-no more than drawing a small one, and nothing is ever brought here that lies on other machines.
+A *figure* is an array with the names of its dimensions. treescope asks the figure's *adapter* for
+its numbers, and gets only as many as it draws: drawing a large array costs no more than drawing a
+small one, and nothing is fetched from other machines.
 
-Drawings of what is not a Module: States, structures, selections, meshes and shardings.
-
-All of them become the drawing of ``_core.module``, so that text and HTML know one kind of tree.
-A State is drawn as the Variables that its values came from, and a ``GraphDef`` as the model that it
-describes, whose Variables have no values.
+Structure is drawn here; leaves (arrays, configuration, the user's own classes) are left to
+treescope's renderer, and so to whatever the user has taught it. A large model has pictures of its
+first arrays only: a page with thousands would be neither made nor read.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from shardax._core._jax import Tracer
-from shardax._core.cross_process import format_mesh
-from shardax._core.frames import owner_here
-from shardax._core.graph.flatten import GraphDef, build
-from shardax._core.graph.paths import Path, format_path, path_step
-from shardax._core.module import (
-    Drawing,
-    draw,
-    leaf_text,
-    parameter_count,
-)
-from shardax._core.state.state import Origin, State
+from shardax._core.graph.paths import format_path
+from shardax._core.init.lazy import LazyValue
+from shardax._core.module import Drawing
+from shardax._core.object import Shown
 from shardax._core.variable import ArrayAttribute, Variable
-from shardax._select.selection import Selection
 from shardax.named import NamedArray
-from shardax.partition.rules import mesh_axes_of
-from shardax.view.pictures import platform_of, spans_by_device
+from shardax.view.drawings import (
+    PLACES,
+    NoValue,
+    array_text,
+    comment,
+    describe,
+    drawing_of,
+    example_array,
+    known_sharding,
+    place_title,
+)
+from shardax.view.shardings import platform_of, spans_by_device
 
-# --- Array figure ---
+MOST_PICTURES = 100  # arrays of one drawing that are shown with their values
+MOST_LEAVES = 2000  # of a drawing that is unfolded as its size suggests
 
 _MOST_READ = 2**20  # elements; of larger arrays neither statistics nor a copy are made
+_MARKED = "marked"
+_GREY, _WIDTH = "#666", 80
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+Renderer = Callable[..., Any]
+
+
+# --- Arrays ---
 
 
 class ArrayFigure:
-    """An array to be drawn.
+    """An array to be drawn, with names of its dimensions."""
 
-    Args:
-        array: A JAX or NumPy array.
-        names: What its dimensions are called, None for what has no name.
-        positional: Whether dimensions are addressed by position all the same.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> figure = ArrayFigure(jnp.arange(6.0).reshape(2, 3), ("embed", None))
-        >>> figure.summary()
-        'float32[2, 3] mean 2.5, std 1.71, from 0 to 5'
-    """
-
-    __slots__ = ("array", "names", "positional")
+    __slots__ = ("array", "head", "names", "positional")
 
     def __init__(self, array: Any, names: Sequence[Any] | None, positional: bool = True) -> None:
         self.array = array
+        self.head = array_text(array)
         self.names = tuple(names or (None,) * array.ndim)
-        self.positional = positional
+        self.positional = positional  # whether dimensions have positions beside their names
 
     def __treescope_ndarray_adapter__(self) -> FigureAdapter:
         return ADAPTER
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        """What is shown where no picture is drawn: of scalars, or because none was asked for."""
+        """The text of scalars, and of arrays without a picture."""
         from treescope import rendering_parts as parts
 
         text = parts.abbreviation_color(parts.text(f"<{self.summary()}>"))
         return parts.build_one_line_tree_node(text, path)
 
-    @property
-    def is_here(self) -> bool:
-        """Whether this process can read the numbers."""
+    def absence(self) -> str:
+        """Returns why this process cannot read the numbers; "" if it can."""
         array = self.array
         if not isinstance(array, jax.Array):
-            return True
-        return (
-            not isinstance(array, Tracer) and not array.is_deleted() and array.is_fully_addressable
-        )
-
-    @property
-    def head(self) -> str:
-        """Dtype and shape, with the names where dimensions go by name."""
-        sizes: Any = list(self.array.shape)
-        if self.positional:
-            return f"{self.array.dtype}{sizes}"
-        pairs = zip(self.names, sizes, strict=True)
-        named = ", ".join(str(size) if name is None else f"{name}: {size}" for name, size in pairs)
-        return f"NamedArray {self.array.dtype}[{named}]"
+            return ""
+        if isinstance(array, Tracer):
+            return "traced"
+        if array.is_deleted():
+            return "deleted"
+        return "" if array.is_fully_addressable else "in part on other machines"
 
     def summary(self) -> str:
-        """Returns dtype, shape and, of an array of numbers, where these lie."""
-        array, head = self.array, self.head
-        if not self.is_here:
-            return f"{head}{_why_absent(array)}"
-        if not 0 < array.size <= _MOST_READ or not _is_real(array.dtype):
+        """Returns dtype, shape and statistics of numbers that are here."""
+        array, head, absence = self.array, self.head, self.absence()
+        if absence:
+            return f"{head}, {absence}"
+        kinds = (np.bool_, np.integer, np.floating)
+        is_real = any(jax.numpy.issubdtype(array.dtype, kind) for kind in kinds)
+        if not is_real or not 0 < array.size <= _MOST_READ:
             return head
         numbers = np.asarray(array)
         if array.size == 1:
@@ -111,65 +103,28 @@ class ArrayFigure:
             return f"{head} {np.count_nonzero(numbers):,} of {array.size:,} true"
         numbers = numbers.astype(np.float64)
         finite = numbers[np.isfinite(numbers)]
-        strange = f", {array.size - finite.size:,} not finite" if finite.size < array.size else ""
+        nonfinite = f", {array.size - finite.size:,} not finite" if finite.size < array.size else ""
         if not finite.size:
-            return head + strange
+            return head + nonfinite
         return (
             f"{head} mean {finite.mean():.3g}, std {finite.std():.3g}, "
-            f"from {finite.min():.3g} to {finite.max():.3g}{strange}"
+            f"from {finite.min():.3g} to {finite.max():.3g}{nonfinite}"
         )
 
 
-def _why_absent(array: Any) -> str:
-    if isinstance(array, Tracer):
-        return ", traced"
-    return ", deleted" if array.is_deleted() else ", in part on other machines"
-
-
-def _is_real(dtype: Any) -> bool:
-    kinds = (np.bool_, np.integer, np.floating)
-    return any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
-
-
-def sharding_part(array: Any, names: Sequence[Any] | None) -> Any:
-    """Draws which device holds which part of an array.
-
-    Args:
-        array: An array or ``jax.ShapeDtypeStruct`` with a sharding, over any mesh.
-        names: What its dimensions are called.
-
-    Returns:
-        A treescope part; None for what treescope cannot draw: scalars, empty arrays, uneven parts.
-    """
-    import treescope
-
-    known = [name for name in names or () if name is not None]
-    figure = ArrayFigure(array, names, positional=len(set(known)) < len(known))
-    if ADAPTER.get_sharding_info_for_array_data(figure) is None:
-        return None
-    return treescope.render_array_sharding(figure).treescope_part
-
-
 def as_figure(array: Any) -> ArrayFigure:
-    """Returns what to draw of an array.
-
-    Args:
-        array: A figure, a ``NamedArray``, or any other array.
-
-    Example:
-        >>> import shardax as sx
-        >>> as_figure(sx.named.zeros({"batch": 2})).names
-        ('batch',)
-    """
+    """Returns the figure of a figure, a ``NamedArray``, or any other array."""
     if isinstance(array, ArrayFigure):
         return array
-    if isinstance(array, NamedArray):
-        return ArrayFigure(array.data, array.dims, positional=False)
-    return ArrayFigure(array, None)
+    if not isinstance(array, NamedArray):
+        return ArrayFigure(array, None)
+    figure = ArrayFigure(array.data, array.dims, positional=False)
+    figure.head = array_text(array)
+    return figure
 
 
 class FigureAdapter:
-    """What treescope asks of a figure or named array; the parameters' names are treescope's."""
+    """treescope's adapter for figures and named arrays; the parameters' names are treescope's."""
 
     def get_axis_info_for_array_data(self, array: ArrayFigure | NamedArray) -> tuple[Any, ...]:
         """Returns the name, position and size of every dimension."""
@@ -177,14 +132,16 @@ class FigureAdapter:
 
         figure = as_figure(array)
         infos: list[Any] = []
+        place = 0
         for name, size in zip(figure.names, figure.array.shape, strict=True):
-            place = sum(not isinstance(info, nda.NamedPositionlessAxisInfo) for info in infos)
+            if name is not None and not figure.positional:
+                infos.append(nda.NamedPositionlessAxisInfo(name, size))
+                continue
             if name is None:
                 infos.append(nda.PositionalAxisInfo(place, size))
-            elif figure.positional:
-                infos.append(nda.NamedPositionalAxisInfo(place, name, size))
             else:
-                infos.append(nda.NamedPositionlessAxisInfo(name, size))
+                infos.append(nda.NamedPositionalAxisInfo(place, name, size))
+            place += 1
         return tuple(infos)
 
     def get_array_data_with_truncation(
@@ -193,7 +150,7 @@ class FigureAdapter:
         mask: Any,
         edge_items_per_axis: tuple[int | None, ...],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers at both ends of every dimension, and which of them count."""
+        """Returns numbers at both ends of every dimension, with a mask."""
         numbers: Any = as_figure(array).array
         shape = numbers.shape
         if numbers.size <= _MOST_READ:  # else the ends are taken where the array lies
@@ -221,7 +178,7 @@ class FigureAdapter:
         return dtype if isinstance(dtype, np.dtype) else None
 
     def get_sharding_info_for_array_data(self, array: ArrayFigure | NamedArray) -> Any:
-        """Returns what each device holds; None if it is unknown or cannot be drawn."""
+        """Returns what each device holds, or None if it cannot be drawn."""
         from treescope import ndarray_adapters as nda
 
         inner = as_figure(array).array
@@ -244,183 +201,219 @@ class FigureAdapter:
     def should_autovisualize(self, array: ArrayFigure | NamedArray) -> bool:
         """Whether there is a picture to draw."""
         figure = as_figure(array)
-        return figure.is_here and 0 not in figure.array.shape
+        return not figure.absence() and 0 not in figure.array.shape
 
 
 ADAPTER = FigureAdapter()
 
 
-# --- Drawings ---
+def sharding_part(array: Any, names: Sequence[Any] | None) -> Any:
+    """Draws an array's sharding; None for scalars, empty arrays, and uneven parts."""
+    import treescope
+
+    known = [name for name in names or () if name is not None]
+    figure = ArrayFigure(array, names, positional=len(set(known)) < len(known))
+    if ADAPTER.get_sharding_info_for_array_data(figure) is None:
+        return None
+    return treescope.render_array_sharding(figure).treescope_part
 
 
-class NoValue:
-    """The value of a Variable that is known by its structure alone."""
+def sharding_html(array: Any, names: Any) -> str | None:
+    """Returns an array's sharding as HTML, or None."""
+    from treescope import figures
 
-    def __repr__(self) -> str:
-        return "no value"
-
-
-NO_VALUE = NoValue()
-
-
-def drawing_of(value: Any) -> Drawing:
-    """Draws anything.
-
-    Args:
-        value: A Module, a Variable, a State, a ``GraphDef``, a selection, or anything else.
-
-    Example:
-        >>> import shardax as sx
-        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
-        >>> [part.label for part in drawing_of(sx.state(layer)).parts]
-        ["'kernel': ", "'bias': "]
-        >>> drawing_of(sx.graphdef(layer)).name
-        'GraphDef: Linear'
-    """
-    if isinstance(value, State):
-        return _draw_state(value)
-    if isinstance(value, GraphDef):
-        return _draw_graphdef(value)
-    if isinstance(value, Selection):
-        return _draw_selection(value)
-    return draw(value)
+    part = sharding_part(array, names)
+    if part is None:
+        return None
+    return figures.figure_from_treescope_rendering_part(part)._repr_html_()
 
 
-def _draw_state(state: State) -> Drawing:
-    values, origins = state.flat(), state.origins()
-    if all(map(_is_value, values.values())):
-        values = {path: _as_variable(value, origins[path]) for path, value in values.items()}
-    return draw(values[()]) if () in values else _nested(state, values)
+# --- Trees ---
 
 
-def _nested(whole: Any, values: Mapping[Path, Any]) -> Drawing:
-    """Draws values by their paths; what is on the way to them is called as the whole is."""
-    root = Drawing("", "", (), whole)
-    root.parts = []
-    places: dict[Path, list[Drawing]] = {(): root.parts}
-    for path, value in values.items():
-        for depth in range(1, len(path)):
-            if path[:depth] not in places:
-                below = _entry(path[:depth], whole)
-                places[path[: depth - 1]].append(below)
-                below.parts = places[path[:depth]] = []
-        places[path[:-1]].append(_entry(path, value))
-    return root
+class FoldableTree:
+    """Turns a drawing into treescope's parts; ``subtree_renderer`` draws its leaves."""
+
+    def __init__(self, drawing: Drawing, subtree_renderer: Renderer) -> None:
+        from treescope import formatting_util, rendering_parts
+
+        self.parts = rendering_parts
+        self.color = formatting_util.color_from_string
+        self.root = drawing
+        self.render_value = subtree_renderer
+        self.large = is_large(drawing)
+        self.pictures_left = MOST_PICTURES
+
+    def part(self, path: str | None) -> Any:
+        """Returns the part; ``path`` is code for copy buttons."""
+        return self._render(self.root, path)
+
+    def _render(self, drawing: Drawing, path: str | None) -> Any:
+        value = drawing.value
+        if drawing.first is not None:
+            same = self._abbreviation(f"<same {drawing.name} as {format_path(drawing.first.path)}>")
+            return self.parts.build_one_line_tree_node(same, path)
+        if drawing.parts is not None:
+            return self.parts.build_foldable_tree_node_from_children(
+                prefix=f"{drawing.name}(",
+                children=self._children(drawing.parts, path),
+                suffix=")",
+                comma_separated=True,
+                path=path,
+                background_color=self.color(drawing.name),
+                first_line_annotation=self._comment(drawing),
+            )
+        if isinstance(value, Variable):
+            return self._variable(drawing, path)
+        if isinstance(value, NamedArray):
+            return self.render_value(as_figure(value), path=path)
+        return (
+            self._line(drawing, path)
+            if isinstance(value, Shown)
+            else self.render_value(value, path=path)
+        )
+
+    def _children(self, below: list[Drawing], path: str | None) -> list[Any]:
+        """A line for each child; plain configuration shares lines."""
+        lines: list[Any] = []
+        for child in below:
+            if child.marked or child.parts is not None or type(child.value) not in _PLAIN:
+                node = self._render(child, None if path is None else path + child.code)
+                label: Any = child.label
+                if child.marked:
+                    style = "background: #ffd54a; color: black; font-weight: bold"
+                    label = self.parts.custom_style(self.parts.text(f"➤ {label}"), style)
+                    label = self.parts.with_layout_mark(label, _MARKED)
+                lines.append(self.parts.siblings_with_annotations(label, node))
+                continue
+            text = f"{child.label}{child.value!r}"
+            if lines and isinstance(lines[-1], str) and len(lines[-1]) + len(text) < _WIDTH:
+                lines[-1] += f", {text}"
+            else:
+                lines.append(text)
+        return lines
+
+    def _line(self, drawing: Drawing, path: str | None) -> Any:
+        text, color = describe(drawing), self.color(drawing.name)
+        if self.large and not drawing.again:
+            style = f"background: {color}; color: black"
+            return self.parts.custom_style(self.parts.text(text), style)
+        node = self.parts.build_one_line_tree_node(text, path, background_color=color)
+        annotations = [self._comment(drawing)]
+        return self.parts.siblings_with_annotations(node, extra_annotations=annotations)
+
+    def _variable(self, drawing: Drawing, path: str | None) -> Any:
+        """A line without the numbers; unfolded, numbers and layout."""
+        picture = self._picture(drawing.value, path)
+        if isinstance(drawing.value, ArrayAttribute):
+            return picture or self._abbreviation(f"<{describe(drawing)}>")
+        if picture is None:
+            return self._line(drawing, path)
+        whole = self.parts.build_full_line_with_annotations(picture)
+        for inner in whole.foldables_in_this_part():  # one click is enough to see the numbers
+            inner.set_expand_state(self.parts.ExpandState.EXPANDED)
+        return self.parts.build_foldable_tree_node_from_children(
+            prefix=describe(drawing).removesuffix(")"),
+            children=[self.parts.fold_condition(expanded=whole)],
+            suffix=")",
+            path=path,
+            background_color=self.color(drawing.name),
+            first_line_annotation=self._comment(drawing),
+        )
+
+    def _picture(self, variable: Variable[Any], path: str | None) -> Any:
+        """The numbers of a Variable, or its sharding, or None."""
+        value, names = variable._here()._value, variable.axes
+        if isinstance(value, (LazyValue, NoValue)):
+            return None
+        self.pictures_left -= 1
+        if self.pictures_left < 0:
+            return None
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return None if known_sharding(variable) is None else sharding_part(value, names)
+        shown = ArrayFigure(value, names) if isinstance(value, (jax.Array, np.ndarray)) else value
+        return self.render_value(shown, path=None if path is None else f"{path}.value")
+
+    def _comment(self, drawing: Drawing) -> Any:
+        text = comment(drawing)
+        if drawing is self.root and self.pictures_left < 0:
+            text += f"  # with the values of the first {MOST_PICTURES} arrays"
+        return self.parts.custom_text_color(self.parts.text(text), _GREY)
+
+    def _abbreviation(self, text: str) -> Any:
+        return self.parts.abbreviation_color(self.parts.text(text))
 
 
-def _entry(path: Path, value: Any) -> Drawing:
-    return Drawing(f"{path[-1]!r}: ", f"[{path[-1]!r}]", path, value)
+def is_large(drawing: Drawing) -> bool:
+    """Whether a drawing is better quick than handsome."""
+    return any(number > MOST_LEAVES for number, _ in enumerate(drawing.leaves()))
 
 
-def _is_value(value: Any) -> bool:
-    return all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value))
+def tree_html(value: Any) -> str:
+    """Draws anything with treescope, as HTML for a page or a notebook."""
+    import treescope
+    from treescope import layout_algorithms
+
+    drawing = drawing_of(value)
+    pictures = _Pictures()
+
+    def handle(node: Any, path: str | None, subtree_renderer: Renderer) -> Any:
+        if node is value and drawing.parts is not None:
+            return FoldableTree(drawing, subtree_renderer).part(path)
+        if isinstance(node, (jax.Array, np.ndarray, NamedArray)):
+            return subtree_renderer(as_figure(node), path=path)
+        if isinstance(node, PLACES):
+            return _place_part(node, unfolded=node is value) if pictures.take() else NotImplemented
+        return NotImplemented
+
+    renderer = treescope.active_renderer.get().extended_with(handlers=[handle])
+    visualizer = treescope.active_autovisualizer.get() or pictures
+    with ExitStack() as scopes:
+        scopes.enter_context(treescope.active_renderer.set_scoped(renderer))
+        scopes.enter_context(treescope.active_autovisualizer.set_scoped(visualizer))
+        marked = sum(place.marked for place in drawing.places())
+        unfold: Any = None
+        if 0 < marked <= MOST_PICTURES:
+            to_marks = layout_algorithms.expand_to_layout_marks
+            unfold = functools.partial(to_marks, marks=[_MARKED], collapse_weak_others=True)
+        elif is_large(drawing):  # finding a balanced layout takes a quarter of the time
+            unfold = functools.partial(layout_algorithms.expand_to_depth, depth=1)
+            scopes.enter_context(treescope.abbreviation_threshold.set_scoped(1))
+        if unfold is not None:
+            scopes.enter_context(treescope.active_expansion_strategy.set_scoped(unfold))
+        return treescope.render_to_html(value)
 
 
-def _as_variable(value: Any, origin: Origin) -> Variable[Any]:
-    return origin.variable_type._make(value, origin.all_metadata, owner_here())
+class _Pictures:
+    """treescope's visualizer of arrays, for the first figures."""
+
+    def __init__(self) -> None:
+        import treescope
+
+        self.draw = treescope.ArrayAutovisualizer()
+        self.left = MOST_PICTURES
+
+    def take(self) -> bool:
+        """Whether one more may be drawn."""
+        self.left -= 1
+        return self.left >= 0
+
+    def __call__(self, value: Any, path: str | None) -> Any:
+        drawn = isinstance(value, ArrayFigure) and self.take()
+        return self.draw(value, path) if drawn else None
 
 
-def _draw_graphdef(graphdef: GraphDef) -> Drawing:
-    roots, _ = build(graphdef, [NO_VALUE] * len(graphdef.leaves), owner_here())
-    drawing = draw(roots[0] if len(roots) == 1 else tuple(roots))
-    drawing.name = f"GraphDef: {drawing.name}"
-    return drawing
+def _place_part(place: Mesh | AbstractMesh | NamedSharding, unfolded: bool) -> Any:
+    from treescope import rendering_parts as parts
 
-
-def _draw_selection(selection: Selection) -> Drawing:
-    """Draws the tree, with what is selected marked; within a value, the Variable that holds it."""
-    tree, paths = selection.tree, set(selection.keypaths())
-    leading = {path[:end] for path in paths for end in range(len(path) + 1)}
-    drawing = draw(tree)
-    if drawing.parts is None and not isinstance(tree, Variable):  # a tree without objects
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        drawing = _nested(tree, {tuple(map(path_step, keys)): leaf for keys, leaf in leaves})
-    objects = {id(place.holder) for place in selection._places if place.is_holder}
-    for place in drawing.places():
-        inside = place.parts is None and place.path in leading
-        place.marked = place.path in paths or inside or id(place.value) in objects
-    count = f"{len(paths)} place{'' if len(paths) == 1 else 's'}"
-    drawing.name = f"Selection of {count} in {drawing.name}"
-    return drawing
-
-
-def describe(leaf: Drawing) -> str:
-    """Returns the text of a leaf: its repr, and how it is laid out if it is.
-
-    Example:
-        >>> import shardax as sx
-        >>> structure = sx.graphdef(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
-        >>> describe(drawing_of(structure).parts[0])
-        "Param(axes=('in', 'out'))"
-    """
-    value = leaf.value
-    if isinstance(value, (jax.Array, np.ndarray, NamedArray)) and leaf.path:
-        return as_figure(value).head
-    if isinstance(value, (Mesh, AbstractMesh, NamedSharding)):
-        return place_title(value)
-    if not isinstance(value, Variable):
-        return leaf_text(leaf)
-    if isinstance(value._value, NoValue) and isinstance(value, ArrayAttribute):
-        return "array"
-    if isinstance(value._value, NoValue):
-        return f"{leaf.name}({value._metadata!r})"
-    place = known_sharding(value)
-    text = leaf_text(leaf)
-    if not isinstance(place, NamedSharding):
-        return text
-    layout = place_title(place)
-    return f"{text[:-1]}, {layout})" if text.endswith(")") else f"{text}, {layout}"
-
-
-def known_sharding(variable: Variable[Any]) -> Any:
-    """Returns the sharding of a Variable's array, if it is one array that lies somewhere."""
-    value = variable._here()._value
-    return None if isinstance(value, Tracer) else getattr(value, "sharding", None)
-
-
-def notes(drawing: Drawing) -> str:
-    """Returns what is to be said of a place: the other places of what is shared, and its size.
-
-    Example:
-        >>> import shardax as sx
-        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
-        >>> layer.same = layer.kernel
-        >>> drawing = drawing_of(layer)
-        >>> notes(drawing), notes(drawing.parts[0])
-        ('  # 9 parameters', '  # also at .same')
-    """
-    is_tree = drawing.parts is not None and not drawing.path
-    again = ", ".join(map(format_path, drawing.again))
-    count = parameter_count(drawing) if is_tree else ""
-    return count + (f"  # also at {again}" if again else "")
-
-
-def example_array(place: Mesh | AbstractMesh | NamedSharding) -> jax.ShapeDtypeStruct:
-    """Returns the smallest array that a mesh, or a sharding, divides among all its devices.
-
-    Args:
-        place: A mesh, which stands for an array with a dimension for each of its axes; or a
-            sharding.
-
-    Example:
-        >>> example_array(AbstractMesh((2, 4), ("data", "model"))).shape
-        (2, 4)
-    """
-    if not isinstance(place, NamedSharding):
-        place = NamedSharding(place, PartitionSpec(*place.axis_names))
-    sizes = [
-        math.prod(place.mesh.shape[axis] for axis in mesh_axes_of(entry)) for entry in place.spec
-    ]
-    return jax.ShapeDtypeStruct(sizes, np.int8, sharding=place)
-
-
-def place_title(place: Mesh | AbstractMesh | NamedSharding) -> str:
-    """Returns a mesh or a sharding in a line.
-
-    Example:
-        >>> place_title(AbstractMesh((2, 4), ("data", "model")))
-        'mesh data=2, model=4'
-    """
-    if isinstance(place, NamedSharding):
-        return f"{place.spec} over {format_mesh(place.mesh)}"
-    return f"mesh {format_mesh(place)}"
+    names = None if isinstance(place, NamedSharding) else place.axis_names
+    picture = sharding_part(example_array(place), names) or parts.empty_part()
+    state = parts.ExpandState.EXPANDED if unfolded else parts.ExpandState.WEAKLY_COLLAPSED
+    return parts.build_custom_foldable_tree_node(
+        label=parts.abbreviation_color(parts.text(f"<{place_title(place)}")),
+        contents=parts.siblings(
+            parts.fold_condition(expanded=parts.indented_children([picture])),
+            parts.abbreviation_color(parts.text(">")),
+        ),
+        expand_state=state,
+    )

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Showing anything: in a notebook, as HTML, as text.
+"""Display of models in notebooks, as HTML, and as text.
 
 The HTML is a drawing by treescope, where that is installed (``pip install 'shardax[view]'``), and
-the text otherwise. Nothing here reads a lazy value: what is lazy is shown as lazy.
-
-What ``_core.object`` asks for: objects as notebooks and treescope show them.
+the text otherwise. Nothing here reads a lazy value. ``mimebundle``, ``treescope_rendering`` and
+``ndarray_adapter`` are the renderer of ``_core.object``.
 """
 
 from __future__ import annotations
@@ -13,28 +12,18 @@ import sys
 from html import escape
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
-
 from shardax._select.selection import Selection
-from shardax.view.figures import (
-    ADAPTER,
-    describe,
-    drawing_of,
-    example_array,
-    notes,
-    place_title,
-)
-from shardax.view.foldable import Foldable, draw_sharding, draw_with_treescope
+from shardax.view.drawings import PLACES, comment, describe, drawing_of, example_array, place_title
+from shardax.view.figures import ADAPTER, FoldableTree, sharding_html, tree_html
 from shardax.view.page import fragment, html_page
-from shardax.view.pictures import sharding_text
-from shardax.view.sharding_view import ShardingView
+from shardax.view.shardings import ShardingView, sharding_text
 from shardax.view.table import ParameterTable
-
-# --- Show ---
 
 
 def show(value: Any) -> None:
-    """Shows anything: in a notebook as a drawing to unfold, elsewhere as text.
+    """Shows anything, as a foldable drawing or as text.
+
+    In a notebook it is the drawing, elsewhere the text.
 
     Args:
         value: A Module, Variable, State, ``GraphDef``, selection, named array, mesh, sharding, a
@@ -61,20 +50,8 @@ def show(value: Any) -> None:
         print(to_text(value))  # noqa: T201 (printing is the purpose)
 
 
-def in_notebook() -> bool:
-    """Whether this process runs in a notebook, or another front end that shows HTML.
-
-    Example:
-        >>> in_notebook()
-        False
-    """
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return shell is not None and "text/html" in shell.display_formatter.active_types
-
-
 def to_text(value: Any) -> str:
-    """Returns anything as text: the whole of it, with layouts, and with sharing said.
+    """Returns anything as text, whole, with layouts and sharing.
 
     Args:
         value: As for ``show``.
@@ -92,13 +69,13 @@ def to_text(value: Any) -> str:
     """
     if isinstance(value, (ParameterTable, Selection, ShardingView)):
         return str(value)
-    if isinstance(value, (Mesh, AbstractMesh, NamedSharding)):
+    if isinstance(value, PLACES):
         return f"{place_title(value)}\n{sharding_text(example_array(value))}"
-    return "\n".join(drawing_of(value).lines(describe, notes))
+    return "\n".join(drawing_of(value).lines(describe, comment))
 
 
 def to_html(value: Any, title: str | None = None) -> str:
-    """Returns a page that shows anything; it needs no other file and no network.
+    """Returns a page that shows anything, without other files or network.
 
     Args:
         value: As for ``show``.
@@ -119,36 +96,22 @@ def to_html(value: Any, title: str | None = None) -> str:
 
 
 def html_fragment(value: Any) -> str:
-    """Returns HTML to stand in a page or a notebook.
-
-    Args:
-        value: As for ``show``.
-
-    Example:
-        >>> import jax
-        >>> "shardax-view" in html_fragment(jax.sharding.AbstractMesh((2,), ("data",)))
-        True
-    """
-    if isinstance(value, ShardingView) and value.single and has_treescope():
+    """Returns HTML for a page or a notebook."""
+    has_treescope = _has_treescope()
+    if isinstance(value, ShardingView) and value.single and has_treescope:
         (row,) = value.rows
-        picture = draw_sharding(row.array, row.axes)
+        picture = sharding_html(row.array, row.axes)
         if picture is not None:
             caption = f"<figcaption>{escape(value.caption())}</figcaption>"
             return fragment(f"<figure>{picture}{caption}</figure>")
     if isinstance(value, (ParameterTable, ShardingView)):
         return fragment(value.html())
-    if not has_treescope():
+    if not has_treescope:
         return fragment(f"<pre>{escape(to_text(value))}</pre>")
-    return fragment(draw_with_treescope(value))
+    return fragment(tree_html(value))
 
 
-def has_treescope() -> bool:
-    """Whether treescope is installed (``pip install 'shardax[view]'``).
-
-    Example:
-        >>> has_treescope()
-        True
-    """
+def _has_treescope() -> bool:
     try:
         import treescope  # noqa: F401
     except ImportError:
@@ -156,51 +119,25 @@ def has_treescope() -> bool:
     return True
 
 
-# --- Notebook ---
+def in_notebook() -> bool:
+    """Whether this process has a front end for HTML."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "text/html" in shell.display_formatter.active_types
 
 
 def mimebundle(value: Any) -> dict[str, str] | None:
-    """Returns an object's texts by MIME type.
-
-    Args:
-        value: The object.
-
-    Returns:
-        The texts; None in a terminal, which has no use for HTML and shows the repr.
-
-    Example:
-        >>> import shardax as sx
-        >>> sorted(mimebundle(sx.Rngs(0)))
-        ['text/html', 'text/plain']
-    """
+    """Returns an object's texts by MIME type."""
     if "IPython" in sys.modules and not in_notebook():
-        return None
+        return None  # a terminal has no use for HTML and shows the repr
     return {"text/html": html_fragment(value), "text/plain": repr(value)}
 
 
 def treescope_rendering(value: Any, path: str | None, subtree_renderer: Any) -> Any:
-    """Returns treescope's part for an object, inside whatever treescope draws.
-
-    Args:
-        value: The object.
-        path: The code that leads to it, or None.
-        subtree_renderer: treescope's renderer for what it holds.
-
-    Example:
-        >>> import shardax as sx, treescope
-        >>> layers = [sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0))]
-        >>> print(treescope.render_to_text(layers).splitlines()[2].strip())
-        kernel=Param(float32[2, 3], lazy, axes=('in', 'out')),
-    """
-    return Foldable(drawing_of(value), subtree_renderer).part(path)
+    """Returns an object's part in a drawing of treescope."""
+    return FoldableTree(drawing_of(value), subtree_renderer).part(path)
 
 
 def ndarray_adapter() -> Any:
-    """Returns what treescope asks of a ``NamedArray``.
-
-    Example:
-        >>> import shardax as sx, treescope
-        >>> type(treescope.render_array(sx.named.zeros({"batch": 2, "embed": 3}))).__name__
-        'TreescopeFigure'
-    """
+    """Returns treescope's adapter for a ``NamedArray``."""
     return ADAPTER

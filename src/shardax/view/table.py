@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout table: every Variable of a model with its shape, axes, spec and memory.
+"""The layout table of a model: shapes, axes, specs and memory.
 
-*Bytes per device* is what the largest shard of an array takes; a replicated array costs its whole
-size on every device. *FLOPs per device* are the operations that one device runs for a Module, and
-all that it calls, in the compiled program of one call (``view.operations``).
+*Bytes per device* are those of an array's largest shard; a replicated array costs its whole size on
+every device. *FLOPs per device* are the operations that one device runs for a Module, and all that
+it calls, in the compiled program of one call (``view.operations``).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -138,10 +138,23 @@ class ParameterTable:
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the header and one tuple of texts per row."""
-        return [_HEADER, *(_cells(row) for row in self.rows)]
+        lines = [
+            (
+                row.path,
+                row.type,
+                format_shape(row.shape),
+                row.dtype,
+                row.axes,
+                row.spec,
+                f"{row.size:,}",
+                format_bytes(row.bytes_per_device),
+            )
+            for row in self.rows
+        ]
+        return [_HEADER, *lines]
 
     def module_cells(self) -> list[tuple[str, ...]]:
-        """Returns the header and one tuple of texts per Module; nothing if there are none."""
+        """Returns header and texts of Modules; nothing without Modules."""
         whole = max((row.flops for row in self.modules), default=0) or 1
         lines = [
             (
@@ -157,9 +170,13 @@ class ParameterTable:
         return [_MODULE_HEADER, *lines] if lines else []
 
     def html(self) -> str:
-        """Returns the table as an HTML element, with the summary below, and that of the Modules."""
-        below = _html(self.module_cells(), "modules") if self.modules else ""
-        return f"{_html(self.cells(), 'parameters')}<p>{escape(self.totals())}</p>{below}"
+        """Returns the tables as HTML, with the summary between."""
+        tables = [
+            html_table(cells[0], [list(map(escape, line)) for line in cells[1:]], name)
+            for cells, name in ((self.cells(), "parameters"), (self.module_cells(), "modules"))
+            if cells
+        ]
+        return f"{tables[0]}<p>{escape(self.totals())}</p>{''.join(tables[1:])}"
 
     def _repr_html_(self) -> str:
         return self.html()
@@ -175,25 +192,12 @@ _HEADER = ("path", "type", "shape", "dtype", "axes", "spec", "elements", "bytes/
 _MODULE_HEADER = ("module", "type", "elements", "bytes/device", "FLOPs/device", "share")
 
 
-def _html(cells: Sequence[Sequence[str]], name: str) -> str:
-    header, *rows = (map(escape, line) for line in cells)
-    head = "".join(f"<th>{cell}</th>" for cell in header)
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -> str:
+    """Returns a table; cells are HTML already, the header is text."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in header)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<table class="{name}"><tr>{head}</tr>{body}</table>'
-
-
-def _cells(row: ParameterRow) -> tuple[str, ...]:
-    shape = "x".join(map(str, row.shape)) or "scalar"
-    return (
-        row.path,
-        row.type,
-        shape,
-        row.dtype,
-        row.axes,
-        row.spec,
-        f"{row.size:,}",
-        format_bytes(row.bytes_per_device),
-    )
+    kind = f' class="{name}"' if name else ""
+    return f"<table{kind}><tr>{head}</tr>{body}</table>"
 
 
 def table(
@@ -248,44 +252,38 @@ def table(
             inside = jax.tree_util.keystr(key_path)
             rows.append((path, _row(path, inside, variable, struct, known_rules)))
             meshes += [] if struct.sharding is None else [struct.sharding.mesh]
-    return ParameterTable(
-        tuple(row for _, row in rows),
-        max((mesh.size for mesh in meshes), default=1),
-        ()
-        if inputs is None
-        else _module_rows(
-            laid_out, rows, module_operations(tree, inputs, call, found, known_rules)
-        ),
-    )
-
-
-def _module_rows(
-    tree: Any, rows: Sequence[tuple[Path, ParameterRow]], flops: Mapping[Path, int]
-) -> tuple[ModuleRow, ...]:
-    sizes: Counter[Path] = Counter()
-    nbytes: Counter[Path] = Counter()
-    for path, row in rows:
-        for depth in range(len(path) + 1):
-            sizes[path[:depth]] += row.size
-            nbytes[path[:depth]] += row.bytes_per_device
-    modules: dict[Path, Any] = {(): tree, **dict(iter_modules(tree))}
-    return tuple(
-        ModuleRow(format_path(path), type(module).__name__, sizes[path], nbytes[path], flops[path])
-        for path, module in modules.items()
-    )
+    modules: list[ModuleRow] = []
+    if inputs is not None:
+        flops = module_operations(tree, inputs, call, found, known_rules)
+        sizes: Counter[Path] = Counter()
+        nbytes: Counter[Path] = Counter()
+        for path, row in rows:
+            for depth in range(len(path) + 1):
+                sizes[path[:depth]] += row.size
+                nbytes[path[:depth]] += row.bytes_per_device
+        for path, module in {(): laid_out, **dict(iter_modules(laid_out))}.items():
+            kind = type(module).__name__
+            row = ModuleRow(format_path(path), kind, sizes[path], nbytes[path], flops[path])
+            modules.append(row)
+    devices = max((mesh.size for mesh in meshes), default=1)
+    return ParameterTable(tuple(row for _, row in rows), devices, tuple(modules))
 
 
 def _row(
-    path: Any, inside: str, variable: Variable[Any], struct: jax.ShapeDtypeStruct, rules: Rules
+    path: Path, inside: str, variable: Variable[Any], struct: jax.ShapeDtypeStruct, rules: Rules
 ) -> ParameterRow:
-    value = variable.value
+    value, shape, sharding = variable.value, struct.shape, struct.sharding
     named = knows_axes(value)
-    shape, sharding = struct.shape, struct.sharding
     names = value.partition_axes if named else variable.axes
+    spec: Any = None
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
     else:
         spec = spec_for(names if named or not inside else None, shape, None, rules)[0]
+    entries = [
+        "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
+        for entry in spec or ()
+    ]
     item = struct.dtype.itemsize
     return ParameterRow(
         path=format_path(path) + inside,
@@ -293,29 +291,20 @@ def _row(
         shape=shape,
         dtype=str(struct.dtype),
         axes=format_axes(names),
-        spec=_spec_text(spec),
+        spec="" if set(entries) <= {"-"} else ", ".join(entries),
         size=math.prod(shape),
         nbytes=math.prod(shape) * item,
         bytes_per_device=math.prod(sharding.shard_shape(shape) if sharding else shape) * item,
     )
 
 
-def _spec_text(spec: Any) -> str:
-    if spec is None or all(entry is None for entry in spec):
-        return ""
-    return ", ".join(
-        "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
-        for entry in spec
-    )
+def format_shape(shape: Sequence[int]) -> str:
+    """Formats the sizes of dimensions, such as ``2x3``."""
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def format_count(count: float) -> str:
-    """Formats a number in steps of a thousand.
-
-    Example:
-        >>> format_count(9999), format_count(1_773_280), format_count(2.5e13)
-        ('9,999', '1.77 M', '25 T')
-    """
+    """Formats a number in steps of a thousand."""
     if count < 10_000:
         return f"{count:,.0f}"
     power = min(int(math.log10(count)) // 3, 6)
@@ -323,12 +312,7 @@ def format_count(count: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Formats a number of bytes in binary units.
-
-    Example:
-        >>> format_bytes(1536), format_bytes(12)
-        ('1.5 KiB', '12 B')
-    """
+    """Formats a number of bytes in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

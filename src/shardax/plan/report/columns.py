@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns in which layouts are compared, in the terminal and on the page.
+"""Columns for comparing layouts, on a terminal and on the HTML page.
 
-A column has a *label*, which says what its figures are worth: ``exact`` (from shapes and shardings
-alone), ``compiler`` (by the target's own compiler), ``counted`` (from its program), ``estimate``
-(a model, or the CPU's program standing in for the target's). Its *unit* is chosen for the largest
-figure in it, so that a toy and a large model can both be read.
+A column's *label* says what its figures are worth: ``exact`` (from shapes and shardings alone),
+``compiler`` (reported by the target's own compiler), ``counted`` (from its program), ``estimate``
+(a model, or the CPU's program in place of the target's). Its *unit* is chosen by the largest figure
+in it, so that toy and large models are both readable.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shardax.plan.records import LayoutReport, TimeBand
 
-Value = float | str | None
+Units = Sequence[tuple[str, float]]
 
 BINARY = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
 DECIMAL = (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
@@ -24,6 +25,7 @@ TIMES = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _OUTCOMES = {"fits": "yes", "does not fit": "no"}
 _MEANINGS = {
     "layout": "The rules' name; the mesh's sizes are beside it.",
+    "mesh": "Sizes of the mesh axes.",
     "fits": "Whether the step fits into a device's memory.",
     "peak": "Most memory that a device needs at a time.",
     "free": "Memory of a device that stays free; negative if the step does not fit.",
@@ -46,52 +48,27 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
+    """One column of a comparison."""
 
-    Attributes:
-        key: A short name, unique in a table.
-        head: Its title.
-        unit: Of its figures, or "".
-        label: What the figures are worth (see the module docstring), or "".
-        meaning: The same as a sentence.
-        text: A report's cell.
-        value: What to sort by; None comes last.
-        right: Whether it is aligned to the right.
-    """
-
-    key: str
+    key: str  # unique in a table
     head: str
     unit: str
     label: str
-    meaning: str
+    meaning: str  # a sentence
     text: Callable[[LayoutReport], str]
-    value: Callable[[LayoutReport], Value]
-    right: bool = True
+    value: Callable[[LayoutReport], float | str | None]  # to sort by; None comes last
+    right: bool = True  # alignment
 
 
-def scale(values: Iterable[float | None], units: Sequence[tuple[str, float]]) -> tuple[str, float]:
-    """Returns the unit in which the largest value can be read, and its size.
-
-    Args:
-        values: The values; None for those that are not known.
-        units: Names and sizes, the smallest first.
-
-    Example:
-        >>> scale([None, 12.0, 3e9], BINARY)
-        ('GiB', 1073741824.0)
-    """
+def scale(values: Iterable[float | None], units: Units) -> tuple[str, float]:
+    """Returns a readable unit for the largest value, and its size."""
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     fitting = [unit for unit in units if unit[1] <= largest]
     return fitting[-1] if fitting else units[0]
 
 
 def figure(value: float) -> str:
-    """Formats a figure with three digits that count.
-
-    Example:
-        >>> figure(0.0), figure(0.01234), figure(9.1), figure(115.37), figure(12345.6)
-        ('0', '0.012', '9.10', '115', '12346')
-    """
+    """Formats a number with about three significant digits."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -99,220 +76,131 @@ def figure(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def quantity(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """Formats a figure with the unit that suits it.
-
-    Example:
-        >>> quantity(1536, BINARY), quantity(0.0021, TIMES)
-        ('1.50 KiB', '2.10 ms')
-    """
+def quantity(value: float, units: Units) -> str:
+    """Formats a number with the unit that suits it."""
     unit, size = scale([value], units)
     return f"{figure(value / size)} {unit}"
 
 
 def axes_text(axes: Sequence[str]) -> str:
-    """Names the mesh axes of a collective.
-
-    Example:
-        >>> axes_text(("data",)), axes_text(("data", "model")), axes_text(())
-        ('data', 'data+model', 'other')
-    """
+    """Names the mesh axes of a collective."""
     return "+".join(axes) or "other"
 
 
+def band_text(band: TimeBand, size: float = 1.0) -> str:
+    """Formats a time band in units of ``size`` seconds."""
+    return f"{figure(band.lower / size)} - {figure(band.upper / size)}"
+
+
 def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
-    """Returns the columns for some reports: with one for each set of mesh axes that bytes travel.
+    """Returns the columns for the reports of one plan."""
+    number = functools.partial(_number, reports)
+    measured = measured_label(reports)
+    seconds = scale([report.time.upper for report in reports if report.time], TIMES)
+    wire = [scale([total for r in reports for total in r.wire_bytes().values()], DECIMAL)]
 
-    Args:
-        reports: Those of one plan.
+    def along(axes: tuple[str, ...]) -> Column:
+        name = axes_text(axes)
+        sent = _compiled(lambda report: report.wire_bytes().get(axes, 0.0))
+        meaning = f"Bytes that a device sends along {name}."
+        return number(f"wire-{name}", "counted", sent, wire, f"wire {name}", meaning=meaning)
 
-    Example:
-        >>> from shardax.plan import Layout, LayoutReport
-        >>> report = LayoutReport(Layout("dp", (), (("data", 8),)), "fits", peak_bytes=3 * 2**20)
-        >>> [(c.head, c.unit, c.text(report)) for c in columns_of([report])][:4]
-        [('layout', '', 'dp'), ('data', '', '8'), ('fits', '', 'yes'), ('peak', 'MiB', '3.00')]
-    """
+    def part(key: str, head: str = "") -> Column:
+        return number(key, "estimate", lambda r: getattr(r.time, key, None), [seconds], head)
+
+    band = Column(
+        "band",
+        "time of a step",
+        seconds[0],
+        "estimate",
+        _MEANINGS["band"],
+        lambda report: band_text(report.time, seconds[1]) if report.time else "-",
+        lambda report: report.time.middle if report.time else None,
+    )
+    # What steps of several batch sizes are compared by.
+    example = number("example", "estimate", lambda r: r.seconds_per_example, TIMES, "per example")
+    cross = _compiled(lambda r: r.cross_slice_bytes)
+    work = _compiled(lambda r: r.flops)
+    repeat = _compiled(lambda r: r.replicated_compute if r.program_flops else None)
+    collectives = _compiled(lambda r: len(r.collectives))
+    share = _compiled(lambda r: 100 * r.asynchronous_share if r.collectives else None)
     return (
-        _words("layout", "layout", lambda report: report.layout.name),
+        _words("layout", lambda r: r.layout.name),
         _mesh(reports),
-        _words("fits", "fits", lambda report: _OUTCOMES.get(report.outcome, report.outcome)),
-        *_memory(reports),
-        *_times(reports),
-        *_wire(reports),
-        *_work(reports),
-        *_parts(reports),
+        _words("fits", lambda r: _OUTCOMES.get(r.outcome, r.outcome)),
+        number("peak", measured, lambda r: r.peak_bytes, BINARY),
+        number("free", measured, lambda r: r.headroom_bytes, BINARY),
+        number("args", "exact", _argument_bytes, BINARY),
+        band,
+        *([example] if any(report.examples != 1 for report in reports) else []),
+        _words("bound", lambda r: r.time.binding if r.time else "-", "estimate", "bound by"),
+        *map(along, wire_axes(reports)),
+        *(
+            [number("cross", "counted", cross, wire, "cross-slice")]
+            if any(report.cross_slice_bytes for report in reports)
+            else []
+        ),
+        number("collectives", "counted", collectives, [("", 1.0)], form="{:.0f}".format),
+        number("async", "counted", share, [("%", 1.0)]),
+        number("flops", "counted", work, OPERATIONS, "work"),
+        number("replicated", "counted", repeat, [("x", 1.0)], "repeat", "{:.2f}".format),
+        number("hbm", "estimate", _compiled(lambda r: r.hbm_bytes), DECIMAL, "traffic"),
+        part("compute"),
+        part("memory"),
+        part("communication", "comm."),
+        number("compile", "", lambda r: r.compile_seconds or None, [("s", 1.0)], "compiling"),
     )
 
 
-def _words(key: str, head: str, text: Callable[[LayoutReport], str], label: str = "") -> Column:
-    return Column(key, head, "", label, _MEANINGS[key], text, text, right=False)
+def _words(
+    key: str, text: Callable[[LayoutReport], str], label: str = "", head: str = ""
+) -> Column:
+    return Column(key, head or key, "", label, _MEANINGS[key], text, text, right=False)
 
 
-def _mesh(reports: Sequence[LayoutReport]) -> Column:
-    """Sizes only, if all meshes have the same axes, which then are the title."""
-    axes = {tuple(axis for axis, _ in report.layout.mesh) for report in reports}
-    meaning = "Sizes of the mesh axes."
-    if len(axes) == 1 and (names := next(iter(axes))):
-
-        def sizes(report: LayoutReport) -> str:
-            return " x ".join(str(size) for _, size in report.layout.mesh)
-
-        return Column("mesh", " x ".join(names), "", "", meaning, sizes, sizes, right=False)
-
-    def text(report: LayoutReport) -> str:
-        return report.layout.mesh_text
-
-    return Column("mesh", "mesh", "", "", meaning, text, text, right=False)
-
-
-def _figures(
+def _number(
+    reports: Sequence[LayoutReport],
     key: str,
     label: str,
-    reports: Sequence[LayoutReport],
     value: Callable[[LayoutReport], float | None],
-    units: Sequence[tuple[str, float]],
+    units: Units,
     head: str = "",
+    form: Callable[[float], str] = figure,
     meaning: str = "",
 ) -> Column:
     unit, size = scale([value(report) for report in reports], units)
 
     def text(report: LayoutReport) -> str:
         found = value(report)
-        return "-" if found is None else figure(found / size)
+        return "-" if found is None else form(found / size)
 
     return Column(key, head or key, unit, label, meaning or _MEANINGS[key], text, value)
 
 
-def _memory(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
-    label = measured_label(reports)
-
-    def arguments(report: LayoutReport) -> float | None:
-        return sum(report.argument_bytes.values()) if report.argument_bytes else None
-
-    return (
-        _figures("peak", label, reports, lambda report: report.peak_bytes, BINARY),
-        _figures("free", label, reports, lambda report: report.headroom_bytes, BINARY),
-        _figures("args", "exact", reports, arguments, BINARY),
-    )
+def _compiled(value: Callable[[LayoutReport], float | None]) -> Callable[..., float | None]:
+    """A figure of the program; None for a layout without one."""
+    return lambda report: value(report) if report.time else None
 
 
-def _work(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
-    def factor(report: LayoutReport) -> float | None:
-        return report.replicated_compute if report.time and report.program_flops else None
-
-    def factor_text(report: LayoutReport) -> str:
-        found = factor(report)
-        return "-" if found is None else f"{found:.2f}"
-
-    return (
-        _figures("flops", "counted", reports, _if_compiled("flops"), OPERATIONS, "work"),
-        Column(
-            "replicated", "repeat", "x", "counted", _MEANINGS["replicated"], factor_text, factor
-        ),
-        _figures("hbm", "estimate", reports, _if_compiled("hbm_bytes"), DECIMAL, "traffic"),
-    )
+def _argument_bytes(report: LayoutReport) -> float | None:
+    return sum(report.argument_bytes.values()) if report.argument_bytes else None
 
 
-def _wire(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
-    axes = wire_axes(reports)
-    unit = scale([total for r in reports for total in r.wire_bytes().values()], DECIMAL)
-    columns = [
-        _figures(
-            f"wire-{axes_text(each)}",
-            "counted",
-            reports,
-            _along(each),
-            [unit],
-            f"wire {axes_text(each)}",
-            f"Bytes that a device sends along {axes_text(each)}.",
-        )
-        for each in axes
-    ]
-    if any(report.cross_slice_bytes for report in reports):
-        cross = _if_compiled("cross_slice_bytes")
-        columns.append(_figures("cross", "counted", reports, cross, [unit], "cross-slice"))
+def _mesh(reports: Sequence[LayoutReport]) -> Column:
+    """The meshes; axes that all of them have are the title."""
+    axes = {tuple(axis for axis, _ in report.layout.mesh) for report in reports}
+    names = next(iter(axes)) if len(axes) == 1 else ()
 
-    def count(report: LayoutReport) -> float | None:
-        return len(report.collectives) if report.time else None
+    def text(report: LayoutReport) -> str:
+        layout = report.layout
+        return " x ".join(str(size) for _, size in layout.mesh) if names else layout.mesh_text
 
-    def count_text(report: LayoutReport) -> str:
-        return str(len(report.collectives)) if report.time else "-"
-
-    def share(report: LayoutReport) -> float | None:
-        return 100 * report.asynchronous_share if report.time and report.collectives else None
-
-    percent = [("%", 1.0)]
-    return (
-        *columns,
-        Column(
-            "collectives", "collectives", "", "counted", _MEANINGS["collectives"], count_text, count
-        ),
-        _figures("async", "counted", reports, share, percent),
-    )
-
-
-def _times(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
-    unit = _time_unit(reports)
-
-    def band(report: LayoutReport) -> str:
-        return band_text(report.time, unit[1]) if report.time else "-"
-
-    def middle(report: LayoutReport) -> float | None:
-        return report.time.middle if report.time else None
-
-    def bound(report: LayoutReport) -> str:
-        return report.time.binding if report.time else "-"
-
-    return (
-        Column("band", "time of a step", unit[0], "estimate", _MEANINGS["band"], band, middle),
-        *_per_example(reports),
-        Column("bound", "bound by", "", "estimate", _MEANINGS["bound"], bound, bound, right=False),
-    )
-
-
-def _per_example(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
-    """What steps of several batch sizes are compared by."""
-
-    def time(report: LayoutReport) -> float | None:
-        return report.seconds_per_example
-
-    if all(report.examples == 1 for report in reports):
-        return ()
-    return (_figures("example", "estimate", reports, time, TIMES, "per example"),)
-
-
-def _parts(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
-    """What the time band is made of, and what it took to know it."""
-    unit = _time_unit(reports)
-
-    def seconds(report: LayoutReport) -> float | None:
-        return report.compile_seconds or None
-
-    return (
-        *(
-            _figures(key, "estimate", reports, _time(key), [unit], head)
-            for key, head in (("compute", ""), ("memory", ""), ("communication", "comm."))
-        ),
-        _figures("compile", "", reports, seconds, [("s", 1.0)], "compiling"),
-    )
-
-
-def _time_unit(reports: Sequence[LayoutReport]) -> tuple[str, float]:
-    return scale([report.time.upper for report in reports if report.time], TIMES)
-
-
-def band_text(band: TimeBand, size: float = 1.0) -> str:
-    """Writes a time band in units of ``size`` seconds.
-
-    Example:
-        >>> band_text(TimeBand(0.5, 0.9, 0.5, 0.2, 0.2, 0.0, "compute"))
-        '0.50 - 0.90'
-    """
-    return f"{figure(band.lower / size)} - {figure(band.upper / size)}"
+    head = " x ".join(names) or "mesh"
+    return Column("mesh", head, "", "", _MEANINGS["mesh"], text, text, right=False)
 
 
 def wire_axes(reports: Iterable[LayoutReport]) -> tuple[tuple[str, ...], ...]:
-    """Returns the sets of mesh axes that bytes travel, single ones first, in the meshes' order."""
+    """Returns the sets of mesh axes that bytes travel, single ones first."""
     order: dict[str, int] = {}
     found: set[tuple[str, ...]] = set()
     for report in reports:
@@ -324,18 +212,6 @@ def wire_axes(reports: Iterable[LayoutReport]) -> tuple[tuple[str, ...], ...]:
 
 
 def measured_label(reports: Iterable[LayoutReport]) -> str:
-    """Returns the label of what compilers report: that of the target, or an estimate."""
+    """Returns the label of figures that compilers report."""
     tiers = {report.provenance.tier for report in reports if report.provenance}
     return "compiler" if tiers <= {"target compiler"} else "estimate"
-
-
-def _if_compiled(attribute: str) -> Callable[[LayoutReport], float | None]:
-    return lambda report: getattr(report, attribute) if report.time else None
-
-
-def _along(axes: tuple[str, ...]) -> Callable[[LayoutReport], float | None]:
-    return lambda report: report.wire_bytes().get(axes, 0.0) if report.time else None
-
-
-def _time(key: str) -> Callable[[LayoutReport], float | None]:
-    return lambda report: getattr(report.time, key) if report.time else None

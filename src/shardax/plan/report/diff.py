@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between two layouts: rules, splits, memory, time, and which collective by how much.
+"""Differences between two layouts: rules, splits, memory, time, collectives.
 
-Collectives of the two programs are matched by what they do: kind, mesh axes and source line.
+Collectives of the two programs are matched by kind, mesh axes and source line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 from shardax._core.state.state import columns
 from shardax.plan.records import ArrayLayout, LayoutReport
@@ -15,15 +15,11 @@ from shardax.plan.report.columns import (
     DECIMAL,
     OPERATIONS,
     TIMES,
+    Units,
     axes_text,
     quantity,
 )
-from shardax.plan.report.explanation import (
-    UNKNOWN,
-    headline,
-    of_any_layer,
-    of_layers,
-)
+from shardax.plan.report.explanation import UNKNOWN, headline, join_layers, without_layers
 
 _SHOWN = 20
 _COUNTED = (
@@ -33,11 +29,11 @@ _COUNTED = (
     ("cross-slice", "cross_slice_bytes", DECIMAL),
 )
 
-Units = Sequence[tuple[str, float]]
+Cells = tuple[str, ...]
 
 
 def diff(a: LayoutReport, b: LayoutReport) -> str:
-    """Says what differs between two layouts.
+    """Lists the differences between two layouts.
 
     Args:
         a: What was found of one layout, such as ``plan["fsdp"]``.
@@ -66,39 +62,35 @@ def diff(a: LayoutReport, b: LayoutReport) -> str:
         Figures     a         b         b - a
         peak        3.00 GiB  1.00 GiB  -2.00 GiB
     """
+    mesh = _changed(_texts(a.layout.sizes), _texts(b.layout.sizes), "-")
+    if not mesh and list(a.layout.sizes) != list(b.layout.sizes):
+        mesh = [("order", ", ".join(a.layout.sizes), ", ".join(b.layout.sizes))]
     tables = [
-        _table("Rules", _rules(a, b)),
-        _table("Mesh", _mesh(a, b)),
-        _table("Figures", _figures(a, b), "b - a"),
-        _table("Wire bytes", _wire(a, b), "b - a"),
-        _table("Arrays", _arrays(a, b)),
+        (("Rules", "a", "b"), _changed(_targets(a), _targets(b), "no rule")),
+        (("Mesh", "a", "b"), mesh),
+        (("Figures", "a", "b", "b - a"), _changes(_figures(a, b))),
+        (("Wire bytes", "a", "b", "b - a"), _wire(a, b)),
+        (("Arrays", "a", "b"), _arrays(a, b)),
     ]
+    found = ["\n".join(columns([heads, *rows])) for heads, rows in tables if rows]
     head = f"a: {headline(a)}\nb: {headline(b)}"
-    found = [table for table in tables if table]
     return "\n\n".join([head, *(found or ["There is no difference."])])
 
 
-Row = tuple[str, ...]
-
-
-def _table(title: str, rows: Sequence[Row], more: str = "") -> str:
-    if not rows:
-        return ""
-    heads = (title, "a", "b", *([more] if more else []))
-    return "\n".join(columns([heads, *rows], []))
-
-
-def _rules(a: LayoutReport, b: LayoutReport) -> list[Row]:
-    first, second = _targets(a), _targets(b)
+def _changed(first: Mapping[str, str], second: Mapping[str, str], missing: str) -> list[Cells]:
     return [
-        (name, first.get(name, "no rule"), second.get(name, "no rule"))
+        (name, first.get(name, missing), second.get(name, missing))
         for name in dict.fromkeys([*first, *second])
         if first.get(name) != second.get(name)
     ]
 
 
+def _texts(sizes: Mapping[str, int]) -> dict[str, str]:
+    return {axis: str(size) for axis, size in sizes.items()}
+
+
 def _targets(report: LayoutReport) -> dict[str, str]:
-    """What each name maps to, in words; several rules of a name in their order."""
+    """What each name maps to, in words and in order."""
     found: dict[str, list[str]] = {}
     for name, axes in report.layout.rules:
         text = axes if isinstance(axes, str) else "+".join(axes or ()) or "None"
@@ -109,48 +101,27 @@ def _targets(report: LayoutReport) -> dict[str, str]:
     return words
 
 
-def _mesh(a: LayoutReport, b: LayoutReport) -> list[Row]:
-    first, second = a.layout.sizes, b.layout.sizes
-    rows = [
-        (axis, str(first.get(axis, "-")), str(second.get(axis, "-")))
-        for axis in dict.fromkeys([*first, *second])
-        if first.get(axis) != second.get(axis)
-    ]
-    if not rows and list(first) != list(second):
-        rows.append(("order", ", ".join(first), ", ".join(second)))
+Figures = tuple[str, float | None, float | None, Units]  # what, of a, of b
+
+
+def _figures(a: LayoutReport, b: LayoutReport) -> list[Figures]:
+    rows: list[Figures] = [("peak", a.peak_bytes, b.peak_bytes, BINARY)]
+    for kind in dict.fromkeys([*a.argument_bytes, *b.argument_bytes]):
+        rows.append((kind, a.argument_bytes.get(kind, 0), b.argument_bytes.get(kind, 0), BINARY))
+    for name, attribute, units in _COUNTED:  # in the program, if there is one
+        first, second = (getattr(each, attribute) if each.time else None for each in (a, b))
+        rows.append((name, first, second, units))
+    for name in ("lower", "upper", "compute", "memory", "communication"):
+        first, second = getattr(a.time, name, None), getattr(b.time, name, None)
+        rows.append((f"time: {name}", first, second, TIMES))
     return rows
 
 
-def _figures(a: LayoutReport, b: LayoutReport) -> list[Row]:
-    kinds = dict.fromkeys([*a.argument_bytes, *b.argument_bytes])
-    rows: list[tuple[str, float | None, float | None, Units]] = [
-        ("peak", a.peak_bytes, b.peak_bytes, BINARY),
-        *(
-            (kind, a.argument_bytes.get(kind, 0), b.argument_bytes.get(kind, 0), BINARY)
-            for kind in kinds
-        ),
-        *(
-            (name, _known(a, attribute), _known(b, attribute), units)
-            for name, attribute, units in _COUNTED
-        ),
-    ]
-    for name in ("lower", "upper", "compute", "memory", "communication"):
-        first = getattr(a.time, name, None)
-        second = getattr(b.time, name, None)
-        rows.append((f"time: {name}", first, second, TIMES))
-    return _changes(rows)
-
-
-def _known(report: LayoutReport, attribute: str) -> float | None:
-    """A figure that is counted in the program; None if there is no program."""
-    return getattr(report, attribute) if report.time else None
-
-
-def _wire(a: LayoutReport, b: LayoutReport) -> list[Row]:
+def _wire(a: LayoutReport, b: LayoutReport) -> list[Cells]:
     if a.time is None or b.time is None:
         return []
-    first, second = _by_deed(a), _by_deed(b)
-    rows: list[tuple[str, float | None, float | None, Units]] = [
+    first, second = _bytes_by_purpose(a), _bytes_by_purpose(b)
+    rows: list[Figures] = [
         (key, first.get(key, 0.0), second.get(key, 0.0), DECIMAL)
         for key in dict.fromkeys([*first, *second])
     ]
@@ -160,7 +131,7 @@ def _wire(a: LayoutReport, b: LayoutReport) -> list[Row]:
     return [*changed[:_SHOWN], *([(f"and {more} more", "", "", "")] if more > 0 else [])]
 
 
-def _by_deed(report: LayoutReport) -> dict[str, float]:
+def _bytes_by_purpose(report: LayoutReport) -> dict[str, float]:
     found: dict[str, float] = {}
     for each in report.collectives:
         where = each.source or UNKNOWN["source"].partition(" (")[0]
@@ -169,23 +140,22 @@ def _by_deed(report: LayoutReport) -> dict[str, float]:
     return found
 
 
-def _changes(rows: Iterable[tuple[str, float | None, float | None, Units]]) -> list[Row]:
+def _changes(rows: Iterable[Figures]) -> list[Cells]:
     """The rows that differ, in words."""
-    found: list[Row] = []
+    found: list[Cells] = []
     for name, first, second, units in rows:
         if first == second:
             continue
         texts = ["-" if each is None else quantity(each, units) for each in (first, second)]
-        known = first is not None and second is not None
-        found.append((name, *texts, _signed((second or 0) - (first or 0), units) if known else ""))
+        change = ""
+        if first is not None and second is not None:
+            sign = "+" if second > first else ""
+            change = sign + quantity(second - first, units)
+        found.append((name, *texts, change))
     return found
 
 
-def _signed(value: float, units: Units) -> str:
-    return f"+{quantity(value, units)}" if value > 0 else quantity(value, units)
-
-
-def _arrays(a: LayoutReport, b: LayoutReport) -> list[Row]:
+def _arrays(a: LayoutReport, b: LayoutReport) -> list[Cells]:
     first = {each.path: each for each in a.arrays}
     second = {each.path: each for each in b.arrays}
     if not first or not second:  # one was not compiled: there is nothing to compare
@@ -194,12 +164,12 @@ def _arrays(a: LayoutReport, b: LayoutReport) -> list[Row]:
     for path in dict.fromkeys([*first, *second]):
         splits = _split(first.get(path)), _split(second.get(path))
         if splits[0] != splits[1]:
-            alike.setdefault((of_any_layer(path), *splits), []).append(path)
-    return [(of_layers(paths), *splits) for (_, *splits), paths in alike.items()]
+            alike.setdefault((without_layers(path), *splits), []).append(path)
+    return [(join_layers(paths), *splits) for (_, *splits), paths in alike.items()]
 
 
 def _split(array: ArrayLayout | None) -> str:
-    """Says how an array is split, as ``embed: data, mlp: model``."""
+    """How an array is split, as ``embed: data, mlp: model``."""
     if array is None:
         return "not there"
     names = [*array.names, *(None,) * (len(array.spec) - len(array.names))]

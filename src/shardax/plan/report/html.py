@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as one page that needs no other: a table to sort, bars, and each layout to unfold.
+"""HTML page of a plan: sortable table, bar charts, foldable details.
 
-Bars on a plan's page: memory, wire bytes and time of each layout, beside one another.
-
-A *bar* is a row: the layout's name, parts drawn to the scale of the whole chart, and the figure.
-Colours only repeat what the legend, the figure and the bar's description for screen readers say.
-
-One layout on a plan's page: its rules, figures, pictures of parameters, and what it sends.
-
-How a plan's page looks and what its script does: both stand in the page itself.
-
-The page can be read without the script, which sorts the table and opens what a link points at.
+``page.html`` is the template of its body: the order of the parts, and a script that sorts the table
+and opens what a link points at; ``page.css`` is its style. Everything else is static, so the page
+is complete without scripts. Colours only repeat what legends, figures and the bars' descriptions
+for screen readers say.
 """
 
 from __future__ import annotations
@@ -19,7 +13,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from importlib import resources
+from string import Template
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -31,7 +27,6 @@ from shardax.plan.report.columns import (
     OPERATIONS,
     TIMES,
     Column,
-    Value,
     axes_text,
     band_text,
     columns_of,
@@ -43,15 +38,14 @@ from shardax.plan.report.columns import (
 )
 from shardax.plan.report.explanation import (
     UNKNOWN,
-    Alike,
-    Group,
-    alike,
+    CollectiveGroup,
+    descriptions,
     groups,
     headline,
 )
 from shardax.plan.report.table import (
     LABELS,
-    Remark,
+    Note,
     outcome_line,
     provenance_lines,
     reasons,
@@ -59,14 +53,20 @@ from shardax.plan.report.table import (
     warnings_of,
 )
 from shardax.view.page import html_page
-from shardax.view.pictures import sharding_svg
+from shardax.view.shardings import sharding_svg
 
 if TYPE_CHECKING:
     from shardax.plan.result import Plan
 
+# The most of each that a page shows.
+_DETAILED = 16
+_CHARTED = 30
+_PICTURES = 4
+_CELLS = 1024  # parts of an array that a picture shows
+_GROUPS = 25
+_PATHS = 12
 
-# --- Html charts ---
-
+_FAR = 8  # how many times the longest bar the limit may be for both to share a scale
 _KINDS = {
     "parameters": "#4e79a7",
     "optimizer": "#f28e2b",
@@ -74,200 +74,250 @@ _KINDS = {
     "other": "#b07aa1",
     "temporaries": "#8d949e",
 }
-_FAR = 8
 _AXES = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#9c755f", "#edc948")
 
 
+def page(plan: Plan) -> str:
+    """Returns the page of a plan, without outside files."""
+    compiled = [report for report in plan.reports if report.compiled]
+    columns = columns_of(compiled) if compiled else ()
+    numbers = {report.layout.name: place for place, report in enumerate(plan.reports, 1)}
+    detailed, charted = compiled[:_DETAILED], compiled[:_CHARTED]
+    template, style = (
+        resources.files("shardax.plan.report").joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.html", "page.css")
+    )
+    charts = [
+        _section(
+            "Memory of a device",
+            "What it holds between steps is exact; temporaries are the rest of the peak.",
+            _memory_chart(charted),
+        ),
+        _section(
+            "Bytes on the wire",
+            "What one device sends in a step, by the mesh axes along which it does.",
+            _wire_chart(charted),
+        ),
+        _section(
+            "Time of a step",
+            "A model, not a measurement: from everything overlapping to nothing overlapping.",
+            _time_chart(charted),
+        ),
+    ]
+    layouts = "".join(
+        _details(report, numbers[report.layout.name], place == 0)
+        for place, report in enumerate(detailed)
+    )
+    body = Template(template).substitute(
+        target=escape(plan.target),
+        outcomes=escape(outcome_line(plan.target, plan.reports)),
+        best=_best(plan.reports),
+        table=_table(compiled, columns, {each.layout.name for each in detailed}, numbers),
+        charts="".join(charts),
+        layouts=f"<section><h2>Each layout</h2>{layouts}</section>" if layouts else "",
+        notes=_notes(plan),
+        labels=_labels(plan, columns),
+    )
+    return html_page(f"Layouts for {plan.target}", body, style)
+
+
+def _best(reports: Sequence[LayoutReport]) -> str:
+    fitting = [report for report in reports if report.outcome == "fits"]
+    if not fitting:
+        return "<p><strong>None of them fits.</strong></p>"
+    name = f"<strong>{escape(fitting[0].layout.name)}</strong>"
+    others = ", ".join(map(escape, tied_with_best(reports)[1:]))
+    if not others:
+        return f"<p>Best: {name}.</p>"
+    return (
+        f"<p>Best: {name}; the model of time cannot tell it from {others}: choose by memory, or "
+        "measure.</p>"
+    )
+
+
+def _section(title: str, explanation: str, content: str) -> str:
+    if not content:
+        return ""
+    return f'<section><h2>{title}</h2><p class="quiet">{explanation}</p>{content}</section>'
+
+
+def _list(texts: Sequence[str]) -> str:
+    """A list of HTML texts; "" for none."""
+    items = "".join(f"<li>{text}</li>" for text in texts)
+    return f'<ul class="notes">{items}</ul>' if items else ""
+
+
+# --- The table ---
+
+
+def _table(
+    reports: Sequence[LayoutReport],
+    columns: Sequence[Column],
+    linked: set[str],
+    numbers: Mapping[str, int],
+) -> str:
+    if not reports:
+        return ""
+    heads = "".join(map(_head, columns))
+    rows = ""
+    for report in reports:
+        name, link = report.layout.name, escape(columns[0].text(report))
+        if name in linked:
+            link = f'<a href="#layout-{numbers[name]}">{link}</a>'
+        cells = "".join(_cell(report, column) for column in columns[1:])
+        rows += f'<tr><th scope="row" data-value="{escape(name)}">{link}</th>{cells}</tr>'
+    return (
+        '<div class="scroll" tabindex="0" role="region" aria-label="Layouts, a table to sort">'
+        f'<table class="sortable"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
+        '</div><p class="quiet">A title sorts the table; more columns are to the right.</p>'
+    )
+
+
+def _head(column: Column) -> str:
+    kind = "number" if column.right else "text"
+    side = ' class="right"' if column.right else ""
+    below = ", ".join(filter(None, (column.unit, column.label)))
+    return (
+        f'<th scope="col" data-kind="{kind}"{side} title="{escape(column.meaning)}">'
+        f'<button type="button">{escape(column.head)}</button>'
+        f"<small>{escape(below) or '&nbsp;'}</small></th>"
+    )
+
+
+def _cell(report: LayoutReport, column: Column) -> str:
+    text, value = column.text(report), column.value(report)
+    kind = text if column.key == "fits" else "right" if column.right else ""
+    side = f' class="{kind}"' if kind else ""
+    data = "" if value is None else value if isinstance(value, str) else f"{value:.10g}"
+    return f'<td{side} data-value="{escape(data)}">{escape(text)}</td>'
+
+
+# --- Charts ---
+
+
+Segment = tuple[str, str, float, float]  # name, colour, start, size
+
+
 @dataclass(frozen=True)
-class Part:
-    """A part of a bar, in the unit of its chart.
-
-    Attributes:
-        start: Where it begins.
-        size: How long it is.
-        color: Its colour.
-        name: What it is.
-    """
-
-    start: float
-    size: float
-    color: str
-    name: str
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One row of a chart.
-
-    Attributes:
-        name: The layout's.
-        parts: Drawn from left to right.
-        figure: What stands on the right.
-        said: The same in words, for those who do not see it.
-        mark: Where a line is drawn across it; None for none.
-    """
+class ChartRow:
+    """One bar, in the unit of its chart."""
 
     name: str
-    parts: tuple[Part, ...]
-    figure: str
-    said: str
-    mark: float | None = None
+    segments: tuple[Segment, ...]
+    figure: str  # on the right
+    description: str  # for screen readers
+    limit: float | None = None  # where a line is drawn across it
 
 
-def memory_chart(reports: Sequence[LayoutReport]) -> str:
-    """Draws what a device's memory holds at the peak, with a line where it ends.
-
-    Args:
-        reports: Those with a peak are drawn.
-
-    Returns:
-        HTML; "" if there is nothing to draw.
-
-    Example:
-        >>> memory_chart([])
-        ''
-    """
-    bars = [_memory_bar(report) for report in reports if report.peak_bytes is not None]
-    used = {part.name: part.color for bar in bars for part in bar.parts}
-    colors = {name: color for name, color in _KINDS.items() if name in used}
-    marks = [bar.mark for bar in bars if bar.mark is not None]
-    longest = max((report.peak_bytes or 0 for report in reports), default=0)
-    if not marks:
-        return _chart(bars, colors)
-    if max(marks) > _FAR * longest:  # to its scale the bars would be too short to see
-        bars = [replace(bar, mark=None) for bar in bars]
-        far = f"memory of a device, {quantity(max(marks), BINARY)}, is far to the right"
-        return f'{_chart(bars, colors)}<p class="quiet">The {escape(far)}.</p>'
-    return _chart(bars, colors, "memory of a device")
-
-
-def _memory_bar(report: LayoutReport) -> Bar:
-    held = dict(report.argument_bytes)
-    peak = report.peak_bytes or 0
-    held["temporaries"] = max(peak - sum(held.values()), 0)
-    parts: list[Part] = []
+def _stacked(sizes: Mapping[str, float], colors: Mapping[str, str]) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
     start = 0.0
-    for kind, size in held.items():
+    for name, size in sizes.items():
         if size:
-            parts.append(Part(start, size, _KINDS.get(kind, _KINDS["other"]), kind))
+            segments.append((name, colors.get(name, _KINDS["other"]), start, size))
             start += size
-    said = ", ".join(f"{part.name} {quantity(part.size, BINARY)}" for part in parts)
-    limit = report.limit_bytes
-    total = quantity(peak, BINARY)
-    of = f" of {quantity(limit, BINARY)}" if limit else ""
-    return Bar(report.layout.name, tuple(parts), total + of, f"peak {total}{of}: {said}", limit)
+    return tuple(segments)
 
 
-def wire_chart(reports: Sequence[LayoutReport]) -> str:
-    """Draws what a device sends in a step, by the mesh axes along which it does.
+def _memory_chart(reports: Sequence[LayoutReport]) -> str:
+    """What a device's memory holds at the peak, and its limit."""
+    rows: list[ChartRow] = []
+    for report in reports:
+        if report.peak_bytes is None:
+            continue
+        held = dict(report.argument_bytes)
+        held["temporaries"] = max(report.peak_bytes - sum(held.values()), 0)
+        total, limit = quantity(report.peak_bytes, BINARY), report.limit_bytes
+        total += f" of {quantity(limit, BINARY)}" if limit else ""
+        parts = ", ".join(f"{kind} {quantity(n, BINARY)}" for kind, n in held.items() if n)
+        segments = _stacked(held, _KINDS)
+        rows.append(ChartRow(report.layout.name, segments, total, f"peak {total}: {parts}", limit))
+    used = {name for row in rows for name, *_ in row.segments}
+    colors = {name: color for name, color in _KINDS.items() if name in used}
+    limit = max((row.limit or 0.0 for row in rows), default=0.0)
+    if limit > _FAR * max((report.peak_bytes or 0 for report in reports), default=0):
+        # To the limit's scale the bars would be too short to see.
+        rows = [replace(row, limit=None) for row in rows]
+        far = f"The memory of a device, {quantity(limit, BINARY)}, is far to the right."
+        return f'{_chart(rows, colors)}<p class="quiet">{escape(far)}</p>'
+    return _chart(rows, colors, "memory of a device" if limit else "")
 
-    Args:
-        reports: Those that were compiled are drawn.
 
-    Returns:
-        HTML; "" if there is nothing to draw.
-    """
+def _wire_chart(reports: Sequence[LayoutReport]) -> str:
+    """What a device sends in a step, by mesh axes."""
     timed = [report for report in reports if report.time is not None]
-    colors = {axes: _AXES[i % len(_AXES)] for i, axes in enumerate(wire_axes(timed))}
-    bars: list[Bar] = []
+    axes = {each: axes_text(each) for each in wire_axes(timed)}
+    colors = {name: _AXES[i % len(_AXES)] for i, name in enumerate(axes.values())}
+    rows: list[ChartRow] = []
     for report in timed:
         totals = report.wire_bytes()
-        parts: list[Part] = []
-        start = 0.0
-        for axes, color in colors.items():
-            if size := totals.get(axes, 0.0):
-                parts.append(Part(start, size, color, axes_text(axes)))
-                start += size
+        sizes = {name: totals.get(each, 0.0) for each, name in axes.items()}
         total = quantity(report.total_wire_bytes, DECIMAL)
-        said = ", ".join(f"{part.name} {quantity(part.size, DECIMAL)}" for part in parts)
-        bars.append(Bar(report.layout.name, tuple(parts), total, f"{total}: {said or 'nothing'}"))
-    return _chart(bars, {axes_text(axes): color for axes, color in colors.items()})
+        parts = ", ".join(f"{name} {quantity(n, DECIMAL)}" for name, n in sizes.items() if n)
+        description = f"{total}: {parts or 'nothing'}"
+        rows.append(ChartRow(report.layout.name, _stacked(sizes, colors), total, description))
+    return _chart(rows, colors)
 
 
-def time_chart(reports: Sequence[LayoutReport]) -> str:
-    """Draws the time bands: from all overlapping to nothing overlapping.
-
-    Args:
-        reports: Those that were compiled are drawn.
-
-    Returns:
-        HTML; "" if there is nothing to draw.
-    """
+def _time_chart(reports: Sequence[LayoutReport]) -> str:
+    """The time bands: from all overlapping to nothing overlapping."""
     unit, size = scale([report.time.upper for report in reports if report.time], TIMES)
-    bars: list[Bar] = []
+    rows: list[ChartRow] = []
     for report in reports:
-        if report.time is None:
-            continue
         band = report.time
+        if band is None:
+            continue
+        segment = ("band", _AXES[0], band.lower, max(band.upper - band.lower, 0.0))
+        low, high = quantity(band.lower, TIMES), quantity(band.upper, TIMES)
+        description = f"between {low} and {high}, bound by {band.binding}"
         text = f"{band_text(band, size)} {unit}"
-        part = Part(band.lower, max(band.upper - band.lower, 0.0), _AXES[0], "band")
-        said = f"between {quantity(band.lower, TIMES)} and {quantity(band.upper, TIMES)}"
-        bars.append(Bar(report.layout.name, (part,), text, f"{said}, bound by {band.binding}"))
-    return _chart(bars, {})
+        rows.append(ChartRow(report.layout.name, (segment,), text, description))
+    return _chart(rows, {})
 
 
-def _chart(bars: Sequence[Bar], colors: Mapping[str, str], line: str = "") -> str:
-    if not bars:
+def _chart(rows: Sequence[ChartRow], colors: Mapping[str, str], line: str = "") -> str:
+    """Bars to one scale with a legend; ``line`` names the limit."""
+    if not rows:
         return ""
-    ends = [part.start + part.size for bar in bars for part in bar.parts]
+    ends = [start + size for row in rows for _, _, start, size in row.segments]
     # Somewhat more than the longest, so that a line at the very end is seen.
-    whole = 1.02 * max([*ends, *(bar.mark or 0.0 for bar in bars)], default=0.0) or 1.0
-    legend = [
+    whole = 1.02 * max([*ends, *(row.limit or 0.0 for row in rows)], default=0.0) or 1.0
+    legend = "".join(
         f'<li><i style="background:{color}"></i>{escape(name)}</li>'
         for name, color in colors.items()
-    ]
+    )
     if line:
-        legend.append(f'<li><i class="line"></i>{escape(line)}</li>')
-    rows = "".join(_html_charts_row(bar, whole) for bar in bars)
-    listed = f'<ul class="legend">{"".join(legend)}</ul>' if legend else ""
-    return f'{listed}<dl class="bars">{rows}</dl>'
+        legend += f'<li><i class="line"></i>{escape(line)}</li>'
+    bars = ""
+    for row in rows:
+        drawn = "".join(
+            f'<span style="left:{100 * start / whole:.2f}%;width:{100 * size / whole:.2f}%;'
+            f'background:{color}" title="{escape(name)}"></span>'
+            for name, color, start, size in row.segments
+        )
+        if row.limit is not None:
+            drawn += f'<b style="left:{100 * row.limit / whole:.2f}%"></b>'
+        label = escape(f"{row.name}: {row.description}")
+        bars += (
+            f'<dt>{escape(row.name)}</dt><dd class="figure">{escape(row.figure)}</dd>'
+            f'<dd class="drawn"><div class="bar" role="img" aria-label="{label}">{drawn}</div></dd>'
+        )
+    listed = f'<ul class="legend">{legend}</ul>' if legend else ""
+    return f'{listed}<dl class="bars">{bars}</dl>'
 
 
-def _html_charts_row(bar: Bar, whole: float) -> str:
-    parts = "".join(
-        f'<span style="left:{100 * part.start / whole:.2f}%;width:{100 * part.size / whole:.2f}%;'
-        f'background:{part.color}" title="{escape(part.name)}"></span>'
-        for part in bar.parts
-    )
-    mark = "" if bar.mark is None else f'<b style="left:{100 * bar.mark / whole:.2f}%"></b>'
-    said = escape(f"{bar.name}: {bar.said}")
-    return (
-        f"<dt>{escape(bar.name)}</dt>"
-        f'<dd class="figure">{escape(bar.figure)}</dd>'
-        f'<dd class="drawn"><div class="bar" role="img" aria-label="{said}">{parts}{mark}</div>'
-        "</dd>"
-    )
+# --- One layout ---
 
 
-# --- Html details ---
-
-_PICTURES = 4
-_GROUPS = 25
-_LISTED = 12
-_CELLS = 1024
-
-
-def details(report: LayoutReport, number: int, opened: bool) -> str:
-    """Returns a layout's part of the page, which can be folded.
-
-    Args:
-        report: What was found of it.
-        number: Its place in the plan, from 1; a link to ``#layout-1`` opens it.
-        opened: Whether it is unfolded at first.
-    """
-    parts = [
-        _facts(report),
-        _rules(report),
-        _warnings(report),
-        _pictures(report),
-        _sent(report),
-    ]
-    summary = f"<strong>{escape(report.layout.name)}</strong> "
-    told = headline(report).removeprefix(report.layout.name).strip()
+def _details(report: LayoutReport, number: int, opened: bool) -> str:
+    """The part of one layout, which a link to ``#layout-NUMBER`` opens."""
+    content = [_facts(report), _rules(report), _warnings(report), _pictures(report), _sent(report)]
+    name = report.layout.name
+    outcome = headline(report).removeprefix(name).strip()
     return (
         f'<details class="layout" id="layout-{number}"{" open" if opened else ""}>'
-        f'<summary>{summary}<span class="quiet">{escape(told)}</span></summary>'
-        f"<div>{''.join(parts)}</div></details>"
+        f'<summary><strong>{escape(name)}</strong> <span class="quiet">{escape(outcome)}</span>'
+        f"</summary><div>{''.join(content)}</div></details>"
     )
 
 
@@ -278,16 +328,13 @@ def _facts(report: LayoutReport) -> str:
         found.append(("peak of memory", quantity(report.peak_bytes, BINARY), label))
     if report.headroom_bytes is not None:
         found.append(("memory that stays free", quantity(report.headroom_bytes, BINARY), label))
-    found += [
-        (kind, quantity(size, BINARY), "exact")
-        for kind, size in report.argument_bytes.items()
-        if size
-    ]
+    for kind, size in report.argument_bytes.items():
+        if size:
+            found.append((kind, quantity(size, BINARY), "exact"))
     if report.time is not None:
-        factor = f"{figure(report.replicated_compute)} x"
         found += [
             ("work of a device", quantity(report.flops, OPERATIONS), "counted"),
-            ("each operation is done", factor, "counted"),
+            ("each operation is done", f"{figure(report.replicated_compute)} x", "counted"),
             ("memory traffic", quantity(report.hbm_bytes, DECIMAL), "estimate"),
             ("on the wire", quantity(report.total_wire_bytes, DECIMAL), "counted"),
             ("while other work goes on", f"{100 * report.asynchronous_share:.0f} %", "counted"),
@@ -295,52 +342,42 @@ def _facts(report: LayoutReport) -> str:
             ("time of memory traffic", quantity(report.time.memory, TIMES), "estimate"),
             ("time of communication", quantity(report.time.communication, TIMES), "estimate"),
         ]
-        if report.compile_seconds:  # 0 if the program was kept from before
+        if report.compile_seconds:  # 0 if the program was cached
             found.append(("compiled in", quantity(report.compile_seconds, TIMES), ""))
         if report.cross_slice_bytes:
             found.append(("between slices", quantity(report.cross_slice_bytes, DECIMAL), "counted"))
-    if not found:
-        return ""
     cells = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)} <small>{escape(kind)}</small></dd></div>"
         for name, value, kind in found
     )
-    return f'<dl class="facts">{cells}</dl>'
+    return f'<dl class="facts">{cells}</dl>' if cells else ""
 
 
 def _rules(report: LayoutReport) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(_target(axes))}</td></tr>"
-        for name, axes in report.layout.rules
-    )
+    rows = ""
+    for name, axes in report.layout.rules:
+        target = axes if isinstance(axes, str) else " + ".join(axes or ()) or "not split"
+        rows += f"<tr><td>{escape(name)}</td><td>{escape(target)}</td></tr>"
     mesh = escape(report.layout.mesh_text)
     table = f'<table class="pairs">{rows}</table>' if rows else "<p>There are none.</p>"
     return f'<h3>Rules</h3><p class="quiet">over {mesh}</p>{table}'
 
 
-def _target(axes: Any) -> str:
-    return axes if isinstance(axes, str) else " + ".join(axes or ()) or "not split"
-
-
 def _warnings(report: LayoutReport) -> str:
-    said = [*([report.reason] if report.reason else []), *report.warnings]
-    items = "".join(f"<li>{escape(text)}</li>" for text in said)
+    texts = [escape(text) for text in (report.reason, *report.warnings) if text]
     if report.replicated:
-        shown = ", ".join(report.replicated[:_LISTED])
-        more = len(report.replicated) - _LISTED
+        shown = escape(", ".join(report.replicated[:_PATHS]))
+        more = len(report.replicated) - _PATHS
         rest = f" and {more} more" if more > 0 else ""
-        items += f"<li>Held whole by every device: <code>{escape(shown)}</code>{rest}</li>"
-    return f'<h3>To know</h3><ul class="remarks">{items}</ul>' if items else ""
+        texts.append(f"Held whole by every device: <code>{shown}</code>{rest}")
+    return f"<h3>To know</h3>{_list(texts)}" if texts else ""
 
 
 def _pictures(report: LayoutReport) -> str:
     """The largest parameters of distinct forms, as the devices hold them."""
-    largest = sorted(
-        (each for each in report.arrays if each.kind == "parameters"),
-        key=lambda each: -math.prod(each.shape),
-    )
+    parameters = [each for each in report.arrays if each.kind == "parameters"]
     chosen: dict[object, ArrayLayout] = {}
-    for each in largest:
+    for each in sorted(parameters, key=lambda each: -math.prod(each.shape)):
         chosen.setdefault((each.shape, each.spec), each)
     figures = "".join(_picture(report, each) for each in list(chosen.values())[:_PICTURES])
     if not figures:
@@ -365,8 +402,8 @@ def _picture(report: LayoutReport, array: ArrayLayout) -> str:
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
         place = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in array.spec)))
         drawn = sharding_svg(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place))
-        said = escape(f"{array.path} in {cells} parts")
-        drawn = drawn.replace("<svg ", f'<svg aria-label="{said}" ', 1)
+        label = escape(f"{array.path} in {cells} parts")
+        drawn = drawn.replace("<svg ", f'<svg aria-label="{label}" ', 1)
     caption = f"<code>{escape(array.path)}</code><br>{escape(', '.join(names))}"
     return f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>"
 
@@ -374,8 +411,7 @@ def _picture(report: LayoutReport, array: ArrayLayout) -> str:
 def _sent(report: LayoutReport) -> str:
     if report.time is None:
         return ""
-    found = groups(report)
-    total = report.total_wire_bytes
+    found, total = groups(report), report.total_wire_bytes
     if not found:
         return "<h3>What it sends</h3><p>Nothing: no device needs what another has.</p>"
     items = "".join(_group(group, total) for group in found[:_GROUPS])
@@ -390,10 +426,13 @@ def _sent(report: LayoutReport) -> str:
     )
 
 
-def _group(group: Group, total: float) -> str:
+def _group(group: CollectiveGroup, total: float) -> str:
     share = 100 * group.wire_bytes / total if total else 0.0
     key = f"<code>{escape(group.key)}</code>" if group.key else f"<em>{UNKNOWN['source']}</em>"
-    items = "".join(f"<li>{_said(same)}</li>" for same in alike(group.collectives, "source"))
+    items = ""
+    for sentence, details in descriptions(group.collectives, "source"):
+        below = "".join(f'<br><span class="quiet">{escape(text)}</span>' for text in details)
+        items += f"<li><strong>{escape(sentence)}</strong>{below}</li>"
     return (
         f'<li><div class="head"><span>{quantity(group.wire_bytes, DECIMAL)}</span>'
         f"<span>{share:.0f} %</span>{key}</div>"
@@ -401,297 +440,41 @@ def _group(group: Group, total: float) -> str:
     )
 
 
-def _said(same: Alike) -> str:
-    details = "".join(f'<br><span class="quiet">{escape(text)}</span>' for text in same.details)
-    return f"<strong>{escape(same.sentence)}</strong>{details}"
+# --- Notes and labels ---
 
 
-# --- Html style ---
-
-STYLE = """
-:root { --line: #d5d9de; --soft: #f4f6f8; --text: #222; --quiet: #5a6270; --link: #0b57a4;
-  --good: #1a7f37; --bad: #b42318; --limit: #b42318; }
-body { margin: 2rem auto; max-width: 76rem; padding: 0 1.25rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0.25rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 2.25rem 0 0.5rem; }
-h3 { font-size: 1rem; margin: 1.5rem 0 0.4rem; }
-p { max-width: 46rem; margin: 0.4rem 0; }
-a { color: var(--link); }
-.quiet { color: var(--quiet); font-size: 13px; }
-.scroll { margin-top: 1rem; overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
-.scroll table { border-collapse: separate; border-spacing: 0; width: 100%; }
-.scroll th, .scroll td { padding: 5px 10px; white-space: nowrap; border-bottom-color: var(--line);
-  border-right: 0; }
-.scroll tbody tr:last-child > * { border-bottom: 0; }
-.scroll thead th { background: var(--soft); vertical-align: bottom; }
-.scroll th[scope=row] { position: sticky; left: 0; background: Canvas; font-weight: 600;
-  max-width: 20rem; min-width: min(14rem, 34vw); overflow-wrap: anywhere; white-space: normal; }
-.scroll td.right, .scroll th.right { text-align: right; font-variant-numeric: tabular-nums; }
-.scroll thead button { all: unset; cursor: pointer; font: inherit; font-weight: 600; }
-.scroll thead button:focus-visible, summary:focus-visible, .scroll:focus-visible, a:focus-visible {
-  outline: 2px solid var(--link); outline-offset: 2px; }
-.scroll thead button::after { content: " ⇅"; color: var(--quiet); }
-.scroll th[aria-sort=ascending] button::after { content: " ▲"; color: inherit; }
-.scroll th[aria-sort=descending] button::after { content: " ▼"; color: inherit; }
-.scroll thead small { display: block; color: var(--quiet); font-weight: 400; }
-.yes { color: var(--good); font-weight: 600; } .no, .failed { color: var(--bad); font-weight: 600; }
-.legend { display: flex; flex-wrap: wrap; gap: 0.25rem 1.1rem; list-style: none; padding: 0;
-  margin: 0.5rem 0; font-size: 13px; }
-.legend i, .swatch { display: inline-block; width: 0.8rem; height: 0.8rem; border-radius: 2px;
-  margin-right: 0.4rem; vertical-align: -1px; }
-.legend i.line { width: 2px; background: var(--limit); margin: 0 0.6rem 0 0.4rem; }
-.bars { display: grid; grid-template-columns: minmax(6rem, 15rem) 1fr minmax(7rem, max-content);
-  grid-auto-flow: dense; gap: 0.35rem 0.9rem; align-items: center; font-size: 13px; margin: 0; }
-.bars dt { overflow-wrap: anywhere; } .bars dd { margin: 0; }
-.bars dt { grid-column: 1; } .bars .drawn { grid-column: 2; }
-.bars .figure { grid-column: 3; font-variant-numeric: tabular-nums; text-align: right; }
-.bar { position: relative; height: 1.05rem; background: var(--soft); border-radius: 3px; }
-.bar span { position: absolute; top: 0; bottom: 0; box-sizing: border-box;
-  border-right: 1px solid Canvas; }
-.bar b { position: absolute; top: -3px; bottom: -3px; width: 2px; background: var(--limit); }
-details.layout { border: 1px solid var(--line); border-radius: 6px; margin: 0.5rem 0; }
-details.layout > summary { cursor: pointer; padding: 0.55rem 0.8rem; overflow-wrap: anywhere; }
-details.layout[open] > summary { border-bottom: 1px solid var(--line); background: var(--soft); }
-details.layout > div { padding: 0.2rem 0.9rem 1rem; }
-.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr));
-  gap: 0.5rem 1rem; margin: 0.8rem 0; }
-.facts div { border-left: 3px solid var(--line); padding-left: 0.6rem; }
-.facts dt { color: var(--quiet); font-size: 12px; } .facts dd { margin: 0; font-weight: 600; }
-.facts dd small { font-weight: 400; color: var(--quiet); }
-.pairs { width: auto; } .pairs td { overflow-wrap: anywhere; border-color: var(--line); }
-.pictures { display: flex; flex-wrap: wrap; gap: 1rem 1.5rem; }
-.pictures figure { margin: 0; max-width: 280px; } .pictures svg { max-width: 100%; height: auto; }
-.pictures figcaption { overflow-wrap: anywhere; }
-ol.sent { list-style: none; padding: 0; margin: 0; }
-ol.sent > li { margin: 0.9rem 0; }
-ol.sent .head { display: flex; flex-wrap: wrap; gap: 0 0.8rem; font-weight: 600; }
-ol.sent .head code { overflow-wrap: anywhere; }
-ol.sent .share { height: 4px; background: var(--soft); margin: 0.25rem 0 0.35rem; }
-ol.sent .share span { display: block; height: 100%; background: #4e79a7; }
-ol.sent ul { margin: 0; padding-left: 1.1rem; font-size: 14px; }
-ol.sent ul li { margin: 0.35rem 0; overflow-wrap: anywhere; }
-code { font-family: ui-monospace, monospace; font-size: 0.92em; overflow-wrap: anywhere; }
-ul.remarks { padding-left: 1.1rem; } ul.remarks li { overflow-wrap: anywhere; margin: 0.3rem 0; }
-dl.labels { display: grid; grid-template-columns: max-content 1fr; gap: 0.3rem 1rem; }
-dl.labels dd { margin: 0; } dl.labels dt { font-weight: 600; }
-@media (prefers-color-scheme: dark) {
-  :root { --line: #3a3f46; --soft: #24282d; --text: #ddd; --quiet: #a3abb8; --link: #7ab8ff;
-    --good: #57c278; --bad: #ff8a80; --limit: #ff8a80; }
-  .scroll th[scope=row] { background: #181818; }
-  .bar span { border-right-color: #181818; }
-}
-@media (max-width: 40rem) {
-  body { margin: 1rem auto; padding: 0 0.75rem; }
-  .bars { grid-template-columns: 1fr max-content; grid-auto-flow: row; }
-  .bars .figure { grid-column: 2; }
-  .bars .drawn { grid-column: 1 / -1; margin-bottom: 0.5rem; }
-  .facts { grid-template-columns: repeat(2, minmax(0, 1fr)); }
-  dl.labels { grid-template-columns: 1fr; }
-}
-@media print { details.layout > div { display: block; } .scroll { overflow: visible; } }
-"""
-
-SCRIPT = """
-for (const table of document.querySelectorAll('table.sortable')) {
-  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
-  heads.forEach((head, column) => head.querySelector('button').addEventListener('click', () => {
-    const down = head.getAttribute('aria-sort') === 'ascending';
-    for (const other of heads) other.removeAttribute('aria-sort');
-    head.setAttribute('aria-sort', down ? 'descending' : 'ascending');
-    const numeric = head.dataset.kind === 'number';
-    const value = row => row.cells[column].dataset.value;
-    const compare = (a, b) => {
-      const [x, y] = [value(a), value(b)];
-      if (x === '' || y === '') return (x === '') - (y === '');
-      const order = numeric ? Number(x) - Number(y)
-        : x.localeCompare(y, 'en', {numeric: true});
-      return down ? -order : order;
-    };
-    body.append(...[...body.rows].sort(compare));
-  }));
-}
-const reveal = () => {
-  const name = decodeURIComponent(location.hash.slice(1));
-  const target = name && document.getElementById(name);
-  if (target && target.matches('details')) { target.open = true; target.scrollIntoView(); }
-};
-addEventListener('hashchange', reveal);
-reveal();
-"""
-
-
-# --- Html ---
-
-_DETAILED = 16
-_BARS = 30
-
-
-def page(plan: Plan) -> str:
-    """Returns the page of a plan.
-
-    Args:
-        plan: The plan.
-
-    Returns:
-        A whole HTML document, which loads nothing.
-
-    Example:
-        >>> from shardax.plan import Layout, LayoutReport
-        >>> from shardax.plan.result import Plan
-        >>> report = LayoutReport(Layout("dp", (), (("data", 8),)), "rejected", "too large")
-        >>> text = page(Plan("cpu:8", (report,)))
-        >>> text.startswith("<!doctype html>"), "too large" in text
-        (True, True)
-    """
-    compiled = [report for report in plan.reports if report.compiled]
-    columns = columns_of(compiled) if compiled else ()
-    numbers = {report.layout.name: place for place, report in enumerate(plan.reports, 1)}
-    shown, drawn = compiled[:_DETAILED], compiled[:_BARS]
-    parts = [
-        f"<h1>Layouts for {escape(plan.target)}</h1>",
-        f"<p>{escape(outcome_line(plan.target, plan.reports))}.</p>",
-        _best(plan.reports),
-        _table(compiled, columns, numbers, {report.layout.name for report in shown}),
-        _section(
-            "Memory of a device",
-            "What it holds between steps is exact; temporaries are the rest of the peak.",
-            memory_chart(drawn),
-        ),
-        _section(
-            "Bytes on the wire",
-            "What one device sends in a step, by the mesh axes along which it does.",
-            wire_chart(drawn),
-        ),
-        _section(
-            "Time of a step",
-            "A model, not a measurement: from everything overlapping to nothing overlapping.",
-            time_chart(drawn),
-        ),
-        _layouts(shown, numbers),
-        _others(plan),
-        _labels(plan, columns),
-        f"<script>{SCRIPT}</script>",
-    ]
-    return html_page(f"Layouts for {plan.target}", "".join(parts), STYLE)
-
-
-def _best(reports: Sequence[LayoutReport]) -> str:
-    fitting = [report for report in reports if report.outcome == "fits"]
-    if not fitting:
-        return "<p><strong>None of them fits.</strong></p>"
-    tied = tied_with_best(reports)
-    name = f"<strong>{escape(fitting[0].layout.name)}</strong>"
-    if not tied:
-        return f"<p>Best: {name}.</p>"
-    others = ", ".join(escape(each) for each in tied[1:])
-    return (
-        f"<p>Best: {name}; the model of time cannot tell it from {others}: choose by memory, or "
-        "measure.</p>"
-    )
-
-
-def _section(title: str, said: str, content: str) -> str:
-    if not content:
-        return ""
-    return f'<section><h2>{title}</h2><p class="quiet">{said}</p>{content}</section>'
-
-
-def _table(
-    reports: Sequence[LayoutReport],
-    columns: Sequence[Column],
-    numbers: dict[str, int],
-    linked: set[str],
-) -> str:
-    if not reports:
-        return ""
-    heads = "".join(_head(column) for column in columns)
-    rows = "".join(_row(report, columns, numbers, linked) for report in reports)
-    return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Layouts, a table to sort">'
-        f'<table class="sortable"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
-        '</div><p class="quiet">A title sorts the table; more columns are to the right.</p>'
-    )
-
-
-def _head(column: Column) -> str:
-    kind = "number" if column.right else "text"
-    side = ' class="right"' if column.right else ""
-    below = ", ".join(filter(None, (column.unit, column.label)))
-    return (
-        f'<th scope="col" data-kind="{kind}"{side} title="{escape(column.meaning)}">'
-        f'<button type="button">{escape(column.head)}</button>'
-        f"<small>{escape(below) or '&nbsp;'}</small></th>"
-    )
-
-
-def _row(
-    report: LayoutReport, columns: Sequence[Column], numbers: dict[str, int], linked: set[str]
-) -> str:
-    first, *others = columns
-    name = escape(first.text(report))
-    if report.layout.name in linked:
-        name = f'<a href="#layout-{numbers[report.layout.name]}">{name}</a>'
-    cells = [f'<th scope="row" data-value="{escape(report.layout.name)}">{name}</th>']
-    for column in others:
-        text = column.text(report)
-        kind = text if column.key == "fits" else "right" if column.right else ""
-        said = f' class="{kind}"' if kind else ""
-        cells.append(f'<td{said} data-value="{_data(column.value(report))}">{escape(text)}</td>')
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _data(value: Value) -> str:
-    return "" if value is None else escape(value if isinstance(value, str) else f"{value:.10g}")
-
-
-def _layouts(reports: Sequence[LayoutReport], numbers: dict[str, int]) -> str:
-    if not reports:
-        return ""
-    parts = [
-        details(report, numbers[report.layout.name], place == 0)
-        for place, report in enumerate(reports)
-    ]
-    return f"<section><h2>Each layout</h2>{''.join(parts)}</section>"
-
-
-def _others(plan: Plan) -> str:
+def _notes(plan: Plan) -> str:
     found = [
         ("Too large", reasons(plan.reports, "does not fit")),
         ("Rejected before compiling", reasons(plan.reports, "rejected")),
         ("Failed to compile", reasons(plan.reports, "failed")),
         ("Warnings", warnings_of(plan.reports)),
-        ("Notes", tuple(Remark(note, ()) for note in plan.notes)),
+        ("Notes", tuple(Note(text, ()) for text in plan.notes)),
     ]
-    return "".join(
-        f'<section><h2>{title}</h2><ul class="remarks">{"".join(map(_remark, remarks))}</ul>'
-        "</section>"
-        for title, remarks in found
-        if remarks
-    )
-
-
-def _remark(remark: Remark) -> str:
-    count = f"{len(remark.layouts)}: " if len(remark.layouts) > 1 else ""
-    about = f' <span class="quiet">({count}{escape(remark.about())})</span>'
-    return f"<li>{escape(remark.text)}{about if remark.layouts else ''}</li>"
+    sections = ""
+    for title, notes in found:
+        texts = [
+            escape(note.text)
+            + (f' <span class="quiet">{escape(note.source())}</span>' if note.layouts else "")
+            for note in notes
+        ]
+        sections += f"<section><h2>{title}</h2>{_list(texts)}</section>" if texts else ""
+    return sections
 
 
 def _labels(plan: Plan, columns: Sequence[Column]) -> str:
-    used = {column.label for column in columns if column.label}
-    rows = "".join(
-        f"<dt>{label}</dt><dd>{escape(meaning)}</dd>"
-        for label, meaning in LABELS.items()
-        if label in used
-    )
-    columns_said = "".join(
-        f"<dt>{escape(column.head)}</dt><dd>{escape(column.meaning)}</dd>" for column in columns
-    )
-    lines = "".join(f"<li>{escape(line)}</li>" for line in provenance_lines(plan.reports))
-    listed = f'<ul class="remarks">{lines}</ul>' if lines else ""
-    if not rows:
+    used = {column.label for column in columns}
+    labels = [(label, meaning) for label, meaning in LABELS.items() if label in used]
+    if not labels:
         return ""
+    meanings = [(column.head, column.meaning) for column in columns]
+    worth, explained = (
+        "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in pairs)
+        for pairs in (labels, meanings)
+    )
     return (
-        f"<section><h2>What the figures are worth</h2>{listed}"
-        f'<dl class="labels">{rows}</dl>'
-        f'<h3>Columns</h3><dl class="labels">{columns_said}</dl></section>'
+        "<section><h2>What the figures are worth</h2>"
+        f"{_list([escape(line) for line in provenance_lines(plan.reports)])}"
+        f'<dl class="labels">{worth}</dl>'
+        f'<h3>Columns</h3><dl class="labels">{explained}</dl></section>'
     )

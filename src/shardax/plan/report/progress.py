@@ -1,147 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search says while it runs: a bar on a terminal, else a line per layout, on stderr."""
+"""Progress of a search on stderr, as a bar or lines."""
 
 from __future__ import annotations
 
 import math
 import sys
-from typing import Any, Self
+from typing import Self, TextIO
 
+from shardax._terminal import ProgressBar, is_live
 from shardax.plan.records import Layout, LayoutReport
 from shardax.plan.report.columns import TIMES, quantity
 
 
-class Progress:
-    """A context in which layouts are compiled; it says nothing.
+class SearchProgress:
+    """Counts compiled layouts, shown by lines, a bar, or not."""
 
-    Attributes:
-        done: Layouts that are done.
-        total: Layouts that are to be done, as far as is known.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, lines: TextIO | None = None, bar: ProgressBar | None = None) -> None:
         self.done = 0
-        self.total = 0
+        self.total = 0  # as far as is known
+        self._lines, self._bar = lines, bar
         self._trying: dict[str, None] = {}
+        self._best = math.inf  # seconds of a step
 
     def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Ends it."""
+        if self._bar is not None:
+            self._bar.__exit__(*exc_info)
 
     def expect(self, count: int, what: str) -> None:
-        """Says that more layouts are to be done.
-
-        Args:
-            count: How many.
-            what: What is done with them.
-        """
+        """Announces more layouts, and what is done with them."""
         self.total += count
+        self._print(f"{what}: {count}")
+        self._redraw(what)
 
     def begin(self, layout: Layout) -> None:
-        """Says that a layout is being compiled."""
+        """Records that a layout is being compiled."""
         self._trying[layout.name] = None
+        self._redraw()
 
     def end(self, report: LayoutReport, kept: bool) -> None:
-        """Says what became of it."""
+        """Records a layout's outcome; ``kept``: its program was cached."""
         self.done += 1
         self._trying.pop(report.layout.name, None)
-
-
-class Lines(Progress):
-    """A line per layout."""
-
-    def expect(self, count: int, what: str) -> None:
-        """See ``Progress``."""
-        super().expect(count, what)
-        self._say(f"{what}: {count}")
-
-    def end(self, report: LayoutReport, kept: bool) -> None:
-        """See ``Progress``."""
-        super().end(report, kept)
-        self._say(f"[{self.done}/{self.total}] {told(report, kept)}")
-
-    def _say(self, text: str) -> None:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
-
-
-class Bar(Progress):
-    """A bar with what is being compiled, and the best so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[trying]}", markup=False),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._task: Any = None
-        self._best = math.inf
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Takes the bar away."""
-        self._bar.stop()
-
-    def expect(self, count: int, what: str) -> None:
-        """See ``Progress``."""
-        super().expect(count, what)
-        if self._task is None:
-            self._task = self._bar.add_task(what, total=self.total, trying="")
-        self._bar.update(self._task, description=what, total=self.total)
-
-    def begin(self, layout: Layout) -> None:
-        """See ``Progress``."""
-        super().begin(layout)
-        self._show()
-
-    def end(self, report: LayoutReport, kept: bool) -> None:
-        """See ``Progress``."""
-        super().end(report, kept)
         if report.outcome == "fits" and report.time is not None:
             self._best = min(report.time.middle, self._best)
-        self._show()
+        self._print(f"[{self.done}/{self.total}] {outcome_text(report, kept)}")
+        self._redraw()
 
-    def _show(self) -> None:
-        best = "" if math.isinf(self._best) else f"best {self._best:.3g} s; "
-        trying = ", ".join(self._trying)
-        self._bar.update(self._task, completed=self.done, trying=f"{best}{trying}")
+    def _print(self, text: str) -> None:
+        if self._lines is not None:
+            print(text, file=self._lines, flush=True)
+
+    def _redraw(self, title: str | None = None) -> None:
+        if self._bar is not None:
+            best = "" if math.isinf(self._best) else f"best {self._best:.3g} s; "
+            status = best + ", ".join(self._trying)
+            self._bar.update(done=self.done, status=status, title=title, total=self.total)
 
 
-def told(report: LayoutReport, kept: bool = False) -> str:
-    """Returns one line about a report.
-
-    Args:
-        report: The report.
-        kept: Whether its program was kept from before.
-
-    Example:
-        >>> from shardax.plan import Layout, LayoutReport, TimeBand
-        >>> band = TimeBand(0.5, 0.75, 0.5, 0.2, 0.05, 0.0, "compute")
-        >>> layout = Layout("fsdp", (), (("data", 8),))
-        >>> print(told(LayoutReport(layout, "fits", time=band, compile_seconds=6.24)))
-        fsdp: fits, 500 ms to 750 ms a step (6.2 s)
-    """
+def outcome_text(report: LayoutReport, kept: bool = False) -> str:
+    """Returns one line about a report."""
     text = f"{report.layout.name}: {report.outcome}"
     if report.time is not None:
         low, high = (quantity(each, TIMES) for each in (report.time.lower, report.time.upper))
@@ -151,17 +73,11 @@ def told(report: LayoutReport, kept: bool = False) -> str:
     return text + (" (kept)" if kept else f" ({report.compile_seconds:.1f} s)")
 
 
-def progress_for(wanted: bool) -> Progress:
-    """Returns how progress is shown: not at all, by a bar on a terminal, or by lines.
-
-    Args:
-        wanted: Whether it is shown.
-    """
+def progress_for(wanted: bool, file: TextIO | None = None) -> SearchProgress:
+    """Returns the display of progress on a file, by default stderr."""
+    to = sys.stderr if file is None else file
     if not wanted:
-        return Progress()
-    if sys.stderr.isatty():
-        try:
-            return Bar()
-        except ImportError:
-            pass
-    return Lines()
+        return SearchProgress()
+    if is_live(to):
+        return SearchProgress(bar=ProgressBar(to, "planning", 0, transient=True, elapsed=True))
+    return SearchProgress(lines=to)

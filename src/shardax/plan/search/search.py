@@ -36,7 +36,8 @@ from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError
 from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
-from shardax.plan.report.progress import Progress, progress_for
+from shardax.plan.report.progress import SearchProgress as Progress
+from shardax.plan.report.progress import progress_for
 from shardax.plan.result import Plan, rank
 from shardax.plan.search.candidates import Candidates, find_candidates, names_of_batch
 from shardax.plan.search.dimensions import Dimensions, Product, trace_dimensions

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax.view.pictures import sharding_text
+from shardax.view.shardings import sharding_text
 
 BOTH = ("data", "model")
 NO_SPLIT = PartitionSpec()

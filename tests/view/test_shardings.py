@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.partition.errors import PartitionCheckError
-from shardax.view.pictures import ShardingViewError, sharding_text
+from shardax.view.shardings import ShardingViewError, sharding_text
 
 RULES = sx.Rules({"embed": "data", "mlp": "model"})
 

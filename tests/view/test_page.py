@@ -47,7 +47,8 @@ class Page(html.parser.HTMLParser):
         assert self.open and self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.texts.append(data)
+        if data.strip():
+            self.texts.append(data)
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.tags if name == tag]

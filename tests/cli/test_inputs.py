@@ -10,7 +10,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from shardax.cli.inputs import CommandError, parse_mesh, use_devices
+from shardax.cli.inputs import CommandError, is_target, parse_mesh, use_devices
 
 AXES = ("data", "model")
 
@@ -57,6 +57,11 @@ def test_a_mesh_that_cannot_be_is_explained(text: str, message: str) -> None:
         parse_mesh(text, AXES)
 
 
+def test_a_target_is_a_module_and_a_name() -> None:
+    texts = ("my_package.models:make_model", "runs/demo", "tiny", ":make", "a-b:c")
+    assert [is_target(text) for text in texts] == [True, False, False, False, False]
+
+
 def test_the_number_of_devices_that_is_there_may_be_asked_for() -> None:
     use_devices(None)
     use_devices(jax.device_count())
@@ -73,7 +78,7 @@ def test_another_number_of_devices_is_refused(count: int, message: str) -> None:
 
 def test_a_new_process_gets_the_devices_that_it_asks_for() -> None:
     program = (
-        "from shardax.cli.devices import use_devices; use_devices(3); use_devices(3)\n"
+        "from shardax.cli.inputs import use_devices; use_devices(3); use_devices(3)\n"
         "import jax; print([str(device.platform) for device in jax.devices()])"
     )
     done = subprocess.run(

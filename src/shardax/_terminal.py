@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and progress bars on terminals, drawn by rich.
+
+A caller asks ``is_live`` first: files and pipes, dumb terminals, and installations without rich get
+plain lines, which the caller writes itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, TextIO
+
+
+def is_live(file: TextIO) -> bool:
+    """Whether rich can redraw lines of a file's terminal."""
+    if not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        return False
+    return importlib.util.find_spec("rich") is not None
+
+
+class ProgressBar:
+    """A live bar with title, count, status and time left."""
+
+    # It is drawn inside of a ``with`` block; ``transient`` removes it at the end, ``elapsed`` shows
+    # the time since the start as well. On a narrow terminal the bar gives way, the texts do not.
+    def __init__(
+        self,
+        file: TextIO,
+        title: str,
+        total: int,
+        done: int = 0,
+        status: str = "",
+        *,
+        transient: bool = False,
+        elapsed: bool = False,
+    ) -> None:
+        from rich import progress
+        from rich.console import Console
+        from rich.table import Column
+
+        self._bar = progress.Progress(
+            progress.TextColumn("[bold]{task.description}"),
+            progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            progress.MofNCompleteColumn(),
+            *([progress.TimeElapsedColumn()] if elapsed else []),
+            progress.TextColumn("{task.fields[status]}", markup=False),
+            progress.TextColumn("ETA"),
+            progress.TimeRemainingColumn(),
+            console=Console(file=file),
+            expand=True,
+            transient=transient,
+        )
+        self._task = self._bar.add_task(title, total=total, completed=done, status=status)
+
+    def update(
+        self, *, done: int, status: str, title: str | None = None, total: int | None = None
+    ) -> None:
+        """Redraws the bar; None leaves the title or the total."""
+        self._bar.update(self._task, completed=done, status=status, description=title, total=total)
+
+    def note(self, message: str) -> None:
+        """Prints a line above the bar, as it is."""
+        self._bar.console.print(message, highlight=False, markup=False)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.stop()
+
+
+def rich_table(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[bool],
+    styles: Mapping[str, str],
+) -> Any:
+    """Returns a borderless table, with cells styled by their text."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title, is_right in zip(titles, right, strict=True):
+        side = "right" if is_right else "left"
+        table.add_column(Text(title, style="bold", justify=side), justify=side, no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(text, style=styles.get(text, "")) for text in row))
+    return table

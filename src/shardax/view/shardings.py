@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shardings as pictures and tables, in text and HTML.
+
+A picture shows which device holds which part of an array, by its *face*: the first two of its
+dimensions that are sharded, filled up with the first ones that are not. A *cell* is a rectangle of
+the face, labelled with the devices that hold what lies behind it. A one-dimensional array is one
+row.
+
+A table has a row for each array of a model: which mesh axes split which dimension, the *shard* that
+one device holds, and the number of *copies*. Rows that differ in the number of a layer alone are
+shown as one.
+
+Nothing but shapes and shardings is read, so lazy and abstract models can be shown, also over a mesh
+without devices, whose places are numbered in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+
+from shardax._core.cross_process import format_mesh
+from shardax._core.errors import ShardaxError
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.object import Object
+from shardax._core.state.state import columns
+from shardax._core.variable import Variable
+from shardax.partition.inventory import ArrayInfo, TreeInventory, is_array
+from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.rules import RulesLike, mesh_axes_of
+from shardax.partition.specs import abstract
+from shardax.view.table import format_bytes, format_shape, html_table
+
+_COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
+_COLUMNS, _LINES = 48, 9  # the most characters that a text picture takes on its own account
+_MOST_WIDE, _MOST_ROWS = 98, 16  # characters and rows of cells; beyond them, cells are left out
+_HEADER = ("path", "shape", "dtype", "split", "shard", "copies", "bytes/device")
+
+Span = tuple[int, int]
+
+
+class ShardingViewError(ShardaxError, ValueError):
+    """There is no sharding to show.
+
+    The value is not laid out over devices, or is known inside of a program only.
+    """
+
+
+# --- Which device holds which part ---
+
+
+def shape_and_sharding(value: Any) -> tuple[tuple[int, ...], Sharding]:
+    """Returns shape and sharding of a Variable, an array, or a ``jax.ShapeDtypeStruct``."""
+    # A lazy value is asked for its form only: showing it must not compute it.
+    array = value.value if isinstance(value, Variable) and not value.is_lazy else value
+    shape = getattr(array, "shape", None)
+    sharding = None if isinstance(array, Variable) else getattr(array, "sharding", None)
+    if shape is None or not isinstance(sharding, Sharding):
+        raise ShardingViewError(
+            f"There is no sharding to show of {value!r}: it is not laid out over devices, or is "
+            "known inside a program only. Lay it out by sx.shard(model, mesh, rules), say where it "
+            "would be by sx.view.sharding(model, mesh, rules), or, under jax.jit, look at the "
+            "compiler's choice with jax.debug.inspect_array_sharding(x, callback=print)."
+        )
+    return tuple(shape), sharding
+
+
+def is_abstract(sharding: Sharding) -> bool:
+    """Whether a sharding is over a mesh without devices."""
+    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+
+
+def platform_of(sharding: Sharding) -> str:
+    """Returns the kind of devices, such as ``CPU``."""
+    if is_abstract(sharding):
+        return "device"
+    return next(iter(sharding.device_set)).platform.upper()
+
+
+def spans_by_device(shape: tuple[int, ...], sharding: Any) -> dict[int, list[Span]]:
+    """Returns the spans of dimensions that each device holds."""
+    spans: dict[int, list[Span]] = {}
+    if not is_abstract(sharding):
+        for device, index in sharding.devices_indices_map(shape).items():
+            parts = zip(index or (), shape, strict=True)
+            spans[device.id] = [part.indices(size)[:2] for part, size in parts]
+        return spans
+    sizes = dict(sharding.mesh.shape)
+    entries = [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
+    for number, place in enumerate(np.ndindex(*sizes.values())):
+        at = dict(zip(sizes, place, strict=True))
+        spans[number] = []
+        for size, entry in zip(shape, entries, strict=True):
+            axes = mesh_axes_of(entry)
+            part = 0
+            for axis in axes:  # the first varies slowest
+                part = part * sizes[axis] + at[axis]
+            step = size // math.prod(sizes[axis] for axis in axes)
+            spans[number].append((part * step, (part + 1) * step))
+    return spans
+
+
+class _Face(NamedTuple):
+    """Two dimensions of a sharded array."""
+
+    shape: tuple[int, int]  # rows, columns
+    cells: dict[tuple[Span, Span], list[int]]  # devices by spans of rows and columns
+    platform: str
+
+
+def _face(value: Any) -> _Face:
+    shape, sharding = shape_and_sharding(value)
+    spans = spans_by_device(shape, sharding)
+    split = [d for d, n in enumerate(shape) if any(own[d] != (0, n) for own in spans.values())]
+    dimensions = sorted([*split, *(d for d in range(len(shape)) if d not in split)][:2])
+    cells: dict[tuple[Span, Span], list[int]] = {}
+    for device in sorted(spans):
+        columns, rows = [*(spans[device][d] for d in reversed(dimensions)), (0, 1), (0, 1)][:2]
+        cells.setdefault((rows, columns), []).append(device)
+    width, height = [*(shape[d] for d in reversed(dimensions)), 1, 1][:2]
+    return _Face((height, width), dict(sorted(cells.items())), platform_of(sharding))
+
+
+def _device_numbers(devices: list[int]) -> str:
+    """Device numbers, three or more in a row as ``first-last``."""
+    texts = []
+    for _, run in groupby(enumerate(devices), lambda item: item[1] - item[0]):
+        numbers = [str(number) for _, number in run]
+        texts += [f"{numbers[0]}-{numbers[-1]}"] if len(numbers) > 2 else numbers
+    return ",".join(texts)
+
+
+# --- Pictures of one array ---
+
+
+def sharding_text(value: Any) -> str:
+    """Draws an array's sharding with characters, without the middle of many cells."""
+    face = _face(value)
+    labels = {
+        cell: f"{face.platform} {_device_numbers(devices)}" for cell, devices in face.cells.items()
+    }
+    widest = max(len(label) for label in labels.values()) + 2
+    rows = _kept(sorted({cell[0] for cell in face.cells}), _MOST_ROWS)
+    columns = _kept(sorted({cell[1] for cell in face.cells}), max(_MOST_WIDE // (widest + 1), 3))
+    height, width = (max(size, 1) for size in face.shape)
+    # A character is about twice as high as wide.
+    wide = min(_COLUMNS, 2 * _LINES * width / height)
+    tall = min(_LINES, round(wide * height / width / 2)) if height > 1 else 1
+    cell_width = max(int(wide) // len(columns), widest)
+    cell_height = max(tall // len(rows) - 1, 0) // 2 * 2 + 1  # odd: the label is in the middle
+    edges = ["─" * cell_width] * len(columns)
+    blank = "│" + "│".join([" " * cell_width] * len(columns)) + "│"
+    lines = []
+    for number, row in enumerate(rows):
+        left, middle, right = "├┼┤" if number else "┌┬┐"
+        body = [blank] * cell_height
+        texts = ["…" if row is None or c is None else labels[row, c] for c in columns]
+        body[cell_height // 2] = "".join(f"│{text.center(cell_width)}" for text in texts) + "│"
+        lines += [left + middle.join(edges) + right, *body]
+    return "\n".join([*lines, "└" + "┴".join(edges) + "┘"])
+
+
+def _kept(spans: list[Span], most: int) -> list[Span | None]:
+    """All spans, or None in place of those left out."""
+    return list(spans) if len(spans) <= most else [*spans[: most - 2], None, spans[-1]]
+
+
+def show_sharding(value: Any) -> None:
+    """Prints a picture of an array's sharding on the terminal.
+
+    Args:
+        value: A Variable or array; of more than two dimensions, its face is shown.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> sx.view.show_sharding(sx.Param(jnp.zeros(8)))
+        ┌────────────────────────────────────────────────┐
+        │                     CPU 0                      │
+        └────────────────────────────────────────────────┘
+    """
+    print(sharding_text(value))  # noqa: T201 (printing is the purpose)
+
+
+def sharding_svg(value: Any, width: int = 280, height: int = 160) -> str:
+    """Draws an array's sharding as SVG: a labelled rectangle per cell.
+
+    Args:
+        value: A Variable or array; of more than two dimensions, its face is shown.
+        width: Width in pixels.
+        height: Height in pixels.
+
+    Returns:
+        The text of an ``<svg>`` element.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> sx.view.sharding_svg(jnp.zeros((4, 4))).count("<rect")
+        1
+    """
+    face = _face(value)
+    down, across = (
+        pixels / max(size, 1) for pixels, size in zip((height, width), face.shape, strict=True)
+    )
+    parts = []
+    for ((top, bottom), (left, right)), devices in face.cells.items():
+        x, wide = left * across, (right - left) * across
+        y, tall = top * down, (bottom - top) * down
+        label = escape(_device_numbers(devices))
+        parts.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" '
+            f'fill="{_COLORS[devices[0] % len(_COLORS)]}" stroke="white">'
+            f"<title>{label}</title></rect>"
+        )
+        if 7 * len(label) > wide or tall < 14:  # no room: the label shows under the pointer
+            continue
+        parts.append(
+            f'<text x="{x + wide / 2:.1f}" y="{y + tall / 2 + 4:.1f}" text-anchor="middle" '
+            f'font-size="12" fill="white">{label}</text>'
+        )
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
+    )
+
+
+# --- Views of arrays and models ---
+
+
+@dataclass(frozen=True)
+class ShardingRow:
+    """How one array is laid out.
+
+    Attributes:
+        path: Where it is in the tree.
+        axes: Its axis names, or None.
+        array: Its shape, dtype and sharding; without a sharding, one device holds it.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> row = sx.view.sharding({"w": jnp.zeros((4, 8))}).rows[0]
+        >>> row.shard_shape, row.copies, row.bytes_per_device
+        ((4, 8), 1, 128)
+    """
+
+    path: Path
+    axes: tuple[Any, ...] | None
+    array: jax.ShapeDtypeStruct
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of the part that one device holds."""
+        place, shape = self.array.sharding, self.array.shape
+        return tuple(shape) if place is None else tuple(place.shard_shape(shape))
+
+    @property
+    def copies(self) -> int:
+        """Number of devices that hold the same part."""
+        place = self.array.sharding
+        if not isinstance(place, NamedSharding):
+            return 1 if place is None else len(place.device_set)
+        used = {axis for entry in place.spec for axis in mesh_axes_of(entry)}
+        return math.prod(size for axis, size in place.mesh.shape.items() if axis not in used)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the part that one device holds."""
+        return self._bytes(self.shard_shape)
+
+    def _bytes(self, shape: tuple[int, ...]) -> int:
+        return ArrayInfo((), shape, self.array.dtype, False, None).nbytes
+
+    @property
+    def split(self) -> str:
+        """Which mesh axes split which dimension, by its name or number."""
+        place = self.array.sharding
+        if not isinstance(place, NamedSharding):
+            return ""
+        names = self.axes or (None,) * len(self.array.shape)
+        return ", ".join(
+            f"{i if names[i] is None else names[i]}: {'+'.join(mesh_axes_of(entry))}"
+            for i, entry in enumerate(place.spec)
+            if mesh_axes_of(entry)
+        )
+
+
+@dataclass(frozen=True)
+class ShardingView:
+    """How arrays are laid out, as a picture or table.
+
+    ``str()`` is text, ``html()`` the same for a browser; notebooks show it by themselves.
+
+    Attributes:
+        rows: One row for each array, each Variable once.
+        single: Whether one array was given; then the view is a picture of it.
+
+    Example:
+        >>> import shardax as sx
+        >>> mesh = jax.sharding.AbstractMesh((2,), ("model",))
+        >>> layer = sx.nn.Linear(4, 8, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
+        >>> print(sx.view.sharding(layer, mesh, {"mlp": "model"}))
+        path     shape  dtype    split       shard  copies  bytes/device
+        .kernel  4x8    float32  mlp: model  4x4         1          64 B
+        .bias    8      float32  mlp: model  4           1          16 B
+        mesh model=2; 80 B per device, 160 B in all
+    """
+
+    rows: tuple[ShardingRow, ...]
+    single: bool = False
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes on the fullest device."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    def summary(self) -> str:
+        """Returns the last line: the meshes and the bytes."""
+        places = [row.array.sharding for row in self.rows]
+        meshes = dict.fromkeys(format_mesh(p.mesh) for p in places if isinstance(p, NamedSharding))
+        over = f"mesh {' and mesh '.join(meshes)}" if meshes else "no mesh"
+        total = sum(row._bytes(tuple(row.array.shape)) for row in self.rows)
+        here = format_bytes(self.bytes_per_device)
+        return f"{over}; {here} per device, {format_bytes(total)} in all"
+
+    def caption(self) -> str:
+        """Returns the caption of one array's picture."""
+        row = self.rows[0]
+        text = f"{row.array.dtype}{list(row.array.shape)}"
+        text += f" as {list(row.shard_shape)} on each device, {row.copies} "
+        text += "copy" if row.copies == 1 else "copies"
+        place = row.array.sharding
+        named = isinstance(place, NamedSharding)
+        return f"{text}; {place.spec} over {format_mesh(place.mesh)}" if named else text
+
+    def html(self) -> str:
+        """Returns a figure of one array, or a table, as HTML."""
+        if self.single:
+            picture = sharding_svg(self.rows[0].array)
+            return f"<figure>{picture}<figcaption>{escape(self.caption())}</figcaption></figure>"
+        rows = [
+            [*map(escape, cells), "" if array.sharding is None else sharding_svg(array, 84, 48)]
+            for cells, array in _joined(self.rows)
+        ]
+        return f"{html_table([*_HEADER, 'devices'], rows)}<p>{escape(self.summary())}</p>"
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def __str__(self) -> str:
+        if self.single:
+            return f"{self.caption()}\n{sharding_text(self.rows[0].array)}"
+        cells = [_HEADER, *(cells for cells, _ in _joined(self.rows))]
+        return "\n".join([*columns(cells, right=[5, 6]), self.summary()])
+
+
+def sharding(
+    tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None
+) -> ShardingView:
+    """Shows the layout of an array or a model.
+
+    Args:
+        tree: An array, a Variable, a ``jax.ShapeDtypeStruct`` with a sharding; or a Module, a
+            State, or a pytree of these.
+        mesh: Show how the tree would be laid out over this mesh, also an ``AbstractMesh``. None:
+            how it is; what is not laid out yet, as it would be over the mesh in scope.
+        rules: Rules, pairs or a mapping; None for the current rules.
+
+    Returns:
+        The view: print it, or let a notebook show it.
+
+    Raises:
+        ShardingViewError: If a single array's sharding is not known.
+        PartitionCheckError: If an array cannot be laid out over the mesh; lists all.
+
+    Example:
+        >>> import shardax as sx
+        >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"))
+        >>> weight = sx.Param(sx.Init(jax.nn.initializers.ones, (4, 8)), axes=("embed", "mlp"))
+        >>> print(sharding(weight, mesh, {"mlp": "model"}))
+        float32[4, 8] as [4, 4] on each device, 2 copies; P(None, 'model') over data=2, model=2
+        ┌──────────────────┬──────────────────┐
+        │                  │                  │
+        │                  │                  │
+        │                  │                  │
+        │                  │                  │
+        │    device 0,2    │    device 1,3    │
+        │                  │                  │
+        │                  │                  │
+        │                  │                  │
+        │                  │                  │
+        └──────────────────┴──────────────────┘
+    """
+    if isinstance(tree, Variable) or (not isinstance(tree, Object) and is_array(tree)):
+        leaf = TreeInventory(tree).leaves[0]
+        if leaf.treedef is None and leaf.box is None:
+            return _single(tree, mesh, rules)
+        tree = {"value": tree}  # a Variable of several arrays or a box
+    now = later = TreeInventory(tree if mesh is None else abstract(tree, mesh, rules)).leaves
+    scope = resolve_mesh() if mesh is None else None
+    if scope is not None and any(info.sharding is None for leaf in now for info in leaf.arrays):
+        later = TreeInventory(abstract(tree, scope, rules)).leaves
+    rows: list[ShardingRow] = []
+    for leaf, other in zip(now, later, strict=True):  # abstract copies keep the order
+        for info, planned in zip(leaf.arrays, other.arrays, strict=True):
+            place = planned.sharding if info.sharding is None else info.sharding
+            array = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=place)
+            rows.append(ShardingRow(info.path, leaf.names_of(info), array))
+    return ShardingView(tuple(rows))
+
+
+def _single(value: Any, mesh: AnyMesh | None, rules: RulesLike | None) -> ShardingView:
+    is_variable = isinstance(value, Variable)
+    if mesh is None and is_variable and value.is_lazy:
+        mesh = resolve_mesh()
+    shown = value
+    if mesh is not None:
+        shown = abstract(value, mesh, rules)
+        shown = shown.value if isinstance(shown, Variable) else shown
+    shape, place = shape_and_sharding(shown)
+    array = jax.ShapeDtypeStruct(shape, value.dtype, sharding=place)
+    row = ShardingRow((), value.axes if is_variable else None, array)
+    return ShardingView((row,), single=True)
+
+
+def _joined(rows: Sequence[ShardingRow]) -> list[tuple[list[str], jax.ShapeDtypeStruct]]:
+    """Texts and array of each line, alike layers in one."""
+    groups: dict[Any, list[ShardingRow]] = {}
+    for row in rows:
+        pattern = tuple("#" if isinstance(step, int) else step for step in row.path)
+        array = row.array
+        alike = (pattern, row.axes, tuple(array.shape), array.dtype, array.sharding)
+        groups.setdefault(alike, []).append(row)
+    lines: list[tuple[list[str], jax.ShapeDtypeStruct]] = []
+    for group in groups.values():
+        row = group[0]
+        each = format_bytes(row.bytes_per_device)
+        cells = [
+            _joint_path([row.path for row in group]),
+            format_shape(row.array.shape),
+            str(row.array.dtype),
+            row.split,
+            format_shape(row.shard_shape),
+            str(row.copies),
+            each if len(group) == 1 else f"{len(group)} x {each}",
+        ]
+        lines.append((cells, row.array))
+    return lines
+
+
+def _joint_path(paths: Sequence[Path]) -> str:
+    """One path for several that differ in numbers, such as ``.layers[0-1].up``."""
+    if len(paths) == 1:
+        return format_path(paths[0])
+    text = ""
+    for steps in zip(*paths, strict=True):
+        numbers = sorted(set(steps)) if isinstance(steps[0], int) else []
+        several = len(numbers) > 1
+        text += f"[{numbers[0]}-{numbers[-1]}]" if several else format_path((steps[0],))
+    return text

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Terminals get bars and coloured tables, everything else is left to plain lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shardax._terminal import ProgressBar, is_live, rich_table
+
+
+class Terminal(io.StringIO):
+    """Text that is taken for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    return Terminal()
+
+
+def plain(file: io.StringIO) -> str:
+    """What was written, without control sequences."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+
+
+def lines(file: io.StringIO) -> list[str]:
+    """What stood on the terminal's lines, one after another."""
+    return [line.strip() for line in re.split(r"[\r\n]+", plain(file)) if line.strip()]
+
+
+def test_only_a_terminal_that_redraws_is_live(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_live(terminal)
+    assert not is_live(io.StringIO())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not is_live(terminal)
+
+
+def test_without_rich_nothing_is_live(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+
+    def without(name: str, *rest: Any) -> Any:
+        return None if name == "rich" else found(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    assert not is_live(terminal)
+
+
+def test_a_bar_shows_title_count_status_and_time_left(terminal: Terminal) -> None:
+    with ProgressBar(terminal, "train", 40, done=5, status="starting") as bar:
+        bar.update(done=21, status="loss 2.5 [not markup]")
+        bar.note("step 21: [not markup] either")
+    found = lines(terminal)
+    assert re.match(r"train [━╸╺ ]+ 5/40 starting ETA (\d|-)", found[0])
+    assert "step 21: [not markup] either" in found
+    assert re.fullmatch(r"train [━╸╺ ]+ 21/40 loss 2\.5 \[not markup\] ETA (\d|-):.*", found[-1])
+    assert len(found[-1]) <= 80
+
+
+def test_a_bar_can_change_its_title_and_total_and_leave_nothing(terminal: Terminal) -> None:
+    with ProgressBar(terminal, "planning", 0, transient=True, elapsed=True) as bar:
+        bar.update(done=1, status="tp", title="screening", total=8)
+        bar.update(done=2, status="dp")
+    assert re.search(r"screening [━╸╺ ]+ 2/8 \d:\d\d:\d\d dp +ETA", "\n".join(lines(terminal)))
+    assert terminal.getvalue().endswith("\x1b[2K")
+
+
+def test_a_table_aligns_its_columns_and_colours_cells_by_their_text() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, color_system="standard", width=40)
+    rows = [["dp", "yes", "9.10"], ["[tp]", "no", "129.8"]]
+    titles = ["layout\n", "fits\n", "peak\nGiB"]
+    console.print(rich_table(titles, rows, [False, False, True], {"yes": "green"}))
+    assert "\x1b[32myes" in file.getvalue()
+    assert [line.rstrip() for line in plain(file).splitlines()] == [
+        "layout  fits   peak",
+        "                GiB",
+        "dp      yes    9.10",
+        "[tp]    no    129.8",
+    ]
