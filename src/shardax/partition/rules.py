@@ -282,7 +282,7 @@ class Rules:
         ``shardax.check(model, mesh, rules)`` has more, because it knows the arrays.
 
         Args:
-            mesh: The mesh, also an ``AbstractMesh``; None to judge the rules alone.
+            mesh: The mesh, also an ``AbstractMesh``; None to check the rules alone.
 
         Returns:
             Diagnostics with the path ``()``: an error for every mesh axis that the mesh lacks, a
@@ -335,7 +335,7 @@ class Rules:
         if where is None:
             raise NoMeshError(
                 "Rules are validated against a mesh: none was given and none is in scope. Pass "
-                "one, rules.validate(mesh); rules.check() judges rules alone."
+                "one, rules.validate(mesh); rules.check() checks rules alone."
             )
         raise_on_errors(self.check(where))
         return self
