@@ -108,9 +108,8 @@ class GraphDef(Shown):
         self.leaves = tuple(i for i, item in enumerate(objects) if type(item) is VariableDef)
         self._hash = hash((objects, roots))
         self._paths: list[Path] | None = None
-        self._aliases: Any = (
-            None  # by _transforms.lift.prefix; kept here, where it keeps nothing alive
-        )
+        # Alias paths, by _transforms.lift.prefix: kept here they keep nothing alive.
+        self._aliases: Any = None
 
     @property
     def leaf_paths(self) -> list[Path]:
