@@ -16,7 +16,7 @@ import shardax as sx
 from shardax import plan
 from shardax.partition.context import current_rules
 from shardax.plan import NamedShape
-from shardax.plan.compile.pool import asker
+from shardax.plan.compile.pool import make_evaluator
 from shardax.plan.inputs import Inputs
 from shardax.plan.report.progress import (
     Bar,
@@ -184,10 +184,10 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixt
     inputs = Inputs(*perceptron())
     layout = plan.Layout("dp", (("batch", "data"),), (("data", 8),))
     target = plan.Target.parse("cpu:8")
-    with shown, asker(inputs, target, "auto", None, None) as who:
+    with shown, make_evaluator(inputs, target, "auto", None, None) as evaluator:
         shown.expect(1, "screening")
-        for answer in who.answers([layout], begun=shown.begin):
-            shown.end(answer.report, answer.kept)
+        for answer in evaluator.evaluate([layout], begun=shown.begin):
+            shown.end(answer.report, answer.cached)
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("screening: 1\n[1/1] dp: fits, ")

@@ -57,40 +57,24 @@ _ARITHMETIC = frozenset(
 
 
 class Value(NamedTuple):
-    """The result of an instruction, or an element of it.
+    """The result of an instruction, or an element of it."""
 
-    Attributes:
-        inside: Name of the computation.
-        name: Name of the instruction.
-        element: Number of an element of a tuple; -1 for the whole.
-    """
-
-    inside: str
-    name: str
-    element: int = _ALL
+    inside: str  # name of the computation
+    name: str  # name of the instruction
+    element: int = _ALL  # number of an element of a tuple; -1 for the whole
 
 
 class Sources(NamedTuple):
-    """What a value is carried from.
+    """What a value is carried from."""
 
-    Attributes:
-        arguments: Numbers of the program's arguments.
-        computed: Instructions that compute.
-    """
-
-    arguments: frozenset[int]
-    computed: tuple[Instruction, ...]
+    arguments: frozenset[int]  # numbers of the program's arguments
+    computed: tuple[Instruction, ...]  # instructions that compute
 
 
 class Flow:
-    """Where the values of a program come from and go.
-
-    Args:
-        program: The program.
-    """
+    """Where the values of a program come from and go."""
 
     def __init__(self, program: Program) -> None:
-        """See the class."""
         self._program = program
         self._callers: dict[str, list[tuple[str, Instruction]]] = {}
         self._users: dict[str, dict[str, list[Instruction]]] = {}
@@ -304,33 +288,17 @@ _EXTREMES = {"maximum": "takes the largest", "minimum": "takes the smallest"}
 def attribute(
     program: Program, found: Sequence[Found], arguments: Sequence[str] = ()
 ) -> tuple[Collective, ...]:
-    """Says of collectives which parameters travel, and why.
-
-    Args:
-        program: The program that holds them.
-        found: The collectives in their places.
-        arguments: Paths of the program's arguments, in order; "" for one without a path.
-
-    Returns:
-        The collectives, with ``parameters`` and ``why``, and with ``op_name`` and ``source`` of
-        what they need where the compiler left them without.
-    """
+    """Says of collectives which parameters travel, and why."""
     attribution = _Attribution(program, arguments)
     return tuple(attribution.of(each) for each in found)
 
 
 class _How(NamedTuple):
-    """How a collective came about.
+    """How a collective came about."""
 
-    Attributes:
-        operations: The traced operations that need it.
-        reduces: The opcode by which it reduces, or "".
-        is_backward: Whether what travels was computed in a backward pass.
-    """
-
-    operations: list[str]
-    reduces: str
-    is_backward: bool
+    operations: list[str]  # the traced operations that need it
+    reduces: str  # the opcode by which it reduces, or ""
+    is_backward: bool  # whether what travels was computed in a backward pass
 
 
 class _Attribution:

@@ -59,16 +59,12 @@ Array = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of one collective.
+    """Groups of one collective."""
 
-    Attributes:
-        devices: Numbers of the devices, a row for each group; of groups of different sizes, and of
-            permutations, -1 fills the row.
-        pairs: Of a permutation its pairs of a source and a target, else None.
-    """
-
+    # numbers of the devices, a row for each group; of groups of different sizes, and of
+    # permutations, -1 fills the row
     devices: Array
-    pairs: Array | None = None
+    pairs: Array | None = None  # of a permutation its pairs of a source and a target, else None
 
     @property
     def size(self) -> int:
@@ -99,23 +95,7 @@ class Groups:
 
 
 def groups_of(instruction: Instruction, devices: int) -> Groups:
-    """Reads the groups of a collective.
-
-    Args:
-        instruction: The collective.
-        devices: How many devices run the program.
-
-    Returns:
-        Its groups; all devices are one if it names none.
-
-    Raises:
-        HloReadError: If the groups cannot be read, or hold devices that do not run the program.
-
-    Example:
-        >>> attributes = "replica_groups=[2,4]<=[4,2]T(1,0)"
-        >>> groups_of(Instruction("a", "all-reduce", (), (), attributes), 8).lists()
-        [[0, 2, 4, 6], [1, 3, 5, 7]]
-    """
+    """Reads the groups of a collective."""
     pairs = instruction.attribute("source_target_pairs")
     if pairs is not None:
         return _permutation(_lists(pairs, instruction), instruction, devices)
@@ -293,11 +273,7 @@ def rendezvous(each: Instruction) -> str:
 
 
 def slice_kind(each: Instruction) -> str:
-    """Returns the kind of a collective between slices.
-
-    Raises:
-        HloReadError: If it is not known.
-    """
+    """Returns the kind of a collective between slices."""
     found = _TYPE.search(each.attributes)
     if found is None or found[1] not in _KINDS:
         raise HloReadError(
@@ -310,21 +286,7 @@ def slice_kind(each: Instruction) -> str:
 def slice_groups(
     each: Instruction, devices: int, slices: int, device_ids: Sequence[int] = ()
 ) -> Groups:
-    """Reads the groups of a collective between slices.
-
-    Args:
-        each: The ``send`` that begins it.
-        devices: How many devices the mesh has.
-        slices: Of how many slices it is.
-        device_ids: Ids of the mesh's devices, in its order; without them, a device's number in its
-            slice counts as its position in the slice's part of the mesh.
-
-    Returns:
-        Its groups, as positions in the mesh.
-
-    Raises:
-        HloReadError: If they cannot be read.
-    """
+    """Reads the groups of a collective between slices."""
     found = _TARGET.search(each.attributes)
     text = (found[1] or found[2]) if found else ""
     block = devices // slices
@@ -398,17 +360,11 @@ _IDLE = frozenset(
 
 @dataclass(frozen=True)
 class Found:
-    """A collective in its place.
+    """A collective in its place."""
 
-    Attributes:
-        inside: The computation that holds the instruction.
-        instruction: The instruction that says what is sent.
-        collective: What was read of it.
-    """
-
-    inside: Computation
-    instruction: Instruction
-    collective: Collective
+    inside: Computation  # the computation that holds the instruction
+    instruction: Instruction  # the instruction that says what is sent
+    collective: Collective  # what was read of it
 
 
 def find_collectives(
@@ -418,21 +374,7 @@ def find_collectives(
     slices: int = 1,
     device_ids: Sequence[int] = (),
 ) -> tuple[Found, ...]:
-    """Finds the collectives that a program runs.
-
-    Args:
-        program: The program.
-        runs: How often its computations run.
-        mesh: Sizes of the mesh axes, in order.
-        slices: Of how many slices the mesh is; each has as many devices, consecutive in the mesh.
-        device_ids: Ids of the mesh's devices, in its order, by which some programs name them.
-
-    Returns:
-        The collectives, in the order of the text.
-
-    Raises:
-        HloReadError: If something that looks like a collective is not known.
-    """
+    """Finds the collectives that a program runs."""
     _check_runs(program)
     finder = _Finder(program, runs, mesh, slices, device_ids)
     return tuple(
@@ -552,13 +494,7 @@ class _Finder:
 
 
 def wire_bytes(kind: str, payload: int, size: int) -> float:
-    """Returns the bytes that one device sends in one run, on a ring.
-
-    Args:
-        kind: Of the collective.
-        payload: Bytes of the whole array of a group.
-        size: Devices of a group.
-    """
+    """Returns the bytes that one device sends in one run, on a ring."""
     if size < 2:
         return 0.0
     if kind in ("collective-permute", "broadcast"):
@@ -568,14 +504,7 @@ def wire_bytes(kind: str, payload: int, size: int) -> float:
 
 
 def overlaps(inside: Computation, start: Instruction, meeting: str = "") -> bool:
-    """Whether other work stands between the start of a collective and its end.
-
-    Args:
-        inside: The computation that holds it.
-        start: The instruction that begins it.
-        meeting: Of a send through the host, the name by which a ``recv`` belongs to it; then the
-            end is that of the ``recv``.
-    """
+    """Whether other work stands between the start of a collective and its end."""
     if '"is_sync":true' in start.attributes:
         return False
     place = next(i for i, each in enumerate(inside.instructions) if each.name == start.name)

@@ -62,22 +62,9 @@ _UNIQUE = (
 
 
 class Graph:
-    """A computation that can be changed.
-
-    Args:
-        program: The program that holds it; the computations that it calls are read there.
-        computation: The computation.
-
-    Attributes:
-        program: The program.
-        device_count: How many devices run it together.
-        instructions: By name, in an order in which each comes after its operands.
-        users: Names of the instructions that use one, by its name.
-        root: Name of the instruction whose result is that of the computation.
-    """
+    """A computation that can be changed."""
 
     def __init__(self, program: Program, computation: Computation) -> None:
-        """See the class."""
         self.program = program
         self.device_count = program.device_count
         self.instructions = {each.name: each for each in computation.instructions}
@@ -108,12 +95,7 @@ class Graph:
         return self.instructions[users[0]] if len(users) == 1 and name != self.root else None
 
     def replace(self, changed: Mapping[str, Instruction | tuple[Instruction, ...]]) -> None:
-        """Puts others in the place of instructions.
-
-        Args:
-            changed: By the name of what goes; of several the last takes its place for its users,
-                and must have its name.
-        """
+        """Puts others in the place of instructions."""
         updated: dict[str, Instruction] = {}
         for name, each in self.instructions.items():
             new = changed.get(name, each)
@@ -189,15 +171,7 @@ def chains(graph: Graph, opcodes: frozenset[str], start: Instruction) -> Iterato
 
 
 def without_unused_results(program: Program) -> Program:
-    """Returns a program whose loops leave elements alone that nobody needs.
-
-    Args:
-        program: A program; its loops may hold loops.
-
-    Returns:
-        The program. An element that is not needed goes through its loop unchanged, so the shapes of
-        states stay; what computed it is gone.
-    """
+    """Returns a program whose loops leave elements alone that nobody needs."""
     computations = dict(program.computations)
     pending = [program.entry]
     while pending:  # outer loops first, as they say what inner ones are needed for
@@ -306,17 +280,7 @@ _ARITHMETIC = {
 
 
 def scattered_dimension(graph: Graph, cut: Instruction, groups: Groups) -> int | None:
-    """Finds the dimension along which the devices of every group share an array out.
-
-    Args:
-        graph: The computation.
-        cut: A dynamic slice in it.
-        groups: Numbers of the devices of each group, which all hold the same array.
-
-    Returns:
-        The dimension, if each device of a group keeps another of as many equal parts as the group
-        has devices, and nothing else is cut; else None.
-    """
+    """Finds the dimension along which the devices of every group share an array out."""
     array, *starts = graph.operands(cut)
     whole, part = array.shapes[0].dims, cut.shapes[0].dims
     dimensions = [d for d, (all_, some) in enumerate(zip(whole, part, strict=True)) if all_ != some]
@@ -336,13 +300,7 @@ def scattered_dimension(graph: Graph, cut: Instruction, groups: Groups) -> int |
 
 
 def is_cut_alike(graph: Graph, cut: Instruction, groups: Groups) -> bool:
-    """Whether the devices of every group keep the same part of an array.
-
-    Args:
-        graph: The computation.
-        cut: A dynamic slice in it.
-        groups: Numbers of the devices of each group.
-    """
+    """Whether the devices of every group keep the same part of an array."""
     devices = np.arange(graph.device_count)
     for start in graph.operands(cut)[1:]:
         offsets = _values(graph, start, devices)
@@ -406,18 +364,7 @@ Rewrite = Callable[[Graph, FindGroups], Iterator[tuple[set[str], Changes]]]
 
 
 def rewritten(program: Program) -> Program:
-    """Returns a partitioned program with the collectives that an accelerator would run.
-
-    Args:
-        program: As ``partitioned_text`` gives it.
-
-    Returns:
-        The program, of which shapes, operands and groups are true. It is to be counted, not
-        compiled.
-
-    Raises:
-        HloReadError: If the groups of a collective cannot be read.
-    """
+    """Returns a partitioned program with the collectives that an accelerator would run."""
     program = without_unused_results(program)
     groups = _finder(program.device_count)
     computations = dict(program.computations)

@@ -52,16 +52,7 @@ Value = Linear | tuple["Value", ...] | None
 
 
 def trip_count(program: Program, inside: Computation, loop: Instruction) -> int | None:
-    """Returns how often a loop runs.
-
-    Args:
-        program: The program.
-        inside: The computation that holds the loop.
-        loop: A ``while``.
-
-    Returns:
-        The number; None if it is not known before the program runs.
-    """
+    """Returns how often a loop runs."""
     found = _TRIPS.search(loop.attributes)
     if found:
         return int(found[1])
@@ -204,33 +195,17 @@ Weight = Callable[[Computation, Instruction], float]
 
 @dataclass(frozen=True)
 class Runs:
-    """How often computations run.
+    """How often computations run."""
 
-    Attributes:
-        counts: By the computation's name; those that do not run are left out.
-        unknown: Names of computations whose number is not known: in a loop of unknown length, of
-            which one turn is counted, or in a branch.
-        warnings: What is not known, in words.
-    """
-
-    counts: Mapping[str, int]
+    counts: Mapping[str, int]  # by the computation's name; those that do not run are left out
+    # names of computations whose number is not known: in a loop of unknown length, of which one
+    # turn is counted, or in a branch
     unknown: frozenset[str]
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  # what is not known, in words
 
 
 def runs_of(program: Program, weight: Weight) -> Runs:
-    """Counts how often the computations of a program run.
-
-    Args:
-        program: The program.
-        weight: What an instruction costs; of branches the dearest is taken.
-
-    Returns:
-        The counts.
-
-    Raises:
-        HloReadError: If an instruction calls a computation that the program does not hold.
-    """
+    """Counts how often the computations of a program run."""
     return _Counter(program, weight).count()
 
 

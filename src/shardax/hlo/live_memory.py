@@ -59,23 +59,11 @@ _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 
 
 class Buffers:
-    """Buffers of a computation.
-
-    Args:
-        inside: The computation.
-        kept: For the name of a loop in it, the numbers of the elements that the loop leaves as they
-            are.
-        own: The same for the computation itself, if it is the body of a loop.
-
-    Attributes:
-        sizes: Bytes of each buffer, but for those that are given and kept.
-        elements: Of each instruction the elements of its result, one if it is no tuple.
-    """
+    """Buffers of a computation."""
 
     def __init__(
         self, inside: Computation, kept: dict[str, frozenset[int]], own: frozenset[int] | None
     ) -> None:
-        """See the class."""
         self._inside = inside
         self._kept = kept
         self._own = own
@@ -205,12 +193,7 @@ def _index(each: Instruction) -> int:
 
 
 def least_memory_order(inside: Computation, buffers: Buffers) -> list[Instruction]:
-    """Returns the instructions that are done for themselves, in an order of little memory.
-
-    Args:
-        inside: The computation.
-        buffers: Its buffers.
-    """
+    """Returns the instructions that are done for themselves, in an order of little memory."""
     done = buffers.done()
     place = {each.name: number for number, each in enumerate(done)}
     needs = _needs(inside, place)
@@ -282,21 +265,9 @@ _DONOR = re.compile(r"\((\d+), *\{[^}]*\}\)")
 
 
 def aliases(program: Program) -> dict[int, int]:
-    """Returns the number of the argument whose place a result takes, by the result's number.
-
-    Where the program leaves to the compiler which result takes the place of a donated argument, it
-    is the first of the argument's type that has no place yet, as in XLA.
-
-    Args:
-        program: A compiled or partitioned program.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from shardax.hlo.program import parse
-        >>> step = jax.jit(lambda x, y: (x.sum(), y + 1), donate_argnums=1)
-        >>> aliases(parse(step.lower(jnp.ones(3), jnp.ones(3)).compile().as_text()))
-        {1: 1}
-    """
+    """Returns the number of the argument whose place a result takes, by the result's number."""
+    # Where the program leaves to the compiler which result takes the place of a donated argument, it
+    # is the first of the argument's type that has no place yet, as in XLA.
     found = {
         int(result or 0): int(argument)
         for result, argument in _ALIAS.findall(_value(program.header, "input_output_alias="))
@@ -312,15 +283,10 @@ def aliases(program: Program) -> dict[int, int]:
 
 
 def likely_updates(program: Program) -> dict[int, int]:
-    """Returns which argument's next value a result likely is, by the result's number.
-
-    A result that takes the place of an argument is its next value. Of the others, those of one type
-    are taken to be the next values, or the gradients, of the arguments of this type, in order, if
-    there are as many; else nothing is guessed.
-
-    Args:
-        program: A compiled or partitioned program.
-    """
+    """Returns which argument's next value a result likely is, by the result's number."""
+    # A result that takes the place of an argument is its next value. Of the others, those of one type
+    # are taken to be the next values, or the gradients, of the arguments of this type, in order, if
+    # there are as many; else nothing is guessed.
     found = aliases(program)
     taken = set(found.values())
     results: dict[Type, list[int]] = {}
@@ -350,24 +316,7 @@ def _value(header: str, key: str) -> str:
 
 
 def peak_bytes(program: Program) -> int:
-    """Estimates the most memory that a device needs at a time.
-
-    Args:
-        program: A partitioned program, best after ``rewritten``; which arguments are donated it
-            says itself.
-
-    Returns:
-        Bytes, with those of arguments and results.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from shardax.hlo.program import parse
-        >>> from shardax.hlo.partitioned import partitioned_text
-        >>> x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-        >>> lowered = jax.jit(lambda x: jnp.tanh(x @ x) * 2).lower(x)
-        >>> peak_bytes(parse(partitioned_text(lowered))) // x.size  # x, its product, the result
-        12
-    """
+    """Estimates the most memory that a device needs at a time."""
     arguments = sum(each.bytes for each in program.main.parameters.values())
     placed = frozenset(aliases(program))
     return arguments + _most(program, program.main, placed=placed)
@@ -379,14 +328,7 @@ def _most(
     own: frozenset[int] | None = None,
     placed: frozenset[int] = frozenset(),
 ) -> int:
-    """The most bytes that a computation takes at a time, beyond what it is given.
-
-    Args:
-        program: The program.
-        inside: The computation.
-        own: Of a loop's body, the numbers of the elements of the state that it leaves as they are.
-        placed: Numbers of the results that take the place of something given.
-    """
+    """The most bytes that a computation takes at a time, beyond what it is given."""
     kept = {
         each.name: kept_elements(program.computations[each.computations("body")[0]])
         for each in inside.instructions

@@ -82,17 +82,7 @@ class ArrayShape:
 
 
 def bits(dtype: str) -> int:
-    """Returns the bits of an element of a dtype.
-
-    Args:
-        dtype: As HLO names it.
-
-    Returns:
-        Bits; 0 of a token.
-
-    Raises:
-        HloReadError: If there is no such dtype.
-    """
+    """Returns the bits of an element of a dtype."""
     if dtype in _OPAQUE:
         return 0
     if dtype in _BITS:
@@ -117,15 +107,7 @@ def shapes(text: str) -> tuple[ArrayShape, ...]:
 
 
 def balanced(text: str, start: int) -> int:
-    """Finds the end of a bracket, outside quotes and comments.
-
-    Args:
-        text: Any text.
-        start: Where an opening bracket stands.
-
-    Returns:
-        The position after the bracket that closes it, or -1 if none does.
-    """
+    """Finds the end of a bracket, outside quotes and comments."""
     depth = 0
     for found in _TOKEN.finditer(text, start):
         token = found[0]
@@ -139,19 +121,7 @@ def balanced(text: str, start: int) -> int:
 
 
 def attribute(text: str, key: str) -> str | None:
-    """Returns an attribute of an instruction.
-
-    Args:
-        text: Attributes of an instruction.
-        key: Its name.
-
-    Returns:
-        The text of its value, with brackets and quotes; None if there is none.
-
-    Example:
-        >>> attribute("kind=kLoop, calls=%add.1, metadata={op_name='a, b'}", "calls")
-        '%add.1'
-    """
+    """Returns an attribute of an instruction."""
     start = 0
     for comma in _top_commas(text):
         if text.startswith(f"{key}=", start):
@@ -161,28 +131,13 @@ def attribute(text: str, key: str) -> str | None:
 
 
 def op_name(text: str) -> str:
-    """Returns the name of the traced operation in an instruction's metadata, or "".
-
-    Args:
-        text: The metadata, or more.
-
-    Example:
-        >>> op_name('metadata={op_name="jit(f)/add" stack_frame_id=1}')
-        'jit(f)/add'
-    """
+    """Returns the name of the traced operation in an instruction's metadata, or ""."""
     found = _OP_NAME.search(text)
     return _ESCAPED.sub(r"\1", found[1]) if found else ""
 
 
 def split_top(text: str) -> list[str]:
-    """Splits a list at its commas, outside brackets, quotes and comments.
-
-    Args:
-        text: The list, without the brackets around it.
-
-    Returns:
-        Its items, stripped; none of an empty text.
-    """
+    """Splits a list at its commas, outside brackets, quotes and comments."""
     items, start = [], 0
     for comma in _top_commas(text):
         items.append(text[start:comma].strip())
@@ -218,14 +173,9 @@ TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
 class Frames:
-    """Frames of a program's stacks.
-
-    Args:
-        tables: Lines of the tables at the top of a program, by the name of the table.
-    """
+    """Frames of a program's stacks."""
 
     def __init__(self, tables: dict[str, list[str]]) -> None:
-        """See the class."""
         rows = {name: dict(_rows(tables.get(name, []))) for name in TABLES}
         files = {number: text.strip('"') for number, text in rows["FileNames"].items()}
         places = {number: _fields(text) for number, text in rows["FileLocations"].items()}
@@ -242,14 +192,7 @@ class Frames:
         self._sources: dict[int, str] = {}
 
     def source(self, frame: int) -> str:
-        """Returns the source of an instruction, such as ``"model.py:12"``.
-
-        Args:
-            frame: Number of its innermost frame.
-
-        Returns:
-            The source; "" if the program does not hold the frame.
-        """
+        """Returns the source of an instruction, such as ``"model.py:12"``."""
         if frame not in self._sources:
             self._sources[frame] = _source(self._stack(frame))
         return self._sources[frame]

@@ -44,23 +44,7 @@ _INSIDE = ("while", "call", "conditional")
 
 
 def hbm_bytes(program: Program, runs: Mapping[str, int]) -> float:
-    """Counts bytes read and written.
-
-    Args:
-        program: A compiled program.
-        runs: How often each computation runs, by name (``runs_of(...).counts``).
-
-    Returns:
-        Bytes of one device in one run of the program.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from shardax.hlo.program import parse
-        >>> compiled = jax.jit(jnp.dot).lower(jnp.ones((2, 3)), jnp.ones((3, 4))).compile()
-        >>> program = parse(compiled.as_text())
-        >>> hbm_bytes(program, {program.entry: 1})  # 6 and 12 elements are read, 8 written
-        104.0
-    """
+    """Counts bytes read and written."""
     inner = _inner(program)
     return float(
         sum(
@@ -174,18 +158,9 @@ _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 
 
 def estimated_hbm_bytes(program: Program, runs: Mapping[str, int]) -> float:
-    """Estimates the bytes read and written by a program that is not compiled yet.
-
-    What is computed on the way to something else is neither written nor read (see
-    ``shardax.hlo.live_memory``).
-
-    Args:
-        program: A partitioned program, best after ``rewritten``.
-        runs: How often each computation runs, by name.
-
-    Returns:
-        Bytes of one device in one run.
-    """
+    """Estimates the bytes read and written by a program that is not compiled yet."""
+    # What is computed on the way to something else is neither written nor read (see
+    # ``shardax.hlo.live_memory``).
     return float(sum(runs[name] * _of_computation(program.computations[name]) for name in runs))
 
 
@@ -246,18 +221,7 @@ _DOTS = ("dot", "scaled-dot", "ragged-dot")
 
 
 def own_flops(inside: Computation, each: Instruction) -> float:
-    """Counts the operations of a matrix product or convolution.
-
-    Args:
-        inside: The computation that holds the instruction.
-        each: Any instruction.
-
-    Returns:
-        Operations of one run; 0 of other instructions. What an instruction calls is not counted.
-
-    Raises:
-        HloReadError: If it is a product whose dimensions cannot be read.
-    """
+    """Counts the operations of a matrix product or convolution."""
     if each.opcode in _DOTS:
         contracted = each.attribute("lhs_contracting_dims")
         if contracted is None:

@@ -73,15 +73,10 @@ PEAK = Efficiency()
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """How long a collective takes in all its runs, in seconds.
+    """How long a collective takes in all its runs, in seconds."""
 
-    Attributes:
-        fabric: Within slices or nodes.
-        network: Between them.
-    """
-
-    fabric: float
-    network: float
+    fabric: float  # within slices or nodes
+    network: float  # between them
 
     @property
     def overlapped(self) -> float:
@@ -147,14 +142,7 @@ def collective_time(
     mesh: Mapping[str, int],
     efficiency: Efficiency = PEAK,
 ) -> CollectiveTime:
-    """Returns how long a collective takes in all its runs.
-
-    Args:
-        each: The collective.
-        target: The hardware.
-        mesh: Sizes of the mesh axes, in order.
-        efficiency: Share of the hardware's figures that is reached.
-    """
+    """Returns how long a collective takes in all its runs."""
     if each.group_size < 2 or not each.wire_bytes:
         return CollectiveTime(0.0, 0.0)
     if target.hardware.copy_bandwidth:

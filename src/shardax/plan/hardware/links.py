@@ -31,62 +31,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where the positions of a mesh stand.
+    """Where the positions of a mesh stand."""
 
-    Attributes:
-        hardware: What each device can do.
-        topology: Sizes of a slice's torus; nodes and GPUs of a node; or the number of devices.
-        mesh: Names and sizes of the mesh axes.
-        places: For each position of the mesh, in row-major order: the slice or node, coordinates
-            within it, and the device of its chip.
-    """
-
-    hardware: Hardware
+    hardware: Hardware  # what each device can do
+    # sizes of a slice's torus; nodes and GPUs of a node; or the number of devices
     topology: tuple[int, ...]
-    mesh: tuple[tuple[str, int], ...]
+    mesh: tuple[tuple[str, int], ...]  # names and sizes of the mesh axes
+    # for each position of the mesh, in row-major order: the slice or node, coordinates within it,
+    # and the device of its chip
     places: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """A dimension of the fabric that a group uses.
+    """A dimension of the fabric that a group uses."""
 
-    Attributes:
-        size: Devices of the group along it.
-        ring: Whether they go all the way round.
-        bandwidth: Bytes a second that a device sends along it, both ways in a ring.
-        hops: Links between the two devices that are farthest from each other.
-    """
-
-    size: int
-    ring: bool
-    bandwidth: float
-    hops: int
+    size: int  # devices of the group along it
+    ring: bool  # whether they go all the way round
+    bandwidth: float  # bytes a second that a device sends along it, both ways in a ring
+    hops: int  # links between the two devices that are farthest from each other
 
 
 @dataclass(frozen=True)
 class Route:
-    """How the devices of a group reach each other.
+    """How the devices of a group reach each other."""
 
-    Attributes:
-        inner: Devices of a group in one slice or node.
-        outer: Slices or nodes that a group spans.
-        dimensions: Dimensions of the fabric that a group uses; one for a switch.
-        bandwidth: Bytes a second that a device sends within the fabric, by all its links.
-        wraparound: Whether every dimension is a ring; also of a switch.
-        network_bandwidth: Bytes a second that a device sends over the network.
-        latency: Seconds that a message takes through the fabric at the least.
-        network_latency: The same over the network; 0 if the group stays within the fabric.
-    """
-
-    inner: int
-    outer: int
+    inner: int  # devices of a group in one slice or node
+    outer: int  # slices or nodes that a group spans
+    # dimensions of the fabric that a group uses; one for a switch
     dimensions: tuple[Dimension, ...]
-    bandwidth: float
-    wraparound: bool
-    network_bandwidth: float
-    latency: float
-    network_latency: float
+    bandwidth: float  # bytes a second that a device sends within the fabric, by all its links
+    wraparound: bool  # whether every dimension is a ring; also of a switch
+    network_bandwidth: float  # bytes a second that a device sends over the network
+    latency: float  # seconds that a message takes through the fabric at the least
+    network_latency: float  # the same over the network; 0 if the group stays within the fabric
 
     @property
     def group_size(self) -> int:
@@ -107,15 +85,7 @@ def arrangement(
     mesh: tuple[tuple[str, int], ...],
     spans: tuple[int, ...],
 ) -> Arrangement:
-    """Returns where the positions of a mesh stand.
-
-    Args:
-        chip: The hardware.
-        topology: Sizes of a slice's torus; nodes and GPUs of a node; or the number of devices.
-        slices: How many slices the network joins.
-        mesh: Names and sizes of the mesh axes.
-        spans: How many slices each of them spans.
-    """
+    """Returns where the positions of a mesh stand."""
     sizes = tuple(size for _, size in mesh)
     if chip.kind == "tpu":
         inner = tuple(size // span for size, span in zip(sizes, spans, strict=True))
@@ -185,12 +155,7 @@ def _places(chip: Hardware, topology: tuple[int, ...]) -> Iterator[_Place]:
 
 @functools.lru_cache(maxsize=4096)
 def route(where: Arrangement, along: tuple[bool, ...]) -> Route:
-    """Returns how the devices of a group reach each other.
-
-    Args:
-        where: Where the positions of the mesh stand.
-        along: For each mesh axis, whether the devices of a group differ in it.
-    """
+    """Returns how the devices of a group reach each other."""
     groups = _groups(where, along)
     first = groups[0]
     slices = np.unique(first[:, 0])

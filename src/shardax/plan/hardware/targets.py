@@ -40,12 +40,7 @@ from shardax.plan.hardware.links import (
 
 
 def shape_exists(chip: Hardware, shape: tuple[int, ...]) -> bool:
-    """Whether there are slices of a shape.
-
-    Args:
-        chip: The hardware; any shape exists if it names none.
-        shape: Sizes of the torus.
-    """
+    """Whether there are slices of a shape."""
     if not chip.shapes:
         return True
     if _text(tuple(sorted(shape))) in _sorted_small(chip):
@@ -54,13 +49,7 @@ def shape_exists(chip: Hardware, shape: tuple[int, ...]) -> bool:
 
 
 def nearest_shapes(chip: Hardware, shape: tuple[int, ...], count: int = 4) -> list[str]:
-    """Returns shapes that exist and have about as many chips.
-
-    Args:
-        chip: The hardware.
-        shape: Sizes that do not exist.
-        count: How many.
-    """
+    """Returns shapes that exist and have about as many chips."""
     wanted = math.log2(math.prod(shape))
     near = sorted(
         _all_shapes(chip),
@@ -70,16 +59,7 @@ def nearest_shapes(chip: Hardware, shape: tuple[int, ...], count: int = 4) -> li
 
 
 def factorizations(number: int, parts: int) -> list[tuple[int, ...]]:
-    """Returns all ways to write a number as an ordered product.
-
-    Args:
-        number: The product, from 1.
-        parts: How many factors.
-
-    Example:
-        >>> factorizations(4, 2)
-        [(1, 4), (2, 2), (4, 1)]
-    """
+    """Returns all ways to write a number as an ordered product."""
     if parts == 1:
         return [(number,)]
     return [

@@ -147,21 +147,14 @@ MOST_REPEATED = 1.05
 
 @dataclass(frozen=True)
 class Candidates:
-    """What is to be compiled.
+    """What is to be compiled."""
 
-    Attributes:
-        layouts: The candidates, in order of meshes and names.
-        repeating: Reports of those rejected because they repeat work.
-        too_large: Reports of those rejected because their arguments do not fit.
-        tried: How many assignments there were.
-        distinct: How many of them were possible and different from each other.
-    """
-
-    layouts: tuple[Layout, ...]
-    repeating: tuple[LayoutReport, ...]
+    layouts: tuple[Layout, ...]  # the candidates, in order of meshes and names
+    repeating: tuple[LayoutReport, ...]  # reports of those rejected because they repeat work
+    # reports of those rejected because their arguments do not fit
     too_large: tuple[LayoutReport, ...]
-    tried: int
-    distinct: int
+    tried: int  # how many assignments there were
+    distinct: int  # how many of them were possible and different from each other
 
     @property
     def rejected(self) -> tuple[LayoutReport, ...]:
@@ -177,18 +170,7 @@ def find_candidates(
     *,
     most_repeated: float = MOST_REPEATED,
 ) -> Candidates:
-    """Enumerates a search space and takes out what need not be compiled.
-
-    Args:
-        dimensions: The step's dimension model.
-        space: What is varied.
-        inputs: The step's arguments.
-        limit_bytes: Memory of a device; None for no limit.
-        most_repeated: How much more work than in the best candidate devices may do.
-
-    Returns:
-        The candidates.
-    """
+    """Enumerates a search space and takes out what need not be compiled."""
     arrays = tuple(dict.fromkeys((*dimensions.constraints, *dimensions.arguments)))
     large = large_arguments(dimensions)
     free = free_names(dimensions, inputs)

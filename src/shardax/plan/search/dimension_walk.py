@@ -134,19 +134,7 @@ class DimensionClasses:
 def matching_groups(
     one: Sequence[int], other: Sequence[int]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Pairs the fewest consecutive dimensions of two shapes of as many elements, of equal product.
-
-    Args:
-        one: Sizes.
-        other: Sizes of the same product.
-
-    Returns:
-        Pairs of positions in each; sizes of 1 are left out.
-
-    Example:
-        >>> matching_groups((32, 24, 16, 8), (32, 24, 128))
-        [((0,), (0,)), ((1,), (1,)), ((2, 3), (2,))]
-    """
+    """Pairs the fewest consecutive dimensions of two shapes of as many elements, of equal product."""
     left = [i for i, size in enumerate(one) if size != 1]
     right = [i for i, size in enumerate(other) if size != 1]
     groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -342,17 +330,7 @@ KEEPS_ARGUMENT = frozenset(
 def convolution_dims(
     classes: DimensionClasses, equation: Any, operands: Sequence[Dims]
 ) -> tuple[Dims, list[tuple[str, int]], float]:
-    """Dimensions of a convolution.
-
-    Args:
-        classes: The classes.
-        equation: Of the primitive ``conv_general_dilated``.
-        operands: Dimensions of image and kernel.
-
-    Returns:
-        Dimensions of the result; those of the product, with their roles; its operations: two for
-        each element of the result and each of the kernel's that it is a sum over.
-    """
+    """Dimensions of a convolution."""
     numbers = equation.params["dimension_numbers"]
     left, right = operands[0], operands[1]
     (out,) = fresh(classes, equation, operands)
@@ -384,32 +362,17 @@ class Value(NamedTuple):
 
 
 class RawProduct(NamedTuple):
-    """A matrix product.
+    """A matrix product."""
 
-    Attributes:
-        flops: Operations of one run.
-        runs: How often it runs.
-        dims: Dimensions by role.
-        computed: Whether both operands are computed.
-        dtype: Of its first operand.
-    """
-
-    flops: float
-    runs: int
-    dims: tuple[tuple[str, int], ...]
-    computed: bool
-    dtype: str
+    flops: float  # operations of one run
+    runs: int  # how often it runs
+    dims: tuple[tuple[str, int], ...]  # dimensions by role
+    computed: bool  # whether both operands are computed
+    dtype: str  # of its first operand
 
 
 class Walk:
-    """A walk through a program.
-
-    Attributes:
-        classes: Dimensions of all arrays.
-        products: The products met.
-        constraints: Shapes and names of arrays that constraints lay out, each once.
-        notes: What could not be told.
-    """
+    """A walk through a program."""
 
     def __init__(self) -> None:
         self.classes = DimensionClasses()
@@ -420,17 +383,7 @@ class Walk:
     def program(
         self, jaxpr: Any, inputs: Sequence[Value], wanted: Sequence[bool], runs: int
     ) -> list[Value]:
-        """Walks a program.
-
-        Args:
-            jaxpr: An open jaxpr.
-            inputs: Its inputs.
-            wanted: Which outputs are needed.
-            runs: How often it runs.
-
-        Returns:
-            Its outputs.
-        """
+        """Walks a program."""
         known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
         known.update({id(var): self._new(var, given=True) for var in jaxpr.constvars})
         needed = _needed(jaxpr, wanted)

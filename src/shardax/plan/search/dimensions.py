@@ -12,9 +12,10 @@ The *role* of a product's dimension is ``"batch"`` (of both operands and of the 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,64 +39,45 @@ from shardax.partition.rules import (
     mesh_axes_of,
     strings,
 )
-from shardax.plan.compile.lowering import needs_no_values
+from shardax.plan.errors import PlanInputError
 from shardax.plan.inputs import Inputs
 from shardax.plan.search.dimension_walk import RawProduct, Value, Walk
 
 
 @dataclass(frozen=True)
 class ProductDimension:
-    """A dimension of a matrix product.
+    """A dimension of a matrix product."""
 
-    Attributes:
-        size: Its size.
-        names: Names of its class and of what it is a part or the whole of; none if it has no name.
-        role: ``"batch"``, ``"sum"``, ``"left"`` or ``"right"``.
-    """
-
-    size: int
+    size: int  # its size
+    # names of its class and of what it is a part or the whole of; none if it has no name
     names: frozenset[str]
-    role: str
+    role: str  # ``"batch"``, ``"sum"``, ``"left"`` or ``"right"``
 
 
 @dataclass(frozen=True)
 class Product:
-    """All matrix products of a program whose dimensions have the same names, sizes and roles.
+    """All matrix products of a program whose dimensions have the same names, sizes and roles."""
 
-    Attributes:
-        flops: Operations of all runs, on all devices together: two for a product and a sum.
-        runs: How often they run.
-        dims: Their dimensions; those of size 1 are left out.
-        computed: Whether neither operand is an argument of the step.
-    """
-
-    flops: float
-    runs: int
-    dims: tuple[ProductDimension, ...]
-    computed: bool
+    flops: float  # operations of all runs, on all devices together: two for a product and a sum
+    runs: int  # how often they run
+    dims: tuple[ProductDimension, ...]  # their dimensions; those of size 1 are left out
+    computed: bool  # whether neither operand is an argument of the step
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The dimension model of a step.
+    """The dimension model of a step."""
 
-    Attributes:
-        products: Its matrix products, those with most operations first.
-        constraints: Shape and names of each array that a constraint lays out.
-        arguments: Shape and names of each argument that has names.
-        looped: Names of dimensions that a loop takes one element at a time.
-        together: Pairs of names that are one dimension, or one the whole and the other a part.
-        notes: What could not be told.
-        dtype: Of the operands of most of the products' operations.
-    """
-
-    products: tuple[Product, ...]
+    products: tuple[Product, ...]  # its matrix products, those with most operations first
+    # shape and names of each array that a constraint lays out
     constraints: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...]
+    # shape and names of each argument that has names
     arguments: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...]
-    looped: frozenset[str]
+    looped: frozenset[str]  # names of dimensions that a loop takes one element at a time
+    # pairs of names that are one dimension, or one the whole and the other a part
     together: frozenset[frozenset[str]]
-    notes: tuple[str, ...]
-    dtype: str = "bfloat16"
+    notes: tuple[str, ...]  # what could not be told
+    dtype: str = "bfloat16"  # of the operands of most of the products' operations
 
     @property
     def flops(self) -> float:
@@ -115,27 +97,10 @@ class Dimensions:
         return tuple(sorted({size for size, entry in pairs if name in strings((entry,))}))
 
     def replicated_compute(self, rules: RulesLike, mesh_sizes: Mapping[str, int]) -> float:
-        """Returns how often devices do each operation at the least; 1 is without replication.
-
-        A product can be split by every mesh axis that a name of one of its dimensions has by the
-        rules. A dimension without a name counts as split by whatever is left, as far as its size
-        goes; so what is returned is a lower bound, and may be below the truth.
-
-        Args:
-            rules: Rules; those of one name count together.
-            mesh_sizes: Sizes of mesh axes.
-
-        Example:
-            >>> import jax, jax.numpy as jnp, shardax as sx
-            >>> from shardax.plan.inputs import Inputs, NamedShape
-            >>> x = NamedShape((64, 8), "float32", ("batch", "embed"))
-            >>> w = sx.Param(sx.Init(jax.nn.initializers.ones, (8, 32)), axes=("embed", "mlp"))
-            >>> model = trace_dimensions(Inputs(lambda x, w: x @ w.value, (x, w)))
-            >>> model.replicated_compute({"batch": "data"}, {"data": 4, "model": 2})
-            2.0
-            >>> model.replicated_compute({"batch": "data", "mlp": "model"}, {"data": 4, "model": 2})
-            1.0
-        """
+        """Returns how often devices do each operation at the least; 1 is without replication."""
+        # A product can be split by every mesh axis that a name of one of its dimensions has by the
+        # rules. A dimension without a name counts as split by whatever is left, as far as its size
+        # goes; so what is returned is a lower bound, and may be below the truth.
         devices = math.prod(mesh_sizes.values())
         axes: dict[str, set[str]] = {}
         for name, target in Rules(rules):
@@ -157,18 +122,7 @@ def _ways(
 
 
 def trace_dimensions(inputs: Inputs, mesh_axes: Iterable[str] = ("data", "model")) -> Dimensions:
-    """Traces a step on shapes and follows the names of dimensions through it.
-
-    Args:
-        inputs: The step and its arguments.
-        mesh_axes: Names of mesh axes, for code in the step that asks for them; all of size 1.
-
-    Returns:
-        The dimension model.
-
-    Raises:
-        PlanInputError: If the step needs values; names the line.
-    """
+    """Traces a step on shapes and follows the names of dimensions through it."""
     walk = Walk()
     names = tuple(mesh_axes)
     mesh = AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
@@ -251,7 +205,28 @@ def _summed(walk: Walk, reached: Mapping[int, frozenset[str]]) -> tuple[Product,
     return tuple(sorted(found, key=lambda product: -product.flops))
 
 
-# --- the step, with its arguments marked ----------------------------------------------------------
+@contextlib.contextmanager
+def needs_no_values() -> Iterator[None]:
+    """Turns JAX's errors about values that a step needs into one that names the line."""
+    try:
+        yield
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+        jax.errors.NonConcreteBooleanIndexError,
+    ) as error:
+        line, here = "", error.__traceback__
+        while here is not None:  # the innermost line that is neither JAX's nor shardax's
+            name = here.tb_frame.f_globals.get("__name__", "")
+            if name.partition(".")[0] not in ("jax", "shardax", "contextlib"):
+                line = f" at {here.tb_frame.f_code.co_filename}:{here.tb_lineno}"
+            here = here.tb_next
+        raise PlanInputError(
+            f"The step needs concrete values{line}, but is planned from shapes alone. Compute with "
+            "jax.numpy and sx.cond or sx.while_loop there, or make the value static. JAX says: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def _static(inputs: Inputs) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from typing import Any
 from shardax.partition.rules import mesh_axes_of
 from shardax.plan.compile.cache import cache_folder
 from shardax.plan.compile.evaluate import rejected
-from shardax.plan.compile.pool import Here, Pool, asker
+from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evaluator
 from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError
 from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs
@@ -57,24 +57,12 @@ _OPERANDS = {"batch": (0, 1, 2), "left": (0, 2), "right": (1, 2), "sum": (0, 1)}
 def promising_first(
     layouts: Sequence[Layout], dimensions: Dimensions, flops_per_byte: float
 ) -> list[Layout]:
-    """Sorts layouts by a rough estimate of their time; equals stay as they are.
-
-    Args:
-        layouts: The layouts.
-        dimensions: The step's dimension model.
-        flops_per_byte: How many operations a device does while it sends a byte.
-    """
+    """Sorts layouts by a rough estimate of their time; equals stay as they are."""
     return sorted(layouts, key=lambda layout: rough_cost(layout, dimensions, flops_per_byte))
 
 
 def rough_cost(layout: Layout, dimensions: Dimensions, flops_per_byte: float) -> float:
-    """Returns operations of one device, and bytes that it sends as operations it could do instead.
-
-    Args:
-        layout: The layout.
-        dimensions: The step's dimension model.
-        flops_per_byte: How many operations a device does while it sends a byte.
-    """
+    """Returns operations of one device, and bytes that it sends as operations it could do instead."""
     axes_of = {name: mesh_axes_of(target) for name, target in layout.rules}
     return sum(
         _cost(product, axes_of, layout.sizes, flops_per_byte) for product in dimensions.products
@@ -216,12 +204,12 @@ def search(
     inputs = variants[0].inputs
     with (
         progress_for(progress) as shown,
-        asker(inputs, target, compiler, processes, cache) as who,
+        make_evaluator(inputs, target, compiler, processes, cache) as evaluator,
     ):
         try:
-            _screen(variants, who, found, shown, within, max(top or 1, finalists))
+            _screen(variants, evaluator, found, shown, within, max(top or 1, finalists))
             if effort == "full":
-                _confirm(variants, who, found, finalists, shown)
+                _confirm(variants, evaluator, found, finalists, shown)
         except KeyboardInterrupt as error:
             raise found.interrupted(shown) from error
     return found.plan()
@@ -389,7 +377,7 @@ def _words(space: SearchSpace) -> str:
 
 def _screen(
     variants: Sequence[_Variant],
-    who: Here | Pool,
+    evaluator: LocalEvaluator | PoolEvaluator,
     found: _Found,
     shown: Progress,
     within: float | None,
@@ -405,10 +393,10 @@ def _screen(
         shown.expect(sum(map(len, stages)), "screening")
         for variant, stage in zip(variants, stages, strict=True):
             if stage:
-                who.take(variant.inputs)
-            for answer in who.answers(stage, "screen", begun=shown.begin):
-                found.add(variant, answer.report)
-                shown.end(answer.report, answer.kept)
+                evaluator.take(variant.inputs)
+            for each in evaluator.evaluate(stage, "screen", begun=shown.begin):
+                found.add(variant, each.report)
+                shown.end(each.report, each.cached)
         if sum(each.outcome == "fits" for each in found.reports.values()) >= enough:
             break
         limit *= 2
@@ -425,7 +413,7 @@ def _screen(
 
 def _confirm(
     variants: Sequence[_Variant],
-    who: Here | Pool,
+    evaluator: LocalEvaluator | PoolEvaluator,
     found: _Found,
     finalists: int,
     shown: Progress,
@@ -445,10 +433,10 @@ def _confirm(
             own = {layout.name for layout in variant.layouts}
             layouts = [layout for layout in chosen if layout.name in own]
             if layouts:
-                who.take(variant.inputs)
-            for answer in who.answers(layouts, "full", begun=shown.begin):
-                found.add(variant, answer.report)
-                shown.end(answer.report, answer.kept)
+                evaluator.take(variant.inputs)
+            for each in evaluator.evaluate(layouts, "full", begun=shown.begin):
+                found.add(variant, each.report)
+                shown.end(each.report, each.cached)
 
 
 def explore(

@@ -37,21 +37,13 @@ SMALL_SHARE = 0.01
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a search varies.
+    """What a search varies."""
 
-    Attributes:
-        groups: Names that get the same mesh axes, in order of priority.
-        fixed: Names whose axes are not searched, with these.
-        meshes: Sizes of mesh axes.
-        activations: Names on constraints and on the batch.
-        notes: Why names are fixed or tied that nobody fixed or tied.
-    """
-
-    groups: tuple[tuple[str, ...], ...]
-    fixed: tuple[tuple[str, Any], ...]
-    meshes: Meshes
-    activations: tuple[str, ...]
-    notes: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]  # names that get the same mesh axes, in order of priority
+    fixed: tuple[tuple[str, Any], ...]  # names whose axes are not searched, with these
+    meshes: Meshes  # sizes of mesh axes
+    activations: tuple[str, ...]  # names on constraints and on the batch
+    notes: tuple[str, ...]  # why names are fixed or tied that nobody fixed or tied
 
 
 def search_space(
@@ -62,18 +54,7 @@ def search_space(
     tie: Sequence[Sequence[str]] | None = None,
     fix: Mapping[str, Any] | None = None,
 ) -> SearchSpace:
-    """Sorts the names of a step into groups and fixed ones.
-
-    Args:
-        dimensions: Its dimension model.
-        meshes: Sizes of mesh axes.
-        activations: Names of the batch, besides those of constraints.
-        tie: Names that get the same mesh axes; None ties by the rules of this module.
-        fix: Mesh axes of names that are not searched.
-
-    Raises:
-        PlanInputError: If a name or a mesh axis is not there, or a name is tied twice.
-    """
+    """Sorts the names of a step into groups and fixed ones."""
     fix, ties = dict(fix or {}), [tuple(each) for each in tie or ()]
     _check_names(dimensions, ties, fix, meshes)
     fixed = dict(Rules(fix).pairs)
@@ -173,21 +154,7 @@ def _tied(dimensions: Dimensions, names: Sequence[str]) -> list[tuple[str, ...]]
 
 
 def mesh_shapes(devices: int, axes: Sequence[str], slices: int = 1) -> Meshes:
-    """Returns all ways to make a mesh of some axes of some devices, the first axis largest first.
-
-    Args:
-        devices: The number of devices.
-        axes: Names of mesh axes.
-        slices: With several, the mesh has one more axis before the others, ``"slice"``, unless
-            that is the first of ``axes``.
-
-    Raises:
-        PlanInputError: If axes are no names, or there is one twice.
-
-    Example:
-        >>> [dict(mesh) for mesh in mesh_shapes(4, ("data", "model"))]
-        [{'data': 4, 'model': 1}, {'data': 2, 'model': 2}, {'data': 1, 'model': 4}]
-    """
+    """Returns all ways to make a mesh of some axes of some devices, the first axis largest first."""
     names = tuple(axes)
     if isinstance(axes, str) or not names or len(set(names)) < len(names):
         raise PlanInputError(
