@@ -213,7 +213,7 @@ def test_progress_on_a_terminal_is_a_bar_with_what_is_tried_and_the_best_so_far(
 def test_candidates_that_promise_little_are_left_out_once_enough_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shardax.plan.search.search.FEW", 0)
+    monkeypatch.setattr(searching, "FEW", 0)
     options: dict[str, Any] = {**FAST, "meshes": EIGHT, "within": 1.0, "finalists": 0}
     found = plan.search(*perceptron(), "cpu:8", top=1, **options)
     assert found.notes[1] == "compiled: 1 fits; left out by a rough estimate: 3"

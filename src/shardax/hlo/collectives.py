@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the collectives of a program and what they send.
+"""The collectives of a program: their kinds, groups, mesh axes and bytes.
 
-An instruction of a collective is plain (``all-gather``), or *begun and ended* by two
-(``all-gather-start``, ``all-gather-done``), between which other instructions run; or it stands in a
-computation of its own that an ``async-start`` runs. TPU compilers also put collectives into
-fusions: an all-reduce of which each device keeps its part is a reduce-scatter, and a collective
-that goes on during several fusions is repeated in each of them, of which the one that calls
-``AsyncCollectiveStart`` counts. Between slices TPU programs send and receive through the host.
+A *collective* is an instruction by which devices exchange data. *Wire bytes* are those that one
+device sends, on a ring of its group, in one run of the program: of n devices and an array of B
+bytes, ``2 (n-1)/n B`` for an all-reduce, ``(n-1)/n B`` for an all-gather (B of its result), a
+reduce-scatter (B of its operand) and an all-to-all, and B for a permutation. An instruction in a
+loop counts as often as the loop runs.
 
-Which devices a collective connects, and along which mesh axes.
+A collective is one instruction (``all-gather``), or two (``all-gather-start``, ``all-gather-done``)
+between which others run, or a computation that an ``async-start`` runs. TPU compilers also put
+collectives into fusions: an all-reduce of which each device keeps its part is a reduce-scatter, and
+a collective that goes on during several fusions is repeated in each of them, of which the one that
+calls ``AsyncCollectiveStart`` counts.
 
-A *group* is the numbers of devices that exchange data with each other; a device's number is its
-position in the mesh, row-major. XLA prints groups in four forms: as lists, as the numbers from 0
-on reshaped and transposed (*iota*), as axes of a mesh of its own (which is not the user's), and,
-of a permutation, as pairs of a source and a target.
+A *group* is the numbers of devices that exchange data; a device's number is its position in the
+mesh, row-major. XLA prints groups as lists, as the numbers from 0 on reshaped and transposed
+(*iota*), as axes of a mesh of its own (which is not the user's), and, of a permutation, as pairs of
+a source and a target.
 
-Collectives between slices of TPUs, which go through the host.
-
-A *slice* is devices that have links of their own; several slices are joined by the network of the
-data centre. The program of one slice says of such a collective its type, and its *target*: either
-slices, numbered from 1, and the numbers of devices in each (``{1,2}x{0:3}``), of which those with
-the same number exchange data, or groups of device ids (``{{100000,200000}}``), or pairs of ids
-(``{{100000->200000}}``). An id is the slice's number times 100,000 and the device's in its slice.
+A *slice* is TPUs with links of their own; several are joined by the network of the data centre, to
+which programs send through the host. The program of one slice says of such a send its type, and its
+*target*: slices, numbered from 1, and the numbers of devices in each (``{1,2}x{0:3}``), of which
+those with the same number exchange data; or groups of device ids (``{{100000,200000}}``); or pairs
+of ids (``{{100000->200000}}``). An id is the slice's number times 100,000 and the device's in it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from shardax.hlo.execution_counts import Runs, branches, called
-from shardax.hlo.facts import Collective
+from shardax.hlo.execution_counts import ExecutionCounts, branches, called
 from shardax.hlo.program import (
     ArrayShape,
     Computation,
@@ -45,7 +45,53 @@ from shardax.hlo.program import (
     Program,
 )
 
-# --- Groups ---
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+        kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``,
+            ``"collective-permute"`` or ``"broadcast"``.
+        name: The instruction's name in the program.
+        dtype: Of what travels, as HLO names it (``"bf16"``); of several arrays the first's.
+        payload: Bytes of the whole array of a group, of one run: of the result of an all-gather, of
+            the operand of the others.
+        wire_bytes: Bytes that one device sends in all runs.
+        group_size: Devices of a group.
+        axes: Mesh axes that the groups run along, in the mesh's order; empty if they are not those
+            of any set of mesh axes.
+        runs: How often it runs in one run of the program.
+        runs_known: Whether that is known; it counts once for a loop of unknown length.
+        asynchronous: Whether other work can go on meanwhile.
+        crosses_slices: Whether its groups hold devices of several slices.
+        op_name: The operation that it comes from, such as ``jit(step)/layers/dot_general``.
+        source: The user's line that it comes from, ``"model.py:12"``, or "".
+        parameters: Paths of the arguments that travel, as far as can be told.
+        why: What the source line does that needs it, in a few words, or "".
+
+    Example:
+        >>> each = Collective("all-gather", "ag.1", "bf16", 64, 48.0, 4, ("model",), runs=1)
+        >>> each.wire_bytes / each.payload
+        0.75
+    """
+
+    kind: str
+    name: str
+    dtype: str
+    payload: int
+    wire_bytes: float
+    group_size: int
+    axes: tuple[str, ...]
+    runs: int = 1
+    runs_known: bool = True
+    asynchronous: bool = False
+    crosses_slices: bool = False
+    op_name: str = ""
+    source: str = ""
+    parameters: tuple[str, ...] = ()
+    why: str = ""
+
 
 _LISTS = re.compile(r"\{(?:\{[\d, ]*\}(?:, *)?)*\}")
 _LIST = re.compile(r"\{([\d, ]*)\}")
@@ -244,8 +290,6 @@ def _unread(instruction: Instruction, text: str) -> HloReadError:
     )
 
 
-# --- Slices ---
-
 _TYPE = re.compile(r'_xla_megascale_transfer_type="?(\w+)"?')
 _TARGET = re.compile(r'_xla_megascale_target=(?:"([^"]*)"|(\{\{.*?\}\}))')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)"?')
@@ -331,8 +375,6 @@ def _named(key: str, groups: list[list[int]], each: Instruction) -> Instruction:
     return Instruction(each.name, each.opcode, (), (), f"{key}={{{text}}}")
 
 
-# --- Collectives ---
-
 KINDS = {
     "all-reduce": "all-reduce",
     "all-gather": "all-gather",
@@ -359,7 +401,7 @@ _IDLE = frozenset(
 
 
 @dataclass(frozen=True)
-class Found:
+class LocatedCollective:
     """A collective in its place."""
 
     inside: Computation  # the computation that holds the instruction
@@ -369,11 +411,11 @@ class Found:
 
 def find_collectives(
     program: Program,
-    runs: Runs,
+    runs: ExecutionCounts,
     mesh: Mapping[str, int],
     slices: int = 1,
     device_ids: Sequence[int] = (),
-) -> tuple[Found, ...]:
+) -> tuple[LocatedCollective, ...]:
     """Finds the collectives that a program runs."""
     _check_runs(program)
     finder = _Finder(program, runs, mesh, slices, device_ids)
@@ -389,7 +431,7 @@ class _Finder:
     def __init__(
         self,
         program: Program,
-        runs: Runs,
+        runs: ExecutionCounts,
         mesh: Mapping[str, int],
         slices: int,
         device_ids: Sequence[int],
@@ -403,7 +445,7 @@ class _Finder:
         self._begun = _begun_channels(program)
         self._lines = program.sources  # for a collective that was merged and lost its line
 
-    def find(self, inside: Computation) -> Iterator[Found]:
+    def find(self, inside: Computation) -> Iterator[LocatedCollective]:
         for each in inside.instructions:
             base = each.opcode.removesuffix("-start")
             if base in KINDS:
@@ -413,7 +455,9 @@ class _Finder:
             else:
                 _refuse_unknown(each)
 
-    def _plain(self, inside: Computation, each: Instruction, base: str) -> Iterator[Found]:
+    def _plain(
+        self, inside: Computation, each: Instruction, base: str
+    ) -> Iterator[LocatedCollective]:
         """A collective with groups, in a fusion or not."""
         caller = self._callers.get(inside.name)
         kind, overlapped = KINDS[base], each.opcode.endswith("-start") and overlaps(inside, each)
@@ -438,7 +482,7 @@ class _Finder:
                 f"start, a call of {_STARTS_FUSED}, is not in the program; it would not be counted."
             )
 
-    def _send(self, inside: Computation, each: Instruction) -> Iterator[Found]:
+    def _send(self, inside: Computation, each: Instruction) -> Iterator[LocatedCollective]:
         if is_between_slices(each):
             groups = slice_groups(each, self._devices, self._slices, self._ids)
             kind = slice_kind(each)
@@ -463,7 +507,7 @@ class _Finder:
         kind: str,
         groups: Groups,
         overlapped: bool,
-    ) -> Found:
+    ) -> LocatedCollective:
         arrays = _sent(inside, each)
         payload = sum(shape.bytes for shape in arrays)
         if kind == "all-gather":
@@ -472,7 +516,7 @@ class _Finder:
         block = max(1, self._devices // self._slices)
         between = is_between_slices(each)
         op_name = each.op_name or origin.op_name
-        return Found(
+        return LocatedCollective(
             inside,
             each,
             Collective(
@@ -577,7 +621,7 @@ def _begins(inside: Computation, each: Instruction) -> bool:
     return any(
         user.opcode == "custom-call"
         and each.name in user.operands
-        and _target(user) == _STARTS_FUSED
+        and user.call_target == _STARTS_FUSED
         for user in inside.instructions
     )
 
@@ -588,16 +632,12 @@ def _keeps_part(inside: Computation, each: Instruction) -> bool:
     return bool(users) and all(user.opcode in ("dynamic-slice", "slice") for user in users)
 
 
-def _target(each: Instruction) -> str:
-    return (each.attribute("custom_call_target") or "").strip('"')
-
-
 def _refuse_unknown(each: Instruction) -> None:
     """Raises if an instruction looks like a collective; those that are known are not passed."""
     if each.opcode.endswith("-done") or each.opcode in ("recv", "partition-id", "replica-id"):
         return
     if each.opcode == "custom-call":
-        target = _target(each)
+        target = each.call_target
         if target not in _KNOWN_CALLS and _LOOKS_COLLECTIVE.search(target):
             raise _unknown(each, f"it calls {target!r}")
     elif _LOOKS_COLLECTIVE.search(each.opcode):

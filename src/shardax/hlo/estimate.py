@@ -195,23 +195,23 @@ def _read_after(computation: Computation, loop: Instruction) -> set[int] | None:
     """Elements of a loop's state that are read after it; None if it is used as a whole."""
     if loop.is_root:
         return None
-    users = [each for each in computation.instructions if loop.name in _uses(each)]
+    users = [each for each in computation.instructions if loop.name in each.inputs]
     if any(each.opcode != "get-tuple-element" for each in users):
         return None
-    return {int(each.attribute("index") or 0) for each in users}
+    return {each.element for each in users}
 
 
 def _has_plain_state(body: Computation) -> bool:
     """Whether a body takes its state apart and puts it together, element by element."""
     (state,) = body.parameters.values()
-    uses = [each for each in body.instructions if state.name in _uses(each)]
+    uses = [each for each in body.instructions if state.name in each.inputs]
     return body.root.opcode == "tuple" and all(e.opcode == "get-tuple-element" for e in uses)
 
 
 def _elements_read(computation: Computation, needed: set[str] | None) -> set[int]:
     """Elements of a computation's only argument that it reads, for the named ones of it."""
     return {
-        int(each.attribute("index") or 0)
+        each.element
         for each in computation.instructions
         if each.opcode == "get-tuple-element" and (needed is None or each.name in needed)
         if each.operands == (next(iter(computation.parameters.values())).name,)
@@ -257,12 +257,8 @@ def _needed(
         name = pending.pop()
         if name not in needed:
             needed.add(name)
-            pending.extend(_uses(by_name[name]))
+            pending.extend(by_name[name].inputs)
     return needed
-
-
-def _uses(each: Instruction) -> tuple[str, ...]:
-    return () if each.opcode in ("parameter", "constant") else each.operands
 
 
 # --- Estimate slices ---

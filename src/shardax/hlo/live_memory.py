@@ -85,8 +85,7 @@ class Buffers:
 
     def needed(self, each: Instruction) -> Element:
         """Returns the buffers that an instruction reads."""
-        names = () if each.opcode in ("parameter", "constant") else each.operands
-        return frozenset().union(*(self._whole(name) for name in names))
+        return frozenset().union(*(self._whole(name) for name in each.inputs))
 
     def _whole(self, name: str) -> Element:
         return frozenset().union(*self.elements[name])
@@ -114,7 +113,7 @@ class Buffers:
             while source.opcode in _VIEWS:
                 source = self._inside.by_name[source.operands[0]]
             if source.opcode == "tuple":
-                return self._origins(source.operands[_index(each)])
+                return self._origins(source.operands[each.element])
         return [each.name] if each.opcode in _ON_THE_WAY else []
 
     def _elements(self, each: Instruction) -> tuple[Element, ...]:
@@ -125,7 +124,7 @@ class Buffers:
                 return tuple(self._whole(name) for name in each.operands)
             case "get-tuple-element":
                 elements = self.elements[each.operands[0]]
-                number = _index(each)
+                number = each.element
                 return (elements[number] if number < len(elements) else self._whole(each.name),)
             case "while":
                 return self._of_loop(each)
@@ -178,15 +177,11 @@ def kept_elements(body: Computation) -> frozenset[int]:
         each = body.by_name[name]
         while each.opcode in ("copy", "bitcast"):
             each = body.by_name[each.operands[0]]
-        if each.opcode != "get-tuple-element" or _index(each) != number:
+        if each.opcode != "get-tuple-element" or each.element != number:
             continue
         if body.by_name[each.operands[0]].opcode == "parameter":
             kept.add(number)
     return frozenset(kept)
-
-
-def _index(each: Instruction) -> int:
-    return int(each.attribute("index") or 0)
 
 
 # --- Live order ---
@@ -246,8 +241,7 @@ def _needs(inside: Computation, place: dict[str, int]) -> dict[str, set[str]]:
     reached: dict[str, frozenset[str]] = {}
     needs: dict[str, set[str]] = {}
     for each in inside.instructions:
-        names = () if each.opcode in ("parameter", "constant") else each.operands
-        before = frozenset().union(*(reached[name] for name in names))
+        before = frozenset().union(*(reached[name] for name in each.inputs))
         if each.name in place:
             needs[each.name] = set(before)
             reached[each.name] = frozenset({each.name})

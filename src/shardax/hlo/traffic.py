@@ -242,12 +242,12 @@ def is_counted(each: Instruction) -> bool:
 
 def is_gemm(each: Instruction) -> bool:
     """Whether a custom call is a matrix product of one of NVIDIA's libraries."""
-    return bool(_GEMM.match((each.attribute("custom_call_target") or "").strip('"')))
+    return bool(_GEMM.match(each.call_target))
 
 
 def _cudnn(each: Instruction) -> str:
     """What convolution of NVIDIA's library a custom call is: Forward, BackwardInput, ..., or ""."""
-    found = _CUDNN.match((each.attribute("custom_call_target") or "").strip('"'))
+    found = _CUDNN.match(each.call_target)
     return found[1] if found else ""
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardax.hlo.facts import Collective, ProgramFacts
+from shardax.hlo import Collective, ProgramFacts
 from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.hardware.links import Route
