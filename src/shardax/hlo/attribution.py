@@ -18,19 +18,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from shardax.hlo.collectives import Collective, LocatedCollective, rendezvous
+from shardax.hlo.collectives import KINDS, Collective, LocatedCollective, rendezvous
 from shardax.hlo.estimate import reduction
 from shardax.hlo.execution_counts import branches, called
 from shardax.hlo.live_memory import aliases, kept_elements, likely_updates
 from shardax.hlo.program import Computation, Instruction, Program
 
 _ALL = -1
-_COLLECTIVES = frozenset(
-    {
-        *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
-        *("ragged-all-to-all", "collective-broadcast"),
-    }
-)
 _CARRIES_FIRST = frozenset(
     {
         *("convert", "copy", "reshape", "transpose", "bitcast", "bitcast-convert", "broadcast"),
@@ -173,7 +167,7 @@ class Dataflow:
             sender = self._meets.get((inside, "send", rendezvous(each)))
             if sender is not None:
                 yield ValueRef(inside, sender.operands[0])
-        elif base in _COLLECTIVES or base == "copy":
+        elif base in KINDS or base == "copy":
             several = len(each.operands) > 1 and not base.endswith(("permute", "ragged-all-to-all"))
             number = element if several and element != _ALL else 0
             names = each.operands if several and element == _ALL else each.operands[number:][:1]
@@ -245,9 +239,9 @@ class Dataflow:
             for name in user.computations("body"):
                 (state,) = self._program.computations[name].parameters.values()
                 yield ValueRef(name, state.name, here.element)
-        elif base in _COLLECTIVES and len(user.operands) > 1:
+        elif base in KINDS and len(user.operands) > 1:
             yield from (ValueRef(inside, user.name, place) for place in places)
-        elif opcode.endswith(("-done", "-update")) or base in _COLLECTIVES | _CARRIES_FIRST:
+        elif opcode.endswith(("-done", "-update")) or base in KINDS or base in _CARRIES_FIRST:
             if places[0] == 0 and opcode != "broadcast":
                 yield ValueRef(inside, user.name, here.element)
         elif opcode in _CARRIES_SEVERAL:
