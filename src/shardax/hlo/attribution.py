@@ -78,7 +78,6 @@ class Dataflow:
                     users.setdefault(operand, []).append(each)
 
     def sources(self, value: ValueRef) -> ValueSources:
-        """Returns what a value is carried from."""
         arguments: set[int] = set()
         computed: dict[str, Instruction] = {}
         seen = {value}
@@ -100,34 +99,27 @@ class Dataflow:
 
     def results(self, value: ValueRef) -> frozenset[int]:
         """Returns the numbers of the program's results that a value gets to."""
-        found: set[int] = set()
-        seen = {value}
-        pending = [value]
-        while pending:
-            for new in self._after(pending.pop()):
-                if new.inside == "":
-                    found.add(new.element)
-                elif new not in seen:
-                    seen.add(new)
-                    pending.append(new)
-        return frozenset(found)
+        return frozenset(each.element for each in self._forwards(value) if each.inside == "")
 
     def needed_by(self, value: ValueRef) -> Instruction | None:
         """Returns the nearest instruction with a traced operation that takes a value, if any."""
+        for here in self._forwards(value):
+            for user in self._users.get(here.inside, {}).get(here.name, []):
+                if user.op_name and user.opcode not in ("while", "call", "conditional"):
+                    return user
+        return None
+
+    def _forwards(self, value: ValueRef) -> Iterator[ValueRef]:
+        """Yields a value and what it is carried to, nearest first."""
         seen = {value}
         pending = deque([value])
         while pending:
             here = pending.popleft()
-            if here.inside == "":
-                continue
-            for user in self._users[here.inside].get(here.name, []):
-                if user.op_name and user.opcode not in ("while", "call", "conditional"):
-                    return user
-            for new in self._after(here):
+            yield here
+            for new in self._after(here) if here.inside else ():
                 if new not in seen:
                     seen.add(new)
                     pending.append(new)
-        return None
 
     def _at(self, value: ValueRef) -> Instruction:
         return self._program.computations[value.inside].by_name[value.name]
@@ -270,89 +262,62 @@ _EXTREMES = {"maximum": "takes the largest", "minimum": "takes the smallest"}
 def attribute(
     program: Program, found: Sequence[LocatedCollective], arguments: Sequence[str] = ()
 ) -> tuple[Collective, ...]:
-    """Says of collectives which parameters travel, and why."""
-    attribution = _Attribution(program, arguments)
-    return tuple(attribution.of(each) for each in found)
+    """Fills in ``parameters`` and ``why`` of collectives, from the paths of the arguments.
 
+    Where the compiler left them without, also ``op_name`` and ``source`` of what they need.
+    """
+    flow = Dataflow(program)
+    known_updates, likely = aliases(program), likely_updates(program)
 
-class _How(NamedTuple):
-    """How a collective came about."""
+    def path(number: int) -> str:
+        return arguments[number] if number < len(arguments) else ""
 
-    operations: list[str]  # the traced operations that need it
-    reduces: str  # the opcode by which it reduces, or ""
-    is_backward: bool  # whether what travels was computed in a backward pass
-
-
-class _Attribution:
-    def __init__(self, program: Program, arguments: Sequence[str]) -> None:
-        self._program = program
-        self._arguments = arguments
-        self._flow = Dataflow(program)
-        self._updates = aliases(program)
-        self._likely = likely_updates(program)
-
-    def of(self, found: LocatedCollective) -> Collective:
-        """Returns a collective with what was found out of it."""
-        each = found.instruction
-        # Of a permutation of buffers, and of a send, what stands behind the first is no data.
-        single = found.collective.kind == "collective-permute" or each.opcode == "send"
-        operands = each.operands[:1] if single else each.operands
-        sources = [self._flow.sources(ValueRef(found.inside.name, name)) for name in operands]
-        moved = self._moved(sources)
-        collective = _with_origin(found.collective, sources)
-        if not collective.op_name:
-            collective = self._with_need(collective, ValueRef(found.inside.name, each.name))
-        how = self._how(each, collective, sources)
-        # A gradient is one also if it is a result itself, or the step keeps its arguments.
-        updates = self._likely if how.is_backward else self._updates
-        updated = () if moved else self._updated(found, len(operands), updates)
-        return dataclasses.replace(
-            collective,
-            parameters=moved or updated,
-            why=_why(collective, moved, updated, how),
-        )
-
-    def _with_need(self, collective: Collective, value: ValueRef) -> Collective:
-        """Gives a collective the origin of what takes its result."""
-        user = self._flow.needed_by(value)
-        if user is None:
-            return collective
-        source = collective.source or user.source
-        return dataclasses.replace(collective, op_name=user.op_name, source=source)
-
-    def _how(
-        self, each: Instruction, collective: Collective, sources: Sequence[ValueSources]
-    ) -> _How:
-        names = [collective.op_name, *(of.op_name for some in sources for of in some.computed)]
-        is_backward = any("transpose(" in name for name in names)
-        return _How(_operations(collective.op_name), reduction(self._program, each), is_backward)
-
-    def _moved(self, sources: Sequence[ValueSources]) -> tuple[str, ...]:
-        """Paths of arguments, if nothing else travels."""
-        if any(each.computed or not each.arguments for each in sources):
-            return ()
-        numbers = sorted({number for each in sources for number in each.arguments})
-        return tuple(path for number in numbers if (path := self._path(number)))
-
-    def _updated(
-        self, found: LocatedCollective, count: int, updates: Mapping[int, int]
-    ) -> tuple[str, ...]:
+    def updated_by(value: ValueRef, count: int, updates: Mapping[int, int]) -> tuple[str, ...]:
         """Paths of the arguments that what travels is used to update."""
         paths: dict[str, None] = {}
-        for element in range(count) if count > 1 else (-1,):
-            value = ValueRef(found.inside.name, found.instruction.name, element)
-            results = self._flow.results(value)
-            numbers = {updates[result] for result in results if result in updates}
-            paths |= dict.fromkeys(_without_states([self._path(n) for n in sorted(numbers)]))
+        for element in range(count) if count > 1 else (_ALL,):
+            results = flow.results(value._replace(element=element))
+            numbers = sorted({updates[result] for result in results if result in updates})
+            paths |= dict.fromkeys(_without_states([path(number) for number in numbers]))
         return tuple(paths)
 
-    def _path(self, number: int) -> str:
-        return self._arguments[number] if number < len(self._arguments) else ""
+    attributed: list[Collective] = []
+    for inside, each, collective in found:
+        value = ValueRef(inside.name, each.name)
+        # Of a permutation of buffers, and of a send, what stands behind the first is no data.
+        single = collective.kind == "collective-permute" or each.opcode == "send"
+        operands = each.operands[:1] if single else each.operands
+        sources = [flow.sources(ValueRef(inside.name, name)) for name in operands]
+        computed = [instruction for source in sources for instruction in source.computed]
+        moved: tuple[str, ...] = ()
+        if not computed and all(source.arguments for source in sources):
+            numbers = sorted({number for source in sources for number in source.arguments})
+            moved = tuple(name for number in numbers if (name := path(number)))
+        collective = _with_origin(collective, [each for each in computed if each.op_name])
+        if not collective.op_name:
+            user = flow.needed_by(value)
+            collective = _with_origin(collective, [user] if user else [])
+        names = [collective.op_name, *(instruction.op_name for instruction in computed)]
+        is_backward = any("transpose(" in name for name in names)
+        # A gradient is one also if it is a result itself, or the step keeps its arguments.
+        updates = likely if is_backward else known_updates
+        updated = () if moved else updated_by(value, len(operands), updates)
+        why = _why(collective, moved, updated, reduction(program, each), is_backward)
+        attributed.append(dataclasses.replace(collective, parameters=moved or updated, why=why))
+    return tuple(attributed)
+
+
+def _with_origin(collective: Collective, named: Sequence[Instruction]) -> Collective:
+    """Gives a collective that a compiler made the first of some operations, if it has none."""
+    if collective.op_name or not named:
+        return collective
+    source = collective.source or next((each.source for each in named if each.source), "")
+    return dataclasses.replace(collective, op_name=named[0].op_name, source=source)
 
 
 def _without_states(paths: Sequence[str]) -> list[str]:
     """Leaves out paths of an optimizer's state, which end as that of its parameter."""
-    ends = {path: path[min(_first(path, "."), _first(path, "[")) :] for path in paths if path}
+    ends = {path: re.sub(r"^[^.\[]*", "", path) for path in paths if path}
     return [
         path
         for path in ends
@@ -360,41 +325,35 @@ def _without_states(paths: Sequence[str]) -> list[str]:
     ]
 
 
-def _first(path: str, mark: str) -> int:
-    place = path.find(mark)
-    return place if place >= 0 else len(path)
-
-
-def _with_origin(collective: Collective, sources: Sequence[ValueSources]) -> Collective:
-    """Gives a collective that a compiler made the origin of what it takes, if it has none."""
-    named = [each for source in sources for each in source.computed if each.op_name]
-    if collective.op_name or not named:
-        return collective
-    source = collective.source or next((each.source for each in named if each.source), "")
-    return dataclasses.replace(collective, op_name=named[0].op_name, source=source)
-
-
 def _why(
-    collective: Collective, moved: tuple[str, ...], updated: tuple[str, ...], how: _How
+    collective: Collective,
+    moved: tuple[str, ...],
+    updated: tuple[str, ...],
+    reduces: str,
+    is_backward: bool,
 ) -> str:
-    operation = _listed(how.operations) or "what comes next"
+    # Compilers join the names of the traced operations that they merge.
+    joined = _JOINED.search(collective.op_name)
+    parts = joined[1].split(":") if joined else [collective.op_name]
+    operations = list(dict.fromkeys(part.rpartition("/")[2] for part in parts if part))
+    operation = _listed(operations) or "what comes next"
     over = f" over {' and '.join(collective.axes)}" if collective.axes else ""
-    asked = next((name for name in how.operations if _ASKED.match(name)), "")
+    asked = next((name for name in operations if _ASKED.match(name)), "")
     carries = collective.kind not in ("all-reduce", "reduce-scatter")
     what = _listed(moved) or "an activation"
     match collective.kind:
-        case "all-reduce" | "reduce-scatter" if updated and how.is_backward:
+        case "all-reduce" | "reduce-scatter" if updated and is_backward:
             return f"sums the gradient of {_listed(updated)}{over}"
-        case "all-gather" if updated and not how.is_backward:
+        case "all-gather" if updated and not is_backward:
             return f"gathers the new {_listed(updated)}{over}"
-        case "collective-permute" if updated and how.is_backward:
+        case "collective-permute" if updated and is_backward:
             return f"passes on the gradient of {_listed(updated)}"
         case _ if asked and not (moved and carries):
             return f"asked for by {asked}{over}"
         case "all-reduce" | "reduce-scatter":
-            if how.reduces in _EXTREMES:
-                return f"{_EXTREMES[how.reduces]} of {operation}{over}"
-            parts = "partial products" if _PRODUCTS & set(how.operations) else "parts"
+            if reduces in _EXTREMES:
+                return f"{_EXTREMES[reduces]} of {operation}{over}"
+            parts = "partial products" if _PRODUCTS & set(operations) else "parts"
             return f"sums {parts} of {operation}{over}"
         case "all-gather":
             return f"gathers {what} before {operation}"
@@ -406,13 +365,6 @@ def _why(
             return f"sends {what} to all for {operation}"
         case _:
             return f"re-lays out {what} for {operation}"
-
-
-def _operations(op_name: str) -> list[str]:
-    """The traced operations of a name; compilers join the names of what they merge."""
-    joined = _JOINED.search(op_name)
-    parts = joined[1].split(":") if joined else [op_name]
-    return list(dict.fromkeys(part.rpartition("/")[2] for part in parts if part))
 
 
 def _listed(names: Sequence[str]) -> str:
