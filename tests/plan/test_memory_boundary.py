@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.plan.installed import needs
 
 from shardax import plan
-from shardax.plan.compile.compilers import CompileResult
+from shardax.plan.compile.compilers import CompileResult, TargetCompiler
 
 SIZES = {"data": 2, "model": 2}
 ROWS = 4096

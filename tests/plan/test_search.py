@@ -24,6 +24,7 @@ from shardax.plan.report.progress import (
     Progress,
     progress_for,
 )
+from shardax.plan.search import search as searching
 
 EIGHT = [{"data": 8}]
 FAST: dict[str, Any] = {"cache": None, "progress": False, "effort": "screen"}

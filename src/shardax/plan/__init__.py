@@ -6,13 +6,13 @@ from shardax.plan.compare import compare as compare
 from shardax.plan.compare import plan as plan
 from shardax.plan.compile.compilers import compiler_for as compiler_for
 from shardax.plan.compile.compilers import known_compilers as known_compilers
-from shardax.plan.hardware.calibrate import calibrate_cpu as calibrate_cpu
 from shardax.plan.hardware.cost import Efficiency as Efficiency
+from shardax.plan.hardware.cost import calibrate_cpu as calibrate_cpu
 from shardax.plan.hardware.cost import ties as ties
 from shardax.plan.hardware.cost import time_band as time_band
 from shardax.plan.hardware.hardware import Hardware as Hardware
-from shardax.plan.hardware.hardware_file import load_hardware as load_hardware
 from shardax.plan.hardware.known import find_hardware as find_hardware
+from shardax.plan.hardware.known import load_hardware as load_hardware
 from shardax.plan.hardware.known import register_hardware as register_hardware
 from shardax.plan.hardware.targets import Target as Target
 from shardax.plan.inputs import NamedShape as NamedShape

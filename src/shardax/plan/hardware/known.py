@@ -1,21 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hardware that is known: public figures with their sources, and what users add.
+"""Known hardware: public figures with their sources, registered hardware, and TOML files.
 
 Where a vendor's sheet gives a chip's links in both directions together, it is divided by the
 number of links and by two. Usable memory of TPUs is what libtpu 0.0.42.1 itself names as available
 when a program does not fit. That of GPUs is the 75 % that JAX takes unless
 ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise: what CUDA, NCCL and cuDNN keep for themselves
-comes out of the rest, and is not counted.
+comes out of the rest, and is not counted. Latencies are orders of magnitude, not measurements; they
+matter for arrays of kilobytes.
 
-Latencies are orders of magnitude, not measurements. They matter for arrays of kilobytes.
+A TOML file has the attributes of ``Hardware``, or those in which it differs from one known::
+
+    like = "h100"
+    name = "h100-roce"
+    network_bandwidth = 2.5e10
+
+    [sources]
+    network_bandwidth = "measured with nccl-tests"
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from shardax.partition.findings import did_you_mean
-from shardax.plan.errors import HardwareError
+from shardax.plan.errors import HardwareError, PlanFileError
 from shardax.plan.hardware.hardware import Hardware
 
+_COUNTS = (
+    *("memory_bytes", "usable_bytes", "torus_dimensions", "wraparound", "node_size"),
+    "devices_per_chip",
+)
 _GIB = 2**30
 _BOOK = "jax-ml.github.io/scaling-book"
 _CLOUD = "docs.cloud.google.com/tpu/docs"
@@ -35,7 +54,7 @@ def _tpu(
     *,
     bf16: float,
     narrow: dict[str, float],
-    memory: float,
+    memory: float,  # GiB
     usable: float,
     bandwidth: float,
     link: float,
@@ -46,7 +65,6 @@ def _tpu(
     devices_per_chip: int = 1,
     chip_bandwidth: float = 0.0,
 ) -> Hardware:
-    """Returns a TPU; memory in GiB."""
     flat = len(pod) == 2
     return Hardware(
         name=name,
@@ -189,7 +207,7 @@ def _gpu(
     name: str,
     *,
     dense: dict[str, float],
-    memory: int,
+    memory: int,  # bytes, as the driver reports it
     bandwidth: float,
     nvlink: float,
     network: float,
@@ -197,7 +215,6 @@ def _gpu(
     sheet: str,
     system: str,
 ) -> Hardware:
-    """Returns a GPU in nodes of eight; memory in bytes, as its driver reports it."""
     return Hardware(
         name=name,
         kind="gpu",
@@ -338,12 +355,12 @@ _CPU = Hardware(
     },
 )
 
+# By name; ``register_hardware`` adds to it.
 HARDWARE: dict[str, Hardware] = {
     each.name: each
     for each in (_V4, _V5E, _V5P, _V6E, _V7X, _A100_40, _A100_80, _H100, _H200, _B200, _CPU)
 }
-"""What is known, by name. ``register_hardware`` adds to it."""
-
+_BUILT_IN = frozenset(HARDWARE)
 _OTHER_NAMES = {
     "a100": "a100-80",
     "tpu7x": "v7x",
@@ -411,4 +428,89 @@ def register_hardware(new: Hardware) -> Hardware:
     return new
 
 
-_BUILT_IN = frozenset(HARDWARE)
+def load_hardware(path: str | os.PathLike[str]) -> Hardware:
+    r"""Returns the hardware that a TOML file describes.
+
+    Args:
+        path: The file. Its keys are the attributes of ``Hardware``. With ``like``, the name of
+            known hardware, it says only what differs.
+
+    Raises:
+        PlanFileError: There is no such file, or it is not TOML; names the line.
+        HardwareError: A key is unknown, missing, or of a wrong type; names the key and the file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from shardax import plan
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "mine.toml"
+        >>> _ = path.write_text('like = "h100"\nname = "mine"\nnetwork_bandwidth = 2.5e10\n')
+        >>> plan.load_hardware(path).network_bandwidth
+        25000000000.0
+    """
+    file = Path(path)
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanFileError(
+            f"There is no file {str(file)!r} of hardware; docs/hardware.md says what it holds."
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PlanFileError(f"The file {str(file)!r} of hardware cannot be read: {error}") from None
+    fields = dataclasses.fields(Hardware)
+    known = [each.name for each in fields] + ["like"]
+    for key, value in data.items():
+        if key not in known:
+            raise HardwareError(
+                f"In {str(file)!r}: the key {key!r} is none of hardware."
+                f"{did_you_mean(key, known)} Keys are {', '.join(sorted(known))}."
+            )
+        wanted, right = _expected(key, value)
+        if not right:
+            raise HardwareError(f"In {str(file)!r}: {key} is {value!r}; it is {wanted}.")
+    like = data.pop("like", None)
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
+    }
+    try:
+        if like is not None:
+            return find_hardware(like).like(**values)
+        without = dataclasses.MISSING
+        needed = [f.name for f in fields if f.default is without and f.default_factory is without]
+        missing = [each for each in needed if each not in values]
+        if missing:
+            keys = "the key" if len(missing) == 1 else "the keys"
+            are = "is" if len(missing) == 1 else "are"
+            raise HardwareError(
+                f"{keys} {', '.join(missing)} {are} missing. Say all of {', '.join(needed)}; or "
+                f'like = "h100", and what differs.'
+            )
+        return Hardware(**values)
+    except HardwareError as error:
+        raise HardwareError(f"In {str(file)!r}: {error}") from None
+
+
+def _expected(key: str, value: Any) -> tuple[str, bool]:
+    """What a key's value is, in words, and whether this one is."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    table = isinstance(value, Mapping)
+    figures = table and all(isinstance(each, int | float) for each in value.values())
+    match key:
+        case "name" | "kind" | "like":
+            return "text", isinstance(value, str)
+        case "peak_flops":
+            text = "a table such as {bf16 = 197e12}, with operations a second by dtype"
+            return text, figures
+        case "copy_bandwidth":
+            return 'a table such as {"all-reduce" = 1e9}, bytes a second by kind', figures
+        case "compiler" | "sources":
+            return "a table", table
+        case "shapes":
+            right = isinstance(value, list) and all(isinstance(each, str) for each in value)
+            return 'a list such as ["2x2", "4x4"]', right
+        case "pod":
+            right = isinstance(value, list) and all(isinstance(each, int) for each in value)
+            return "a list such as [16, 16]", right
+        case _ if key in _COUNTS:
+            return "a whole number, without quotes", number and isinstance(value, int)
+        case _:
+            return "a number, without quotes", number
