@@ -41,7 +41,7 @@ from shardax.partition.rules import (
 )
 from shardax.plan.errors import PlanInputError
 from shardax.plan.inputs import Inputs
-from shardax.plan.search.dimension_walk import RawProduct, Value, Walk
+from shardax.plan.search.dimension_walk import JaxprWalk, RawProduct, TracedArray
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,14 @@ def _ways(
 
 def trace_dimensions(inputs: Inputs, mesh_axes: Iterable[str] = ("data", "model")) -> Dimensions:
     """Traces a step on shapes and follows the names of dimensions through it."""
-    walk = Walk()
+    walk = JaxprWalk()
     names = tuple(mesh_axes)
     mesh = AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
     rules = Rules(dict.fromkeys(("batch", *inputs.logical_names)))
     with marking_names(rules), jax.sharding.use_abstract_mesh(mesh), needs_no_values():
         traced = make_jaxpr(_marked(inputs), static_argnums=_static(inputs))(*inputs.shapes())
     jaxpr = traced.jaxpr
-    given = [Value(walk.classes.new(var.aval.shape), True) for var in jaxpr.invars]
+    given = [TracedArray(walk.classes.new(var.aval.shape), True) for var in jaxpr.invars]
     walk.program(jaxpr, given, [True] * len(jaxpr.outvars), 1)
     reached = walk.classes.resolve()
     arguments = tuple(dict.fromkeys(_named_arguments(inputs)))
@@ -181,7 +181,7 @@ def _together(reached: Mapping[int, frozenset[str]]) -> frozenset[frozenset[str]
     )
 
 
-def _summed(walk: Walk, reached: Mapping[int, frozenset[str]]) -> tuple[Product, ...]:
+def _summed(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> tuple[Product, ...]:
     """Adds up the products whose dimensions are the same."""
     totals: dict[tuple[tuple[ProductDimension, ...], bool], list[RawProduct]] = {}
     for product in walk.products:
