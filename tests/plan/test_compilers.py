@@ -22,7 +22,7 @@ from shardax.hlo.program import CompilerFailedError
 from shardax.plan.compile.backends import EstimateCompiler, TpuCompiler
 from shardax.plan.compile.compilers import CompilerInfo, with_options
 from shardax.plan.errors import CompilerMissingError, PlanInputError, TargetError
-from shardax.plan.hardware.known import HARDWARE
+from shardax.plan.hardware.hardware import HARDWARE
 
 SIZES = {"data": 2, "model": 4}
 

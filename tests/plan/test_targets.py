@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardax import plan
 from shardax.plan.errors import TargetError
-from shardax.plan.hardware.known import HARDWARE
+from shardax.plan.hardware.hardware import HARDWARE
 from shardax.plan.hardware.targets import factorizations, nearest_topologies, topology_exists
 
 FLAT = ["1x1", "2x2", "2x4", "4x2", "4x4", "4x8", "8x8", "8x16", "16x8", "16x16"]

@@ -11,9 +11,9 @@ from shardax.plan.hardware.cost import calibrate_cpu as calibrate_cpu
 from shardax.plan.hardware.cost import ties as ties
 from shardax.plan.hardware.cost import time_band as time_band
 from shardax.plan.hardware.hardware import Hardware as Hardware
-from shardax.plan.hardware.known import find_hardware as find_hardware
-from shardax.plan.hardware.known import load_hardware as load_hardware
-from shardax.plan.hardware.known import register_hardware as register_hardware
+from shardax.plan.hardware.hardware import find_hardware as find_hardware
+from shardax.plan.hardware.hardware import load_hardware as load_hardware
+from shardax.plan.hardware.hardware import register_hardware as register_hardware
 from shardax.plan.hardware.targets import Target as Target
 from shardax.plan.inputs import NamedShape as NamedShape
 from shardax.plan.records import ArrayLayout as ArrayLayout

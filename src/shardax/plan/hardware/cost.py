@@ -38,8 +38,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax.hlo import Collective, ProgramFacts
 from shardax.plan.errors import PlanInputError
-from shardax.plan.hardware.hardware import Hardware
-from shardax.plan.hardware.known import find_hardware
+from shardax.plan.hardware.hardware import Hardware, find_hardware
 from shardax.plan.hardware.links import Route
 from shardax.plan.hardware.targets import Target
 from shardax.plan.records import LayoutReport, TimeBand

@@ -22,8 +22,13 @@ from dataclasses import dataclass
 from shardax.partition.findings import did_you_mean
 from shardax.partition.mesh import mesh_text
 from shardax.plan.errors import TargetError
-from shardax.plan.hardware.hardware import KINDS, Hardware
-from shardax.plan.hardware.known import HARDWARE, find_hardware, load_hardware
+from shardax.plan.hardware.hardware import (
+    HARDWARE,
+    KINDS,
+    Hardware,
+    find_hardware,
+    load_hardware,
+)
 from shardax.plan.hardware.links import (
     Arrangement,
     Route,
