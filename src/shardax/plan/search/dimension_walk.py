@@ -304,30 +304,6 @@ _KEEPS_ARGUMENT = frozenset(
 )  # fmt: skip
 
 
-def convolution_dims(
-    classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]
-) -> tuple[Dims, list[tuple[str, int]], float]:
-    """Dimensions of a convolution."""
-    numbers = eqn.params["dimension_numbers"]
-    left, right = operands[0], operands[1]
-    (out,) = _fresh(classes, eqn, operands)
-    batch, feature, *spatial = numbers.lhs_spec
-    out_feature, in_feature, *window = numbers.rhs_spec
-    out_batch, made, *places = numbers.out_spec
-    classes.join(left[batch], out[out_batch])
-    classes.join(right[out_feature], out[made])
-    for one, other in zip(spatial, places, strict=True):
-        classes.join(left[one], out[other])
-    grouped = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
-    if grouped == 1:
-        classes.join(left[feature], right[in_feature])
-    dims = [("left", left[batch]), ("right", right[out_feature]), ("sum", right[in_feature])]
-    dims += [("left", out[i]) for i in places]
-    elements = math.prod(classes.size(d) for d in out)
-    terms = math.prod(classes.size(right[i]) for i in (in_feature, *window))
-    return out, dims, 2.0 * elements * terms
-
-
 class TracedArray(NamedTuple):
     """What is known of an array in the program: its dimensions; whether it is an argument."""
 
@@ -338,9 +314,9 @@ class TracedArray(NamedTuple):
 class RawProduct(NamedTuple):
     """A matrix product."""
 
-    flops: float  # operations of one run
-    runs: int  # how often it runs
-    dims: tuple[tuple[str, int], ...]  # dimensions by role
+    flops: float  # of one run
+    runs: int
+    dims: tuple[tuple[str, int], ...]  # with their roles
     computed: bool  # whether both operands are computed
     dtype: str  # of its first operand
 
@@ -378,41 +354,41 @@ class JaxprWalk:
     def _equation(
         self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
     ) -> list[TracedArray]:
-        name = eqn.primitive.name
-        if name == "dot_general":
-            return [TracedArray(self._dot(eqn, operands, runs), False)]
-        if name == "conv_general_dilated":
-            out, dims, flops = convolution_dims(self.classes, eqn, [v.dims for v in operands])
-            computed = not (operands[0].given or operands[1].given)
-            self.products.append(RawProduct(flops, runs, tuple(dims), computed, _dtype(eqn)))
-            return [TracedArray(out, False)]
-        if name == "name":
-            self._mark(eqn.params["name"], operands[0].dims)
-        if name in _RULES:
-            made = _RULES[name](self.classes, eqn, [value.dims for value in operands])
-            given = name in _KEEPS_ARGUMENT and operands[0].given
-            return [TracedArray(dims, given) for dims in made]
-        if name == "scan":
-            return self._scan(eqn, operands, wanted, runs)
-        if name == "while":
-            return self._while(eqn, operands, runs)
-        if name == "cond":
-            return self._cond(eqn, operands, wanted, runs)
-        return self._call(eqn, operands, wanted, runs)
+        match eqn.primitive.name:
+            case "dot_general":
+                return [TracedArray(self._dot(eqn, operands, runs), False)]
+            case "conv_general_dilated":
+                return [TracedArray(self._convolution(eqn, operands, runs), False)]
+            case "scan":
+                return self._scan(eqn, operands, wanted, runs)
+            case "while":
+                return self._while(eqn, operands, runs)
+            case "cond":
+                return self._cond(eqn, operands, wanted, runs)
+            case name if name not in _RULES:
+                return self._call(eqn, operands, wanted, runs)
+            case "name":
+                dims, names = operands[0].dims, names_marked(eqn.params["name"])
+                if names is not None:
+                    self.constraints[tuple(map(self.classes.size, dims)), names] = None
+                    for dim, entry in zip(dims, names, strict=False):
+                        for each in strings((entry,)):  # a merged dimension has several
+                            self.classes.name(dim, each)
+        made = _RULES[name](self.classes, eqn, [value.dims for value in operands])
+        given = name in _KEEPS_ARGUMENT and operands[0].given
+        return [TracedArray(dims, given) for dims in made]
 
-    def _mark(self, text: str, dims: Dims) -> None:
-        names = names_marked(text)
-        if names is None:
-            return
-        shape = tuple(self.classes.size(d) for d in dims)
-        self.constraints[shape, names] = None
-        self.name(dims, names)
-
-    def name(self, dims: Dims, names: Sequence[Any]) -> None:
-        """Gives dimensions their names; a merged dimension has several."""
-        for dim, entry in zip(dims, names, strict=False):
-            for each in strings((entry,)):
-                self.classes.name(dim, each)
+    def _add_product(
+        self,
+        eqn: Any,
+        operands: list[TracedArray],
+        flops: float,
+        dims: list[tuple[str, int]],
+        runs: int,
+    ) -> None:
+        computed = not (operands[0].given or operands[1].given)
+        dtype = str(eqn.invars[0].aval.dtype)
+        self.products.append(RawProduct(flops, runs, tuple(dims), computed, dtype))
 
     def _dot(self, eqn: Any, operands: list[TracedArray], runs: int) -> Dims:
         (sum_left, sum_right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
@@ -430,9 +406,29 @@ class JaxprWalk:
             *(("sum", left[i]) for i in sum_left),
         ]
         flops = 2.0 * math.prod(self.classes.size(d) for _, d in dims)
-        computed = not (operands[0].given or operands[1].given)
-        self.products.append(RawProduct(flops, runs, tuple(dims), computed, _dtype(eqn)))
+        self._add_product(eqn, operands, flops, dims, runs)
         return (*batch, *rows, *columns)
+
+    def _convolution(self, eqn: Any, operands: list[TracedArray], runs: int) -> Dims:
+        classes, numbers = self.classes, eqn.params["dimension_numbers"]
+        left, right = operands[0].dims, operands[1].dims
+        (out,) = _fresh(classes, eqn, (left, right))
+        batch, feature, *spatial = numbers.lhs_spec
+        out_feature, in_feature, *window = numbers.rhs_spec
+        out_batch, made, *places = numbers.out_spec
+        classes.join(left[batch], out[out_batch])
+        classes.join(right[out_feature], out[made])
+        for one, other in zip(spatial, places, strict=True):
+            classes.join(left[one], out[other])
+        if eqn.params["feature_group_count"] * eqn.params["batch_group_count"] == 1:
+            classes.join(left[feature], right[in_feature])
+        dims = [("left", left[batch]), ("right", right[out_feature]), ("sum", right[in_feature])]
+        dims += [("left", out[i]) for i in places]
+        # For each element of the result a sum over those of the kernel.
+        elements = math.prod(classes.size(d) for d in out)
+        terms = math.prod(classes.size(right[i]) for i in (in_feature, *window))
+        self._add_product(eqn, operands, 2.0 * elements * terms, dims, runs)
+        return out
 
     def _scan(
         self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
@@ -518,7 +514,3 @@ def _needed(jaxpr: Any, wanted: Sequence[bool]) -> list[list[bool] | None]:
         found.append(results)
         live |= {id(item) for item in eqn.invars}
     return found[::-1]
-
-
-def _dtype(eqn: Any) -> str:
-    return str(eqn.invars[0].aval.dtype)

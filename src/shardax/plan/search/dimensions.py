@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the dimensions of every matrix product of a step, found without compiling.
+"""The dimension model of a step: its matrix products and the names of their dimensions.
 
 A step is traced once, on shapes, and the names of its arguments and constraints are followed
-through the program (see ``shardax.plan.search.dimension_walk``). What comes out is the *dimension
-model*: the products with their operations and the names of their dimensions. It tells at once what
-a compile would tell in seconds: how much of the work a layout leaves undivided.
-
-The *role* of a product's dimension is ``"batch"`` (of both operands and of the result), ``"sum"``
-(of both operands, summed over), ``"left"`` or ``"right"`` (of one operand and of the result).
+through the jaxpr. The model tells at once what a compile would tell in seconds: how much of the
+work a layout leaves undivided.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,42 +22,33 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from shardax._transforms.jit.abstract_eval import make_jaxpr
 from shardax._transforms.jit.jit import Jit
 from shardax.partition.context import mark_names, marking_names
-from shardax.partition.inventory import (
-    Slot,
-    Survey,
-    arrays_in,
-    with_arrays,
-)
-from shardax.partition.rules import (
-    Names,
-    Rules,
-    RulesLike,
-    check_names,
-    mesh_axes_of,
-    strings,
-)
+from shardax.partition.inventory import Slot, Survey, arrays_in, with_arrays
+from shardax.partition.rules import Names, Rules, RulesLike, check_names, mesh_axes_of, strings
 from shardax.plan.errors import PlanInputError
 from shardax.plan.inputs import Inputs
 from shardax.plan.search.dimension_walk import JaxprWalk, RawProduct, TracedArray
+
+NamedArrayShape = tuple[tuple[int, ...], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class ProductDimension:
     """A dimension of a matrix product."""
 
-    size: int  # its size
-    # names of its class and of what it is a part or the whole of; none if it has no name
-    names: frozenset[str]
-    role: str  # ``"batch"``, ``"sum"``, ``"left"`` or ``"right"``
+    size: int
+    names: frozenset[str]  # of its class and of what it is a part or the whole of
+    # "batch" (of both operands and the result), "sum" (of both operands), "left" or "right" (of
+    # one operand and the result).
+    role: str
 
 
 @dataclass(frozen=True)
 class Product:
-    """All matrix products of a program whose dimensions have the same names, sizes and roles."""
+    """All matrix products whose dimensions have the same names, sizes and roles."""
 
-    flops: float  # operations of all runs, on all devices together: two for a product and a sum
-    runs: int  # how often they run
-    dims: tuple[ProductDimension, ...]  # their dimensions; those of size 1 are left out
+    flops: float  # of all runs on all devices: two for a product and a sum
+    runs: int
+    dims: tuple[ProductDimension, ...]  # without those of size 1
     computed: bool  # whether neither operand is an argument of the step
 
 
@@ -68,16 +56,14 @@ class Product:
 class Dimensions:
     """The dimension model of a step."""
 
-    products: tuple[Product, ...]  # its matrix products, those with most operations first
-    # shape and names of each array that a constraint lays out
-    constraints: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...]
-    # shape and names of each argument that has names
-    arguments: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...]
+    products: tuple[Product, ...]  # those with most operations first
+    constraints: tuple[NamedArrayShape, ...]
+    arguments: tuple[NamedArrayShape, ...]  # those that have names
     looped: frozenset[str]  # names of dimensions that a loop takes one element at a time
-    # pairs of names that are one dimension, or one the whole and the other a part
+    # Pairs of names that are one dimension, or one the whole and the other a part.
     together: frozenset[frozenset[str]]
     notes: tuple[str, ...]  # what could not be told
-    dtype: str = "bfloat16"  # of the operands of most of the products' operations
+    dtype: str = "bfloat16"  # of most operations
 
     @property
     def flops(self) -> float:
@@ -97,68 +83,75 @@ class Dimensions:
         return tuple(sorted({size for size, entry in pairs if name in strings((entry,))}))
 
     def replicated_compute(self, rules: RulesLike, mesh_sizes: Mapping[str, int]) -> float:
-        """Returns how often devices do each operation at the least; 1 is without replication."""
-        # A product can be split by every mesh axis that a name of one of its dimensions has by the
-        # rules. A dimension without a name counts as split by whatever is left, as far as its size
-        # goes; so what is returned is a lower bound, and may be below the truth.
+        """Returns how often devices do each operation at the least; 1 is without replication.
+
+        A product can be split by every mesh axis that a name of one of its dimensions has by the
+        rules. A dimension without a name counts as split by whatever is left, as far as its size
+        goes; so this is a lower bound.
+        """
         devices = math.prod(mesh_sizes.values())
         axes: dict[str, set[str]] = {}
         for name, target in Rules(rules):
             axes.setdefault(name, set()).update(mesh_axes_of(target))
         total = 0.0
         for product in self.products:
-            total += product.flops * devices / _ways(product, axes, mesh_sizes, devices)
+            used = {a for dim in product.dims for name in dim.names for a in axes.get(name, ())}
+            ways = math.prod(mesh_sizes.get(axis, 1) for axis in used)
+            ways *= math.prod(dim.size for dim in product.dims if not dim.names)
+            total += product.flops * devices / min(devices, ways)
         return total / self.flops if self.products else 1.0
 
 
-def _ways(
-    product: Product, axes: Mapping[str, set[str]], sizes: Mapping[str, int], devices: int
-) -> int:
-    """In how many parts a product can be cut at the most."""
-    used = {axis for dim in product.dims for name in dim.names for axis in axes.get(name, ())}
-    ways = math.prod(sizes.get(axis, 1) for axis in used)
-    unnamed = math.prod(dim.size for dim in product.dims if not dim.names)
-    return min(devices, ways * unnamed)
-
-
 def trace_dimensions(inputs: Inputs, mesh_axes: Iterable[str] = ("data", "model")) -> Dimensions:
-    """Traces a step on shapes and follows the names of dimensions through it."""
-    walk = JaxprWalk()
-    names = tuple(mesh_axes)
-    mesh = AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
+    """Traces a step on shapes; mesh axes, for code that asks for them, are of size 1."""
+    axes = tuple(mesh_axes)
+    mesh = AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
     rules = Rules(dict.fromkeys(("batch", *inputs.logical_names)))
+    values = enumerate(inputs.tree.values())
+    static = tuple(position for position, value in values if not Survey(value).slots)
     with marking_names(rules), jax.sharding.use_abstract_mesh(mesh), needs_no_values():
-        traced = make_jaxpr(_marked(inputs), static_argnums=_static(inputs))(*inputs.shapes())
+        traced = make_jaxpr(_marked(inputs), static_argnums=static)(*inputs.shapes())
     jaxpr = traced.jaxpr
+    walk = JaxprWalk()
     given = [TracedArray(walk.classes.new(var.aval.shape), True) for var in jaxpr.invars]
     walk.program(jaxpr, given, [True] * len(jaxpr.outvars), 1)
     reached = walk.classes.resolve()
-    arguments = tuple(dict.fromkeys(_named_arguments(inputs)))
-    known = {(shape, names) for shape, names in arguments}
-    return Dimensions(
-        products=_summed(walk, reached),
-        constraints=tuple(pair for pair in walk.constraints if pair not in known),
-        arguments=arguments,
-        looped=walk.classes.looped_names(),
-        together=_together(reached),
-        notes=tuple(walk.notes),
-        dtype=_main_dtype(walk.products),
-    )
-
-
-def _main_dtype(products: Iterable[RawProduct]) -> str:
-    """The dtype in which most operations are done."""
-    totals: Counter[str] = Counter()
-    for product in products:
-        totals[product.dtype] += int(product.flops * product.runs)
-    return max(totals, key=lambda name: totals[name], default="bfloat16")
-
-
-def _named_arguments(inputs: Inputs) -> Iterable[tuple[tuple[int, ...], tuple[Any, ...]]]:
+    arguments: dict[NamedArrayShape, None] = {}
     for slot, named in _names_of_slots(inputs):
         for info, names in zip(slot.arrays, named, strict=True):
             if names is not None:
-                yield tuple(info.shape), names
+                arguments[tuple(info.shape), names] = None
+    flops_by_dtype: Counter[str] = Counter()
+    for product in walk.products:
+        flops_by_dtype[product.dtype] += int(product.flops * product.runs)
+    together = [itertools.combinations(sorted(names), 2) for names in reached.values()]
+    return Dimensions(
+        products=_merged_products(walk, reached),
+        constraints=tuple(pair for pair in walk.constraints if pair not in arguments),
+        arguments=tuple(arguments),
+        looped=walk.classes.looped_names(),
+        together=frozenset(frozenset(pair) for pairs in together for pair in pairs),
+        notes=tuple(walk.notes),
+        dtype=max(flops_by_dtype, key=lambda name: flops_by_dtype[name], default="bfloat16"),
+    )
+
+
+def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> tuple[Product, ...]:
+    """Merges the products whose dimensions are the same."""
+    sizes, classes = walk.classes.size, walk.classes
+    groups: dict[tuple[tuple[ProductDimension, ...], bool], list[RawProduct]] = {}
+    for product in walk.products:
+        dims = tuple(
+            ProductDimension(sizes(d), reached.get(classes.find(d), frozenset()), role)
+            for role, d in product.dims
+            if sizes(d) != 1
+        )
+        groups.setdefault((dims, product.computed), []).append(product)
+    found: list[Product] = []
+    for (dims, computed), group in groups.items():
+        flops = sum(each.flops * each.runs for each in group)
+        found.append(Product(flops, sum(each.runs for each in group), dims, computed))
+    return tuple(sorted(found, key=lambda product: -product.flops))
 
 
 def _names_of_slots(inputs: Inputs) -> list[tuple[Slot, list[Names | None]]]:
@@ -169,40 +162,6 @@ def _names_of_slots(inputs: Inputs) -> list[tuple[Slot, list[Names | None]]]:
         names = [slot.names_of(info) if logical else None for info in slot.arrays]
         found.append((slot, [None if each is None else check_names(each) for each in names]))
     return found
-
-
-def _together(reached: Mapping[int, frozenset[str]]) -> frozenset[frozenset[str]]:
-    return frozenset(
-        frozenset((one, other))
-        for names in reached.values()
-        for one in names
-        for other in names
-        if one < other
-    )
-
-
-def _summed(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> tuple[Product, ...]:
-    """Adds up the products whose dimensions are the same."""
-    totals: dict[tuple[tuple[ProductDimension, ...], bool], list[RawProduct]] = {}
-    for product in walk.products:
-        dims = tuple(
-            ProductDimension(
-                walk.classes.size(d), reached.get(walk.classes.find(d), frozenset()), role
-            )
-            for role, d in product.dims
-            if walk.classes.size(d) != 1
-        )
-        totals.setdefault((dims, product.computed), []).append(product)
-    found = [
-        Product(
-            sum(each.flops * each.runs for each in group),
-            sum(each.runs for each in group),
-            dims,
-            computed,
-        )
-        for (dims, computed), group in totals.items()
-    ]
-    return tuple(sorted(found, key=lambda product: -product.flops))
 
 
 @contextlib.contextmanager
@@ -229,12 +188,6 @@ def needs_no_values() -> Iterator[None]:
         ) from error
 
 
-def _static(inputs: Inputs) -> tuple[int, ...]:
-    """Positions of arguments in which there is no array."""
-    values = enumerate(inputs.tree.values())
-    return tuple(position for position, value in values if not Survey(value).slots)
-
-
 def _marked(inputs: Inputs) -> Callable[..., Any]:
     """The step, with the names of its arguments left in the program where it begins."""
     step = inputs.step.__wrapped__ if isinstance(inputs.step, Jit) else inputs.step
@@ -247,7 +200,8 @@ def _marked(inputs: Inputs) -> Callable[..., Any]:
         for slot, value in survey.values():
             names = names_by_slot[id(slot)]
             arrays = zip(arrays_in(slot, value), names, strict=True)
-            made = with_arrays(slot, value, [_mark(array, each) for array, each in arrays])
+            marks = [array if each is None else mark_names(array, each) for array, each in arrays]
+            made = with_arrays(slot, value, marks)
             if slot.variable is not None and any(each is not None for each in names):
                 slot.variable.value = made
             values[id(slot)] = made
@@ -256,7 +210,3 @@ def _marked(inputs: Inputs) -> Callable[..., Any]:
         return step(*(arg if tree[name] is None else tree[name] for name, arg in marked))
 
     return run
-
-
-def _mark(array: Any, names: Names | None) -> Any:
-    return array if names is None else mark_names(array, names)
