@@ -17,7 +17,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import os
 import re
@@ -67,16 +66,20 @@ class TargetCompiler(abc.ABC):
 
     target: Target
     tier: str = "target compiler"
-    devices_needed: int = 0  # CPU devices that the process needs; 0 if any number will do
     screen_options: ClassVar[Mapping[str, Any]] = {}  # of XLA, with the effort "screen"
 
     def __init__(self, target: Target) -> None:
         self.target = target
 
-    @functools.cached_property
+    @property
     def label(self) -> str:
         """Name and version, such as ``"libtpu 0.0.42.1"``."""
         return next(each.label for each in known_compilers() if each.kind == self.target.kind)
+
+    @property
+    def devices_needed(self) -> int:
+        """CPU devices that the process needs; 0 if any number will do."""
+        return 0
 
     def mesh(self, sizes: Mapping[str, int], axis_types: AxisTypes = None) -> Mesh:
         """Returns a mesh over the target's devices; its axes are ``Auto`` by default."""
@@ -204,8 +207,8 @@ class CompilerInfo:
     """A compiler that may be installed."""
 
     kind: str  # of the targets that it compiles for
-    installed: bool  # whether it is there
-    label: str  # its name and version, if it is
+    installed: bool
+    label: str  # name and version, if it is installed
     install: str  # the command that installs it
     note: str  # what to know before that
 
@@ -260,10 +263,21 @@ def known_compilers() -> tuple[CompilerInfo, ...]:
         >>> [each.kind for each in plan.known_compilers()]
         ['cpu', 'tpu', 'gpu']
     """
-    libtpu = _version("libtpu") if importlib.util.find_spec("libtpu") else ""
-    plugin = cuda_plugin()
+
+    def version(distribution: str, module: str) -> str:
+        try:
+            found = importlib.util.find_spec(module)
+            return metadata.version(distribution) if found else ""
+        except (ModuleNotFoundError, metadata.PackageNotFoundError):
+            return ""
+
+    libtpu = version("libtpu", "libtpu")
+    plugin = ""
+    for cuda in ("cuda12", "cuda13"):
+        number = version(f"jax-{cuda}-plugin", f"jax_plugins.xla_{cuda}")
+        plugin = f"jax-{cuda}-plugin {number}" if number else plugin
     return (
-        CompilerInfo("cpu", True, f"XLA:CPU of jaxlib {_version('jaxlib')}", "", ""),
+        CompilerInfo("cpu", True, f"XLA:CPU of jaxlib {metadata.version('jaxlib')}", "", ""),
         CompilerInfo(
             "tpu",
             bool(libtpu),
@@ -281,20 +295,6 @@ def known_compilers() -> tuple[CompilerInfo, ...]:
     )
 
 
-def cuda_plugin() -> str:
-    """Returns the name and version of JAX's CUDA plugin, or nothing if there is none."""
-    for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
-        module = name.replace("jax-", "jax_plugins.xla_").replace("-plugin", "")
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        version = _version(name) if found else ""
-        if version:
-            return f"{name} {version}"
-    return ""
-
-
 def with_options(lowered: Any, options: Mapping[str, Any]) -> Any:
     """Compiles with options of XLA; without them where it is of a version that has none such."""
     try:
@@ -303,13 +303,6 @@ def with_options(lowered: Any, options: Mapping[str, Any]) -> Any:
         if options and "No such compile option" in str(error):
             return lowered.compile()
         raise
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 @contextlib.contextmanager
@@ -322,8 +315,5 @@ def temporary_environment(variables: Mapping[str, str], override: bool = True) -
         yield
     finally:
         for name in changed:
-            value = before[name]
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+            os.environ.pop(name, None)
+        os.environ.update({name: v for name, v in before.items() if v is not None})

@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,13 +52,13 @@ from shardax.plan.inputs import Inputs, NamedShape
 from shardax.plan.records import Layout, LayoutReport
 
 _LAST_LINES = 12  # of a process's output, in the report of a layout that it failed at
+_STARTING = threading.Lock()  # of processes, one after another
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The report of one of several layouts."""
+    """The report of one layout."""
 
-    index: int  # position of the layout among those given
     report: LayoutReport
     cached: bool  # whether the compiled program was in the cache
 
@@ -89,14 +88,22 @@ class LocalEvaluator:
         *,
         begun: Callable[[Layout], None] | None = None,
     ) -> Iterator[Evaluation]:
-        for index, layout in enumerate(layouts):
+        for layout in layouts:
             if begun is not None:
                 begun(layout)
-            hits = self._cache.found if self._cache else 0
-            report = evaluate(
-                self._inputs, layout, effort=effort, cache=self._cache, **self._options
-            )
-            yield Evaluation(index, report, bool(self._cache and self._cache.found > hits))
+            yield _evaluate_with(self._cache, self._inputs, layout, effort, self._options)
+
+
+def _evaluate_with(
+    cache: ProgramCache | None,
+    inputs: Inputs,
+    layout: Layout,
+    effort: str,
+    options: Mapping[str, Any],
+) -> Evaluation:
+    hits = cache.found if cache else 0
+    report = evaluate(inputs, layout, effort=effort, cache=cache, **options)
+    return Evaluation(report, bool(cache and cache.found > hits))
 
 
 class PoolEvaluator:
@@ -192,19 +199,18 @@ class PoolEvaluator:
             )
             late = {f for f, (*_, end) in running.items() if end <= time.monotonic()} - done
             for future in sorted(done | late, key=lambda each: running[each][0]):
-                index, place, layout, _ = running.pop(future)
+                _, place, layout, _ = running.pop(future)
                 idle.append(place)
-                if future in late:
-                    report = self._failed(place, layout, f"it took longer than {limit:g} seconds")
-                    yield Evaluation(index, report, False)
-                    continue
                 try:
-                    report, cached = future.result()
+                    if future in late:
+                        reason = f"it took longer than {limit:g} seconds"
+                        yield Evaluation(self._failed(place, layout, reason), False)
+                    else:
+                        yield future.result()
                 except BrokenProcessPool:
-                    report, cached = self._failed(place, layout), False
+                    yield Evaluation(self._failed(place, layout), False)
                 except PickleReadError as error:
                     raise _not_sent(error) from error
-                yield Evaluation(index, report, cached)
 
     def _submit(self, place: int, layout: Layout, effort: str) -> Future[Any]:
         slot = self._slots.get(place)
@@ -212,7 +218,7 @@ class PoolEvaluator:
             if slot is not None:
                 slot.close()
             log = self._folder / f"{place}.log"
-            slot = self._slots[place] = _Slot(self._env, log, (self._settings, self._digests))
+            slot = self._slots[place] = _Slot(self._env, log, self._settings, self._digests)
         return slot.executor.submit(_evaluate, str(self._task), layout, effort)
 
     def _failed(self, place: int, layout: Layout, reason: str = "") -> LayoutReport:
@@ -237,27 +243,26 @@ def make_evaluator(
     return PoolEvaluator(inputs, target, compiler=compiler, processes=processes, cache=cache)
 
 
-class _Context(SpawnContext):
-    """Spawns processes, and keeps the last one, which an executor does not show."""
-
-    process: SpawnProcess
-
-    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override] # noqa: N802
-        self.process = SpawnProcess(*args, **kwargs)
-        return self.process
-
-
 class _Slot:
     """One process, and the executor that feeds it."""
 
-    def __init__(self, env: Mapping[str, str], log: Path, options: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        log: Path,
+        settings: dict[str, Any],
+        digests: dict[str, str],
+    ) -> None:
         self.log = log
         log.write_bytes(b"")
-        context = _Context()
-        self.executor = ProcessPoolExecutor(1, context, _start, (str(log), *options))
-        with _spawning(env):
-            self.executor.submit(os.getpid)  # starts the process
-        self.process = context.process
+        self.executor = ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), _start, (str(log), settings, digests)
+        )
+        with _STARTING:
+            others = set(multiprocessing.active_children())
+            with _spawning(env):
+                self.executor.submit(os.getpid)  # starts the process
+            (self.process,) = set(multiprocessing.active_children()) - others
 
     def close(self) -> None:
         self.process.kill()
@@ -320,16 +325,14 @@ def _read_task(path: str) -> tuple[Inputs, dict[str, Any], ProgramCache | None]:
     return inputs, options, None if folder is None else ProgramCache(Path(folder))
 
 
-def _evaluate(task: str, layout: Layout, effort: str) -> tuple[LayoutReport, bool]:
+def _evaluate(task: str, layout: Layout, effort: str) -> Evaluation:
     inputs, options, cache = _read_task(task)
-    hits = cache.found if cache else 0
     try:
-        report = evaluate(inputs, layout, effort=effort, cache=cache, **options)
+        return _evaluate_with(cache, inputs, layout, effort, options)
     except (PlanError, CompilerMissingError):
         raise
     except Exception as error:  # noqa: BLE001 (one layout that breaks a compiler ends no search)
-        report = LayoutReport(layout, "failed", f"{type(error).__name__}: {error}")
-    return report, bool(cache and cache.found > hits)
+        return Evaluation(LayoutReport(layout, "failed", f"{type(error).__name__}: {error}"), False)
 
 
 def _source_digests() -> dict[str, str]:

@@ -206,7 +206,9 @@ def _positive(value: Any) -> bool:
 
 def _made(values: Mapping[str, Any]) -> Hardware:
     """Hardware from the values of a TOML table."""
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        fields[name] = tuple(value) if isinstance(value, list) else value
     like = fields.pop("like", None)
     return Hardware(**fields) if like is None else find_hardware(like).like(**fields)
 

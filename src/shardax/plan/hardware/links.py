@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the positions of a mesh stand in the hardware, and how fast they reach each other.
+"""Arrangement of meshes in the hardware, and routes between their devices.
 
 An *arrangement* gives each position of a mesh its place: slice or node, then coordinates in the
 torus (or the number in the node). TPUs are arranged by ``jax.experimental.mesh_utils``, as
@@ -31,14 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where the positions of a mesh stand."""
+    """Where the positions of a mesh are in the hardware."""
 
-    hardware: Hardware  # what each device can do
-    # sizes of a slice's torus; nodes and GPUs of a node; or the number of devices
-    topology: tuple[int, ...]
+    hardware: Hardware
+    topology: tuple[int, ...]  # of a slice; nodes and GPUs of a node; or the number of devices
     mesh: tuple[tuple[str, int], ...]  # names and sizes of the mesh axes
-    # for each position of the mesh, in row-major order: the slice or node, coordinates within it,
-    # and the device of its chip
+    # Of each position, in row-major order: the slice or node, coordinates in it, core of the chip.
     places: tuple[tuple[int, ...], ...]
 
 
@@ -58,17 +56,15 @@ class Route:
 
     inner: int  # devices of a group in one slice or node
     outer: int  # slices or nodes that a group spans
-    # dimensions of the fabric that a group uses; one for a switch
-    dimensions: tuple[Dimension, ...]
+    dimensions: tuple[Dimension, ...]  # one for a switch
     bandwidth: float  # bytes a second that a device sends within the fabric, by all its links
     wraparound: bool  # whether every dimension is a ring; also of a switch
     network_bandwidth: float  # bytes a second that a device sends over the network
-    latency: float  # seconds that a message takes through the fabric at the least
-    network_latency: float  # the same over the network; 0 if the group stays within the fabric
+    latency: float  # seconds of a message through the fabric at the least
+    network_latency: float  # 0 if the group stays within the fabric
 
     @property
     def group_size(self) -> int:
-        """Devices of a group."""
         return self.inner * self.outer
 
     @property
@@ -88,12 +84,19 @@ def arrangement(
     """Returns where the positions of a mesh stand."""
     sizes = tuple(size for _, size in mesh)
     if chip.kind == "tpu":
+        from jax.experimental import mesh_utils
+
         inner = tuple(size // span for size, span in zip(sizes, spans, strict=True))
-        one = _torus_places(chip, topology, inner)
-        blocks = [
-            np.concatenate([np.full((*inner, 1), number), one], axis=-1) for number in range(slices)
-        ]
-        places = _blocked(blocks, spans, sizes)
+        made = mesh_utils.create_device_mesh(
+            inner, list(_places(chip, topology)), allow_split_physical_axes=True
+        )
+        rows = [(*device.coords, device.core_on_chip) for device in made.flat]
+        one = np.array(rows).reshape(*inner, -1)
+        blocks = np.stack([np.insert(one, 0, number, axis=-1) for number in range(slices)])
+        # Slices as blocks of the mesh: each axis runs through slices first, then within them.
+        axes = len(sizes)
+        order = [each for axis in range(axes) for each in (axis, axes + axis)]
+        places = blocks.reshape(*spans, *inner, -1).transpose(*order, 2 * axes)
     elif chip.kind == "gpu":
         places = np.stack(np.unravel_index(np.arange(math.prod(sizes)), topology), axis=-1)
     else:
@@ -101,29 +104,6 @@ def arrangement(
         places = np.stack([np.zeros_like(numbers), numbers], axis=-1)
     rows = places.reshape(-1, places.shape[-1]).tolist()
     return Arrangement(chip, topology, mesh, tuple(map(tuple, rows)))
-
-
-def _blocked(
-    blocks: list[NDArray[Any]], spans: tuple[int, ...], sizes: tuple[int, ...]
-) -> NDArray[Any]:
-    """Slices as blocks of a mesh: each axis runs through slices first, then within them."""
-    inner = blocks[0].shape[:-1]
-    stacked = np.stack(blocks).reshape(*spans, *inner, -1)
-    axes = len(sizes)
-    order = [each for axis in range(axes) for each in (axis, axes + axis)]
-    return stacked.transpose(*order, 2 * axes).reshape(*sizes, -1)
-
-
-def _torus_places(
-    chip: Hardware, topology: tuple[int, ...], sizes: tuple[int, ...]
-) -> NDArray[Any]:
-    """Coordinates and device of the chip of each position of a mesh over one slice."""
-    from jax.experimental import mesh_utils
-
-    devices = list(_places(chip, topology))
-    mesh = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    rows = [(*device.coords, device.core_on_chip) for device in mesh.flat]
-    return np.array(rows).reshape(*sizes, -1)
 
 
 @dataclass(frozen=True)
