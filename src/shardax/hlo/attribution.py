@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters that a collective moves, and the reason why a program needs it.
+"""Attribution of collectives: the parameters that they move, and the reason.
 
 A value is *carried* by instructions that pass on what they are given, as it is or in another form,
 layout or place: conversions, copies, slices, collectives, the state of a loop. Backwards, a value
@@ -102,7 +102,7 @@ class Dataflow:
         return frozenset(each.element for each in self._forwards(value) if each.inside == "")
 
     def needed_by(self, value: ValueRef) -> Instruction | None:
-        """Returns the nearest instruction with a traced operation that takes a value, if any."""
+        """Returns the nearest user of a value with a traced operation."""
         for here in self._forwards(value):
             for user in self._users.get(here.inside, {}).get(here.name, []):
                 if user.op_name and user.opcode not in ("while", "call", "conditional"):
@@ -134,7 +134,7 @@ class Dataflow:
         return ValueRef(name, self._program.computations[name].root.name, element)
 
     def _before(self, here: ValueRef, each: Instruction) -> Iterator[ValueRef]:
-        """What a value is carried from directly; nothing if it is computed or a constant."""
+        """What a value is carried from directly."""
         inside, element = here.inside, here.element
         opcode = each.opcode
         base = opcode.removesuffix("-start")
@@ -185,7 +185,7 @@ class Dataflow:
                 yield ValueRef(outside, caller.operands[number], element)
 
     def _after(self, here: ValueRef) -> Iterator[ValueRef]:
-        """What a value goes to directly; a result of the program is in the computation ""."""
+        """What a value is carried to directly; results are in computation ""."""
         inside = self._program.computations[here.inside]
         each = inside.by_name[here.name]
         if each is inside.root:
@@ -262,7 +262,7 @@ _EXTREMES = {"maximum": "takes the largest", "minimum": "takes the smallest"}
 def attribute(
     program: Program, found: Sequence[LocatedCollective], arguments: Sequence[str] = ()
 ) -> tuple[Collective, ...]:
-    """Fills in ``parameters`` and ``why`` of collectives, from the paths of the arguments.
+    """Fills in ``parameters`` and ``why`` of collectives.
 
     Where the compiler left them without, also ``op_name`` and ``source`` of what they need.
     """
@@ -308,7 +308,7 @@ def attribute(
 
 
 def _with_origin(collective: Collective, named: Sequence[Instruction]) -> Collective:
-    """Gives a collective that a compiler made the first of some operations, if it has none."""
+    """Gives a collective without ``op_name`` that of an operation."""
     if collective.op_name or not named:
         return collective
     source = collective.source or next((each.source for each in named if each.source), "")
@@ -316,7 +316,7 @@ def _with_origin(collective: Collective, named: Sequence[Instruction]) -> Collec
 
 
 def _without_states(paths: Sequence[str]) -> list[str]:
-    """Leaves out paths of an optimizer's state, which end as that of its parameter."""
+    """Leaves out optimizer states, whose paths end as those of parameters."""
     ends = {path: re.sub(r"^[^.\[]*", "", path) for path in paths if path}
     return [
         path

@@ -159,7 +159,7 @@ class Groups:
         return [[device for device in group if device >= 0] for group in self.devices.tolist()]
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """Returns the mesh axes along which devices of one group differ, in the mesh's order."""
+        """Returns the mesh axes that groups run along, in order."""
         shape = tuple(mesh.values())
         links = self.devices if self.pairs is None else self.pairs
         first = np.broadcast_to(links[:, :1], links.shape)
@@ -171,14 +171,14 @@ class Groups:
         )
 
     def crosses(self, block: int) -> bool:
-        """Whether a group holds devices of several blocks of so many consecutive devices."""
+        """Whether a group holds devices of several blocks."""
         links = self.devices if self.pairs is None else self.pairs
         blocks = np.where(links < 0, links[:, :1], links) // block
         return bool((blocks != blocks[:, :1]).any())
 
 
 def groups_of(instruction: Instruction, devices: int) -> Groups:
-    """Reads the groups of a collective; all devices are one if it names none."""
+    """Reads the groups of a collective; by default of all devices."""
     pairs = instruction.attribute("source_target_pairs")
     if pairs is not None:
         return _permutation(_lists(pairs, instruction), instruction, devices)
@@ -221,7 +221,7 @@ def _iota(text: str) -> Array | None:
 
 
 def _mesh(text: str) -> Array | None:
-    """Groups along axes, or parts of axes, of the mesh that the text describes."""
+    """Groups along axes, or parts of axes, of a printed mesh."""
     found = _MESH.fullmatch(text)
     if found is None:
         return None
@@ -320,7 +320,7 @@ def _unread(instruction: Instruction, text: str) -> HloReadError:
 
 
 def rendezvous(each: Instruction) -> str:
-    """Returns the name that a send and a receive through the host have in common, or ""."""
+    """Returns the name by which a send and a receive belong together."""
     found = _RENDEZVOUS.search(each.attributes)
     return found[1] if found else ""
 
@@ -328,7 +328,7 @@ def rendezvous(each: Instruction) -> str:
 def _slice_groups(
     each: Instruction, devices: int, slices: int, device_ids: Sequence[int] = ()
 ) -> Groups:
-    """Reads the groups of a collective between slices, a ``send``, as positions in the mesh.
+    """Reads the groups of a send between slices, as mesh positions.
 
     Without ids of devices, a device's number in its slice is its position in the slice's part of
     the mesh.
@@ -388,7 +388,7 @@ def find_collectives(
     slices: int = 1,
     device_ids: Sequence[int] = (),
 ) -> tuple[LocatedCollective, ...]:
-    """Finds the collectives that a program runs, in the order of the text.
+    """Finds the collectives of a program, in the order of the text.
 
     A mesh of several slices has as many devices of each, consecutive; some programs name devices by
     their ids. Raises HloReadError if something that looks like a collective is not known.
@@ -525,7 +525,7 @@ class _CollectiveFinder:
 
 
 def wire_bytes(kind: str, payload: int, size: int) -> float:
-    """Returns the bytes that one device of a group sends in one run, on a ring."""
+    """Returns the bytes that one device sends in one run."""
     if size < 2:
         return 0.0
     if kind in ("collective-permute", "broadcast"):
@@ -535,7 +535,7 @@ def wire_bytes(kind: str, payload: int, size: int) -> float:
 
 
 def _overlaps(inside: Computation, start: Instruction, meeting: str = "") -> bool:
-    """Whether other work stands between the start of a collective and its end.
+    """Whether other work runs between start and end of a collective.
 
     Of a send through the host the end is that of the ``recv`` with the same rendezvous.
     """
@@ -562,7 +562,7 @@ def _begins(inside: Computation, each: Instruction) -> bool:
 
 
 def _check_reached(program: Program) -> None:
-    """Raises if nothing that is known runs a computation that holds a collective."""
+    """Raises if a computation with a collective is not known to run."""
     reached = {program.entry}
     pending = [program.entry]
     while pending:
@@ -581,7 +581,7 @@ def _check_reached(program: Program) -> None:
 
 
 def _refuse_unknown(each: Instruction) -> None:
-    """Raises if an instruction looks like a collective; those that are known are not passed."""
+    """Raises if an instruction looks like a collective that is not known."""
     if each.opcode.endswith("-done") or each.opcode in ("recv", "partition-id", "replica-id"):
         return
     if each.opcode == "custom-call":

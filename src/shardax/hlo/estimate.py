@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrites of a partitioned program's collectives that compilers of accelerators are known to make.
+"""Rewrites of collectives that compilers of accelerators are known to make.
 
 XLA's partitioner places a collective wherever an array must change its layout. The compilers of
 TPUs and GPUs then simplify. Those of their simplifications that change how much is sent are done
@@ -49,7 +49,7 @@ _LAYOUT = frozenset({"copy", "reshape", "transpose", "bitcast", "convert"})
 
 
 class ComputationGraph:
-    """A computation that can be changed: instructions after their operands, and their users."""
+    """A computation to be changed: instructions in topological order, with users."""
 
     def __init__(self, program: Program, computation: Computation) -> None:
         self.program = program
@@ -76,12 +76,12 @@ class ComputationGraph:
         return [self.instructions[name] for name in instruction.inputs]
 
     def only_user(self, name: str) -> Instruction | None:
-        """Returns the instruction that alone uses another, once; None if there is no such one."""
+        """Returns the only user of an instruction, if there is one."""
         users = self.users.get(name, [])
         return self.instructions[users[0]] if len(users) == 1 and name != self.root else None
 
     def replace(self, changes: Changes) -> None:
-        """Replaces instructions; the last of the new ones has the name of the old one."""
+        """Replaces instructions; the last new one keeps the name."""
         found = self.instructions.items()
         self._set(new for name, each in found for new in changes.get(name, (each,)))
 
@@ -113,7 +113,7 @@ class ComputationGraph:
 
 
 def reduction(program: Program, collective: Instruction) -> str:
-    """Returns the opcode by which a collective reduces (``"add"``), or "" if it does not."""
+    """Returns the opcode by which a collective reduces, or ""."""
     for name in collective.computations("to_apply"):
         return program.computations[name].root.opcode
     return ""
@@ -200,7 +200,7 @@ _ARITHMETIC = {
 
 
 def _scattered_dimension(graph: ComputationGraph, cut: Instruction, groups: Groups) -> int | None:
-    """The dimension along which each device of a group slices another of as many equal parts."""
+    """The dimension along which devices of a group slice equal parts."""
     array, *starts = graph.operands(cut)
     whole, part = array.shapes[0].dims, cut.shapes[0].dims
     dimensions = [d for d, (all_, some) in enumerate(zip(whole, part, strict=True)) if all_ != some]
@@ -216,7 +216,7 @@ def _scattered_dimension(graph: ComputationGraph, cut: Instruction, groups: Grou
 
 
 def _is_sliced_alike(graph: ComputationGraph, cut: Instruction, groups: Groups) -> bool:
-    """Whether the devices of every group keep the same part of an array."""
+    """Whether the devices of every group keep the same slice."""
     for start in graph.operands(cut)[1:]:
         offsets = _offsets(graph, start)
         if offsets is None:
@@ -227,7 +227,7 @@ def _is_sliced_alike(graph: ComputationGraph, cut: Instruction, groups: Groups) 
 
 
 def _offsets(graph: ComputationGraph, scalar: Instruction) -> Numbers | None:
-    """The value of an integer on each device, if it depends on the device's number alone."""
+    """The value of an integer that depends on the device number alone."""
     devices = np.arange(graph.program.device_count)
     found = _values(graph, scalar, devices)
     return None if found is None else np.broadcast_to(found, devices.shape)
@@ -266,7 +266,7 @@ def _arithmetic(opcode: str, values: list[Numbers]) -> Numbers | None:
 
 
 def _numbers(constant: Instruction) -> list[int] | None:
-    """The integers of a constant of at most one dimension; None if it is not one of these."""
+    """The integers of a constant of at most one dimension."""
     (shape,) = constant.shapes
     if len(shape.dims) > 1 or "..." in constant.literal or shape.dtype[0] not in "su":
         return None
@@ -313,7 +313,7 @@ def rewritten(program: Program) -> Program:
 
 
 def _apply(rewrite: Rewrite, graph: ComputationGraph, groups: FindGroups) -> bool:
-    """Makes all changes that do not meet each other; whether there was one."""
+    """Makes all changes that are independent; whether there was one."""
     changes: dict[str, tuple[Instruction, ...]] = {}
     touched: set[str] = set()
     for names, changed in rewrite(graph, groups):
@@ -368,7 +368,7 @@ def _sum_over_both(
 
 
 def _product(first: Groups | None, second: Groups | None) -> Groups | None:
-    """The groups of devices that two sets of groups connect, if each pair connects all."""
+    """The groups that two sets of groups make together, if regular."""
     if first is None or second is None:
         return None
     of_first = {device: group for group in first for device in group}
@@ -416,7 +416,7 @@ def _add_first(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[se
 
 
 def _summed(graph: ComputationGraph, name: str) -> tuple[Instruction, set[str]] | None:
-    """The sum over devices that an instruction is, up to its layout, and what changes that."""
+    """The all-reduce under layout changes, and names of these changes."""
     on_the_way: set[str] = set()
     while graph.only_user(name) is not None:
         each = graph.instructions[name]

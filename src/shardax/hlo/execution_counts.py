@@ -113,7 +113,7 @@ class _ExecutionCounter:
         return list(reversed(done))
 
     def _calls(self, inside: Computation) -> Iterator[tuple[Instruction, str, int, str]]:
-        """Yields what a computation calls, how often, and what is in doubt about that."""
+        """Yields callers, callees, how often they run, and doubts."""
         for each in inside.instructions:
             if each.opcode == "while":
                 key = inside.name, each.name
@@ -156,7 +156,7 @@ class _ExecutionCounter:
 
 @dataclass(frozen=True)
 class AffineExpr:
-    """A constant and multiples of elements of a loop's state, by their number."""
+    """A constant and multiples of elements of a loop's state."""
 
     constant: int
     terms: tuple[tuple[int, int], ...] = ()
@@ -175,7 +175,7 @@ Scalars = AffineExpr | tuple["Scalars", ...] | None
 
 
 def trip_count(program: Program, inside: Computation, loop: Instruction) -> int | None:
-    """Returns how often a ``while`` runs; None if it is not known before the program runs."""
+    """Returns the trips of a ``while``; None if unknown before the run."""
     found = _TRIPS.search(loop.attributes)
     if found:
         return int(found[1])
@@ -203,7 +203,7 @@ def trip_count(program: Program, inside: Computation, loop: Instruction) -> int 
 
 
 def _steps(first: int, step: int, direction: str) -> int | None:
-    """How many of ``first``, ``first + step``, ... are LT, LE, GT, GE or NE 0, until one is not."""
+    """How many of ``first``, ``first + step``, ... compare true with 0."""
     if direction in ("LT", "LE"):
         first, step = -first, -step
         direction = "GT" if direction == "LT" else "GE"

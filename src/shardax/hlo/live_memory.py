@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liveness of a partitioned program's buffers: the memory that a device needs, an estimate.
+"""Liveness of a partitioned program's buffers, and its peak memory.
 
 Arguments stay for the whole run; a donated one makes room for the result that takes its place. What
 else is *live*, computed and needed later, changes from instruction to instruction, and the most at
@@ -75,7 +75,7 @@ class BufferTable:
             self.elements[each.name] = self._elements(each)
 
     def fills_buffer(self, each: Instruction) -> bool:
-        """Whether an instruction runs by itself: it is neither fused nor a name for others."""
+        """Whether an instruction runs by itself: neither fused nor a name."""
         fused = each.opcode in _FUSIBLE and each.name not in self._filled
         return not fused and each.opcode not in _NAMES
 
@@ -141,7 +141,7 @@ class BufferTable:
         return tuple(elements)
 
     def _loop(self, each: Instruction) -> tuple[Element, ...]:
-        """Elements of a loop's result: in the place of what it starts with, where that may be."""
+        """Elements of a loop's result, in place of the initial ones."""
         elements: list[Element] = []
         given = [self._inside.by_name[name] for name in each.operands]
         names = given[0].operands if given[0].opcode == "tuple" else [""] * len(each.shapes)
@@ -157,7 +157,7 @@ class BufferTable:
 
 
 def kept_elements(body: Computation) -> frozenset[int]:
-    """Returns the numbers of the elements that a loop's body gives back as they were."""
+    """Returns the elements of its state that a loop's body keeps."""
     if body.root.opcode != "tuple":
         return frozenset()
     kept = set()
@@ -173,7 +173,7 @@ def kept_elements(body: Computation) -> frozenset[int]:
 
 
 def least_memory_schedule(inside: Computation, buffers: BufferTable) -> list[Instruction]:
-    """Returns the instructions that run by themselves, in an order of little memory."""
+    """Schedules the instructions that run by themselves for little memory."""
     scheduled = buffers.scheduled()
     place = {each.name: number for number, each in enumerate(scheduled)}
     reached: dict[str, frozenset[str]] = {}  # by name, what a value is computed from directly
@@ -229,7 +229,7 @@ _DONOR = re.compile(r"\((\d+), *\{[^}]*\}\)")
 
 
 def aliases(program: Program) -> dict[int, int]:
-    """Returns the number of the argument whose place a result takes, by the result's number."""
+    """Returns the argument whose memory a result takes, by number."""
 
     def value(key: str) -> str:
         start = program.header.find(key)
@@ -249,7 +249,7 @@ def aliases(program: Program) -> dict[int, int]:
 
 
 def likely_updates(program: Program) -> dict[int, int]:
-    """Returns which argument's next value a result likely is, by the result's number.
+    """Returns the argument that a result likely updates, by number.
 
     A result that takes the place of an argument is its next value. Of the others, those of one type
     are taken to be the next values, or the gradients, of the arguments of this type, in order, if
@@ -272,7 +272,7 @@ def likely_updates(program: Program) -> dict[int, int]:
 
 
 def peak_bytes(program: Program) -> int:
-    """Estimates the most bytes that a device needs at a time, arguments and results included.
+    """Estimates the peak memory of a device, arguments and results included.
 
     The program is a partitioned one, best after ``rewritten``; it says what is donated.
     """
@@ -286,7 +286,7 @@ def _most(
     own: frozenset[int] | None = None,  # of a loop's body, elements of the state that it keeps
     placed: frozenset[int] = frozenset(),  # results that take the place of something given
 ) -> int:
-    """The most bytes that a computation takes at a time, beyond what it is given."""
+    """The peak of a computation, beyond what it is given."""
     kept: dict[str, frozenset[int]] = {}
     within: dict[str, int] = {}  # what computations take that an instruction calls
     for each in inside.instructions:

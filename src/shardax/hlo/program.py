@@ -26,11 +26,11 @@ from shardax._core.errors import ShardaxError
 
 
 class CompilerFailedError(ShardaxError, RuntimeError):
-    """A compiler ended with an error that is not a lack of memory; carries its words."""
+    """A compiler failed for another reason than a lack of memory."""
 
 
 class HloReadError(ShardaxError, ValueError):
-    """A compiled program has something that its reader does not know; names the instruction.
+    """A compiled program holds something unknown; names the instruction.
 
     It is an error because what was left out would be counted as nothing.
     """
@@ -88,7 +88,7 @@ def bits(dtype: str) -> int:
 
 
 def shapes(text: str) -> tuple[ArrayShape, ...]:
-    """Returns the shapes of all arrays in the text of a type, flattened."""
+    """Returns the shapes of all arrays in a type, flattened."""
     if "/*" in text:
         text = re.sub(r"/\*.*?\*/", "", text)
     return tuple(
@@ -98,7 +98,7 @@ def shapes(text: str) -> tuple[ArrayShape, ...]:
 
 
 def balanced(text: str, start: int) -> int:
-    """Returns the position after a bracket's closing one, or -1; skips quotes and comments."""
+    """Returns the position after a closing bracket, or -1."""
     depth = 0
     for found in _TOKEN.finditer(text, start):
         token = found[0]
@@ -112,7 +112,7 @@ def balanced(text: str, start: int) -> int:
 
 
 def attribute(text: str, key: str) -> str | None:
-    """Returns the value of one of an instruction's attributes, with brackets and quotes."""
+    """Returns the value of an attribute, with brackets and quotes."""
     start = 0
     for comma in _top_commas(text):
         if text.startswith(f"{key}=", start):
@@ -122,7 +122,7 @@ def attribute(text: str, key: str) -> str | None:
 
 
 def op_name(text: str) -> str:
-    """Returns the name of the traced operation in an instruction's metadata, or ""."""
+    """Returns the traced operation in an instruction's metadata, or ""."""
     found = _OP_NAME.search(text)
     return _ESCAPED.sub(r"\1", found[1]) if found else ""
 

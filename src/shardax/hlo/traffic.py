@@ -39,7 +39,7 @@ _INSIDE = ("while", "call", "conditional")
 
 
 def hbm_bytes(program: Program, runs: Mapping[str, int]) -> float:
-    """Counts bytes of memory that one device reads and writes in a run of a compiled program."""
+    """Counts bytes of memory traffic of a compiled program."""
     # Computations that run within an instruction do not read or write memory themselves.
     inner = {
         name
@@ -91,7 +91,7 @@ def _sum(instructions: Iterable[Instruction]) -> int:
 
 
 def _read(program: Program, inside: Computation, value: Instruction, whole: int) -> int:
-    """Bytes of a value that a fused computation reads: the slices, if it only takes slices."""
+    """Bytes of a value that a fusion reads: of slices, these."""
     total = 0
     for user in inside.instructions:
         if user.opcode in ("parameter", "constant") or value.name not in user.operands:
@@ -117,7 +117,7 @@ def _read(program: Program, inside: Computation, value: Instruction, whole: int)
 
 
 def _written(inside: Computation, result: Instruction) -> int:
-    """Bytes that a fused computation writes of a result: the slice, of an update in place."""
+    """Bytes of a result that a fusion writes: of updates, the slice."""
     while result.opcode in _FUSED_VIEWS:
         (result,) = inside.operands(result)
     if result.opcode == "dynamic-update-slice":
@@ -157,7 +157,7 @@ def _add_read(
     limit: int | None,  # of bytes: of an array that is sliced, those of the slice
     read: dict[str, int],
 ) -> None:
-    """Adds what is read for a value, by the name of what is in memory."""
+    """Adds the bytes read for a value, by buffer."""
     if each.opcode in VIEWS:
         _add_read(inside, buffers, inside.by_name[each.operands[0]], limit, read)
     elif each.opcode in ("parameter", "get-tuple-element") or buffers.fills_buffer(each):
@@ -180,7 +180,7 @@ _DOTS = ("dot", "scaled-dot", "ragged-dot")
 
 
 def own_flops(inside: Computation, each: Instruction) -> float:
-    """Counts operations of a matrix product or convolution, without those that it calls."""
+    """Counts operations of a matrix product or convolution itself."""
     if each.opcode in _DOTS:
         contracted = each.attribute("lhs_contracting_dims")
         if contracted is None:
@@ -233,7 +233,7 @@ class _ConvolutionWindow:
     window_dilation: int = 1
 
     def places(self, inputs: int, outputs: int) -> int:
-        """How often a place of the window, over all outputs, meets an element of the input."""
+        """How often window places meet an element, over all outputs."""
         last = (inputs - 1) * self.input_dilation
         common = math.gcd(self.stride, self.input_dilation)
         period = self.input_dilation // common

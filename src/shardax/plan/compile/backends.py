@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XLA's compilers of CPUs, TPUs and GPUs, for devices that need not be there.
+"""XLA's compilers of CPUs, TPUs and GPUs, for absent devices too.
 
 CPU devices are *virtual*: parts of one CPU, of which a process has as many as it was configured
 with before its first computation. TPU slices are described to libtpu, and GPUs to JAX's CUDA
@@ -72,7 +72,7 @@ class CpuCompiler(TargetCompiler):
 
 
 class EstimateCompiler(CpuCompiler):
-    """XLA's partitioner on virtual CPU devices, in place of the compiler of a TPU or GPU."""
+    """XLA's partitioner in place of the compiler of a TPU or GPU."""
 
     tier = "cpu estimate"
 
@@ -141,7 +141,7 @@ class TpuCompiler(TargetCompiler):
 
 @functools.lru_cache(maxsize=8)
 def _tpu_devices(target: Target) -> dict[tuple[int, ...], Any]:
-    """Devices by slice, coordinates (as an arrangement has them) and core of the chip."""
+    """Devices by slice, coordinates and core of the chip."""
     from jax.experimental import topologies
 
     chip = target.hardware
@@ -224,7 +224,7 @@ class GpuCompiler(TargetCompiler):
 
 
 def target_config(chip: Hardware) -> str:
-    """Returns the description of a GPU that XLA's compiler takes, as protocol buffer text."""
+    """Returns XLA's description of a GPU, as protocol buffer text."""
     missing = [name for name in _DESCRIBED if name not in chip.compiler]
     if missing:
         raise TargetError(

@@ -44,7 +44,7 @@ _CALL = re.compile(r"^callsite\((#loc\d*) at (#loc\d*)\)$")
 
 
 def program_text(text: str, planner: str = _PLANNER) -> str:
-    """Returns a program's text with the same locations wherever the planner is called from."""
+    """Returns a program's text without locations in the planner's callers."""
     lines = text.splitlines()
     found = [(line, _DEFINED.match(line)) for line in lines]
     locations = _Locations({m[1]: m[2] for _, m in found if m}, planner)
@@ -58,7 +58,7 @@ def program_text(text: str, planner: str = _PLANNER) -> str:
 
 
 class _Locations:
-    """Locations of a text by name, without calls of the planner and outside it."""
+    """Locations of a text by name, without the planner's callers."""
 
     def __init__(self, defined: dict[str, str], planner: str) -> None:
         self._defined = defined
@@ -127,7 +127,7 @@ class ProgramCache:
     def compile(
         self, compiler: TargetCompiler, sizes: Mapping[str, int], lowered: Any, effort: str
     ) -> CompileResult:
-        """Returns what a compiler makes of a function lowered over a mesh of these sizes."""
+        """Compiles a lowered function, unless the result is cached."""
         key = program_key(compiler, sizes, lowered, effort)
         known = self.get(key)
         if known is not None:
@@ -172,7 +172,7 @@ class ProgramCache:
             )
 
     def _trim(self) -> None:
-        """Deletes what is too much, once; other processes may do so at the same time."""
+        """Deletes the least recently used programs, once."""
         if self._trimmed:
             return
         self._trimmed = True

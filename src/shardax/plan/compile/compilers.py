@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilers for hardware that need not be there: the base class, and which one a target has.
+"""Compilers for hardware that need not be there.
 
 A *tier* says how much of a compiler it is. ``"target compiler"`` compiles for the hardware itself:
 XLA with libtpu for TPUs, with the CUDA plugin for NVIDIA GPUs, with LLVM for CPUs. A ``"cpu
@@ -82,7 +82,7 @@ class TargetCompiler(abc.ABC):
         return 0
 
     def mesh(self, sizes: Mapping[str, int], axis_types: AxisTypes = None) -> Mesh:
-        """Returns a mesh over the target's devices; its axes are ``Auto`` by default."""
+        """Returns a mesh over the target's devices, ``Auto`` by default."""
         self.target.check_mesh(sizes)
         devices = self._devices(sizes)
         if axis_types is None or isinstance(axis_types, AxisType):
@@ -94,7 +94,7 @@ class TargetCompiler(abc.ABC):
         return Mesh(devices, tuple(sizes), axis_types=types)
 
     def compile(self, lowered: jax.stages.Lowered, effort: str = "screen") -> CompileResult:
-        """Compiles a function, of JAX or of ``sx.jit``, lowered over a mesh of this compiler."""
+        """Compiles a function that was lowered over this compiler's mesh."""
         if effort not in ("screen", "full"):
             raise PlanInputError(f"effort is 'screen' or 'full', not {effort!r}.")
         messages = record_stderr()
@@ -137,7 +137,7 @@ class TargetCompiler(abc.ABC):
         return CompileResult(compiled.as_text(), peak, temporaries, None, seconds)
 
     def _requested_bytes(self, message: str) -> int | None:
-        """Memory that a program asks for, if that is what an error is about."""
+        """The memory that a program asks for, from an out-of-memory error."""
         return None
 
     def _memory(self, compiled: Any) -> tuple[int, int]:
@@ -153,7 +153,7 @@ class TargetCompiler(abc.ABC):
 
 
 def record_stderr() -> Callable[[], str]:
-    """Returns a function for what was written to the error stream since; "" if unknown."""
+    """Returns a function for what is written to stderr from now on."""
 
     def size() -> int | None:
         try:
@@ -177,7 +177,7 @@ def record_stderr() -> Callable[[], str]:
 
 
 def full_rematerializations(text: str) -> tuple[tuple[str, str], ...]:
-    """Returns operation or argument, and type with both shardings, from a compiler's messages."""
+    """Returns operations or arguments, and changes of sharding, from messages."""
     found: dict[tuple[str, str], None] = {}
     for each in _REMATERIALIZATION.finditer(text):
         found[op_name(each[4]), f"{each[3]} from {each[1]} to {each[2]}"] = None
@@ -187,7 +187,7 @@ def full_rematerializations(text: str) -> tuple[tuple[str, str], ...]:
 def rematerialization_warnings(
     found: tuple[tuple[str, str], ...], paths: Mapping[str, str], sources: Mapping[str, str]
 ) -> list[str]:
-    """Returns warnings with paths of arguments (by JAX's name) and lines of operations."""
+    """Returns warnings, with paths of arguments and lines of operations."""
     said: list[str] = []
     for name, change in found:
         is_argument = name and "/" not in name  # operations have that of what they are in
@@ -256,7 +256,7 @@ def compiler_for(target: Target, *, compiler: str = "auto") -> TargetCompiler:
 
 
 def known_compilers() -> tuple[CompilerInfo, ...]:
-    """Returns which compilers there are, which are installed, and how to install the others.
+    """Returns the compilers, whether installed, and how to install them.
 
     Example:
         >>> from shardax import plan
@@ -296,7 +296,7 @@ def known_compilers() -> tuple[CompilerInfo, ...]:
 
 
 def with_options(lowered: Any, options: Mapping[str, Any]) -> Any:
-    """Compiles with options of XLA; without them where it is of a version that has none such."""
+    """Compiles with options of XLA, or without if it knows none such."""
     try:
         return lowered.compile(compiler_options=dict(options) or None)
     except Exception as error:  # of jaxlib's own class

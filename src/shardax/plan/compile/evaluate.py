@@ -148,7 +148,7 @@ def rejected(layout: Layout, reason: str, **more: Any) -> LayoutReport:
 
 @functools.lru_cache(maxsize=16)
 def program_flops(inputs: Inputs, mesh_axes: tuple[str, ...] = ()) -> float:
-    """Returns operations of the matrix products in the one-device program of a step.
+    """Returns the matrix-product operations of a step's one-device program.
 
     The program is that of XLA before its optimizations, without what is unused or there twice.
     """
@@ -162,7 +162,7 @@ def _dimensions(inputs: Inputs, mesh_axes: tuple[str, ...]) -> Dimensions:
 
 
 def _lost_batches(inputs: Inputs, layout: Layout) -> list[str]:
-    """Warnings where an activation is not split by the batch, as another name took its mesh axis.
+    """Warnings of activations that another name splits instead of the batch.
 
     Rules are asked in order. With that of a parameter's dimension first, which activations have
     too, they are split by it and not by the batch, and most of what is computed travels.
@@ -184,7 +184,7 @@ def _lost_batches(inputs: Inputs, layout: Layout) -> list[str]:
 
 
 def _argument_paths(program: Program, paths: dict[str, str]) -> tuple[str, ...]:
-    """Paths of a compiled program's parameters; one that has none is known by JAX's name."""
+    """Paths of a compiled program's parameters, or JAX's names of them."""
     found = {number: each.op_name for number, each in program.main.parameters.items()}
     names = [found.get(number, "") for number in range(max(found, default=-1) + 1)]
     return tuple(paths.get(name, name) for name in names)
@@ -214,7 +214,7 @@ class LoweredStep:
 
 
 def lower(inputs: Inputs, layout: Layout, placed: Placed, mesh: Mesh) -> LoweredStep:
-    """Lowers a step in a layout, whose rules hold for constraints in it.
+    """Lowers a step in a layout.
 
     Raises PlanInputError if the step needs values, ShardaxError if the layout does not fit it.
     """
@@ -224,7 +224,7 @@ def lower(inputs: Inputs, layout: Layout, placed: Placed, mesh: Mesh) -> Lowered
 
 
 def lower_alone(inputs: Inputs, mesh_axes: Sequence[str] = ()) -> LoweredStep:
-    """Lowers a step for one device; mesh axes, for code that asks for them, are of size 1."""
+    """Lowers a step for one device, with mesh axes of size 1."""
     devices = np.array(jax.devices("cpu")[:1]).reshape((1,) * len(mesh_axes))
     # Each name has a rule, so that constraints find that they may stay as they are.
     rules = Rules([(name, None) for name in inputs.logical_names or ("batch",)])
@@ -258,7 +258,7 @@ def _traceable(inputs: Inputs, placed: Placed | None) -> Any:
 def _carried(
     step: Callable[..., Any], inputs: Inputs, placed: Placed | None
 ) -> tuple[tuple[int, ...], Any]:
-    """Which arguments come back, and the shardings of the results as a prefix."""
+    """Which arguments come back, and a prefix of result shardings."""
     shapes = inputs.shapes()
     result = jax.eval_shape(step, *shapes)
     several = type(result) in (tuple, list)

@@ -107,7 +107,7 @@ def _evaluate_with(
 
 
 class PoolEvaluator:
-    """Evaluates layouts of one step in processes of its own; a context manager."""
+    """Evaluates layouts of a step in several processes."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class PoolEvaluator:
         *,
         begun: Callable[[Layout], None] | None = None,
     ) -> Iterator[Evaluation]:
-        """Yields an evaluation per layout, as they are done; they are begun in order.
+        """Yields evaluations as they are done; layouts are begun in order.
 
         Raises PlanInputError if the step or its arguments are at fault, whatever the layout.
         """
@@ -222,7 +222,7 @@ class PoolEvaluator:
         return slot.executor.submit(_evaluate, str(self._task), layout, effort)
 
     def _failed(self, place: int, layout: Layout, reason: str = "") -> LayoutReport:
-        """Ends a process; returns the report of the layout that it failed at."""
+        """Ends a process; returns the report of its failed layout."""
         slot = self._slots.pop(place)
         slot.close()
         code = slot.process.exitcode or 0
@@ -353,7 +353,7 @@ class _NamedBox(LogicallyPartitioned[Any]):
 
 
 def _sendable(inputs: Inputs) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the step, and its arguments as shapes, which are all that a compiler needs."""
+    """Returns the step, and its arguments as shapes."""
     boxed = jax.tree.map(
         lambda leaf: _NamedBox(leaf.struct, leaf.axes) if isinstance(leaf, NamedShape) else leaf,
         inputs.args,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time model of compiled programs, and calibration of its figures for CPU devices.
+"""Time model of compiled programs, and calibration for CPU devices.
 
 *Arithmetic* takes operations over the peak of the dtype, *memory* takes bytes over its bandwidth,
 and a collective takes wire bytes over the links that its group uses, at least their latency.
@@ -50,7 +50,7 @@ _SUMS = 16  # of a single number, for the latency
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Share of the hardware's figures that a program reaches; above 0 and at most 1.
+    """Share of the hardware's figures that programs reach, in (0, 1].
 
     Attributes:
         compute: Of the peak of matrix products.
@@ -173,7 +173,7 @@ def collective_time(
 def _reach(
     each: Collective, target: Target, mesh: Mapping[str, int]
 ) -> tuple[Route, tuple[int, int]]:
-    """The way between devices of a group, and how many they are within the fabric and beyond.
+    """The route of a group, and its devices within and across fabrics.
 
     A group along part of a mesh axis takes the axis's way, within a slice unless the collective
     says that it crosses, and within a node as far as that has room. Groups along no mesh axes are
@@ -354,7 +354,7 @@ def _least_seconds(
     repeats: int,
     clock: Callable[[], float],
 ) -> dict[str, float]:
-    """Runs programs on all devices at once, in turn, and takes the least time of each."""
+    """Runs programs on all devices in turn; returns least times."""
     sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
 
     # Ones: results are neither denormal nor infinite, which would take another time.
@@ -393,7 +393,7 @@ def _on_each(mesh: Mesh, function: Callable[[Any], Any]) -> Callable[[Any], Any]
 
 
 def _collectives(count: int) -> dict[str, Callable[[Any], Any]]:
-    """Each kind, of flat arrays; a gather's payload is that of all devices together."""
+    """Each kind, of flat arrays; a gather's payload is the whole."""
     ring = [(i, (i + 1) % count) for i in range(count)]
 
     return {

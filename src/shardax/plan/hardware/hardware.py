@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hardware: arithmetic, memory, links and network of a device; known, registered, from files.
+"""Hardware figures: known, registered, or read from TOML files.
 
 *Device* is what JAX calls one: half a chip of TPU v7x, a whole chip elsewhere. A *fabric* joins
 devices closely: the torus of a TPU *slice* (ICI), the switch of a GPU *node* (NVLink). The

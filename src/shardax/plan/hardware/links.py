@@ -119,7 +119,7 @@ class _Place:
 
 
 def _places(chip: Hardware, topology: tuple[int, ...]) -> Iterator[_Place]:
-    """Devices of a slice in the order in which libtpu lists them: by hosts of 2x2, x first."""
+    """Devices in libtpu's order: by hosts of 2x2, x first."""
     x, y, z = (*topology, 1)[:3]
     across, along = min(x, 2), min(y, 2)
     hosts = itertools.product(range(z), range(y // along), range(x // across))
@@ -173,7 +173,7 @@ def _groups(where: Arrangement, along: tuple[bool, ...]) -> NDArray[Any]:
 def _torus_dimensions(
     chip: Hardware, topology: tuple[int, ...], groups: NDArray[Any]
 ) -> Iterator[Dimension]:
-    """Dimensions of a torus that groups use, by the coordinates of their devices.
+    """Dimensions of a torus that groups use.
 
     A group with all devices of its chips sends what is for another chip once, by all links of its
     own.
@@ -202,6 +202,6 @@ def _evenly_round(places: tuple[int, ...], length: int) -> bool:
 
 
 def _most_on_a_link(spans: set[tuple[int, ...]]) -> int:
-    """How many groups of a line use the link that most of them use."""
+    """How many groups of a line share its busiest link."""
     ends = [(each[0], each[-1]) for each in spans]
     return max(sum(first <= link < last for first, last in ends) for link, _ in ends)

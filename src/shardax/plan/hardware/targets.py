@@ -109,7 +109,7 @@ class Target:
 
     @property
     def text(self) -> str:
-        """The target as it is written; ``parse`` reads it back if the hardware is known."""
+        """The target as ``parse`` reads it."""
         slices = f"{self.slices}*" if self.slices > 1 else ""
         shape = slices + "x".join(map(str, self.topology))
         share = "" if self.memory_fraction is None else f"@{self.memory_fraction:g}"
@@ -140,7 +140,7 @@ class Target:
         return self.hardware.usable_bytes
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
-        """Checks that mesh axes have as many devices as the target, and divide into its slices.
+        """Checks that mesh axes fit the target's devices and slices.
 
         Args:
             sizes: Sizes of the mesh axes, in order. Slices are split over the leading axes.
@@ -168,7 +168,7 @@ class Target:
             )
 
     def _fitting(self, sizes: Mapping[str, int]) -> str:
-        """A sentence of sizes for these axes that have the right number of devices."""
+        """A sentence with sizes of these axes that fit."""
         found = factorizations(self.device_count, len(sizes))
         near = sorted(
             found,
@@ -180,7 +180,7 @@ class Target:
         return f" These have {self.device_count}: {'; '.join(words)}."
 
     def _slices_by_axis(self, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-        """How many slices each mesh axis spans; None if they cannot be split so."""
+        """How many slices each mesh axis spans, if they can be split."""
         left, spans = self.slices, []
         for size in sizes.values():
             span = math.gcd(size, left)
@@ -302,7 +302,7 @@ def _is_count(value: object) -> bool:
 
 
 def topology_exists(chip: Hardware, topology: tuple[int, ...]) -> bool:
-    """Whether there are slices of a topology, in any order of its sizes."""
+    """Whether there are slices of a topology, in any order."""
     if not chip.shapes or sorted(topology) in map(sorted, _named_topologies(chip)):
         return True
     step = chip.wraparound

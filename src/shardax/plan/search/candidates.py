@@ -148,7 +148,7 @@ def _kept_whole(dimensions: Dimensions, activations: Sequence[str]) -> Iterable[
 
 
 def _batch_beside(dimensions: Dimensions) -> dict[str, frozenset[str]]:
-    """For names summed over in products of computed arrays, the batch dimensions of these."""
+    """Batch dimensions of products of computed arrays, by summed name."""
     found: dict[str, frozenset[str]] = {}
     for product in dimensions.products:
         batch = {n for dim in product.dims if dim.role == "batch" for n in dim.names}
@@ -160,7 +160,7 @@ def _batch_beside(dimensions: Dimensions) -> dict[str, frozenset[str]]:
 
 
 def _tied(dimensions: Dimensions, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Ties names as far as no two of them are on one argument."""
+    """Ties names of which no two are on one argument."""
     arrays = [set(strings(names)) for _, names in dimensions.arguments]
     groups: list[list[str]] = []
     for name in names:
@@ -174,7 +174,7 @@ def _tied(dimensions: Dimensions, names: Sequence[str]) -> list[tuple[str, ...]]
 
 
 def mesh_shapes(devices: int, axes: Sequence[str], slices: int = 1) -> Meshes:
-    """Returns all meshes of some axes and devices, the first axis largest first.
+    """Returns all meshes of some axes, the first axis largest first.
 
     Of several slices the first axis is that of slices, named "slice" unless ``axes`` begin so.
     """
@@ -234,7 +234,7 @@ def _equivalence_key(candidate: LayoutCandidate) -> Any:
 
 
 def _free_names(dimensions: Dimensions, inputs: Inputs) -> frozenset[str]:
-    """Names on no parameter, on (nearly) every product, and never twice on one."""
+    """Names on no parameter, but on (nearly) every product, once."""
     total = dimensions.flops
     found: set[str] = set()
     stored = set(_names_of(inputs, ("parameters", "optimizer")))
@@ -252,7 +252,7 @@ def _storage_key(
     large: Sequence[bool],
     free: frozenset[str],
 ) -> Any:
-    """A key that is equal for candidates that differ at most in how arguments are stored."""
+    """A key equal for candidates that store arguments differently at most."""
     axes_of = {name: mesh_axes_of(target) for name, target in candidate.layout.rules}
     of_free = {axis for name in free for axis in axes_of.get(name, ())}
     names = tuple((n, tuple(a for a in axes if a not in of_free)) for n, axes in axes_of.items())
@@ -351,7 +351,7 @@ def _enumerate(
 
 
 def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[Target]:
-    """None, each mesh axis, and all of several in the order of the mesh."""
+    """None, each mesh axis, and all combinations in order."""
     axes = [axis for axis, size in mesh if size > 1 and not (inner_only and axis == _SLICE_AXIS)]
     found: list[Target] = [None]
     for count in range(1, len(axes) + 1):
@@ -392,7 +392,7 @@ def _name(
     mesh: tuple[tuple[str, int], ...],
     chosen: Sequence[Target],
 ) -> str:
-    """Such as ``batch=data mlp=model (8x2)``; a group is called by the name with most work."""
+    """A name such as ``batch=data mlp=model (8x2)``."""
     work: dict[str, float] = {}
     for product in dimensions.products:
         for name in {name for dim in product.dims for name in dim.names}:

@@ -55,7 +55,7 @@ class DimensionClasses:
         return dimension
 
     def join(self, one: int, other: int) -> None:
-        """Makes the classes of two dimensions one; a dimension of size 1 stays by itself."""
+        """Joins the classes of two dimensions, unless of size 1."""
         if 1 in (self._sizes[one], self._sizes[other]):
             return
         one, other = sorted((self.find(one), self.find(other)))
@@ -64,7 +64,7 @@ class DimensionClasses:
             self._names.setdefault(one, set()).update(self._names.pop(other, ()))
 
     def join_same_sizes(self, one: Sequence[int], other: Sequence[int]) -> None:
-        """Joins the dimensions of two arrays, one by one, that have equal sizes."""
+        """Joins dimensions of two arrays pairwise where sizes are equal."""
         for a, b in zip(one, other, strict=False):
             if self._sizes[a] == self._sizes[b]:
                 self.join(a, b)
@@ -81,7 +81,7 @@ class DimensionClasses:
             self.join(one, other)
 
     def name(self, dimension: int, name: str) -> None:
-        """Gives a class a name; a dimension of size 1 has none, as it is never split."""
+        """Names a class; dimensions of size 1, never split, have none."""
         if self._sizes[dimension] != 1:
             self._names.setdefault(self.find(dimension), set()).add(name)
 
@@ -90,7 +90,7 @@ class DimensionClasses:
         self._looped.add(dimension)
 
     def looped_names(self) -> frozenset[str]:
-        """Returns the names of classes that a loop takes one element at a time."""
+        """Returns the names of dimensions that loops run over."""
         return frozenset(name for each in self._looped for name in self.own_names(each))
 
     def own_names(self, dimension: int) -> frozenset[str]:
@@ -98,7 +98,7 @@ class DimensionClasses:
         return frozenset(self._names.get(self.find(dimension), ()))
 
     def resolve(self) -> dict[int, frozenset[str]]:
-        """Joins what is still to be joined; returns names by class, also of wholes and parts."""
+        """Joins what is left; returns names by class, across wholes and parts."""
         while self._join_parts():
             pass
         reached = {self.find(each): set(self.own_names(each)) for each in self._names}
@@ -111,7 +111,7 @@ class DimensionClasses:
         return {each: frozenset(names) for each, names in reached.items()}
 
     def _join_parts(self) -> bool:
-        """Joins the parts of wholes that have become one class; says whether there were any."""
+        """Joins the parts of joined wholes; whether there were any."""
         known: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         changed = False
         for whole, parts in self._wholes:
@@ -203,7 +203,7 @@ def _reshape(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> l
 
 
 def _resized(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
-    """Slices, pads, concatenations: a dimension stays what it is, whatever its size becomes."""
+    """Slices, pads, concatenations: dimensions stay the same, sizes change."""
     results = _fresh(classes, eqn, operands)
     for out in results:
         for operand in operands:
@@ -221,7 +221,7 @@ def _top_k(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> lis
 
 
 def _gather(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
-    """Rows of an operand by indices, whose last dimension is that of one index."""
+    """Rows of an operand by indices (last dimension: one index)."""
     numbers = eqn.params["dimension_numbers"]
     operand, indices = operands[0], operands[1]
     (out,) = _fresh(classes, eqn, operands)
@@ -305,7 +305,7 @@ _KEEPS_ARGUMENT = frozenset(
 
 
 class TracedArray(NamedTuple):
-    """What is known of an array in the program: its dimensions; whether it is an argument."""
+    """An array of the program, and whether it is an argument."""
 
     dims: Dims
     given: bool
@@ -483,7 +483,7 @@ class JaxprWalk:
     def _call(
         self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
     ) -> list[TracedArray]:
-        """A function inside of an eqn; else an operation of which nothing is known."""
+        """A jaxpr inside of an equation, or an unknown operation."""
         unrelated = _fresh(self.classes, eqn, [value.dims for value in operands])
         results = [TracedArray(dims, False) for dims in unrelated]
         if eqn.primitive.name.startswith("pallas"):
@@ -503,7 +503,7 @@ class JaxprWalk:
 
 
 def _needed(jaxpr: Any, wanted: Sequence[bool]) -> list[list[bool] | None]:
-    """Returns, for each eqn, which of its results are needed, or None if it is not."""
+    """Returns the needed results of each equation; None if it is dead."""
     live = {id(item) for item, flag in zip(jaxpr.outvars, wanted, strict=True) if flag}
     found: list[list[bool] | None] = []
     for eqn in reversed(jaxpr.eqns):

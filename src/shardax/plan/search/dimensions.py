@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dimension model of a step: its matrix products and the names of their dimensions.
+"""The dimension model of a step: matrix products with named dimensions.
 
 A step is traced once, on shapes, and the names of its arguments and constraints are followed
 through the jaxpr. The model tells at once what a compile would tell in seconds: how much of the
@@ -77,13 +77,13 @@ class Dimensions:
         return tuple(dict.fromkeys(name for _, names in arrays for name in strings(names)))
 
     def sizes_of(self, name: str) -> tuple[int, ...]:
-        """Returns the sizes that dimensions of a name have, each once, smallest first."""
+        """Returns the sizes of dimensions with a name, in ascending order."""
         arrays = (*self.constraints, *self.arguments)
         pairs = (pair for shape, names in arrays for pair in zip(shape, names, strict=True))
         return tuple(sorted({size for size, entry in pairs if name in strings((entry,))}))
 
     def replicated_compute(self, rules: RulesLike, mesh_sizes: Mapping[str, int]) -> float:
-        """Returns how often devices do each operation at the least; 1 is without replication.
+        """Returns a lower bound of how often devices repeat each operation.
 
         A product can be split by every mesh axis that a name of one of its dimensions has by the
         rules. A dimension without a name counts as split by whatever is left, as far as its size
@@ -103,7 +103,7 @@ class Dimensions:
 
 
 def trace_dimensions(inputs: Inputs, mesh_axes: Iterable[str] = ("data", "model")) -> Dimensions:
-    """Traces a step on shapes; mesh axes, for code that asks for them, are of size 1."""
+    """Traces a step on shapes, with mesh axes of size 1."""
     axes = tuple(mesh_axes)
     mesh = AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
     rules = Rules(dict.fromkeys(("batch", *inputs.logical_names)))
@@ -155,7 +155,7 @@ def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> 
 
 
 def _names_of_slots(inputs: Inputs) -> list[tuple[Slot, list[Names | None]]]:
-    """The logical names of each array of each slot of the arguments, in the order of slots."""
+    """The logical names of the arrays of each slot."""
     found: list[tuple[Slot, list[Names | None]]] = []
     for slot in Survey(inputs.tree).slots:
         logical = not isinstance(slot.axes, PartitionSpec)  # else the names are those of mesh axes
@@ -166,7 +166,7 @@ def _names_of_slots(inputs: Inputs) -> list[tuple[Slot, list[Names | None]]]:
 
 @contextlib.contextmanager
 def needs_no_values() -> Iterator[None]:
-    """Turns JAX's errors about values that a step needs into one that names the line."""
+    """Turns JAX's concretization errors into one that names the line."""
     try:
         yield
     except (
@@ -189,7 +189,7 @@ def needs_no_values() -> Iterator[None]:
 
 
 def _marked(inputs: Inputs) -> Callable[..., Any]:
-    """The step, with the names of its arguments left in the program where it begins."""
+    """The step, with the names of its arguments marked in the program."""
     step = inputs.step.__wrapped__ if isinstance(inputs.step, Jit) else inputs.step
     named = [names for _, names in _names_of_slots(inputs)]
 

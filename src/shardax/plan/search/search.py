@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search: the best layouts of a step on hardware, among all that its names allow.
+"""Search for the best layouts of a step on hardware.
 
 First comes what needs no compiler: the dimension model of the step, and the candidates, which are
 the assignments of mesh axes worth trying. These are *screened*: compiled fast, several at a time,
@@ -73,7 +73,7 @@ def search(
     cache: Any = "default",
     progress: bool = True,
 ) -> Plan:
-    """Finds the best layouts of a step on hardware that need not be there.
+    """Finds the best layouts of a step on hardware, present or not.
 
     Args:
         step: What is planned; see ``compare``. With ``batch`` or ``remat``: a function that makes
@@ -217,7 +217,7 @@ def _steps(
     batch: Sequence[int] | None,
     remat: Sequence[Any] | None,
 ) -> Iterable[tuple[str, float, Inputs]]:
-    """Yields the name, examples a step and inputs of every step to be compared."""
+    """Yields name, examples a step and inputs of the steps to compare."""
     varied = {n: list(v) for n, v in (("batch", batch), ("remat", remat)) if v is not None}
     if not varied:
         yield "", 1.0, Inputs(step, args)
@@ -242,7 +242,7 @@ def _steps(
 
 @dataclass(frozen=True)
 class _Variant:
-    """One step of those that a search compares, with what there is to try for it."""
+    """One of the compared steps, with its candidates."""
 
     label: str
     examples: float
@@ -281,12 +281,12 @@ def _variant(
 def promising_first(
     layouts: Sequence[Layout], dimensions: Dimensions, flops_per_byte: float
 ) -> list[Layout]:
-    """Sorts layouts by a rough estimate of their time; equals stay as they are."""
+    """Sorts layouts by a rough estimate of their time, stably."""
     return sorted(layouts, key=lambda layout: rough_cost(layout, dimensions, flops_per_byte))
 
 
 def rough_cost(layout: Layout, dimensions: Dimensions, flops_per_byte: float) -> float:
-    """Returns operations of one device; bytes that it sends count as operations meanwhile."""
+    """Returns operations of one device, bytes sent counted as operations."""
     axes_of = {name: mesh_axes_of(target) for name, target in layout.rules}
     place = {name: position for position, name in enumerate(axes_of)}
     sizes = layout.sizes
@@ -361,7 +361,7 @@ class _Search:
         ]
 
     def confirm(self, finalists: int) -> None:
-        """Compiles the best with full effort, until as many fit or too many do not."""
+        """Compiles the best with full effort, until enough of them fit."""
         confirmed: set[str] = set()
         left = finalists * _MORE_FINALISTS
         while left > 0:
