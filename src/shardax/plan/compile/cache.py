@@ -45,43 +45,34 @@ _CALL = re.compile(r"^callsite\((#loc\d*) at (#loc\d*)\)$")
 
 def program_text(text: str, planner: str = _PLANNER) -> str:
     """Returns a program's text without locations in the planner's callers."""
-    lines = text.splitlines()
-    found = [(line, _DEFINED.match(line)) for line in lines]
-    locations = _Locations({m[1]: m[2] for _, m in found if m}, planner)
+    lines = [(line, _DEFINED.match(line)) for line in text.splitlines()]
+    defined = {match[1]: match[2] for _, match in lines if match}
+    known: dict[str, str | None] = {}  # locations by name; None is one in the planner
     numbers: dict[str, int] = {}
 
-    def renumbered(match: re.Match[str]) -> str:
-        return f"#{numbers.setdefault(locations.of(match[0]) or 'planner', len(numbers))}"
+    def location(name: str) -> str | None:
+        if name not in known:
+            known[name] = resolved(defined.get(name, name))
+        return known[name]
 
-    body = [_REFERRED.sub(renumbered, line) for line, defined in found if not defined]
-    return "\n".join([*body, *(f"#{number} = {where}" for where, number in numbers.items())])
-
-
-class _Locations:
-    """Locations of a text by name, without the planner's callers."""
-
-    def __init__(self, defined: dict[str, str], planner: str) -> None:
-        self._defined = defined
-        self._planner = planner
-        self._known: dict[str, str | None] = {}
-
-    def of(self, name: str) -> str | None:  # None is a location in the planner
-        if name not in self._known:
-            self._known[name] = self._resolved(self._defined.get(name, name))
-        return self._known[name]
-
-    def _resolved(self, text: str) -> str | None:
+    def resolved(text: str) -> str | None:
         if match := _FILE.match(text):
-            return None if match[1].startswith(self._planner) else text
+            return None if match[1].startswith(planner) else text
         if match := _CALL.match(text):
-            inner, outer = self.of(match[1]), self.of(match[2])
+            inner, outer = location(match[1]), location(match[2])
             return inner if inner is None or outer is None else f"{inner} at {outer}"
         if match := _NAMED.match(text):
-            where = self.of(match[2])
-            if where is None and _FILE.match(self._defined.get(match[2], "")):
+            where = location(match[2])
+            if where is None and _FILE.match(defined.get(match[2], "")):
                 return None  # a call, by the name of its function
             return f"{match[1]}({where or ''})"
-        return _REFERRED.sub(lambda match: self.of(match[0]) or "", text)
+        return _REFERRED.sub(lambda match: location(match[0]) or "", text)
+
+    def renumbered(match: re.Match[str]) -> str:
+        return f"#{numbers.setdefault(location(match[0]) or 'planner', len(numbers))}"
+
+    body = [_REFERRED.sub(renumbered, line) for line, is_defined in lines if not is_defined]
+    return "\n".join([*body, *(f"#{number} = {where}" for where, number in numbers.items())])
 
 
 _FORMAT = 3  # of the files; raised when what is in them changes

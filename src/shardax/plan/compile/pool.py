@@ -135,23 +135,23 @@ class PoolEvaluator:
         self._seconds = seconds
         self._digests = _source_digests()
         self._slots: dict[int, _Slot] = {}
+        data = self._pickled(inputs)
         self._folder = Path(tempfile.mkdtemp(prefix="shardax-plan-"))
-        self._taken = 0
-        try:
-            self.take(inputs)
-        except BaseException:
-            self.close()
-            raise
+        self._write(data)
 
     def take(self, inputs: Inputs) -> None:
         """Replaces the step for the layouts that are evaluated from now on."""
+        self._write(self._pickled(inputs))
+
+    def _pickled(self, inputs: Inputs) -> bytes:
         try:
-            data = dumps((*_sendable(inputs), *self._options))
+            return dumps((*_sendable(inputs), *self._options))
         except PickleWriteError as error:
             raise _not_sent(error) from error
+
+    def _write(self, data: bytes) -> None:
         # In a file, because a process that dies while it is sent much can block its executor.
-        self._taken += 1
-        self._task = self._folder / f"{self._taken}.task"
+        self._task = self._folder / f"{hashlib.sha256(data).hexdigest()}.task"
         self._task.write_bytes(data)
 
     def __enter__(self) -> Self:
@@ -180,39 +180,40 @@ class PoolEvaluator:
 
         Raises PlanInputError if the step or its arguments are at fault, whatever the layout.
         """
-        waiting = list(enumerate(layouts))[::-1]
-        running: dict[Future[Any], tuple[int, int, Layout, float]] = {}
+        waiting = list(layouts)[::-1]
+        running: dict[Future[Evaluation], tuple[int, Layout, float]] = {}
         idle = list(range(min(self._processes, len(waiting))))[::-1]
         limit = float("inf") if self._seconds is None else self._seconds
         while waiting or running:
             while waiting and idle:
-                index, layout = waiting.pop()
-                place = idle.pop()
+                layout, place = waiting.pop(), idle.pop()
                 if begun is not None:
                     begun(layout)
                 future = self._submit(place, layout, effort)
-                running[future] = index, place, layout, time.monotonic() + limit
-            next_deadline = min(deadline for *_, deadline in running.values()) - time.monotonic()
-            timeout = None if self._seconds is None else max(0.0, next_deadline)
+                running[future] = place, layout, time.monotonic() + limit
+            left = min(deadline for *_, deadline in running.values()) - time.monotonic()
+            timeout = None if self._seconds is None else max(0.0, left)
             done, _ = concurrent.futures.wait(
                 running, timeout, return_when=concurrent.futures.FIRST_COMPLETED
             )
-            late = {f for f, (*_, end) in running.items() if end <= time.monotonic()} - done
-            for future in sorted(done | late, key=lambda each: running[each][0]):
-                _, place, layout, _ = running.pop(future)
+            now = time.monotonic()
+            for future, (place, layout, deadline) in list(running.items()):
+                if future not in done and deadline > now:
+                    continue
+                del running[future]
                 idle.append(place)
                 try:
-                    if future in late:
+                    if future in done:
+                        yield future.result()
+                    else:
                         reason = f"it took longer than {limit:g} seconds"
                         yield Evaluation(self._failed(place, layout, reason), False)
-                    else:
-                        yield future.result()
                 except BrokenProcessPool:
                     yield Evaluation(self._failed(place, layout), False)
                 except PickleReadError as error:
                     raise _not_sent(error) from error
 
-    def _submit(self, place: int, layout: Layout, effort: str) -> Future[Any]:
+    def _submit(self, place: int, layout: Layout, effort: str) -> Future[Evaluation]:
         slot = self._slots.get(place)
         if slot is None or not slot.process.is_alive():
             if slot is not None:

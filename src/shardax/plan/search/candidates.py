@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ class SearchSpace:
 
     groups: tuple[tuple[str, ...], ...]  # names that get the same mesh axes, in order of priority
     fixed: tuple[tuple[str, Any], ...]  # names whose axes are not searched, with these
-    meshes: Meshes  # sizes of mesh axes
+    meshes: Meshes
     activations: tuple[str, ...]  # names on constraints and on the batch
     notes: tuple[str, ...]  # why names are fixed or tied that nobody fixed or tied
 
@@ -282,12 +283,11 @@ def _names_of(inputs: Inputs, kinds: Sequence[str]) -> Iterable[str]:
 class Candidates:
     """What is to be compiled."""
 
-    layouts: tuple[Layout, ...]  # the candidates, in order of meshes and names
-    repeating: tuple[LayoutReport, ...]  # reports of those rejected because they repeat work
-    # reports of those rejected because their arguments do not fit
-    too_large: tuple[LayoutReport, ...]
-    tried: int  # how many assignments there were
-    distinct: int  # how many of them were possible and different from each other
+    layouts: tuple[Layout, ...]  # in order of meshes and names
+    repeating: tuple[LayoutReport, ...]  # rejected because they repeat work
+    too_large: tuple[LayoutReport, ...]  # rejected because their arguments do not fit
+    tried: int  # assignments
+    distinct: int  # of them, those possible and not equivalent
 
     @property
     def rejected(self) -> tuple[LayoutReport, ...]:
@@ -323,8 +323,10 @@ def find_candidates(
         if key not in by_storage or candidate.order < by_storage[key].order:
             by_storage[key] = candidate
     found = sorted(by_storage.values(), key=lambda a: (space.meshes.index(a.layout.mesh), a.order))
-    layouts, repeating = _filtered([a.layout for a in found], dimensions, most_repeated)
-    layouts, too_large = _by_memory(layouts, inputs, limit_bytes)
+    layouts, repeating = _without_repeated_work(
+        [a.layout for a in found], dimensions, most_repeated
+    )
+    layouts, too_large = _within_memory(layouts, inputs, limit_bytes)
     return Candidates(tuple(layouts), tuple(repeating), tuple(too_large), tried, len(found))
 
 
@@ -336,8 +338,17 @@ def _enumerate(
 ) -> Iterator[LayoutCandidate | None]:
     """Yields every assignment, or None for one that cannot be."""
     sizes_of = {name: dimensions.sizes_of(name) for name in dimensions.names}
+    searched = [name for group in space.groups for name in group]
+    names = [*searched, *(name for name in dimensions.names if name not in searched)]
+    work: Counter[str] = Counter()
+    for product in dimensions.products:
+        for name in {name for dim in product.dims for name in dim.names}:
+            work[name] += int(product.flops)
+    leads = [max(group, key=lambda n: (work[n], -group.index(n))) for group in space.groups]
     for mesh in space.meshes:
         sizes = dict(mesh)
+        places = {axis: position for position, axis in enumerate(sizes)}
+        text = "x".join(map(str, sizes.values()))
         choices = [_targets(mesh, inner_only=not set(group) & free) for group in space.groups]
         for chosen in itertools.product(*choices):
             rules = dict(space.fixed)
@@ -347,66 +358,32 @@ def _enumerate(
                 split = [n for n in group if all(size % ways == 0 for size in sizes_of[n])]
                 whole |= not split
                 rules.update({name: target if name in split else None for name in group})
-            yield None if whole else _candidate(dimensions, space, mesh, rules, chosen, arrays)
+            pairs = tuple((name, rules[name]) for name in names)
+            entries = tuple(assign(each, pairs).entries for _, each in arrays)
+            if whole or not all(
+                size % math.prod(sizes.get(axis, 1) for axis in mesh_axes_of(target)) == 0
+                for (shape, _), found in zip(arrays, entries, strict=True)
+                for size, target in zip(shape, found, strict=True)
+            ):
+                yield None
+                continue
+            axes = [mesh_axes_of(target) for target in chosen]
+            parts = [f"{lead}={'+'.join(of)}" for lead, of in zip(leads, axes, strict=True) if of]
+            name = f"{' '.join(parts) or 'replicated'} ({text})"
+            first = [places[of[0]] if of else len(places) for of in axes]
+            order = (sum(map(len, axes)), *first)
+            yield LayoutCandidate(Layout(name, pairs, mesh), entries, order)
 
 
 def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[Target]:
     """None, each mesh axis, and all combinations in order."""
     axes = [axis for axis, size in mesh if size > 1 and not (inner_only and axis == _SLICE_AXIS)]
-    found: list[Target] = [None]
-    for count in range(1, len(axes) + 1):
-        for several in itertools.combinations(axes, count):
-            found.append(several[0] if count == 1 else several)
-    return found
+    counts = range(2, len(axes) + 1)
+    several = [found for count in counts for found in itertools.combinations(axes, count)]
+    return [None, *axes, *several]
 
 
-def _candidate(
-    dimensions: Dimensions,
-    space: SearchSpace,
-    mesh: tuple[tuple[str, int], ...],
-    rules: dict[str, Target],
-    chosen: Sequence[Target],
-    arrays: Sequence[tuple[tuple[int, ...], Names]],
-) -> LayoutCandidate | None:
-    sizes = dict(mesh)
-    searched = [name for group in space.groups for name in group]
-    last = [name for name in dimensions.names if name not in searched]
-    pairs = tuple((name, rules[name]) for name in [*searched, *last])
-    entries = []
-    for shape, names in arrays:
-        found = assign(names, pairs).entries
-        for size, target in zip(shape, found, strict=True):
-            if size % math.prod(sizes.get(axis, 1) for axis in mesh_axes_of(target)):
-                return None
-        entries.append(found)
-    places = {axis: position for position, axis in enumerate(sizes)}
-    axes = [[places[axis] for axis in mesh_axes_of(target)] for target in chosen]
-    first = [each[0] if each else len(places) for each in axes]
-    name = _name(dimensions, space, mesh, chosen)
-    return LayoutCandidate(Layout(name, pairs, mesh), tuple(entries), (sum(map(len, axes)), *first))
-
-
-def _name(
-    dimensions: Dimensions,
-    space: SearchSpace,
-    mesh: tuple[tuple[str, int], ...],
-    chosen: Sequence[Target],
-) -> str:
-    """A name such as ``batch=data mlp=model (8x2)``."""
-    work: dict[str, float] = {}
-    for product in dimensions.products:
-        for name in {name for dim in product.dims for name in dim.names}:
-            work[name] = work.get(name, 0.0) + product.flops
-    parts = []
-    for group, target in zip(space.groups, chosen, strict=True):
-        if target is not None:
-            lead = max(group, key=lambda name: (work.get(name, 0.0), -group.index(name)))
-            parts.append(f"{lead}={'+'.join(mesh_axes_of(target))}")
-    sizes = "x".join(str(size) for _, size in mesh)
-    return f"{' '.join(parts) or 'replicated'} ({sizes})"
-
-
-def _filtered(
+def _without_repeated_work(
     layouts: Sequence[Layout], dimensions: Dimensions, most_repeated: float
 ) -> tuple[list[Layout], list[LayoutReport]]:
     factors = [dimensions.replicated_compute(each.as_rules, each.sizes) for each in layouts]
@@ -425,7 +402,7 @@ def _filtered(
     return kept, rejected
 
 
-def _by_memory(
+def _within_memory(
     layouts: Sequence[Layout], inputs: Inputs, limit_bytes: int | None
 ) -> tuple[list[Layout], list[LayoutReport]]:
     kept: list[Layout] = []
@@ -435,20 +412,16 @@ def _by_memory(
         total = sum(placed.argument_bytes.values())
         if placed.errors:
             rejected.append(LayoutReport(layout, "rejected", "\n".join(placed.errors)))
-        elif limit_bytes is not None and total > limit_bytes:
-            reason = (
-                f"the arguments alone need {total:,} bytes of a device, which has {limit_bytes:,}"
-            )
-            rejected.append(
-                LayoutReport(
-                    layout,
-                    "rejected",
-                    reason,
-                    argument_bytes=placed.argument_bytes,
-                    limit_bytes=limit_bytes,
-                    replicated=placed.replicated,
-                )
-            )
-        else:
+        elif limit_bytes is None or total <= limit_bytes:
             kept.append(layout)
+        else:
+            report = LayoutReport(
+                layout,
+                "rejected",
+                f"the arguments alone need {total:,} bytes of a device, which has {limit_bytes:,}",
+                argument_bytes=placed.argument_bytes,
+                limit_bytes=limit_bytes,
+                replicated=placed.replicated,
+            )
+            rejected.append(report)
     return kept, rejected
