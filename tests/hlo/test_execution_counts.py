@@ -128,7 +128,7 @@ def test_nested_loops_multiply_and_a_loop_of_unknown_length_counts_once_with_a_w
     assert facts.matmul_flops == (3 * (5 + 4) + 1) * 2 * 8**3
     [warning] = facts.warnings
     assert re.search(
-        r"One turn is counted of a loop of no known end \(.*test_trips.py:\d+", warning
+        r"One turn is counted of a loop of no known end \(.*test_execution_counts.py:\d+", warning
     )
 
 
