@@ -37,12 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardax.hlo.execution_counts import ExecutionCounts, branches, called
-from shardax.hlo.program import (
-    Computation,
-    HloReadError,
-    Instruction,
-    Program,
-)
+from shardax.hlo.program import Computation, HloReadError, Instruction, Program
 
 KINDS = {  # of collectives, by opcode
     "all-reduce": "all-reduce",

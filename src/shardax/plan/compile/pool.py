@@ -248,11 +248,7 @@ class _Slot:
     """One process, and the executor that feeds it."""
 
     def __init__(
-        self,
-        env: Mapping[str, str],
-        log: Path,
-        settings: dict[str, Any],
-        digests: dict[str, str],
+        self, env: Mapping[str, str], log: Path, settings: dict[str, Any], digests: dict[str, str]
     ) -> None:
         self.log = log
         log.write_bytes(b"")
@@ -367,9 +363,7 @@ def _sendable(inputs: Inputs) -> tuple[Any, tuple[Any, ...]]:
         return leaf
 
     args = jax.tree.map(
-        named_again,
-        abstract(boxed),
-        is_leaf=lambda leaf: isinstance(leaf, (AxisMetadata, Object)),
+        named_again, abstract(boxed), is_leaf=lambda leaf: isinstance(leaf, (AxisMetadata, Object))
     )
     return inputs.step, args
 

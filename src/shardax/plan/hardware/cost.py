@@ -143,10 +143,7 @@ def time_band(
 
 
 def collective_time(
-    each: Collective,
-    target: Target,
-    mesh: Mapping[str, int],
-    efficiency: Efficiency = _PEAK,
+    each: Collective, target: Target, mesh: Mapping[str, int], efficiency: Efficiency = _PEAK
 ) -> CollectiveTime:
     """Returns how long a collective takes in all its runs."""
     if each.group_size < 2 or not each.wire_bytes:

@@ -22,19 +22,8 @@ from dataclasses import dataclass
 from shardax.partition.findings import did_you_mean
 from shardax.partition.mesh import mesh_text
 from shardax.plan.errors import TargetError
-from shardax.plan.hardware.hardware import (
-    HARDWARE,
-    KINDS,
-    Hardware,
-    find_hardware,
-    load_hardware,
-)
-from shardax.plan.hardware.links import (
-    Arrangement,
-    Route,
-    arrangement,
-    route,
-)
+from shardax.plan.hardware.hardware import HARDWARE, KINDS, Hardware, find_hardware, load_hardware
+from shardax.plan.hardware.links import Arrangement, Route, arrangement, route
 
 _EXAMPLES = "'cpu:8', 'tpu:v5e:4x4', 'tpu:v5e:2*4x4' (two slices), 'gpu:h100:8x8' (nodes x GPUs)"
 
