@@ -37,18 +37,15 @@ from typing import Any, Self
 import jax
 
 from shardax._core.errors import PickleReadError, PickleWriteError
-from shardax._core.object import Object
 from shardax.config.configure import configure
 from shardax.host.pickling import dumps, loads
-from shardax.partition.boxes.boxes import AxisMetadata
-from shardax.partition.boxes.partitioned import LogicallyPartitioned
 from shardax.partition.specs import abstract
 from shardax.plan.compile.cache import ProgramCache, cache_folder
 from shardax.plan.compile.compilers import compiler_for, temporary_environment
 from shardax.plan.compile.evaluate import evaluate
 from shardax.plan.errors import CompilerMissingError, PlanError, PlanInputError
 from shardax.plan.hardware.targets import Target
-from shardax.plan.inputs import Inputs, NamedShape
+from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
 
 _LAST_LINES = 12  # of a process's output, in the report of a layout that it failed at
@@ -144,8 +141,10 @@ class PoolEvaluator:
         self._write(self._pickled(inputs))
 
     def _pickled(self, inputs: Inputs) -> bytes:
+        shapes = abstract(inputs.tree)  # which are all that a compiler needs
+        args = tuple(shapes[name] for name in inputs.names)
         try:
-            return dumps((*_sendable(inputs), *self._options))
+            return dumps((inputs.step, args, *self._options))
         except PickleWriteError as error:
             raise _not_sent(error) from error
 
@@ -283,7 +282,7 @@ def _spawning(env: Mapping[str, str]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
-# What follows runs in the processes, but for `_sendable` and `_source_digests`.
+# What follows runs in the processes.
 
 
 _digests: dict[str, str] = {}  # of source files, when the pool was made
@@ -343,29 +342,6 @@ def _source_digests() -> dict[str, str]:
             with contextlib.suppress(OSError):
                 found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return found
-
-
-class _NamedBox(LogicallyPartitioned[Any]):
-    """A ``NamedShape`` while arguments are made abstract, which would take its names."""
-
-
-def _sendable(inputs: Inputs) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the step, and its arguments as shapes."""
-    boxed = jax.tree.map(
-        lambda leaf: _NamedBox(leaf.struct, leaf.axes) if isinstance(leaf, NamedShape) else leaf,
-        inputs.args,
-        is_leaf=lambda leaf: isinstance(leaf, (NamedShape, AxisMetadata, Object)),
-    )
-
-    def named_again(leaf: Any) -> Any:
-        if isinstance(leaf, _NamedBox):
-            return NamedShape(leaf.value.shape, leaf.value.dtype, leaf.names or ())
-        return leaf
-
-    args = jax.tree.map(
-        named_again, abstract(boxed), is_leaf=lambda leaf: isinstance(leaf, (AxisMetadata, Object))
-    )
-    return inputs.step, args
 
 
 def _not_sent(error: Exception) -> PlanInputError:
