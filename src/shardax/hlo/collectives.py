@@ -57,14 +57,14 @@ _SLICE_KINDS = {
     "ONE_TO_ONE": "collective-permute",
 }
 
-# Groups of devices.
+# Groups of devices
 _LISTS = re.compile(r"\{(?:\{[\d, ]*\}(?:, *)?)*\}")
 _LIST = re.compile(r"\{([\d, ]*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, *device_ids=\((.*)\))? *\{([^}]*)\}")
 _AXIS = re.compile(r"'?([^'=:,]+)'?=(\d+)")
 _REFERENCE = re.compile(r"'?([^':,(]+)'?(?::\((\d+)\)(\d+))?")
-# Sends between slices.
+# Sends between slices
 _TYPE = re.compile(r'_xla_megascale_transfer_type="?(\w+)"?')
 _TARGET = re.compile(r'_xla_megascale_target=(?:"([^"]*)"|(\{\{.*?\}\}))')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)"?')

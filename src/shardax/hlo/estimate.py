@@ -30,7 +30,7 @@ from shardax.hlo.collectives import groups_of
 from shardax.hlo.execution_counts import branches, called
 from shardax.hlo.program import ArrayShape, Computation, Instruction, Program
 
-Groups = tuple[tuple[int, ...], ...]
+DeviceGroups = tuple[tuple[int, ...], ...]
 
 _METADATA = re.compile(r',? *metadata=\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\}')
 _COLLECTIVES = frozenset(
@@ -199,7 +199,9 @@ _ARITHMETIC = {
 }
 
 
-def _scattered_dimension(graph: ComputationGraph, cut: Instruction, groups: Groups) -> int | None:
+def _scattered_dimension(
+    graph: ComputationGraph, cut: Instruction, groups: DeviceGroups
+) -> int | None:
     """The dimension along which devices of a group slice equal parts."""
     array, *starts = graph.operands(cut)
     whole, part = array.shapes[0].dims, cut.shapes[0].dims
@@ -215,7 +217,7 @@ def _scattered_dimension(graph: ComputationGraph, cut: Instruction, groups: Grou
     return dimension if (np.sort(offsets[np.array(groups)], axis=1) == expected).all() else None
 
 
-def _is_sliced_alike(graph: ComputationGraph, cut: Instruction, groups: Groups) -> bool:
+def _is_sliced_alike(graph: ComputationGraph, cut: Instruction, groups: DeviceGroups) -> bool:
     """Whether the devices of every group keep the same slice."""
     for start in graph.operands(cut)[1:]:
         offsets = _offsets(graph, start)
@@ -234,13 +236,13 @@ def _offsets(graph: ComputationGraph, scalar: Instruction) -> Numbers | None:
 
 
 def _values(graph: ComputationGraph, scalar: Instruction, devices: Numbers) -> Numbers | None:
-    if scalar.opcode == "partition-id":
+    opcode, operands = scalar.opcode, graph.operands(scalar)
+    if opcode == "partition-id":
         return devices
-    if scalar.opcode == "constant":
+    if opcode == "constant":
         numbers = _numbers(scalar)
         return np.array(numbers[0]) if numbers and len(numbers) == 1 else None
-    operands = graph.operands(scalar)
-    if scalar.opcode == "dynamic-slice" and operands[0].opcode == "constant" and len(operands) == 2:
+    if opcode == "dynamic-slice" and operands[0].opcode == "constant" and len(operands) == 2:
         table, place = _numbers(operands[0]), _values(graph, operands[1], devices)
         if table is None or place is None:
             return None
@@ -248,10 +250,6 @@ def _values(graph: ComputationGraph, scalar: Instruction, devices: Numbers) -> N
     values = [found for each in operands if (found := _values(graph, each, devices)) is not None]
     if not values or len(values) < len(operands):
         return None
-    return _arithmetic(scalar.opcode, values)
-
-
-def _arithmetic(opcode: str, values: list[Numbers]) -> Numbers | None:
     if opcode in ("reshape", "convert", "copy", "bitcast"):
         return values[0]
     if opcode in _ARITHMETIC:
@@ -259,10 +257,7 @@ def _arithmetic(opcode: str, values: list[Numbers]) -> Numbers | None:
     if opcode in ("divide", "remainder") and np.all(values[1] != 0):
         # Of numbers that are not negative, as these are, HLO's are those of Python.
         return (np.floor_divide if opcode == "divide" else np.mod)(*values)
-    if opcode == "clamp":
-        least, value, most = values
-        return np.clip(value, least, most)
-    return None
+    return np.clip(values[1], values[0], values[2]) if opcode == "clamp" else None
 
 
 def _numbers(constant: Instruction) -> list[int] | None:
@@ -273,10 +268,10 @@ def _numbers(constant: Instruction) -> list[int] | None:
     return [int(each) for each in _NUMBER.findall(constant.literal)]
 
 
-FindGroups = Callable[[Instruction], Groups | None]
+FindGroups = Callable[[Instruction], DeviceGroups | None]
 Changes = Mapping[str, tuple[Instruction, ...]]
+# Yields names of instructions that belong together, and what takes the place of some of them.
 Rewrite = Callable[[ComputationGraph, FindGroups], Iterator[tuple[set[str], Changes]]]
-"""Yields names of instructions that belong together, and what takes the place of some of them."""
 
 
 def rewritten(program: Program) -> Program:
@@ -285,9 +280,9 @@ def rewritten(program: Program) -> Program:
     Its shapes, operands and groups are true; it is to be counted, not compiled.
     """
     program = _without_dead_state(program)
-    known: dict[str, Groups] = {}
+    known: dict[str, DeviceGroups] = {}
 
-    def groups(each: Instruction) -> Groups | None:
+    def groups(each: Instruction) -> DeviceGroups | None:
         if each.opcode not in _COLLECTIVES:
             return None
         if each.attributes not in known:
@@ -367,7 +362,7 @@ def _sum_over_both(
         yield {inner.name, outer.name}, {outer.name: (joined,)}
 
 
-def _product(first: Groups | None, second: Groups | None) -> Groups | None:
+def _product(first: DeviceGroups | None, second: DeviceGroups | None) -> DeviceGroups | None:
     """The groups that two sets of groups make together, if regular."""
     if first is None or second is None:
         return None

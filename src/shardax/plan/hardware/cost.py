@@ -4,23 +4,19 @@
 *Arithmetic* takes operations over the peak of the dtype, *memory* takes bytes over its bandwidth,
 and a collective takes wire bytes over the links that its group uses, at least their latency.
 Collectives take place one after another. The *lower* end of the band is the longest of the three:
-everything overlaps. The *upper* end is their sum: nothing does. The model is a bound, as figures of
-hardware are peaks, which programs do not reach; ``Efficiency`` scales them.
+everything overlaps. The *upper* end is their sum: nothing does. Figures of hardware are peaks, so
+the lower end is a bound; ``Efficiency`` scales them.
 
-A collective over several slices or nodes is counted as these networks do it: within the fabric,
-each device with its own part over the network, and within the fabric again. Both go on at the same
-time in the lower end, and one after the other in the upper. What an all-to-all sends along a ring
-or line passes the devices between, on average a quarter of them, so it takes longer than its wire
-bytes say (jax-ml.github.io/scaling-book/sharding).
+A collective over several slices or nodes runs within the fabric, over the network with each
+device's own part, and within the fabric again; at the same time in the lower end, in turn in the
+upper. What an all-to-all sends along a ring or line passes the devices between, on average a
+quarter of them (jax-ml.github.io/scaling-book/sharding).
 
-Virtual CPU devices share the machine's cores, memory and caches and have no links
-(``Hardware.copy_bandwidth``): a collective copies its payload, at a rate that depends on its kind
-and not on the size of the group. What it reads and writes is in that rate, and is not counted again
-as traffic of the memory. What copies is what computes, so both ends of the band are the sum. Their
-figures are measured with all devices at work, each that of one device then: a product of matrices,
-an array that is read and written, each kind of collective among all devices, and sums of a single
-number for the latency; what a call costs that does nothing is taken off. They say nothing of a TPU
-or GPU, but let the planner's ranking be checked against measured steps.
+Virtual CPU devices share cores, memory and caches and have no links (``Hardware.copy_bandwidth``):
+a collective copies its payload, at a rate that depends on its kind and not on the size of the
+group, and includes its traffic of the memory. What copies is what computes, so both ends of the
+band are the sum. Their figures are measured with all devices at work, less the cost of a call that
+does nothing. They let the ranking be checked against measured steps.
 """
 
 from __future__ import annotations

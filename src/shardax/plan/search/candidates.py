@@ -1,35 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search space and candidates: the layouts that a search compiles.
 
-The space is names and meshes. A *group* is names that get the same mesh axes, a *fixed* name is one
-whose axes are not searched. Names that nobody ties or fixes are sorted by these rules:
+A *group* is names that get the same mesh axes; a *fixed* name is one whose axes are not searched.
+Names of *activations*, on constraints and on the batch, are groups of their own. Whole stay names
+of dimensions that a loop takes one element at a time; names summed over in a product of two
+computed arrays, if every argument with them also has a batch dimension of that product (the size of
+a head, beside the heads); and names on no product and on less than a hundredth of the arguments.
+The others are tied as far as no two of them are on one argument: they are the inner dimensions of
+blocks that follow each other (heads, hidden layer, vocabulary). A tied name whose size the axes do
+not divide stays whole while the others are split.
 
-1. A name of a dimension that a loop takes one element at a time stays whole: all devices are at the
-   same element.
-2. Names of *activations*, which are those on constraints and on the batch, are groups of their own.
-3. Another name stays whole that is summed over in a product of two computed arrays, if every
-   argument with it also has a name that is a batch dimension of that product: splitting that one
-   needs no sum over devices. (Of attention: the size of a head, beside the heads.)
-4. Another name stays whole that is on no product and on less than a hundredth of the arguments.
-5. The others are tied as far as no two of them are on one argument: they are the inner dimensions
-   of blocks that follow each other (heads, hidden layer, vocabulary).
+Of all assignments of mesh axes to groups, over all meshes, a candidate
 
-A tied name whose size the axes do not divide stays whole while the others are split. Of all
-assignments of mesh axes to groups, over all meshes, one is a candidate if
-
-- every array can be split so: sizes divide, and no array uses a mesh axis twice but by priority;
-- no other is *equivalent*: has the same specs, up to the names and the order of mesh axes, mesh
-  axes of size 1, and two axes that always go together. Of equivalent ones that is kept whose rules
-  name the fewest mesh axes, and use them in the order of priority of names: the batch has the
-  outermost;
-- no other only stores arguments by another dimension. Where a mesh axis splits a *free* name, one
-  that is on no parameter, but on (nearly) every product, and never twice on one (the batch), an
-  argument that is split by this axis too is gathered before use, and of which dimension it was
-  hardly matters: the one of the earlier name is kept;
-- the devices repeat little work: at most 1.05 times what they do in the best candidate;
-- its arguments fit into the memory.
-
-The last two are *rejections*, which are kept with their reasons.
+- can be: sizes divide, and no array uses a mesh axis twice but by priority;
+- is the first of its equivalents, which have the same specs up to names, order and merging of mesh
+  axes: with the fewest axes, used in the order of priority of names (the batch outermost);
+- is the first of those that only store arguments by another dimension. Where a mesh axis splits a
+  *free* name (on no parameter, but on nearly every product, once: the batch), an argument that is
+  split by it too is gathered before use, and of which dimension it was hardly matters;
+- repeats little work: at most 1.05 times what devices do in the best candidate;
+- has arguments that fit into the memory. Those that fail the last two are kept, with the reason.
 """
 
 from __future__ import annotations
