@@ -18,7 +18,7 @@ from tests.hlo.cases import CASES
 
 from shardax.hlo import parse, read_program
 from shardax.hlo.analyze import partitioned_text
-from shardax.hlo.facts import Collective
+from shardax.hlo.collectives import Collective
 from shardax.hlo.live_memory import aliases
 
 GOLDEN = Path(__file__).parent / "golden"

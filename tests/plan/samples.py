@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardax.hlo.facts import Collective
+from shardax.hlo.collectives import Collective
 from shardax.plan.records import (
     ArrayLayout,
     Layout,

@@ -15,19 +15,17 @@ from tests.plan.steps import perceptron
 import shardax as sx
 from shardax.plan import Layout, Target
 from shardax.plan.compile.cache import (
-    CachedCompiler,
     ProgramCache,
     cache_folder,
     program_key,
     program_text,
 )
-from shardax.plan.compile.compilers import CompiledProgram, Compiler, compiler_for
-from shardax.plan.compile.evaluate import evaluate
-from shardax.plan.compile.lowering import lower
+from shardax.plan.compile.compilers import CompileResult, TargetCompiler, compiler_for
+from shardax.plan.compile.evaluate import evaluate, lower
 from shardax.plan.inputs import Inputs
 
 KEY = "ab" * 32
-PROGRAM = CompiledProgram("HloModule m", 100, 60, None, 2.5)
+PROGRAM = CompileResult("HloModule m", 100, 60, None, 2.5)
 
 
 class Lowered:
@@ -40,7 +38,7 @@ class Lowered:
         return f"{self.text} at line 3" if debug_info else self.text
 
 
-class Counting(Compiler):
+class Counting(TargetCompiler):
     """A compiler that counts its compiles."""
 
     label = "counting 1"
@@ -52,7 +50,7 @@ class Counting(Compiler):
     def _devices(self, sizes: Mapping[str, int]) -> Any:
         raise NotImplementedError
 
-    def _compile(self, lowered: Any, effort: str) -> CompiledProgram:
+    def _compile(self, lowered: Any, effort: str) -> CompileResult:
         self.compiles += 1
         return PROGRAM
 
@@ -110,12 +108,10 @@ def test_beyond_its_bound_those_go_that_were_not_asked_for_longest(tmp_path: Pat
 
 def test_a_program_is_compiled_once_and_then_takes_no_time(tmp_path: Path) -> None:
     counting, lowered = Counting(), cast("Any", Lowered("f"))
-    CachedCompiler(counting, ProgramCache(tmp_path)).compile(lowered, "screen")
-    asked = CachedCompiler(counting, ProgramCache(tmp_path))
-    made = asked.compile(lowered, "screen")
+    ProgramCache(tmp_path).compile(counting, {}, lowered, "screen")
+    made = ProgramCache(tmp_path).compile(counting, {}, lowered, "screen")
     assert counting.compiles == 1
-    assert made == CompiledProgram("HloModule m", 100, 60, None, 0.0)
-    assert (asked.label, asked.tier) == (counting.label, counting.tier)
+    assert made == CompileResult("HloModule m", 100, 60, None, 0.0)
 
 
 def test_a_key_changes_with_everything_that_a_program_depends_on(
@@ -141,10 +137,7 @@ def test_a_report_from_a_kept_program_is_the_same_but_for_the_seconds(tmp_path: 
     inputs = Inputs(*perceptron())
     layout = Layout("dp", (("batch", "data"),), (("data", 8),))
     cache = ProgramCache(tmp_path)
-    reports = [
-        evaluate(inputs.step, (), layout, Target.parse("cpu:8"), inputs=inputs, cache=cache)
-        for _ in range(2)
-    ]
+    reports = [evaluate(inputs, layout, Target.parse("cpu:8"), cache=cache) for _ in range(2)]
     assert (cache.found, cache.missed) == (1, 1)
     assert reports[0].compile_seconds > 0.0 == reports[1].compile_seconds
     assert [(r.outcome, r.time, r.collectives, r.peak_bytes) for r in reports[:1]] == [

@@ -15,8 +15,13 @@ from tests.plan.installed import GPU, TPU
 
 import shardax as sx
 from shardax.plan import Layout, NamedShape, Target
-from shardax.plan.compile.compilers import listen, made_whole, whole_warnings
-from shardax.plan.compile.pool import Pool
+from shardax.plan.compile.compilers import (
+    full_rematerializations,
+    record_stderr,
+    rematerialization_warnings,
+)
+from shardax.plan.compile.pool import PoolEvaluator
+from shardax.plan.inputs import Inputs
 
 SAID = (
     "W1122 07:28:23.779895 7118 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization."
@@ -40,19 +45,20 @@ def exchanged(
     layout = Layout("exchange", rules, (("a", 2), ("b", 4)))
     shape = NamedShape((16, 16, 16), "float32", ("rows", None, "columns"))
     options: dict[str, Any] = {"compiler": compiler, "processes": 1, "cache": tmp_path}
-    with Pool(step, (shape,), Target.parse(target), **options) as pool:
-        (answer,) = pool.answers([layout])
+    inputs = Inputs(step, (shape,))
+    with PoolEvaluator(inputs, Target.parse(target), **options) as pool:
+        (answer,) = pool.evaluate([layout])
     assert answer.report.outcome == "fits"
     return answer.report.warnings
 
 
 def test_what_the_partitioner_makes_whole_is_said_with_its_argument_or_operation() -> None:
-    assert made_whole(f"something else\n{SAID}{SAID}more") == (("x", CHANGE),)
+    assert full_rematerializations(f"something else\n{SAID}{SAID}more") == (("x", CHANGE),)
     escaped = SAID.replace('"x"', "\"batch[\\'x\\']\"")  # as XLA prints a key
-    assert made_whole(escaped) == (("batch['x']", CHANGE),)
+    assert full_rematerializations(escaped) == (("batch['x']", CHANGE),)
     unnamed = SAID.replace(', metadata={op_name="x"}', "")
-    assert made_whole(unnamed) == (("", CHANGE),)
-    assert made_whole("nothing of the kind") == ()
+    assert full_rematerializations(unnamed) == (("", CHANGE),)
+    assert full_rematerializations("nothing of the kind") == ()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,9 @@ def test_what_the_partitioner_makes_whole_is_said_with_its_argument_or_operation
 )
 def test_a_warning_names_the_argument_or_the_line(name: str, start: str) -> None:
     found = ((name, CHANGE), (name, CHANGE))
-    (warning,) = whole_warnings(found, {"x": "batch.inputs"}, {"jit(f)/sin": "model.py:3"})
+    (warning,) = rematerialization_warnings(
+        found, {"x": "batch.inputs"}, {"jit(f)/sin": "model.py:3"}
+    )
     assert warning.startswith(start)
     assert warning.endswith(f"({CHANGE}).")
 
@@ -103,7 +111,7 @@ def test_an_error_stream_that_is_no_file_is_left_alone(capfd: pytest.CaptureFixt
         read, write = os.pipe()
         os.dup2(write, 2)
         try:
-            heard = listen()
+            heard = record_stderr()
             os.write(2, SAID.encode())
             assert heard() == ""
         finally:
@@ -118,13 +126,13 @@ def test_only_what_is_written_meanwhile_is_heard(tmp_path: Path) -> None:
         with (tmp_path / "log").open("a+b") as file:
             os.dup2(file.fileno(), 2)
             os.write(2, b"before\n")
-            heard = listen()
+            heard = record_stderr()
             assert heard() == ""
             os.write(2, SAID.encode())
             assert heard() == SAID
         with (tmp_path / "log").open("ab") as file:  # for writing only, as a shell opens it
             os.dup2(file.fileno(), 2)
-            heard = listen()
+            heard = record_stderr()
             os.write(2, SAID.encode())
             assert heard() == ""
     finally:

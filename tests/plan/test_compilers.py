@@ -19,11 +19,10 @@ from tests.plan.installed import GPU, INSTALLED, TPU, needs
 import shardax as sx
 from shardax import hlo, plan
 from shardax.hlo.program import CompilerFailedError
+from shardax.plan.compile.backends import EstimateCompiler, TpuCompiler
 from shardax.plan.compile.compilers import CompilerInfo, with_options
-from shardax.plan.compile.cpu import EstimateCompiler
-from shardax.plan.compile.tpu import TpuCompiler, requested_bytes
 from shardax.plan.errors import CompilerMissingError, PlanInputError, TargetError
-from shardax.plan.hardware.known import HARDWARE
+from shardax.plan.hardware.hardware import HARDWARE
 
 SIZES = {"data": 2, "model": 4}
 
@@ -309,7 +308,7 @@ def test_own_hardware_says_which_tpu_it_is_to_libtpu() -> None:
     ],
 )
 def test_what_a_program_asks_for_is_read_from_the_message(message: str, gib: float | None) -> None:
-    found = requested_bytes(message)
+    found = TpuCompiler(plan.Target.parse("tpu:v5e:2x2"))._requested_bytes(message)
     assert found == (None if gib is None else round(gib * 2**30))
 
 

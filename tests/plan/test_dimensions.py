@@ -213,7 +213,7 @@ def test_replicated_compute_is_a_lower_bound_of_what_the_compiler_counts(
 ) -> None:
     inputs, found = traced
     layout = Layout(name, tuple(RULES[name].items()), tuple(MESH.items()))
-    report = evaluate(inputs.step, (), layout, Target.parse("cpu:8"), inputs=inputs)
+    report = evaluate(inputs, layout, Target.parse("cpu:8"))
     bound = found.replicated_compute(RULES[name], MESH)
     assert found.flops == report.program_flops
     assert bound <= report.replicated_compute * 1.001

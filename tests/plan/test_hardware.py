@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax import plan
-from shardax.plan.compile.gpu import target_config
+from shardax.plan.compile.backends import target_config
 from shardax.plan.errors import HardwareError, PlanFileError
-from shardax.plan.hardware.known import HARDWARE
+from shardax.plan.hardware.hardware import HARDWARE
 
 TABLE = dict(HARDWARE)
 NAMES = sorted(TABLE)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.plan.installed import needs
 
 from shardax import plan
-from shardax.plan.compile.compilers import CompiledProgram, Compiler
+from shardax.plan.compile.compilers import CompileResult, TargetCompiler
 
 SIZES = {"data": 2, "model": 2}
 ROWS = 4096
@@ -19,7 +19,7 @@ ROWS = 4096
 pytestmark = needs("tpu")
 
 
-def compiled(compiler: Compiler, batch: int) -> CompiledProgram:
+def compiled(compiler: TargetCompiler, batch: int) -> CompileResult:
     """A training step of 16 layers in a loop, whose activations are kept for the gradient."""
     mesh = compiler.mesh(SIZES)
 

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 import types
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import pytest
@@ -19,7 +21,7 @@ from tests.plan.steps import Perceptron, perceptron, perceptron_loss
 import shardax as sx
 from shardax.partition.context import current_rules
 from shardax.plan import Layout, Target
-from shardax.plan.compile.pool import Pool
+from shardax.plan.compile.pool import PoolEvaluator
 from shardax.plan.inputs import Inputs
 
 TARGET = Target.parse("cpu:2")
@@ -60,12 +62,14 @@ def test_what_breaks_a_process_fails_one_layout_with_its_last_lines(tmp_path: Pa
         layout("hangs", hang="data"),
         layout("after", mlp="data"),
     ]
-    with Pool(fragile, args, TARGET, processes=1, cache=tmp_path, seconds=20.0) as pool:
-        answers = list(pool.answers(layouts[:3]))
+    with PoolEvaluator(
+        Inputs(fragile, args), TARGET, processes=1, cache=tmp_path, seconds=20.0
+    ) as pool:
+        answers = list(pool.evaluate(layouts[:3]))
         pool._seconds = 0.5  # no compile is that fast on a busy machine, and this one never ends
-        answers += pool.answers(layouts[3:4])
+        answers += pool.evaluate(layouts[3:4])
         pool._seconds = 60.0
-        answers += pool.answers(layouts[4:])
+        answers += pool.evaluate(layouts[4:])
     reports = {each.report.layout.name: each.report for each in answers}
     assert {name: report.outcome for name, report in reports.items()} == {
         "before": "fits",
@@ -83,14 +87,14 @@ def test_what_breaks_a_process_fails_one_layout_with_its_last_lines(tmp_path: Pa
 def interrupted_search(pids: list[int]) -> None:
     """Ctrl-C while one process compiles and the next is about to be started."""
     _, args = perceptron()
-    with Pool(fragile, args, TARGET, processes=2, cache=None) as pool:
+    with PoolEvaluator(Inputs(fragile, args), TARGET, processes=2, cache=None) as pool:
 
         def begun(_: Layout) -> None:
-            pids.extend(each.info()["pid"] for each in pool._workers.values())
+            pids.extend(each.process.pid or 0 for each in pool._slots.values())
             if pids:
                 raise KeyboardInterrupt
 
-        list(pool.answers([layout("one", hang="data"), layout("two", batch="data")], begun=begun))
+        list(pool.evaluate([layout("one", hang="data"), layout("two", batch="data")], begun=begun))
 
 
 def test_processes_end_with_the_pool_also_in_the_middle_of_a_compile() -> None:
@@ -105,7 +109,7 @@ def test_a_step_that_cannot_be_sent_is_refused_before_any_process_starts() -> No
     lock = threading.Lock()
     _, args = perceptron()
     with pytest.raises(sx.errors.PlanInputError) as error:
-        Pool(lambda model, x: (lock, perceptron_loss(model, x))[1], args, TARGET)
+        PoolEvaluator(Inputs(lambda model, x: (lock, perceptron_loss(model, x))[1], args), TARGET)
     assert "the step cannot be sent" in str(error.value)
     assert "defined at the top of a module" in str(error.value)
 
@@ -116,7 +120,7 @@ def test_where_cloudpickle_would_send_it_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     _, args = perceptron()
     with pytest.raises(sx.errors.PlanInputError) as error:
-        Pool(lambda model, x: perceptron_loss(model, x), args, TARGET)
+        PoolEvaluator(Inputs(lambda model, x: perceptron_loss(model, x), args), TARGET)
     assert "cannot be sent without cloudpickle (pip install 'shardax[plan]'): " in str(error.value)
 
 
@@ -129,40 +133,90 @@ def test_a_step_that_processes_cannot_import_is_the_callers_fault_not_a_layouts(
     monkeypatch.setitem(sys.modules, "only_here", only_here)
     step, (_, args) = only_here.step, perceptron()
     with (
-        Pool(step, args, TARGET, processes=1, cache=None) as pool,
+        PoolEvaluator(Inputs(step, args), TARGET, processes=1, cache=None) as pool,
         pytest.raises(sx.errors.PlanInputError, match=r"plan\]'\): .*only_here"),
     ):
-        list(pool.answers([layout("dp", batch="data")]))
+        list(pool.evaluate([layout("dp", batch="data")]))
 
 
 def test_only_shapes_are_sent() -> None:
     step, (model, x) = perceptron(embed=512, mlp=2048)
-    with Pool(step, (model, x), TARGET, processes=1) as pool:
-        assert len(pool._task) < 20_000  # the weights are 8 MiB
+    with PoolEvaluator(Inputs(step, (model, x)), TARGET, processes=1) as pool:
+        assert pool._task.stat().st_size < 20_000  # the weights are 8 MiB
     assert model.up.is_lazy
 
 
 @pytest.mark.parametrize("processes", [0, -1, 1.5])
 def test_numbers_of_processes_are_positive(processes: Any) -> None:
     with pytest.raises(sx.errors.PlanInputError, match="give a positive number"):
-        Pool(*perceptron(), TARGET, processes=processes)
+        PoolEvaluator(Inputs(*perceptron()), TARGET, processes=processes)
 
 
 def test_another_step_can_be_taken() -> None:
-    with Pool(*perceptron(), TARGET, processes=1) as pool:
-        first = pool._task
-        pool.take(Inputs(*perceptron(mlp=128)))
-        assert pool._task != first
+    one, other = Inputs(*perceptron()), Inputs(*perceptron(mlp=128))
+    with PoolEvaluator(one, TARGET, processes=1, cache=None) as pool:
+        (first,) = pool.evaluate([layout("dp", batch="data")])
+        pool.take(other)
+        (second,) = pool.evaluate([layout("dp", batch="data")])
+    assert second.report.flops == 2 * first.report.flops
 
 
-def test_a_source_that_changes_meanwhile_ends_the_search_with_what_to_do() -> None:
-    _, args = perceptron()
-
-    class Stale:
-        def result(self) -> Any:
-            raise sx.errors.StaleModuleError("The module model that the worker has is old. More.")
-
-    with Pool(fragile, args, TARGET) as pool, pytest.raises(sx.errors.PlanInputError) as error:
-        pool._answer(cast("Any", Stale()), 0, 0, layout("one"))
+def test_a_source_that_changes_meanwhile_ends_the_search_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "changing_step.py"
+    source.write_text("def step(model, x):\n    return (x @ model.up.value).sum()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    inputs = Inputs(importlib.import_module("changing_step").step, perceptron()[1])
+    with PoolEvaluator(inputs, TARGET, processes=1, cache=None) as pool:
+        source.write_text(source.read_text().replace("sum", "mean"))
+        with pytest.raises(sx.errors.PlanInputError) as error:
+            list(pool.evaluate([layout("dp", batch="data")]))
+    del sys.modules["changing_step"]
     assert "Start again" in str(error.value)
-    assert str(error.value).endswith("The module model that the worker has is old.")
+    assert str(error.value).endswith("The file is that of the module changing_step.")
+
+
+SCRIPT = """
+import jax, shardax as sx
+
+def loss(weight, x):
+    return ((x @ weight.value) ** 2).sum()
+
+weight = sx.Param(sx.Init(jax.nn.initializers.ones, (64, 256)), axes=("embed", "mlp"))
+x = sx.plan.NamedShape((4096, 64), "float32", ("batch", "embed"))
+options = dict(processes=1, cache=None, progress=False, finalists=0)
+print(sx.plan.search(loss, (weight, x), "cpu:2", meshes=[{"data": 2}], **options).best())
+"""
+
+
+def test_a_script_needs_no_guard_around_its_search(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "batch=data (2)" in run.stdout
+
+
+def test_processes_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
+    script, noted = tmp_path / "script.py", tmp_path / "pid"
+    step = "import os, pathlib, time\n" + SCRIPT.replace(
+        "    return (",
+        f"    pathlib.Path({str(noted)!r}).write_text(str(os.getpid()))\n"
+        "    if isinstance(os.environ.get('JAX_NUM_CPU_DEVICES'), str): time.sleep(60)\n"
+        "    return (",
+    )
+    script.write_text(step)
+    run = subprocess.Popen([sys.executable, script])
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if noted.exists() and noted.read_text() not in ("", str(run.pid)):
+            break
+        time.sleep(0.1)
+    pid = int(noted.read_text())
+    assert pid != run.pid
+    run.kill()
+    run.wait()
+    while time.monotonic() < deadline and is_running(pid):
+        time.sleep(0.1)
+    assert not is_running(pid)

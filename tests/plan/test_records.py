@@ -9,7 +9,7 @@ import pytest
 
 from shardax.hlo import Collective
 from shardax.plan import Layout, LayoutReport, TimeBand
-from shardax.plan.compile.evaluate import _self_check
+from shardax.plan.compile.evaluate import _flops_warnings
 
 GATHER = Collective(
     "all-gather", "ag", "bf16", 800, 600.0, 4, ("model",),
@@ -65,9 +65,9 @@ def test_what_was_compiled_has_a_peak_or_a_time() -> None:
 
 
 def test_devices_that_together_do_less_than_the_program_are_a_warning() -> None:
-    assert _self_check(15.0, 120.0, LAYOUT) == []
-    assert _self_check(30.0, 120.0, LAYOUT) == []  # done twice, not too little
-    (warning,) = _self_check(14.0, 120.0, LAYOUT)
+    assert _flops_warnings(15.0, 120.0, LAYOUT) == []
+    assert _flops_warnings(30.0, 120.0, LAYOUT) == []  # done twice, not too little
+    (warning,) = _flops_warnings(14.0, 120.0, LAYOUT)
     assert warning.startswith(
         "The counted operations of 8 devices, 112, are fewer than the 120 of the whole program"
     )

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from shardax import plan
 from shardax.plan.errors import TargetError
-from shardax.plan.hardware.known import HARDWARE
-from shardax.plan.hardware.targets import factorizations, nearest_shapes, shape_exists
+from shardax.plan.hardware.hardware import HARDWARE
+from shardax.plan.hardware.targets import factorizations, nearest_topologies, topology_exists
 
 FLAT = ["1x1", "2x2", "2x4", "4x2", "4x4", "4x8", "8x8", "8x16", "16x8", "16x16"]
 SOLID = ["2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "8x8x8", "4x8x12", "16x16x16"]
@@ -114,10 +114,10 @@ def test_what_is_no_text_is_no_target() -> None:
 def test_the_shapes_that_errors_name_exist(name: str, sizes: list[int]) -> None:
     chip = HARDWARE[name]
     shape = tuple(sizes[: chip.torus_dimensions])
-    near = nearest_shapes(chip, shape)
+    near = nearest_topologies(chip, shape)
     assert len(near) == 4
     assert all(plan.Target.parse(f"tpu:{name}:{each}").slices == 1 for each in near)
-    if shape_exists(chip, shape):
+    if topology_exists(chip, shape):
         assert math.prod(map(int, near[0].split("x"))) == math.prod(shape)
 
 

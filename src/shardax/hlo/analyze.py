@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the text of a compiled program into facts.
+"""Facts of a compiled program: its collectives, operations and bytes.
 
-The program of one device as XLA's partitioner makes it, before a compiler fits it to hardware.
-
-Partitioning is the same code for every kind of device, so this program, made on virtual CPU
-devices, has the data types and collectives with which the compilers of TPUs and GPUs start. The
-optimized CPU program has not: there small floats are widened, and nothing is merged.
+The program is the compiler's own, or for an *estimate* that of XLA's CPU compiler right after its
+partitioner. Partitioning is the same code for every kind of device, so that program has the data
+types and collectives with which the compilers of TPUs and GPUs start; the optimized CPU program has
+not, as it widens small floats and merges nothing.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from shardax.hlo.attribution import attribute
-from shardax.hlo.collectives import KINDS, find_collectives, groups_of, wire_bytes
+from shardax.hlo.collectives import KINDS, Collective, find_collectives, groups_of, wire_bytes
 from shardax.hlo.estimate import rewritten
-from shardax.hlo.execution_counts import Runs, Weight, runs_of
-from shardax.hlo.facts import ProgramFacts
+from shardax.hlo.execution_counts import ExecutionCounts, count_executions
 from shardax.hlo.program import (
     CompilerFailedError,
     Computation,
@@ -34,8 +33,6 @@ from shardax.hlo.program import (
     parse,
 )
 from shardax.hlo.traffic import estimated_hbm_bytes, hbm_bytes, is_counted, own_flops
-
-# --- Reading ---
 
 # Operations that take as long as sending a byte: of today's accelerators 2,000 to 10,000.
 _OPERATIONS_PER_BYTE = 4000.0
@@ -47,6 +44,32 @@ _HELPER = re.compile(
     r"xla_(?:ffi_)?(?:partitioned_)?python_\w*callback\w*"
 )
 _FACTORISATION = re.compile(r"Cholesky|Qr|Eigh?|LuDecomposition|Svd|Schur|Triangular|Fft")
+
+
+@dataclass(frozen=True)
+class ProgramFacts:
+    """What one device does in one run of a program.
+
+    Attributes:
+        collectives: All of them, in the program's order.
+        matmul_flops: Operations of matrix products and convolutions, two for a product and a sum.
+        hbm_bytes: Bytes read from and written to the device's memory; an estimate.
+        warnings: What could not be told, such as a loop of unknown length.
+
+    Example:
+        >>> sums = Collective("all-reduce", "ar.1", "f32", 4, 7.0, 8, ("data",))
+        >>> ProgramFacts((sums, sums), matmul_flops=0.0, hbm_bytes=0.0).wire_bytes()
+        14.0
+    """
+
+    collectives: tuple[Collective, ...]
+    matmul_flops: float
+    hbm_bytes: float
+    warnings: tuple[str, ...] = ()
+
+    def wire_bytes(self) -> float:
+        """Returns the wire bytes of all collectives."""
+        return sum(each.wire_bytes for each in self.collectives)
 
 
 def read_program(
@@ -94,8 +117,27 @@ def read_program(
         program = rewritten(program)
         traffic = estimated_hbm_bytes
     devices = math.prod(mesh.values())
-    _check_mesh(program, mesh, devices, slices)
-    runs = runs_of(program, _weight(devices))
+    sizes = ", ".join(f"{name}={size}" for name, size in mesh.items())
+    if slices < 1 or devices % slices:
+        raise HloReadError(
+            f"A mesh of {devices} devices ({sizes}) cannot be of {slices} slices of as many "
+            "devices each."
+        )
+    if program.device_count not in (devices, devices // slices):
+        raise HloReadError(
+            f"The program runs on {program.device_count} devices, and the mesh ({sizes}) "
+            f"has {devices}. Pass the mesh that it was compiled for."
+        )
+
+    def cost(inside: Computation, each: Instruction) -> float:
+        operations = own_flops(inside, each)
+        base = each.opcode.removesuffix("-start")
+        if base in KINDS:
+            sent = wire_bytes(KINDS[base], each.bytes, groups_of(each, devices).size)
+            operations += _OPERATIONS_PER_BYTE * sent
+        return operations
+
+    runs = count_executions(program, cost)
     found = find_collectives(program, runs, mesh, slices, device_ids)
     return ProgramFacts(
         attribute(program, found, arguments),
@@ -105,7 +147,7 @@ def read_program(
     )
 
 
-def matmul_flops(program: Program, runs: Runs | None = None) -> float:
+def matmul_flops(program: Program, runs: ExecutionCounts | None = None) -> float:
     """Counts the operations of all matrix products and convolutions of a program.
 
     Args:
@@ -123,7 +165,7 @@ def matmul_flops(program: Program, runs: Runs | None = None) -> float:
         >>> matmul_flops(parse(lowered.as_text("hlo")))  # 2 x 4 sums of 3 products
         48.0
     """
-    runs = runs or runs_of(program, own_flops)
+    runs = runs or count_executions(program, own_flops)
     return sum(
         count
         * sum(
@@ -134,45 +176,14 @@ def matmul_flops(program: Program, runs: Runs | None = None) -> float:
     )
 
 
-def _check_mesh(program: Program, mesh: Mapping[str, int], devices: int, slices: int) -> None:
-    if slices < 1 or devices % slices:
-        raise HloReadError(
-            f"A mesh of {devices} devices ({_sizes(mesh)}) cannot be of {slices} slices of as many "
-            "devices each."
-        )
-    if program.device_count not in (devices, devices // slices):
-        raise HloReadError(
-            f"The program runs on {program.device_count} devices, and the mesh ({_sizes(mesh)}) "
-            f"has {devices}. Pass the mesh that it was compiled for."
-        )
-
-
-def _sizes(mesh: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in mesh.items())
-
-
-def _weight(devices: int) -> Weight:
-    """What an instruction costs, to choose among branches."""
-
-    def weight(inside: Computation, each: Instruction) -> float:
-        cost = own_flops(inside, each)
-        base = each.opcode.removesuffix("-start")
-        if base in KINDS:
-            size = groups_of(each, devices).size
-            cost += _OPERATIONS_PER_BYTE * wire_bytes(KINDS[base], each.bytes, size)
-        return cost
-
-    return weight
-
-
-def _uncounted(program: Program, runs: Runs) -> list[str]:
-    """What is in a program and counted as nothing."""
+def _uncounted(program: Program, runs: ExecutionCounts) -> list[str]:
+    """Warnings of what is in a program and counts as nothing."""
     calls: Counter[str] = Counter()
     ragged = promoted = 0
     for name in runs.counts:
         for each in program.computations[name].instructions:
             if each.opcode == "custom-call" and not is_counted(each):
-                target = (each.attribute("custom_call_target") or "").strip('"')
+                target = each.call_target
                 if not _HELPER.fullmatch(target) or _FACTORISATION.search(target):
                     calls[target] += 1
             ragged += each.opcode in ("ragged-all-to-all", "ragged-all-to-all-start")
@@ -193,8 +204,6 @@ def _uncounted(program: Program, runs: Runs) -> list[str]:
         )
     return warnings
 
-
-# --- Partitioned ---
 
 # What comes after the partitioner is thrown away, so its cheapest form will do. The last flag names
 # what is written of a part that is not wanted; as it is another each time, JAX's persistent cache,
@@ -221,50 +230,34 @@ _WRITTEN = (
 
 
 def partitioned_text(lowered: jax.stages.Lowered) -> str:
-    """Returns the program of one device as it is right after XLA's partitioner.
+    """Returns the program of one device right after XLA's partitioner.
 
-    It is compiled for the CPU devices that it was lowered for, about 1.5 s for a train step of a
-    scanned decoder. Nothing is run.
-
-    Args:
-        lowered: A function, lowered for a mesh of CPU devices.
-
-    Returns:
-        The program's text; for one device, where there is nothing to partition, that before its
-        first optimization.
-
-    Raises:
-        CompilerFailedError: If XLA cannot compile it, or did not write the program.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> lowered = jax.jit(lambda x: x.sum()).lower(jnp.ones(4))
-        >>> partitioned_text(lowered).startswith("HloModule jit__lambda")
-        True
+    The function was lowered for a mesh of CPU devices; for one device, where there is nothing to
+    partition, the program is that before its first optimization. Compiling takes about 1.5 s for a
+    train step of a scanned decoder. Raises CompilerFailedError if XLA cannot compile it, or did not
+    write the program.
     """
     for number, cheap in enumerate(_CHEAP):
-        with tempfile.TemporaryDirectory(prefix="shardax-") as folder:
-            options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": _PASSES} | cheap
+        with tempfile.TemporaryDirectory(prefix="shardax-") as name:
+            options = {"xla_dump_to": name, "xla_dump_hlo_pass_re": _PASSES} | cheap
             if "xla_dump_emitter_re" in cheap:
-                options["xla_dump_emitter_re"] = folder
+                options["xla_dump_emitter_re"] = name
             try:
                 lowered.compile(compiler_options=options)
             except Exception as error:  # of jaxlib's own class
                 if number + 1 < len(_CHEAP) and _UNKNOWN_OPTION.search(str(error)):
                     continue
                 raise CompilerFailedError(f"XLA's CPU compiler ended with: {error}") from error
-            return _read(Path(folder))
+            folder = Path(name)
+            for pattern in _WRITTEN:
+                # Small programs that JAX compiles on the way may be there too; the step is last.
+                found = sorted(folder.glob(pattern))
+                if found:
+                    return found[-1].read_text()
+            raise CompilerFailedError(
+                "XLA compiled the program but did not write it after partitioning; the folder "
+                f"holds {sorted(each.name for each in folder.iterdir())[:5]}. A persistent "
+                "compilation cache can be why: "
+                'jax.config.update("jax_enable_compilation_cache", False).'
+            )
     raise AssertionError("the last options are none")
-
-
-def _read(folder: Path) -> str:
-    for pattern in _WRITTEN:
-        # Small programs that JAX compiles on the way may have been written too; the step is last.
-        found = sorted(folder.glob(pattern))
-        if found:
-            return found[-1].read_text()
-    raise CompilerFailedError(
-        "XLA compiled the program but did not write it after partitioning; the folder holds "
-        f"{sorted(each.name for each in folder.iterdir())[:5]}. A persistent compilation cache can "
-        'be why: jax.config.update("jax_enable_compilation_cache", False).'
-    )

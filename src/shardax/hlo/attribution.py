@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters a collective moves, and why the program needs it.
+"""Attribution of collectives: the parameters that they move, and the reason.
 
-What travels is followed through the program: backwards to the arguments that it is, forwards to the
-arguments that it updates. The *why* of a collective is told from that, from its kind, and from the
-traced operation for which the partitioner put it there.
-
-Where values of a program come from and where they go.
-
-A value is *carried* by instructions that give on what they are given, as it is or in other form,
+A value is *carried* by instructions that pass on what they are given, as it is or in another form,
 layout or place: conversions, copies, slices, collectives, the state of a loop. Backwards, a value
 is followed through these to the arguments of the program and to what is *computed*. Forwards it is
 followed also through elementwise arithmetic of arrays of its size, such as that of an optimizer, to
-the program's results.
+the program's results, which are the next values of arguments. The reason is told from both, from
+the kind of the collective, and from the traced operation for which the partitioner put it there.
 """
 
 from __future__ import annotations
@@ -23,22 +18,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from shardax.hlo.collectives import Found, rendezvous
+from shardax.hlo.collectives import KINDS, Collective, LocatedCollective, rendezvous
 from shardax.hlo.estimate import reduction
 from shardax.hlo.execution_counts import branches, called
-from shardax.hlo.facts import Collective
 from shardax.hlo.live_memory import aliases, kept_elements, likely_updates
 from shardax.hlo.program import Computation, Instruction, Program
 
-# --- Attribution flow ---
-
 _ALL = -1
-_COLLECTIVES = frozenset(
-    {
-        *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
-        *("ragged-all-to-all", "collective-broadcast"),
-    }
-)
 _CARRIES_FIRST = frozenset(
     {
         *("convert", "copy", "reshape", "transpose", "bitcast", "bitcast-convert", "broadcast"),
@@ -56,41 +42,25 @@ _ARITHMETIC = frozenset(
 )
 
 
-class Value(NamedTuple):
-    """The result of an instruction, or an element of it.
+class ValueRef(NamedTuple):
+    """The result of an instruction, or an element of it."""
 
-    Attributes:
-        inside: Name of the computation.
-        name: Name of the instruction.
-        element: Number of an element of a tuple; -1 for the whole.
-    """
-
-    inside: str
-    name: str
-    element: int = _ALL
+    inside: str  # name of the computation
+    name: str  # name of the instruction
+    element: int = _ALL  # number of an element of a tuple; -1 for the whole
 
 
-class Sources(NamedTuple):
-    """What a value is carried from.
+class ValueSources(NamedTuple):
+    """What a value is carried from."""
 
-    Attributes:
-        arguments: Numbers of the program's arguments.
-        computed: Instructions that compute.
-    """
-
-    arguments: frozenset[int]
-    computed: tuple[Instruction, ...]
+    arguments: frozenset[int]  # numbers of the program's arguments
+    computed: tuple[Instruction, ...]  # instructions that compute
 
 
-class Flow:
-    """Where the values of a program come from and go.
-
-    Args:
-        program: The program.
-    """
+class Dataflow:
+    """Where the values of a program come from and go."""
 
     def __init__(self, program: Program) -> None:
-        """See the class."""
         self._program = program
         self._callers: dict[str, list[tuple[str, Instruction]]] = {}
         self._users: dict[str, dict[str, list[Instruction]]] = {}
@@ -104,11 +74,10 @@ class Flow:
                     self._meets[name, each.opcode, rendezvous(each)] = each
                 for callee in (*called(each), *branches(each)):
                     self._callers.setdefault(callee, []).append((name, each))
-                for operand in set(_operands(each)):
+                for operand in set(each.inputs):
                     users.setdefault(operand, []).append(each)
 
-    def sources(self, value: Value) -> Sources:
-        """Returns what a value is carried from."""
+    def sources(self, value: ValueRef) -> ValueSources:
         arguments: set[int] = set()
         computed: dict[str, Instruction] = {}
         seen = {value}
@@ -126,40 +95,33 @@ class Flow:
                 if new not in seen:
                     seen.add(new)
                     pending.append(new)
-        return Sources(frozenset(arguments), tuple(computed.values()))
+        return ValueSources(frozenset(arguments), tuple(computed.values()))
 
-    def results(self, value: Value) -> frozenset[int]:
+    def results(self, value: ValueRef) -> frozenset[int]:
         """Returns the numbers of the program's results that a value gets to."""
-        found: set[int] = set()
-        seen = {value}
-        pending = [value]
-        while pending:
-            for new in self._after(pending.pop()):
-                if new.inside == "":
-                    found.add(new.element)
-                elif new not in seen:
-                    seen.add(new)
-                    pending.append(new)
-        return frozenset(found)
+        return frozenset(each.element for each in self._forwards(value) if each.inside == "")
 
-    def needed_by(self, value: Value) -> Instruction | None:
-        """Returns the nearest instruction with a traced operation that takes a value, if any."""
+    def needed_by(self, value: ValueRef) -> Instruction | None:
+        """Returns the nearest user of a value with a traced operation."""
+        for here in self._forwards(value):
+            for user in self._users.get(here.inside, {}).get(here.name, []):
+                if user.op_name and user.opcode not in ("while", "call", "conditional"):
+                    return user
+        return None
+
+    def _forwards(self, value: ValueRef) -> Iterator[ValueRef]:
+        """Yields a value and what it is carried to, nearest first."""
         seen = {value}
         pending = deque([value])
         while pending:
             here = pending.popleft()
-            if here.inside == "":
-                continue
-            for user in self._users[here.inside].get(here.name, []):
-                if user.op_name and user.opcode not in ("while", "call", "conditional"):
-                    return user
-            for new in self._after(here):
+            yield here
+            for new in self._after(here) if here.inside else ():
                 if new not in seen:
                     seen.add(new)
                     pending.append(new)
-        return None
 
-    def _at(self, value: Value) -> Instruction:
+    def _at(self, value: ValueRef) -> Instruction:
         return self._program.computations[value.inside].by_name[value.name]
 
     def _keeps(self, loop: Instruction, element: int) -> bool:
@@ -168,62 +130,62 @@ class Flow:
             self._kept[body] = kept_elements(self._program.computations[body])
         return element in self._kept[body]
 
-    def _root(self, name: str, element: int) -> Value:
-        return Value(name, self._program.computations[name].root.name, element)
+    def _root(self, name: str, element: int) -> ValueRef:
+        return ValueRef(name, self._program.computations[name].root.name, element)
 
-    def _before(self, here: Value, each: Instruction) -> Iterator[Value]:
-        """What a value is carried from directly; nothing if it is computed or a constant."""
+    def _before(self, here: ValueRef, each: Instruction) -> Iterator[ValueRef]:
+        """What a value is carried from directly."""
         inside, element = here.inside, here.element
         opcode = each.opcode
         base = opcode.removesuffix("-start")
         if opcode == "parameter":
             yield from self._before_parameter(here, each)
         elif opcode == "get-tuple-element":
-            yield Value(inside, each.operands[0], int(each.attribute("index") or 0))
+            yield ValueRef(inside, each.operands[0], each.element)
         elif opcode == "tuple":
             chosen = each.operands if element == _ALL else each.operands[element : element + 1]
-            yield from (Value(inside, name) for name in chosen)
+            yield from (ValueRef(inside, name) for name in chosen)
         elif opcode == "while" and element != _ALL:
             if self._keeps(each, element):
-                yield Value(inside, each.operands[0], element)
+                yield ValueRef(inside, each.operands[0], element)
             else:
                 yield self._root(each.computations("body")[0], element)
         elif opcode in ("fusion", "call", "async-start", "conditional"):
             for name in (*called(each), *branches(each)):
                 yield self._root(name, element)
         elif opcode.endswith(("-done", "-update")):
-            yield Value(inside, each.operands[0], element)
+            yield ValueRef(inside, each.operands[0], element)
         elif opcode == "recv":
             sender = self._meets.get((inside, "send", rendezvous(each)))
             if sender is not None:
-                yield Value(inside, sender.operands[0])
-        elif base in _COLLECTIVES or base == "copy":
+                yield ValueRef(inside, sender.operands[0])
+        elif base in KINDS or base == "copy":
             several = len(each.operands) > 1 and not base.endswith(("permute", "ragged-all-to-all"))
             number = element if several and element != _ALL else 0
             names = each.operands if several and element == _ALL else each.operands[number:][:1]
-            yield from (Value(inside, name) for name in names)
+            yield from (ValueRef(inside, name) for name in names)
         elif opcode in _CARRIES_FIRST:
-            yield Value(inside, each.operands[0], element)
+            yield ValueRef(inside, each.operands[0], element)
         elif opcode in _CARRIES_SEVERAL:
             names = {"select": each.operands[1:], "concatenate": each.operands}
-            yield from (Value(inside, name) for name in names.get(opcode, each.operands[:2]))
+            yield from (ValueRef(inside, name) for name in names.get(opcode, each.operands[:2]))
 
-    def _before_parameter(self, here: Value, each: Instruction) -> Iterator[Value]:
+    def _before_parameter(self, here: ValueRef, each: Instruction) -> Iterator[ValueRef]:
         number, element = int(each.operands[0]), here.element
         for outside, caller in self._callers.get(here.inside, []):
             if caller.opcode == "while":
-                yield Value(outside, caller.operands[0], element)
+                yield ValueRef(outside, caller.operands[0], element)
                 if element != _ALL and not self._keeps(caller, element):
                     yield self._root(caller.computations("body")[0], element)
             elif caller.opcode == "conditional":
-                yield Value(
+                yield ValueRef(
                     outside, caller.operands[branches(caller).index(here.inside) + 1], element
                 )
             else:
-                yield Value(outside, caller.operands[number], element)
+                yield ValueRef(outside, caller.operands[number], element)
 
-    def _after(self, here: Value) -> Iterator[Value]:
-        """What a value goes to directly; a result of the program is in the computation ""."""
+    def _after(self, here: ValueRef) -> Iterator[ValueRef]:
+        """What a value is carried to directly; results are in computation ""."""
         inside = self._program.computations[here.inside]
         each = inside.by_name[here.name]
         if each is inside.root:
@@ -231,66 +193,62 @@ class Flow:
         if each.opcode == "send":
             receiver = self._meets.get((here.inside, "recv", rendezvous(each)))
             if receiver is not None:
-                yield Value(here.inside, receiver.name)
+                yield ValueRef(here.inside, receiver.name)
         for user in self._users[here.inside].get(here.name, []):
             places = [place for place, name in enumerate(user.operands) if name == here.name]
             yield from self._into(here, each, user, places)
 
-    def _after_root(self, here: Value, inside: Computation) -> Iterator[Value]:
+    def _after_root(self, here: ValueRef, inside: Computation) -> Iterator[ValueRef]:
         if inside.name == self._program.entry:
-            yield Value("", "", max(here.element, 0))
+            yield ValueRef("", "", max(here.element, 0))
         for outside, caller in self._callers.get(inside.name, []):
             if caller.opcode != "while":
-                yield Value(outside, caller.name, here.element)
+                yield ValueRef(outside, caller.name, here.element)
             elif inside.name in caller.computations("body"):
-                yield Value(outside, caller.name, here.element)
+                yield ValueRef(outside, caller.name, here.element)
                 (state,) = inside.parameters.values()
-                yield Value(inside.name, state.name, here.element)
+                yield ValueRef(inside.name, state.name, here.element)
 
     def _into(
-        self, here: Value, each: Instruction, user: Instruction, places: list[int]
-    ) -> Iterator[Value]:
+        self, here: ValueRef, each: Instruction, user: Instruction, places: list[int]
+    ) -> Iterator[ValueRef]:
         inside, opcode = here.inside, user.opcode
         base = opcode.removesuffix("-start")
         if opcode == "tuple":
-            yield from (Value(inside, user.name, place) for place in places)
+            yield from (ValueRef(inside, user.name, place) for place in places)
         elif opcode == "get-tuple-element":
-            if here.element in (_ALL, int(user.attribute("index") or 0)):
-                yield Value(inside, user.name)
+            if here.element in (_ALL, user.element):
+                yield ValueRef(inside, user.name)
         elif opcode in ("fusion", "call", "async-start"):
             for name in called(user):
                 parameters = self._program.computations[name].parameters
-                yield from (Value(name, parameters[place].name, here.element) for place in places)
+                yield from (
+                    ValueRef(name, parameters[place].name, here.element) for place in places
+                )
         elif opcode == "send" and places[0] == 0:
-            yield Value(inside, user.name)
+            yield ValueRef(inside, user.name)
         elif opcode == "while":
             for name in user.computations("body"):
                 (state,) = self._program.computations[name].parameters.values()
-                yield Value(name, state.name, here.element)
-        elif base in _COLLECTIVES and len(user.operands) > 1:
-            yield from (Value(inside, user.name, place) for place in places)
-        elif opcode.endswith(("-done", "-update")) or base in _COLLECTIVES | _CARRIES_FIRST:
+                yield ValueRef(name, state.name, here.element)
+        elif base in KINDS and len(user.operands) > 1:
+            yield from (ValueRef(inside, user.name, place) for place in places)
+        elif opcode.endswith(("-done", "-update")) or base in KINDS or base in _CARRIES_FIRST:
             if places[0] == 0 and opcode != "broadcast":
-                yield Value(inside, user.name, here.element)
+                yield ValueRef(inside, user.name, here.element)
         elif opcode in _CARRIES_SEVERAL:
             if opcode != "dynamic-update-slice" or places[0] < 2:
-                yield Value(inside, user.name)
+                yield ValueRef(inside, user.name)
         elif opcode == "reduce" and places[0] == 0 and _size(user) == _size(each, here.element):
-            yield Value(inside, user.name)  # over dimensions of one
+            yield ValueRef(inside, user.name)  # over dimensions of one
         elif opcode in _ARITHMETIC and _size(user) == _size(each, here.element):
-            yield Value(inside, user.name)
-
-
-def _operands(each: Instruction) -> tuple[str, ...]:
-    return () if each.opcode in ("parameter", "constant") else each.operands
+            yield ValueRef(inside, user.name)
 
 
 def _size(each: Instruction, element: int = _ALL) -> int:
     shape = each.shapes[element if 0 <= element < len(each.shapes) else 0]
     return math.prod(shape.dims)
 
-
-# --- Attribution ---
 
 _JOINED = re.compile(r"\(([^()]*(?:\([^()]*\)[^()]*)*:.*)\)$")
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
@@ -302,103 +260,64 @@ _EXTREMES = {"maximum": "takes the largest", "minimum": "takes the smallest"}
 
 
 def attribute(
-    program: Program, found: Sequence[Found], arguments: Sequence[str] = ()
+    program: Program, found: Sequence[LocatedCollective], arguments: Sequence[str] = ()
 ) -> tuple[Collective, ...]:
-    """Says of collectives which parameters travel, and why.
+    """Fills in ``parameters`` and ``why`` of collectives.
 
-    Args:
-        program: The program that holds them.
-        found: The collectives in their places.
-        arguments: Paths of the program's arguments, in order; "" for one without a path.
-
-    Returns:
-        The collectives, with ``parameters`` and ``why``, and with ``op_name`` and ``source`` of
-        what they need where the compiler left them without.
+    Where the compiler left them without, also ``op_name`` and ``source`` of what they need.
     """
-    attribution = _Attribution(program, arguments)
-    return tuple(attribution.of(each) for each in found)
+    flow = Dataflow(program)
+    known_updates, likely = aliases(program), likely_updates(program)
 
+    def path(number: int) -> str:
+        return arguments[number] if number < len(arguments) else ""
 
-class _How(NamedTuple):
-    """How a collective came about.
-
-    Attributes:
-        operations: The traced operations that need it.
-        reduces: The opcode by which it reduces, or "".
-        is_backward: Whether what travels was computed in a backward pass.
-    """
-
-    operations: list[str]
-    reduces: str
-    is_backward: bool
-
-
-class _Attribution:
-    def __init__(self, program: Program, arguments: Sequence[str]) -> None:
-        self._program = program
-        self._arguments = arguments
-        self._flow = Flow(program)
-        self._updates = aliases(program)
-        self._likely = likely_updates(program)
-
-    def of(self, found: Found) -> Collective:
-        """Returns a collective with what was found out of it."""
-        each = found.instruction
-        # Of a permutation of buffers, and of a send, what stands behind the first is no data.
-        single = found.collective.kind == "collective-permute" or each.opcode == "send"
-        operands = each.operands[:1] if single else each.operands
-        sources = [self._flow.sources(Value(found.inside.name, name)) for name in operands]
-        moved = self._moved(sources)
-        collective = _with_origin(found.collective, sources)
-        if not collective.op_name:
-            collective = self._with_need(collective, Value(found.inside.name, each.name))
-        how = self._how(each, collective, sources)
-        # A gradient is one also if it is a result itself, or the step keeps its arguments.
-        updates = self._likely if how.is_backward else self._updates
-        updated = () if moved else self._updated(found, len(operands), updates)
-        return dataclasses.replace(
-            collective,
-            parameters=moved or updated,
-            why=_why(collective, moved, updated, how),
-        )
-
-    def _with_need(self, collective: Collective, value: Value) -> Collective:
-        """Gives a collective the origin of what takes its result."""
-        user = self._flow.needed_by(value)
-        if user is None:
-            return collective
-        source = collective.source or user.source
-        return dataclasses.replace(collective, op_name=user.op_name, source=source)
-
-    def _how(self, each: Instruction, collective: Collective, sources: Sequence[Sources]) -> _How:
-        names = [collective.op_name, *(of.op_name for some in sources for of in some.computed)]
-        is_backward = any("transpose(" in name for name in names)
-        return _How(_operations(collective.op_name), reduction(self._program, each), is_backward)
-
-    def _moved(self, sources: Sequence[Sources]) -> tuple[str, ...]:
-        """Paths of arguments, if nothing else travels."""
-        if any(each.computed or not each.arguments for each in sources):
-            return ()
-        numbers = sorted({number for each in sources for number in each.arguments})
-        return tuple(path for number in numbers if (path := self._path(number)))
-
-    def _updated(self, found: Found, count: int, updates: Mapping[int, int]) -> tuple[str, ...]:
+    def updated_by(value: ValueRef, count: int, updates: Mapping[int, int]) -> tuple[str, ...]:
         """Paths of the arguments that what travels is used to update."""
         paths: dict[str, None] = {}
-        for element in range(count) if count > 1 else (-1,):
-            value = Value(found.inside.name, found.instruction.name, element)
-            results = self._flow.results(value)
-            numbers = {updates[result] for result in results if result in updates}
-            paths |= dict.fromkeys(_without_states([self._path(n) for n in sorted(numbers)]))
+        for element in range(count) if count > 1 else (_ALL,):
+            results = flow.results(value._replace(element=element))
+            numbers = sorted({updates[result] for result in results if result in updates})
+            paths |= dict.fromkeys(_without_states([path(number) for number in numbers]))
         return tuple(paths)
 
-    def _path(self, number: int) -> str:
-        return self._arguments[number] if number < len(self._arguments) else ""
+    attributed: list[Collective] = []
+    for inside, each, collective in found:
+        value = ValueRef(inside.name, each.name)
+        # Of a permutation of buffers, and of a send, what stands behind the first is no data.
+        single = collective.kind == "collective-permute" or each.opcode == "send"
+        operands = each.operands[:1] if single else each.operands
+        sources = [flow.sources(ValueRef(inside.name, name)) for name in operands]
+        computed = [instruction for source in sources for instruction in source.computed]
+        moved: tuple[str, ...] = ()
+        if not computed and all(source.arguments for source in sources):
+            numbers = sorted({number for source in sources for number in source.arguments})
+            moved = tuple(name for number in numbers if (name := path(number)))
+        collective = _with_origin(collective, [each for each in computed if each.op_name])
+        if not collective.op_name:
+            user = flow.needed_by(value)
+            collective = _with_origin(collective, [user] if user else [])
+        names = [collective.op_name, *(instruction.op_name for instruction in computed)]
+        is_backward = any("transpose(" in name for name in names)
+        # A gradient is one also if it is a result itself, or the step keeps its arguments.
+        updates = likely if is_backward else known_updates
+        updated = () if moved else updated_by(value, len(operands), updates)
+        why = _why(collective, moved, updated, reduction(program, each), is_backward)
+        attributed.append(dataclasses.replace(collective, parameters=moved or updated, why=why))
+    return tuple(attributed)
+
+
+def _with_origin(collective: Collective, named: Sequence[Instruction]) -> Collective:
+    """Gives a collective without ``op_name`` that of an operation."""
+    if collective.op_name or not named:
+        return collective
+    source = collective.source or next((each.source for each in named if each.source), "")
+    return dataclasses.replace(collective, op_name=named[0].op_name, source=source)
 
 
 def _without_states(paths: Sequence[str]) -> list[str]:
-    """Leaves out paths of an optimizer's state, which end as that of its parameter."""
-    ends = {path: path[min(_first(path, "."), _first(path, "[")) :] for path in paths if path}
+    """Leaves out optimizer states, whose paths end as those of parameters."""
+    ends = {path: re.sub(r"^[^.\[]*", "", path) for path in paths if path}
     return [
         path
         for path in ends
@@ -406,41 +325,35 @@ def _without_states(paths: Sequence[str]) -> list[str]:
     ]
 
 
-def _first(path: str, mark: str) -> int:
-    place = path.find(mark)
-    return place if place >= 0 else len(path)
-
-
-def _with_origin(collective: Collective, sources: Sequence[Sources]) -> Collective:
-    """Gives a collective that a compiler made the origin of what it takes, if it has none."""
-    named = [each for source in sources for each in source.computed if each.op_name]
-    if collective.op_name or not named:
-        return collective
-    source = collective.source or next((each.source for each in named if each.source), "")
-    return dataclasses.replace(collective, op_name=named[0].op_name, source=source)
-
-
 def _why(
-    collective: Collective, moved: tuple[str, ...], updated: tuple[str, ...], how: _How
+    collective: Collective,
+    moved: tuple[str, ...],
+    updated: tuple[str, ...],
+    reduces: str,
+    is_backward: bool,
 ) -> str:
-    operation = _listed(how.operations) or "what comes next"
+    # Compilers join the names of the traced operations that they merge.
+    joined = _JOINED.search(collective.op_name)
+    parts = joined[1].split(":") if joined else [collective.op_name]
+    operations = list(dict.fromkeys(part.rpartition("/")[2] for part in parts if part))
+    operation = _listed(operations) or "what comes next"
     over = f" over {' and '.join(collective.axes)}" if collective.axes else ""
-    asked = next((name for name in how.operations if _ASKED.match(name)), "")
+    asked = next((name for name in operations if _ASKED.match(name)), "")
     carries = collective.kind not in ("all-reduce", "reduce-scatter")
     what = _listed(moved) or "an activation"
     match collective.kind:
-        case "all-reduce" | "reduce-scatter" if updated and how.is_backward:
+        case "all-reduce" | "reduce-scatter" if updated and is_backward:
             return f"sums the gradient of {_listed(updated)}{over}"
-        case "all-gather" if updated and not how.is_backward:
+        case "all-gather" if updated and not is_backward:
             return f"gathers the new {_listed(updated)}{over}"
-        case "collective-permute" if updated and how.is_backward:
+        case "collective-permute" if updated and is_backward:
             return f"passes on the gradient of {_listed(updated)}"
         case _ if asked and not (moved and carries):
             return f"asked for by {asked}{over}"
         case "all-reduce" | "reduce-scatter":
-            if how.reduces in _EXTREMES:
-                return f"{_EXTREMES[how.reduces]} of {operation}{over}"
-            parts = "partial products" if _PRODUCTS & set(how.operations) else "parts"
+            if reduces in _EXTREMES:
+                return f"{_EXTREMES[reduces]} of {operation}{over}"
+            parts = "partial products" if _PRODUCTS & set(operations) else "parts"
             return f"sums {parts} of {operation}{over}"
         case "all-gather":
             return f"gathers {what} before {operation}"
@@ -452,13 +365,6 @@ def _why(
             return f"sends {what} to all for {operation}"
         case _:
             return f"re-lays out {what} for {operation}"
-
-
-def _operations(op_name: str) -> list[str]:
-    """The traced operations of a name; compilers join the names of what they merge."""
-    joined = _JOINED.search(op_name)
-    parts = joined[1].split(":") if joined else [op_name]
-    return list(dict.fromkeys(part.rpartition("/")[2] for part in parts if part))
 
 
 def _listed(names: Sequence[str]) -> str:

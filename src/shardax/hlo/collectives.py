@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the collectives of a program and what they send.
+"""The collectives of a program: their kinds, groups, mesh axes and bytes.
 
-An instruction of a collective is plain (``all-gather``), or *begun and ended* by two
-(``all-gather-start``, ``all-gather-done``), between which other instructions run; or it stands in a
-computation of its own that an ``async-start`` runs. TPU compilers also put collectives into
-fusions: an all-reduce of which each device keeps its part is a reduce-scatter, and a collective
-that goes on during several fusions is repeated in each of them, of which the one that calls
-``AsyncCollectiveStart`` counts. Between slices TPU programs send and receive through the host.
+A *collective* is an instruction by which devices exchange data. *Wire bytes* are those that one
+device sends, on a ring of its group, in one run of the program: of n devices and an array of B
+bytes, ``2 (n-1)/n B`` for an all-reduce, ``(n-1)/n B`` for an all-gather (B of its result), a
+reduce-scatter (B of its operand) and an all-to-all, and B for a permutation. An instruction in a
+loop counts as often as the loop runs.
 
-Which devices a collective connects, and along which mesh axes.
+A collective is one instruction (``all-gather``), or two (``all-gather-start``, ``all-gather-done``)
+between which others run, or a computation that an ``async-start`` runs. TPU compilers also put
+collectives into fusions: an all-reduce of which each device keeps its part is a reduce-scatter, and
+a collective that goes on during several fusions is repeated in each of them, of which the one that
+calls ``AsyncCollectiveStart`` counts.
 
-A *group* is the numbers of devices that exchange data with each other; a device's number is its
-position in the mesh, row-major. XLA prints groups in four forms: as lists, as the numbers from 0
-on reshaped and transposed (*iota*), as axes of a mesh of its own (which is not the user's), and,
-of a permutation, as pairs of a source and a target.
+A *group* is the numbers of devices that exchange data; a device's number is its position in the
+mesh, row-major. XLA prints groups as lists, as the numbers from 0 on reshaped and transposed
+(*iota*), as axes of a mesh of its own (which is not the user's), and, of a permutation, as pairs of
+a source and a target.
 
-Collectives between slices of TPUs, which go through the host.
-
-A *slice* is devices that have links of their own; several slices are joined by the network of the
-data centre. The program of one slice says of such a collective its type, and its *target*: either
-slices, numbered from 1, and the numbers of devices in each (``{1,2}x{0:3}``), of which those with
-the same number exchange data, or groups of device ids (``{{100000,200000}}``), or pairs of ids
-(``{{100000->200000}}``). An id is the slice's number times 100,000 and the device's in its slice.
+A *slice* is TPUs with links of their own; several are joined by the network of the data centre, to
+which programs send through the host. The program of one slice says of such a send its type, and its
+*target*: slices, numbered from 1, and the numbers of devices in each (``{1,2}x{0:3}``), of which
+those with the same number exchange data; or groups of device ids (``{{100000,200000}}``); or pairs
+of ids (``{{100000->200000}}``). An id is the slice's number times 100,000 and the device's in it.
 """
 
 from __future__ import annotations
@@ -31,44 +32,117 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardax.hlo.execution_counts import Runs, branches, called
-from shardax.hlo.facts import Collective
-from shardax.hlo.program import (
-    ArrayShape,
-    Computation,
-    HloReadError,
-    Instruction,
-    Program,
-)
+from shardax.hlo.execution_counts import ExecutionCounts, branches, called
+from shardax.hlo.program import Computation, HloReadError, Instruction, Program
 
-# --- Groups ---
+KINDS = {  # of collectives, by opcode
+    "all-reduce": "all-reduce",
+    "all-gather": "all-gather",
+    "reduce-scatter": "reduce-scatter",
+    "all-to-all": "all-to-all",
+    "ragged-all-to-all": "all-to-all",
+    "collective-permute": "collective-permute",
+    "collective-broadcast": "broadcast",
+}
+_SLICE_KINDS = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "RAGGED_ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
 
+# Groups of devices
 _LISTS = re.compile(r"\{(?:\{[\d, ]*\}(?:, *)?)*\}")
 _LIST = re.compile(r"\{([\d, ]*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, *device_ids=\((.*)\))? *\{([^}]*)\}")
 _AXIS = re.compile(r"'?([^'=:,]+)'?=(\d+)")
 _REFERENCE = re.compile(r"'?([^':,(]+)'?(?::\((\d+)\)(\d+))?")
+# Sends between slices
+_TYPE = re.compile(r'_xla_megascale_transfer_type="?(\w+)"?')
+_TARGET = re.compile(r'_xla_megascale_target=(?:"([^"]*)"|(\{\{.*?\}\}))')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)"?')
+_PRODUCT = re.compile(r"\{([\d,:]+)\}x\{([\d,:]+)\}")
+_SLICE = 100_000
+
+_LOOKS_COLLECTIVE = re.compile(
+    r"all[_-]?reduce|all[_-]?gather|reduce[_-]?scatter|all[_-]?to[_-]?all|collective|permute|nccl|"
+    r"nvshmem|megascale|ppermute|broadcast_from|(?:^|[_-])(?:send|recv)(?:$|[_-])",
+    re.IGNORECASE,
+)
+_STARTS_FUSED = "AsyncCollectiveStart"
+_KNOWN_CALLS = frozenset({_STARTS_FUSED, "AsyncCollectiveDone"})
+_FUSED = '"async_collective_fusion_config"'
+_PAIRS = re.compile(r"_xla_send_recv_source_target_pairs=\"?(\{\{.*?\}\}|\{\})")
+_IDLE = frozenset(
+    {"bitcast", "tuple", "get-tuple-element", "constant", "parameter", "after-all", "copy"}
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+        kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``,
+            ``"collective-permute"`` or ``"broadcast"``.
+        name: The instruction's name in the program.
+        dtype: Of what travels, as HLO names it (``"bf16"``); of several arrays the first's.
+        payload: Bytes of the whole array of a group, of one run: of the result of an all-gather, of
+            the operand of the others.
+        wire_bytes: Bytes that one device sends in all runs.
+        group_size: Devices of a group.
+        axes: Mesh axes that the groups run along, in the mesh's order; empty if they are not those
+            of any set of mesh axes.
+        runs: How often it runs in one run of the program.
+        runs_known: Whether that is known; it counts once for a loop of unknown length.
+        asynchronous: Whether other work can go on meanwhile.
+        crosses_slices: Whether its groups hold devices of several slices.
+        op_name: The operation that it comes from, such as ``jit(step)/layers/dot_general``.
+        source: The user's line that it comes from, ``"model.py:12"``, or "".
+        parameters: Paths of the arguments that travel, as far as can be told.
+        why: What the source line does that needs it, in a few words, or "".
+
+    Example:
+        >>> each = Collective("all-gather", "ag.1", "bf16", 64, 48.0, 4, ("model",), runs=1)
+        >>> each.wire_bytes / each.payload
+        0.75
+    """
+
+    kind: str
+    name: str
+    dtype: str
+    payload: int
+    wire_bytes: float
+    group_size: int
+    axes: tuple[str, ...]
+    runs: int = 1
+    runs_known: bool = True
+    asynchronous: bool = False
+    crosses_slices: bool = False
+    op_name: str = ""
+    source: str = ""
+    parameters: tuple[str, ...] = ()
+    why: str = ""
+
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of one collective.
+    """Groups of one collective."""
 
-    Attributes:
-        devices: Numbers of the devices, a row for each group; of groups of different sizes, and of
-            permutations, -1 fills the row.
-        pairs: Of a permutation its pairs of a source and a target, else None.
-    """
-
+    # numbers of the devices, a row for each group; of groups of different sizes, and of
+    # permutations, -1 fills the row
     devices: Array
-    pairs: Array | None = None
+    pairs: Array | None = None  # of a permutation its pairs of a source and a target, else None
 
     @property
     def size(self) -> int:
@@ -80,7 +154,7 @@ class Groups:
         return [[device for device in group if device >= 0] for group in self.devices.tolist()]
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """Returns the mesh axes along which devices of one group differ, in the mesh's order."""
+        """Returns the mesh axes that groups run along, in order."""
         shape = tuple(mesh.values())
         links = self.devices if self.pairs is None else self.pairs
         first = np.broadcast_to(links[:, :1], links.shape)
@@ -92,51 +166,31 @@ class Groups:
         )
 
     def crosses(self, block: int) -> bool:
-        """Whether a group holds devices of several blocks of so many consecutive devices."""
+        """Whether a group holds devices of several blocks."""
         links = self.devices if self.pairs is None else self.pairs
         blocks = np.where(links < 0, links[:, :1], links) // block
         return bool((blocks != blocks[:, :1]).any())
 
 
 def groups_of(instruction: Instruction, devices: int) -> Groups:
-    """Reads the groups of a collective.
-
-    Args:
-        instruction: The collective.
-        devices: How many devices run the program.
-
-    Returns:
-        Its groups; all devices are one if it names none.
-
-    Raises:
-        HloReadError: If the groups cannot be read, or hold devices that do not run the program.
-
-    Example:
-        >>> attributes = "replica_groups=[2,4]<=[4,2]T(1,0)"
-        >>> groups_of(Instruction("a", "all-reduce", (), (), attributes), 8).lists()
-        [[0, 2, 4, 6], [1, 3, 5, 7]]
-    """
+    """Reads the groups of a collective; by default of all devices."""
     pairs = instruction.attribute("source_target_pairs")
     if pairs is not None:
         return _permutation(_lists(pairs, instruction), instruction, devices)
-    text = _text(instruction)
+    text = instruction.attribute("replica_groups")
+    start = instruction.attributes.find("replica_groups=mesh[")
+    if start >= 0:  # this form holds a comma outside brackets
+        start += len("replica_groups=")
+        found = _MESH.match(instruction.attributes, start)
+        text = found[0] if found else instruction.attributes[start:]
     if text is None or text in ("{}", "{{}}"):
         return Groups(np.arange(devices, dtype=np.int64)[None])
-    for read in (_iota, _mesh):
-        found = read(text)
-        if found is not None:
-            return Groups(_checked(found, instruction, devices))
-    return Groups(_checked(_rows(_lists(text, instruction)), instruction, devices))
-
-
-def _text(instruction: Instruction) -> str | None:
-    """The text of ``replica_groups``, which in one form holds a comma outside brackets."""
-    start = instruction.attributes.find("replica_groups=mesh[")
-    if start < 0:
-        return instruction.attribute("replica_groups")
-    start += len("replica_groups=")
-    found = _MESH.match(instruction.attributes, start)
-    return found[0] if found else instruction.attributes[start:]
+    array = _iota(text)
+    if array is None:
+        array = _mesh(text)
+    if array is None:
+        array = _rows(_lists(text, instruction))
+    return Groups(_checked(array, instruction, devices))
 
 
 def _lists(text: str, instruction: Instruction) -> list[list[int]]:
@@ -162,26 +216,27 @@ def _iota(text: str) -> Array | None:
 
 
 def _mesh(text: str) -> Array | None:
-    """Groups along axes, or parts of axes, of the mesh that the text describes."""
+    """Groups along axes, or parts of axes, of a printed mesh."""
     found = _MESH.fullmatch(text)
     if found is None:
         return None
     sizes = {name: int(size) for name, size in _AXIS.findall(found[1])}
+    cuts: dict[str, set[int]] = {name: {1, size} for name, size in sizes.items()}
+    references: list[tuple[str, int, int]] = []  # axis, and its part between two cuts
+    for text_name, before, size in _REFERENCE.findall(found[3]):
+        name = text_name.strip()
+        start = int(before or 1)
+        end = start * (int(size) if size else sizes.get(name, 0))
+        if not name:
+            continue
+        if name not in sizes or not end or sizes[name] % end:
+            return None
+        cuts[name] |= {start, end}
+        references.append((name, start, end))
     shape: list[int] = []
     place: dict[tuple[str, int], int] = {}
-    cuts: dict[str, set[int]] = {name: {1, size} for name, size in sizes.items()}
-    references = [
-        (name.strip(), int(before or 1), int(size) if size else sizes.get(name.strip(), 0))
-        for name, before, size in _REFERENCE.findall(found[3])
-        if name.strip()
-    ]
-    for name, before, size in references:
-        if name not in sizes or not size or sizes[name] % (before * size):
-            return None
-        cuts[name] |= {before, before * size}
     for name in sizes:  # each axis becomes the parts between its cuts
-        ordered = sorted(cuts[name])
-        for before, after in itertools.pairwise(ordered):
+        for before, after in itertools.pairwise(sorted(cuts[name])):
             if after % before:
                 return None
             place[name, before] = len(shape)
@@ -191,9 +246,9 @@ def _mesh(text: str) -> Array | None:
         return None
     grouped = [
         index
-        for name, before, size in references
-        for (other, start), index in sorted(place.items())
-        if other == name and before <= start < before * size
+        for name, start, end in references
+        for (other, cut), index in sorted(place.items())
+        if other == name and start <= cut < end
     ]
     rest = [index for index in range(len(shape)) if index not in grouped]
     size = math.prod(shape[index] for index in grouped)
@@ -212,27 +267,22 @@ def _mesh_devices(text: str | None, count: int) -> Array | None:
     return numbers if sorted(numbers.tolist()) == list(range(count)) else None
 
 
-def _permutation(pairs: list[list[int]], instruction: Instruction, devices: int) -> Groups:
-    if any(len(pair) != 2 for pair in pairs):
-        raise _unread(instruction, str(pairs))
-    array = _checked(np.array(pairs, np.int64).reshape(-1, 2), instruction, devices)
-    array = array[array[:, 0] != array[:, 1]]
-    return Groups(_rows(_linked(array.tolist())), array)
-
-
-def _linked(pairs: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Sets of devices that a chain of pairs connects."""
-    group: dict[int, list[int]] = {}
-    for source, target in pairs:
+def _permutation(lists: list[list[int]], instruction: Instruction, devices: int) -> Groups:
+    if any(len(pair) != 2 for pair in lists):
+        raise _unread(instruction, str(lists))
+    pairs = _checked(np.array(lists, np.int64).reshape(-1, 2), instruction, devices)
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+    group: dict[int, list[int]] = {}  # devices that a chain of pairs connects
+    for source, target in pairs.tolist():
         left, right = group.setdefault(source, [source]), group.setdefault(target, [target])
         if left is right:
             continue
         if len(left) < len(right):
             left, right = right, left
         left.extend(right)
-        for device in right:
-            group[device] = left
-    return [sorted(each) for each in {id(each): each for each in group.values()}.values()]
+        group.update(dict.fromkeys(right, left))
+    linked = {id(each): sorted(each) for each in group.values()}
+    return Groups(_rows(list(linked.values())), pairs)
 
 
 def _rows(lists: Sequence[Sequence[int]]) -> Array:
@@ -264,66 +314,19 @@ def _unread(instruction: Instruction, text: str) -> HloReadError:
     )
 
 
-# --- Slices ---
-
-_TYPE = re.compile(r'_xla_megascale_transfer_type="?(\w+)"?')
-_TARGET = re.compile(r'_xla_megascale_target=(?:"([^"]*)"|(\{\{.*?\}\}))')
-_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)"?')
-_PRODUCT = re.compile(r"\{([\d,:]+)\}x\{([\d,:]+)\}")
-_SLICE = 100_000
-_KINDS = {
-    "ALL_REDUCE": "all-reduce",
-    "ALL_GATHER": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_TO_ALL": "all-to-all",
-    "RAGGED_ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "collective-permute",
-}
-
-
-def is_between_slices(each: Instruction) -> bool:
-    """Whether an instruction sends data to other slices."""
-    return each.opcode == "send" and "_xla_megascale_" in each.attributes
-
-
 def rendezvous(each: Instruction) -> str:
-    """Returns the name that a send and a receive through the host have in common, or ""."""
+    """Returns the name by which a send and a receive belong together."""
     found = _RENDEZVOUS.search(each.attributes)
     return found[1] if found else ""
 
 
-def slice_kind(each: Instruction) -> str:
-    """Returns the kind of a collective between slices.
-
-    Raises:
-        HloReadError: If it is not known.
-    """
-    found = _TYPE.search(each.attributes)
-    if found is None or found[1] not in _KINDS:
-        raise HloReadError(
-            f"{each.opcode} {each.name!r} exchanges data between slices as "
-            f"{found[1] if found else 'nothing known'!r}; known are {', '.join(_KINDS)}."
-        )
-    return _KINDS[found[1]]
-
-
-def slice_groups(
+def _slice_groups(
     each: Instruction, devices: int, slices: int, device_ids: Sequence[int] = ()
 ) -> Groups:
-    """Reads the groups of a collective between slices.
+    """Reads the groups of a send between slices, as mesh positions.
 
-    Args:
-        each: The ``send`` that begins it.
-        devices: How many devices the mesh has.
-        slices: Of how many slices it is.
-        device_ids: Ids of the mesh's devices, in its order; without them, a device's number in its
-            slice counts as its position in the slice's part of the mesh.
-
-    Returns:
-        Its groups, as positions in the mesh.
-
-    Raises:
-        HloReadError: If they cannot be read.
+    Without ids of devices, a device's number in its slice is its position in the slice's part of
+    the mesh.
     """
     found = _TARGET.search(each.attributes)
     text = (found[1] or found[2]) if found else ""
@@ -351,8 +354,9 @@ def slice_groups(
             f"The target of {each.opcode} {each.name!r}, which exchanges data between slices, "
             f"cannot be read: {text!r}. The mesh has {slices} slices of {block} devices."
         )
-    key = "source_target_pairs" if "->" in text else "replica_groups"
-    return groups_of(_named(key, groups, each), devices)
+    if "->" in text:
+        return _permutation(groups, each, devices)
+    return Groups(_checked(_rows(groups), each, devices))
 
 
 def _range(text: str) -> list[int]:
@@ -360,81 +364,32 @@ def _range(text: str) -> list[int]:
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition(":")
-        numbers.extend(np.arange(int(first), int(last or first) + 1).tolist())
+        numbers.extend(range(int(first), int(last or first) + 1))
     return numbers
 
 
-def _named(key: str, groups: list[list[int]], each: Instruction) -> Instruction:
-    text = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
-    return Instruction(each.name, each.opcode, (), (), f"{key}={{{text}}}")
-
-
-# --- Collectives ---
-
-KINDS = {
-    "all-reduce": "all-reduce",
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
-    "all-to-all": "all-to-all",
-    "ragged-all-to-all": "all-to-all",
-    "collective-permute": "collective-permute",
-    "collective-broadcast": "broadcast",
-}
-"""Kinds of collectives by opcode."""
-
-_LOOKS_COLLECTIVE = re.compile(
-    r"all[_-]?reduce|all[_-]?gather|reduce[_-]?scatter|all[_-]?to[_-]?all|collective|permute|nccl|"
-    r"nvshmem|megascale|ppermute|broadcast_from|(?:^|[_-])(?:send|recv)(?:$|[_-])",
-    re.IGNORECASE,
-)
-_STARTS_FUSED = "AsyncCollectiveStart"
-_KNOWN_CALLS = frozenset({_STARTS_FUSED, "AsyncCollectiveDone"})
-_FUSED = '"async_collective_fusion_config"'
-_PAIRS = re.compile(r"_xla_send_recv_source_target_pairs=\"?(\{\{.*?\}\}|\{\})")
-_IDLE = frozenset(
-    {"bitcast", "tuple", "get-tuple-element", "constant", "parameter", "after-all", "copy"}
-)
-
-
-@dataclass(frozen=True)
-class Found:
-    """A collective in its place.
-
-    Attributes:
-        inside: The computation that holds the instruction.
-        instruction: The instruction that says what is sent.
-        collective: What was read of it.
-    """
+class LocatedCollective(NamedTuple):
+    """A collective in its place."""
 
     inside: Computation
-    instruction: Instruction
+    instruction: Instruction  # that says what is sent
     collective: Collective
 
 
 def find_collectives(
     program: Program,
-    runs: Runs,
+    runs: ExecutionCounts,
     mesh: Mapping[str, int],
     slices: int = 1,
     device_ids: Sequence[int] = (),
-) -> tuple[Found, ...]:
-    """Finds the collectives that a program runs.
+) -> tuple[LocatedCollective, ...]:
+    """Finds the collectives of a program, in the order of the text.
 
-    Args:
-        program: The program.
-        runs: How often its computations run.
-        mesh: Sizes of the mesh axes, in order.
-        slices: Of how many slices the mesh is; each has as many devices, consecutive in the mesh.
-        device_ids: Ids of the mesh's devices, in its order, by which some programs name them.
-
-    Returns:
-        The collectives, in the order of the text.
-
-    Raises:
-        HloReadError: If something that looks like a collective is not known.
+    A mesh of several slices has as many devices of each, consecutive; some programs name devices by
+    their ids. Raises HloReadError if something that looks like a collective is not known.
     """
-    _check_runs(program)
-    finder = _Finder(program, runs, mesh, slices, device_ids)
+    _check_reached(program)
+    finder = _CollectiveFinder(program, runs, mesh, slices, device_ids)
     return tuple(
         found
         for name, inside in program.computations.items()
@@ -443,11 +398,11 @@ def find_collectives(
     )
 
 
-class _Finder:
+class _CollectiveFinder:
     def __init__(
         self,
         program: Program,
-        runs: Runs,
+        runs: ExecutionCounts,
         mesh: Mapping[str, int],
         slices: int,
         device_ids: Sequence[int],
@@ -457,63 +412,75 @@ class _Finder:
         self._devices = math.prod(self._mesh.values())
         self._slices = slices
         self._ids = device_ids
-        self._callers = _callers(program)
-        self._begun = _begun_channels(program)
-        self._lines = program.sources  # for a collective that was merged and lost its line
+        self._sources = program.sources  # for a collective that was merged and lost its line
+        self._begun: set[str | None] = set()  # channels of collectives that a fusion begins
+        # By a computation's name, what runs it as a fusion or meanwhile, and where that stands.
+        self._callers: dict[str, tuple[Computation, Instruction]] = {}
+        for inside in program.computations.values():
+            for each in inside.instructions:
+                if each.opcode in KINDS and _begins(inside, each):
+                    self._begun.add(each.attribute("channel_id"))
+                if each.opcode == "fusion" or each.opcode.endswith("-start"):
+                    self._callers |= dict.fromkeys(called(each), (inside, each))
 
-    def find(self, inside: Computation) -> Iterator[Found]:
+    def find(self, inside: Computation) -> Iterator[LocatedCollective]:
         for each in inside.instructions:
             base = each.opcode.removesuffix("-start")
             if base in KINDS:
-                yield from self._plain(inside, each, base)
+                yield from self._grouped(inside, each, base)
             elif each.opcode == "send":
                 yield from self._send(inside, each)
             else:
                 _refuse_unknown(each)
 
-    def _plain(self, inside: Computation, each: Instruction, base: str) -> Iterator[Found]:
-        """A collective with groups, in a fusion or not."""
+    def _grouped(
+        self, inside: Computation, each: Instruction, base: str
+    ) -> Iterator[LocatedCollective]:
+        kind, origin = KINDS[base], each
+        overlapped = each.opcode.endswith("-start") and _overlaps(inside, each)
         caller = self._callers.get(inside.name)
-        kind, overlapped = KINDS[base], each.opcode.endswith("-start") and overlaps(inside, each)
-        if caller is not None and caller[1].opcode.endswith("-start"):
-            overlapped = overlaps(*caller)
-        elif caller is not None and caller[1].opcode == "fusion":
-            begins = _begins(inside, each)
-            if not begins and _FUSED in each.attributes:
-                self._expect_begun(each)
-                return
-            overlapped = begins
-            if kind == "all-reduce" and _keeps_part(inside, each):
-                kind = "reduce-scatter"
-        groups = groups_of(each, self._devices)
-        origin = caller[1] if caller else each
-        yield self._found(inside, each, origin, kind, groups, overlapped)
+        if caller is not None:
+            origin = caller[1]
+            if origin.opcode.endswith("-start"):
+                overlapped = _overlaps(*caller)
+            else:
+                overlapped = _begins(inside, each)
+                if not overlapped and _FUSED in each.attributes:
+                    if each.attribute("channel_id") not in self._begun:
+                        raise HloReadError(
+                            f"{each.opcode} {each.name!r} goes on with a collective of a fusion of "
+                            f"which the start, a call of {_STARTS_FUSED}, is not in the program; "
+                            "it would not be counted."
+                        )
+                    return
+                users = [user for user in inside.instructions if each.name in user.operands]
+                sliced = all(user.opcode in ("dynamic-slice", "slice") for user in users)
+                if kind == "all-reduce" and users and sliced:
+                    kind = "reduce-scatter"
+        yield self._located(inside, each, origin, kind, groups_of(each, self._devices), overlapped)
 
-    def _expect_begun(self, each: Instruction) -> None:
-        if each.attribute("channel_id") not in self._begun:
-            raise HloReadError(
-                f"{each.opcode} {each.name!r} goes on with a collective of a fusion of which the "
-                f"start, a call of {_STARTS_FUSED}, is not in the program; it would not be counted."
-            )
-
-    def _send(self, inside: Computation, each: Instruction) -> Iterator[Found]:
-        if is_between_slices(each):
-            groups = slice_groups(each, self._devices, self._slices, self._ids)
-            kind = slice_kind(each)
-            yield self._found(
-                inside, each, each, kind, groups, overlaps(inside, each, rendezvous(each))
-            )
+    def _send(self, inside: Computation, each: Instruction) -> Iterator[LocatedCollective]:
+        if "_xla_megascale_" in each.attributes:
+            groups = _slice_groups(each, self._devices, self._slices, self._ids)
+            found = _TYPE.search(each.attributes)
+            kind = found[1] if found else "nothing known"
+            if kind not in _SLICE_KINDS:
+                raise HloReadError(
+                    f"{each.opcode} {each.name!r} exchanges data between slices as {kind!r}; known "
+                    f"are {', '.join(_SLICE_KINDS)}."
+                )
+            overlapped = _overlaps(inside, each, rendezvous(each))
+            kind = _SLICE_KINDS[kind]
+            yield self._located(inside, each, each, kind, groups, overlapped, between_slices=True)
         elif each.attribute("is_host_transfer") != "true":
             pairs = _PAIRS.search(each.attributes)
             if pairs is None:
                 raise _unknown(each, "it sends to devices that it does not name")
-            named = Instruction(each.name, each.opcode, (), (), f"source_target_pairs={pairs[1]}")
-            groups = groups_of(named, self._devices)
-            yield self._found(
-                inside, each, each, "collective-permute", groups, overlaps(inside, each)
-            )
+            groups = _permutation(_lists(pairs[1], each), each, self._devices)
+            overlapped = _overlaps(inside, each)
+            yield self._located(inside, each, each, "collective-permute", groups, overlapped)
 
-    def _found(
+    def _located(
         self,
         inside: Computation,
         each: Instruction,
@@ -521,44 +488,39 @@ class _Finder:
         kind: str,
         groups: Groups,
         overlapped: bool,
-    ) -> Found:
-        arrays = _sent(inside, each)
+        between_slices: bool = False,
+    ) -> LocatedCollective:
+        # Other operands of these hold offsets and sizes, a place for the result, or the order of
+        # sends.
+        first_only = each.opcode == "send" or each.opcode.startswith("ragged-")
+        count = 1 if first_only or each.attribute("slice_sizes") else None
+        arrays = [shape for name in each.operands[:count] for shape in inside.by_name[name].shapes]
         payload = sum(shape.bytes for shape in arrays)
         if kind == "all-gather":
             payload *= groups.size
         runs = self._runs.counts[inside.name]
         block = max(1, self._devices // self._slices)
-        between = is_between_slices(each)
         op_name = each.op_name or origin.op_name
-        return Found(
-            inside,
-            each,
-            Collective(
-                kind=kind,
-                name=each.name,
-                dtype=arrays[0].dtype,
-                payload=payload,
-                wire_bytes=runs * wire_bytes(kind, payload, groups.size),
-                group_size=groups.size,
-                axes=groups.axes(self._mesh),
-                runs=runs,
-                runs_known=inside.name not in self._runs.unknown,
-                asynchronous=overlapped,
-                crosses_slices=self._slices > 1 and (between or groups.crosses(block)),
-                op_name=op_name,
-                source=each.source or origin.source or self._lines.get(op_name, ""),
-            ),
+        collective = Collective(
+            kind=kind,
+            name=each.name,
+            dtype=arrays[0].dtype,
+            payload=payload,
+            wire_bytes=runs * wire_bytes(kind, payload, groups.size),
+            group_size=groups.size,
+            axes=groups.axes(self._mesh),
+            runs=runs,
+            runs_known=inside.name not in self._runs.unknown,
+            asynchronous=overlapped,
+            crosses_slices=self._slices > 1 and (between_slices or groups.crosses(block)),
+            op_name=op_name,
+            source=each.source or origin.source or self._sources.get(op_name, ""),
         )
+        return LocatedCollective(inside, each, collective)
 
 
 def wire_bytes(kind: str, payload: int, size: int) -> float:
-    """Returns the bytes that one device sends in one run, on a ring.
-
-    Args:
-        kind: Of the collective.
-        payload: Bytes of the whole array of a group.
-        size: Devices of a group.
-    """
+    """Returns the bytes that one device sends in one run."""
     if size < 2:
         return 0.0
     if kind in ("collective-permute", "broadcast"):
@@ -567,23 +529,19 @@ def wire_bytes(kind: str, payload: int, size: int) -> float:
     return times * (size - 1) / size * payload
 
 
-def overlaps(inside: Computation, start: Instruction, meeting: str = "") -> bool:
-    """Whether other work stands between the start of a collective and its end.
+def _overlaps(inside: Computation, start: Instruction, meeting: str = "") -> bool:
+    """Whether other work runs between start and end of a collective.
 
-    Args:
-        inside: The computation that holds it.
-        start: The instruction that begins it.
-        meeting: Of a send through the host, the name by which a ``recv`` belongs to it; then the
-            end is that of the ``recv``.
+    Of a send through the host the end is that of the ``recv`` with the same rendezvous.
     """
     if '"is_sync":true' in start.attributes:
         return False
-    place = next(i for i, each in enumerate(inside.instructions) if each.name == start.name)
-    later = inside.instructions[place + 1 :]
     begun = {start.name}
     if meeting:
-        begun = {each.name for each in inside.instructions if _receives(each, meeting)}
-    for each in later:
+        receivers = [each for each in inside.instructions if each.opcode == "recv"]
+        begun = {each.name for each in receivers if rendezvous(each) == meeting}
+    place = next(i for i, each in enumerate(inside.instructions) if each.name == start.name)
+    for each in inside.instructions[place + 1 :]:
         if each.opcode.endswith("-done") and begun & set(each.operands):
             return False
         base = each.opcode.removesuffix("-start").removesuffix("-done")
@@ -592,20 +550,14 @@ def overlaps(inside: Computation, start: Instruction, meeting: str = "") -> bool
     return False
 
 
-def _receives(each: Instruction, meeting: str) -> bool:
-    return each.opcode == "recv" and rendezvous(each) == meeting
+def _begins(inside: Computation, each: Instruction) -> bool:
+    """Whether a fusion begins a collective that goes on in others."""
+    users = [user for user in inside.instructions if each.name in user.operands]
+    return any(user.opcode == "custom-call" and user.call_target == _STARTS_FUSED for user in users)
 
 
-def _sent(inside: Computation, each: Instruction) -> list[ArrayShape]:
-    """Types of the arrays that a collective takes."""
-    # Others of these hold offsets and sizes, a place for the result, or the order of sends.
-    first_only = each.opcode == "send" or each.opcode.startswith("ragged-")
-    count = 1 if first_only or each.attribute("slice_sizes") else None
-    return [shape for name in each.operands[:count] for shape in inside.by_name[name].shapes]
-
-
-def _check_runs(program: Program) -> None:
-    """Raises if nothing that is known runs a computation that holds a collective."""
+def _check_reached(program: Program) -> None:
+    """Raises if a computation with a collective is not known to run."""
     reached = {program.entry}
     pending = [program.entry]
     while pending:
@@ -614,8 +566,8 @@ def _check_runs(program: Program) -> None:
             reached |= new
             pending.extend(new)
     for name, inside in program.computations.items():
-        for each in inside.instructions:
-            if name not in reached and each.opcode.removesuffix("-start") in {*KINDS, "send"}:
+        for each in inside.instructions if name not in reached else ():
+            if each.opcode.removesuffix("-start") in {*KINDS, "send"}:
                 raise HloReadError(
                     f"{each.opcode} {each.name!r} is in computation {name!r}, which nothing known "
                     "runs, so it would not be counted. Please report it with the versions of jax "
@@ -623,52 +575,12 @@ def _check_runs(program: Program) -> None:
                 )
 
 
-def _callers(program: Program) -> dict[str, tuple[Computation, Instruction]]:
-    """By a computation's name, what runs it as a fusion or meanwhile, and where that stands."""
-    return {
-        name: (inside, each)
-        for inside in program.computations.values()
-        for each in inside.instructions
-        if each.opcode == "fusion" or each.opcode.endswith("-start")
-        for name in called(each)
-    }
-
-
-def _begun_channels(program: Program) -> set[str | None]:
-    """Channels of collectives that a fusion begins."""
-    return {
-        each.attribute("channel_id")
-        for inside in program.computations.values()
-        for each in inside.instructions
-        if each.opcode in KINDS and _begins(inside, each)
-    }
-
-
-def _begins(inside: Computation, each: Instruction) -> bool:
-    return any(
-        user.opcode == "custom-call"
-        and each.name in user.operands
-        and _target(user) == _STARTS_FUSED
-        for user in inside.instructions
-    )
-
-
-def _keeps_part(inside: Computation, each: Instruction) -> bool:
-    """Whether what follows a collective takes a part of its result only."""
-    users = [user for user in inside.instructions if each.name in user.operands]
-    return bool(users) and all(user.opcode in ("dynamic-slice", "slice") for user in users)
-
-
-def _target(each: Instruction) -> str:
-    return (each.attribute("custom_call_target") or "").strip('"')
-
-
 def _refuse_unknown(each: Instruction) -> None:
-    """Raises if an instruction looks like a collective; those that are known are not passed."""
+    """Raises if an instruction looks like a collective that is not known."""
     if each.opcode.endswith("-done") or each.opcode in ("recv", "partition-id", "replica-id"):
         return
     if each.opcode == "custom-call":
-        target = _target(each)
+        target = each.call_target
         if target not in _KNOWN_CALLS and _LOOKS_COLLECTIVE.search(target):
             raise _unknown(each, f"it calls {target!r}")
     elif _LOOKS_COLLECTIVE.search(each.opcode):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compilers of accelerators make of a partitioned program's collectives, where that is known.
+"""Rewrites of collectives that compilers of accelerators are known to make.
 
 XLA's partitioner places a collective wherever an array must change its layout. The compilers of
 TPUs and GPUs then simplify. Those of their simplifications that change how much is sent are done
 here, so that a program which was partitioned on CPU (``partitioned_text``) gives the bytes that
 they would send:
 
-* equal instructions but collectives are done once, what nothing uses is not done, nor in loops;
+* common subexpressions, but for collectives, and dead code are eliminated, also in loop state;
 * a part that all devices of a group keep is cut out before they sum it;
 * a sum over one set of groups and then over another is one sum over both;
 * two sums that are added are added first, and summed over the devices once;
@@ -15,25 +15,13 @@ they would send:
 It is an *estimate*: what only some compilers do is not in it. The TPU's sends the parts of a matrix
 product while others are computed, one part more than an all-gather, and sums some gradients whole
 of which each device keeps a part. The GPU's sums gradients that a loop accumulates once, after it.
-
-A computation of a program that can be changed: instructions by name, with who uses them.
-
-Loops without what they compute for nobody.
-
-The state of a loop is a tuple. An element that neither the condition, nor another element that is
-needed, nor anything after the loop reads is computed for nobody, and compilers leave it out.
-
-Where each device slices an array: offsets that a program computes from the device's number.
-
-A program is the same for all devices, so a device finds the part of an array that is its own by its
-number (*partition id*), by arithmetic on it or in a table.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,161 +30,100 @@ from shardax.hlo.collectives import groups_of
 from shardax.hlo.execution_counts import branches, called
 from shardax.hlo.program import ArrayShape, Computation, Instruction, Program
 
-# --- Estimate graph ---
-
-Groups = tuple[tuple[int, ...], ...]
+DeviceGroups = tuple[tuple[int, ...], ...]
 
 _METADATA = re.compile(r',? *metadata=\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\}')
-COLLECTIVES = frozenset(
+_COLLECTIVES = frozenset(
     {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
 )
 _EFFECTS = frozenset({"send", "recv", "send-done", "recv-done", "outfeed", "infeed", "custom-call"})
 _UNIQUE = (
     _EFFECTS
-    | COLLECTIVES
+    | _COLLECTIVES
     | {
         *("parameter", "while", "conditional", "call", "rng", "rng-bit-generator"),
         *("opt-barrier", "fusion", "after-all"),
     }
 )
+_LAYOUT = frozenset({"copy", "reshape", "transpose", "bitcast", "convert"})
 
 
-class Graph:
-    """A computation that can be changed.
-
-    Args:
-        program: The program that holds it; the computations that it calls are read there.
-        computation: The computation.
-
-    Attributes:
-        program: The program.
-        device_count: How many devices run it together.
-        instructions: By name, in an order in which each comes after its operands.
-        users: Names of the instructions that use one, by its name.
-        root: Name of the instruction whose result is that of the computation.
-    """
+class ComputationGraph:
+    """A computation to be changed: instructions in topological order, with users."""
 
     def __init__(self, program: Program, computation: Computation) -> None:
-        """See the class."""
         self.program = program
-        self.device_count = program.device_count
-        self.instructions = {each.name: each for each in computation.instructions}
         self.root = computation.root.name
         self._name = computation.name
+        self._set(computation.instructions)
+
+    def _set(self, instructions: Iterable[Instruction]) -> None:
+        self.instructions = {each.name: each for each in instructions}
         self.users: dict[str, list[str]] = {}
-        self._find_users()
+        for each in self.instructions.values():
+            for operand in each.inputs:
+                self.users.setdefault(operand, []).append(each.name)
 
     def computation(self) -> Computation:
         """Returns it as it is now."""
-        return Computation(
-            self._name,
-            tuple(
-                dataclasses.replace(each, is_root=each.name == self.root)
-                for each in self.instructions.values()
-            ),
+        instructions = self.instructions.values()
+        marked = (
+            dataclasses.replace(each, is_root=each.name == self.root) for each in instructions
         )
+        return Computation(self._name, tuple(marked))
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the instructions that one takes its operands from."""
-        if instruction.opcode == "parameter":
-            return []
-        return [self.instructions[name] for name in instruction.operands]
+        return [self.instructions[name] for name in instruction.inputs]
 
     def only_user(self, name: str) -> Instruction | None:
-        """Returns the instruction that alone uses another, once; None if there is no such one."""
+        """Returns the only user of an instruction, if there is one."""
         users = self.users.get(name, [])
         return self.instructions[users[0]] if len(users) == 1 and name != self.root else None
 
-    def replace(self, changed: Mapping[str, Instruction | tuple[Instruction, ...]]) -> None:
-        """Puts others in the place of instructions.
+    def replace(self, changes: Changes) -> None:
+        """Replaces instructions; the last new one keeps the name."""
+        found = self.instructions.items()
+        self._set(new for name, each in found for new in changes.get(name, (each,)))
 
-        Args:
-            changed: By the name of what goes; of several the last takes its place for its users,
-                and must have its name.
-        """
-        updated: dict[str, Instruction] = {}
-        for name, each in self.instructions.items():
-            new = changed.get(name, each)
-            for one in new if isinstance(new, tuple) else (new,):
-                updated[one.name] = one
-        self.instructions = updated
-        self._find_users()
-
-    def rename_uses(self, names: Mapping[str, str]) -> None:
-        """Lets the users of instructions use others that come before."""
-        self.instructions = {
-            name: each
-            if each.opcode == "parameter"
-            else dataclasses.replace(each, operands=tuple(names.get(o, o) for o in each.operands))
-            for name, each in self.instructions.items()
-        }
-        self.root = names.get(self.root, self.root)
-        self._find_users()
-
-    def remove_unused(self) -> None:
-        """Removes what nothing uses and has no effect of its own."""
+    def eliminate_dead_code(self) -> None:
         needed = {self.root}
         for name, each in reversed(self.instructions.items()):
             if name in needed or each.opcode == "parameter" or each.opcode in _EFFECTS:
-                needed.add(name)
-                needed.update(() if each.opcode == "parameter" else each.operands)
-        self.instructions = {n: each for n, each in self.instructions.items() if n in needed}
-        self._find_users()
+                needed.update((name, *each.inputs))
+        self._set([each for name, each in self.instructions.items() if name in needed])
 
-    def merge_equal(self) -> None:
-        """Lets one of several equal instructions do for all; collectives stay, as in compilers."""
+    def eliminate_common_subexpressions(self) -> None:
         first: dict[object, str] = {}
         same: dict[str, str] = {}
+        renamed: list[Instruction] = []
         for name, each in self.instructions.items():
+            if each.opcode != "parameter":
+                operands = tuple(same.get(operand, operand) for operand in each.operands)
+                each = dataclasses.replace(each, operands=operands)
+            renamed.append(each)
             if each.opcode in _UNIQUE or "..." in each.literal:
                 continue
-            operands = tuple(same.get(operand, operand) for operand in each.operands)
             attributes = _METADATA.sub("", each.attributes)
-            key = (each.opcode, each.shapes, operands, each.literal, attributes)
+            key = (each.opcode, each.shapes, each.operands, each.literal, attributes)
             if first.setdefault(key, name) != name:
                 same[name] = first[key]
-        self.rename_uses(same)
-        self.remove_unused()
-
-    def _find_users(self) -> None:
-        self.users = {}
-        for name, each in self.instructions.items():
-            for operand in () if each.opcode == "parameter" else each.operands:
-                self.users.setdefault(operand, []).append(name)
+        self.root = same.get(self.root, self.root)
+        self._set(renamed)
+        self.eliminate_dead_code()
 
 
 def reduction(program: Program, collective: Instruction) -> str:
-    """Returns the opcode by which a collective reduces (``"add"``), or "" if it does not."""
+    """Returns the opcode by which a collective reduces, or ""."""
     for name in collective.computations("to_apply"):
         return program.computations[name].root.opcode
     return ""
 
 
-def chains(graph: Graph, opcodes: frozenset[str], start: Instruction) -> Iterator[Instruction]:
-    """Yields an instruction and what uses it alone, one after another, while these are of opcodes.
+def _without_dead_state(program: Program) -> Program:
+    """Eliminates dead elements of loop states.
 
-    The last that is yielded is of another opcode, if there is a last that one alone uses.
-    """
-    current: Instruction | None = start
-    while current is not None:
-        yield current
-        if current is not start and current.opcode not in opcodes:
-            return
-        current = graph.only_user(current.name)
-
-
-# --- Estimate loops ---
-
-
-def without_unused_results(program: Program) -> Program:
-    """Returns a program whose loops leave elements alone that nobody needs.
-
-    Args:
-        program: A program; its loops may hold loops.
-
-    Returns:
-        The program. An element that is not needed goes through its loop unchanged, so the shapes of
-        states stay; what computed it is gone.
+    An element is dead that neither the condition, nor another element that is needed, nor anything
+    after the loop reads. It goes through its loop unchanged, so the shapes of states stay.
     """
     computations = dict(program.computations)
     pending = [program.entry]
@@ -208,90 +135,57 @@ def without_unused_results(program: Program) -> Program:
                 continue
             (name,) = loop.computations("body")
             (condition,) = loop.computations("condition")
-            read = _read_after(computation, loop)
             body = computations[name]
-            if read is not None and _has_plain_state(body):
-                read |= _elements_read(computations[condition], None)
-                computations[name] = _without(body, read)
+            (state,) = body.parameters.values()
+            users = [each for each in computation.instructions if loop.name in each.inputs]
+            uses = [each for each in body.instructions if state.name in each.inputs]
+            # The state is taken apart and put together element by element.
+            by_element = all(each.opcode == "get-tuple-element" for each in (*users, *uses))
+            if by_element and body.root.opcode == "tuple" and not loop.is_root:
+                read = {each.element for each in users}
+                read |= _elements_read(computations[condition].instructions)
+                computations[name] = _pass_through_unread(body, state, read)
             pending.append(name)
     return dataclasses.replace(program, computations=computations)
 
 
-def _read_after(computation: Computation, loop: Instruction) -> set[int] | None:
-    """Elements of a loop's state that are read after it; None if it is used as a whole."""
-    if loop.is_root:
-        return None
-    users = [each for each in computation.instructions if loop.name in _uses(each)]
-    if any(each.opcode != "get-tuple-element" for each in users):
-        return None
-    return {int(each.attribute("index") or 0) for each in users}
+def _elements_read(instructions: Iterable[Instruction]) -> set[int]:
+    """Elements of the only parameter that instructions read."""
+    found = list(instructions)
+    state = next(each for each in found if each.opcode == "parameter")
+    reads = [each for each in found if each.opcode == "get-tuple-element"]
+    return {each.element for each in reads if each.operands == (state.name,)}
 
 
-def _has_plain_state(body: Computation) -> bool:
-    """Whether a body takes its state apart and puts it together, element by element."""
-    (state,) = body.parameters.values()
-    uses = [each for each in body.instructions if state.name in _uses(each)]
-    return body.root.opcode == "tuple" and all(e.opcode == "get-tuple-element" for e in uses)
-
-
-def _elements_read(computation: Computation, needed: set[str] | None) -> set[int]:
-    """Elements of a computation's only argument that it reads, for the named ones of it."""
-    return {
-        int(each.attribute("index") or 0)
-        for each in computation.instructions
-        if each.opcode == "get-tuple-element" and (needed is None or each.name in needed)
-        if each.operands == (next(iter(computation.parameters.values())).name,)
-    }
-
-
-def _without(body: Computation, read: set[int]) -> Computation:
-    """A body without what computes other elements than those read after it."""
+def _pass_through_unread(body: Computation, state: Instruction, read: set[int]) -> Computation:
     root = body.root
-    by_name = body.by_name
+    effects = [each.name for each in body.instructions if each.opcode in _EFFECTS]
     while True:
-        kept = [operand for index, operand in enumerate(root.operands) if index in read]
-        needed = _needed(body.instructions, by_name, kept)
-        more = read | _elements_read(body, needed)
+        needed: set[str] = {state.name}
+        pending = [*(name for index, name in enumerate(root.operands) if index in read), *effects]
+        while pending:
+            name = pending.pop()
+            if name not in needed:
+                needed.add(name)
+                pending.extend(body.by_name[name].inputs)
+        inside = [each for each in body.instructions if each.name in needed]
+        more = read | _elements_read(inside)
         if more == read:
             break
         read = more
-    (state,) = body.parameters.values()
-    unread = [index for index in range(len(root.operands)) if index not in read]
-    passed = {index: f"{root.name}.unread.{index}" for index in unread}
-    through = [
-        Instruction(
-            passed[index],
-            "get-tuple-element",
-            by_name[root.operands[index]].shapes,
-            (state.name,),
-            f"index={index}",
-        )
-        for index in unread
-    ]
-    operands = tuple(passed.get(index, name) for index, name in enumerate(root.operands))
-    inside = [each for each in body.instructions if each.name in needed or each is state]
-    return Computation(body.name, (*inside, *through, dataclasses.replace(root, operands=operands)))
+    operands = list(root.operands)
+    for index, name in enumerate(root.operands):
+        if index not in read:
+            operands[index] = f"{root.name}.unread.{index}"
+            shapes, element = body.by_name[name].shapes, f"index={index}"
+            inside.append(
+                Instruction(operands[index], "get-tuple-element", shapes, (state.name,), element)
+            )
+    return Computation(body.name, (*inside, dataclasses.replace(root, operands=tuple(operands))))
 
 
-def _needed(
-    instructions: tuple[Instruction, ...], by_name: Mapping[str, Instruction], names: list[str]
-) -> set[str]:
-    """Names of what instructions need, and of what has an effect of its own with what it needs."""
-    needed: set[str] = set()
-    pending = [*names, *(each.name for each in instructions if each.opcode in _EFFECTS)]
-    while pending:
-        name = pending.pop()
-        if name not in needed:
-            needed.add(name)
-            pending.extend(_uses(by_name[name]))
-    return needed
-
-
-def _uses(each: Instruction) -> tuple[str, ...]:
-    return () if each.opcode in ("parameter", "constant") else each.operands
-
-
-# --- Estimate slices ---
+# A device finds the part of an array that is its own by its number (*partition id*), by arithmetic
+# on it or in a table.
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -305,18 +199,10 @@ _ARITHMETIC = {
 }
 
 
-def scattered_dimension(graph: Graph, cut: Instruction, groups: Groups) -> int | None:
-    """Finds the dimension along which the devices of every group share an array out.
-
-    Args:
-        graph: The computation.
-        cut: A dynamic slice in it.
-        groups: Numbers of the devices of each group, which all hold the same array.
-
-    Returns:
-        The dimension, if each device of a group keeps another of as many equal parts as the group
-        has devices, and nothing else is cut; else None.
-    """
+def _scattered_dimension(
+    graph: ComputationGraph, cut: Instruction, groups: DeviceGroups
+) -> int | None:
+    """The dimension along which devices of a group slice equal parts."""
     array, *starts = graph.operands(cut)
     whole, part = array.shapes[0].dims, cut.shapes[0].dims
     dimensions = [d for d, (all_, some) in enumerate(zip(whole, part, strict=True)) if all_ != some]
@@ -324,45 +210,39 @@ def scattered_dimension(graph: Graph, cut: Instruction, groups: Groups) -> int |
     if len(dimensions) != 1 or any(len(group) != size for group in groups):
         return None
     (dimension,) = dimensions
-    if part[dimension] * size != whole[dimension]:
-        return None
-    devices = np.arange(graph.device_count)
-    offsets = _values(graph, starts[dimension], devices)
-    if offsets is None:
+    offsets = _offsets(graph, starts[dimension])
+    if part[dimension] * size != whole[dimension] or offsets is None:
         return None
     expected = np.arange(size) * part[dimension]
-    parts = np.sort(np.broadcast_to(offsets, devices.shape)[np.array(groups)], axis=1)
-    return dimension if (parts == expected).all() else None
+    return dimension if (np.sort(offsets[np.array(groups)], axis=1) == expected).all() else None
 
 
-def is_cut_alike(graph: Graph, cut: Instruction, groups: Groups) -> bool:
-    """Whether the devices of every group keep the same part of an array.
-
-    Args:
-        graph: The computation.
-        cut: A dynamic slice in it.
-        groups: Numbers of the devices of each group.
-    """
-    devices = np.arange(graph.device_count)
+def _is_sliced_alike(graph: ComputationGraph, cut: Instruction, groups: DeviceGroups) -> bool:
+    """Whether the devices of every group keep the same slice."""
     for start in graph.operands(cut)[1:]:
-        offsets = _values(graph, start, devices)
+        offsets = _offsets(graph, start)
         if offsets is None:
             return False
-        everywhere = np.broadcast_to(offsets, devices.shape)
-        if any(len(set(everywhere[list(group)].tolist())) > 1 for group in groups):
+        if any(len(set(offsets[list(group)].tolist())) > 1 for group in groups):
             return False
     return True
 
 
-def _values(graph: Graph, scalar: Instruction, devices: Numbers) -> Numbers | None:
-    """The value of an integer on each device, as far as it depends on the device's number alone."""
-    if scalar.opcode == "partition-id":
+def _offsets(graph: ComputationGraph, scalar: Instruction) -> Numbers | None:
+    """The value of an integer that depends on the device number alone."""
+    devices = np.arange(graph.program.device_count)
+    found = _values(graph, scalar, devices)
+    return None if found is None else np.broadcast_to(found, devices.shape)
+
+
+def _values(graph: ComputationGraph, scalar: Instruction, devices: Numbers) -> Numbers | None:
+    opcode, operands = scalar.opcode, graph.operands(scalar)
+    if opcode == "partition-id":
         return devices
-    if scalar.opcode == "constant":
+    if opcode == "constant":
         numbers = _numbers(scalar)
         return np.array(numbers[0]) if numbers and len(numbers) == 1 else None
-    operands = graph.operands(scalar)
-    if scalar.opcode == "dynamic-slice" and operands[0].opcode == "constant" and len(operands) == 2:
+    if opcode == "dynamic-slice" and operands[0].opcode == "constant" and len(operands) == 2:
         table, place = _numbers(operands[0]), _values(graph, operands[1], devices)
         if table is None or place is None:
             return None
@@ -370,10 +250,6 @@ def _values(graph: Graph, scalar: Instruction, devices: Numbers) -> Numbers | No
     values = [found for each in operands if (found := _values(graph, each, devices)) is not None]
     if not values or len(values) < len(operands):
         return None
-    return _arithmetic(scalar.opcode, values)
-
-
-def _arithmetic(opcode: str, values: list[Numbers]) -> Numbers | None:
     if opcode in ("reshape", "convert", "copy", "bitcast"):
         return values[0]
     if opcode in _ARITHMETIC:
@@ -381,62 +257,59 @@ def _arithmetic(opcode: str, values: list[Numbers]) -> Numbers | None:
     if opcode in ("divide", "remainder") and np.all(values[1] != 0):
         # Of numbers that are not negative, as these are, HLO's are those of Python.
         return (np.floor_divide if opcode == "divide" else np.mod)(*values)
-    if opcode == "clamp":
-        least, value, most = values
-        return np.clip(value, least, most)
-    return None
+    return np.clip(values[1], values[0], values[2]) if opcode == "clamp" else None
 
 
 def _numbers(constant: Instruction) -> list[int] | None:
-    """The integers of a constant of at most one dimension; None if it is not one of these."""
+    """The integers of a constant of at most one dimension."""
     (shape,) = constant.shapes
     if len(shape.dims) > 1 or "..." in constant.literal or shape.dtype[0] not in "su":
         return None
     return [int(each) for each in _NUMBER.findall(constant.literal)]
 
 
-# --- Estimate ---
-
-_LAYOUT = frozenset({"copy", "reshape", "transpose", "bitcast", "convert"})
-
-FindGroups = Callable[[Instruction], Groups | None]
-Changes = dict[str, Instruction | tuple[Instruction, ...]]
-Rewrite = Callable[[Graph, FindGroups], Iterator[tuple[set[str], Changes]]]
-"""Yields names of instructions that belong together, and what takes the place of some of them."""
+FindGroups = Callable[[Instruction], DeviceGroups | None]
+Changes = Mapping[str, tuple[Instruction, ...]]
+# Yields names of instructions that belong together, and what takes the place of some of them.
+Rewrite = Callable[[ComputationGraph, FindGroups], Iterator[tuple[set[str], Changes]]]
 
 
 def rewritten(program: Program) -> Program:
     """Returns a partitioned program with the collectives that an accelerator would run.
 
-    Args:
-        program: As ``partitioned_text`` gives it.
-
-    Returns:
-        The program, of which shapes, operands and groups are true. It is to be counted, not
-        compiled.
-
-    Raises:
-        HloReadError: If the groups of a collective cannot be read.
+    Its shapes, operands and groups are true; it is to be counted, not compiled.
     """
-    program = without_unused_results(program)
-    groups = _finder(program.device_count)
+    program = _without_dead_state(program)
+    known: dict[str, DeviceGroups] = {}
+
+    def groups(each: Instruction) -> DeviceGroups | None:
+        if each.opcode not in _COLLECTIVES:
+            return None
+        if each.attributes not in known:
+            lists = groups_of(each, program.device_count).lists()
+            # For a reduction neither the order in a group nor that of groups matters.
+            if each.opcode == "all-reduce":
+                lists = sorted(sorted(group) for group in lists)
+            known[each.attributes] = tuple(tuple(group) for group in lists)
+        return known[each.attributes]
+
     computations = dict(program.computations)
     for name, computation in program.computations.items():
-        if not any(each.opcode in COLLECTIVES for each in computation.instructions):
+        if not any(each.opcode in _COLLECTIVES for each in computation.instructions):
             continue
-        graph = Graph(program, computation)
-        graph.remove_unused()
-        graph.merge_equal()
+        graph = ComputationGraph(program, computation)
+        graph.eliminate_dead_code()
+        graph.eliminate_common_subexpressions()
         for rewrite in (_cut_first, _sum_over_both, _add_first, _scatter):
-            while _rewrite_all(rewrite, graph, groups):
-                graph.remove_unused()
+            while _apply(rewrite, graph, groups):
+                graph.eliminate_dead_code()
         computations[name] = graph.computation()
     return dataclasses.replace(program, computations=computations)
 
 
-def _rewrite_all(rewrite: Rewrite, graph: Graph, groups: FindGroups) -> bool:
-    """Makes all changes that do not meet each other; whether there was one."""
-    changes: Changes = {}
+def _apply(rewrite: Rewrite, graph: ComputationGraph, groups: FindGroups) -> bool:
+    """Makes all changes that are independent; whether there was one."""
+    changes: dict[str, tuple[Instruction, ...]] = {}
     touched: set[str] = set()
     for names, changed in rewrite(graph, groups):
         if touched.isdisjoint(names):
@@ -446,31 +319,14 @@ def _rewrite_all(rewrite: Rewrite, graph: Graph, groups: FindGroups) -> bool:
     return bool(changes)
 
 
-def _finder(device_count: int) -> FindGroups:
-    known: dict[str, Groups] = {}
-
-    def find(each: Instruction) -> Groups | None:
-        if each.opcode not in COLLECTIVES:
-            return None
-        if each.attributes not in known:
-            lists = groups_of(each, device_count).lists()
-            # For a reduction neither the order in a group nor that of groups matters.
-            if each.opcode == "all-reduce":
-                lists = sorted(sorted(group) for group in lists)
-            known[each.attributes] = tuple(tuple(group) for group in lists)
-        return known[each.attributes]
-
-    return find
-
-
-def _cut_first(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
+def _cut_first(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
     """Sums only the part that all devices of a group keep."""
     for reduced in graph.instructions.values():
         cut = graph.only_user(reduced.name) if _is_reduction(reduced) else None
         if cut is None or cut.opcode != "dynamic-slice" or cut.operands[0] != reduced.name:
             continue
         found = groups(reduced)
-        if found is None or len(found[0]) < 2 or not is_cut_alike(graph, cut, found):
+        if found is None or len(found[0]) < 2 or not _is_sliced_alike(graph, cut, found):
             continue
         part = dataclasses.replace(
             cut, name=f"{cut.name}.first", operands=(reduced.operands[0], *cut.operands[1:])
@@ -481,7 +337,9 @@ def _cut_first(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str], Cha
         yield {reduced.name, cut.name}, {cut.name: (part, total)}
 
 
-def _sum_over_both(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
+def _sum_over_both(
+    graph: ComputationGraph, groups: FindGroups
+) -> Iterator[tuple[set[str], Changes]]:
     """Joins a reduction of a reduction, over other devices, to one."""
     for outer in graph.instructions.values():
         if not _is_reduction(outer):
@@ -494,13 +352,18 @@ def _sum_over_both(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str],
         both = _product(groups(inner), groups(outer))
         if both is None:
             continue
-        joined = _with_groups(outer, both)
-        joined = dataclasses.replace(joined, operands=inner.operands)
-        yield {inner.name, outer.name}, {outer.name: joined}
+        text = ",".join("{" + ",".join(map(str, group)) + "}" for group in both)
+        reduces = outer.attribute("to_apply")
+        joined = dataclasses.replace(
+            outer,
+            operands=inner.operands,
+            attributes=f"replica_groups={{{text}}}, use_global_device_ids=true, to_apply={reduces}",
+        )
+        yield {inner.name, outer.name}, {outer.name: (joined,)}
 
 
-def _product(first: Groups | None, second: Groups | None) -> Groups | None:
-    """The groups of devices that two sets of groups connect, if each pair connects all."""
+def _product(first: DeviceGroups | None, second: DeviceGroups | None) -> DeviceGroups | None:
+    """The groups that two sets of groups make together, if regular."""
     if first is None or second is None:
         return None
     of_first = {device: group for group in first for device in group}
@@ -515,14 +378,7 @@ def _product(first: Groups | None, second: Groups | None) -> Groups | None:
     return tuple(sorted(found))
 
 
-def _with_groups(each: Instruction, groups: Groups) -> Instruction:
-    text = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
-    reduces = each.attribute("to_apply")
-    attributes = f"replica_groups={{{text}}}, use_global_device_ids=true, to_apply={reduces}"
-    return dataclasses.replace(each, attributes=attributes)
-
-
-def _add_first(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
+def _add_first(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
     """Adds before two sums over the devices, which makes them one."""
     for added in graph.instructions.values():
         if added.opcode != "add" or len(set(added.operands)) != 2:
@@ -537,13 +393,11 @@ def _add_first(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str], Cha
             continue  # sent before it was widened
         taken = {each.name: each.operands[0] for each in (first, second)}
         # The sum takes what is summed, through the same changes of layout; then all is reduced.
-        changed: Changes = {
-            name: dataclasses.replace(
-                graph.instructions[name],
-                operands=tuple(taken.get(o, o) for o in graph.instructions[name].operands),
-            )
-            for name in {*on_first, *on_second}
-        }
+        changed: dict[str, tuple[Instruction, ...]] = {}
+        for name in {*on_first, *on_second}:
+            each = graph.instructions[name]
+            operands = tuple(taken.get(operand, operand) for operand in each.operands)
+            changed[name] = (dataclasses.replace(each, operands=operands),)
         names = {first.name, second.name, *changed}
         inner = dataclasses.replace(
             added,
@@ -556,8 +410,8 @@ def _add_first(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str], Cha
         yield {*names, added.name}, {**changed, added.name: (inner, total)}
 
 
-def _summed(graph: Graph, name: str) -> tuple[Instruction, set[str]] | None:
-    """The sum over devices that an instruction is, up to its layout, and what changes that."""
+def _summed(graph: ComputationGraph, name: str) -> tuple[Instruction, set[str]] | None:
+    """The all-reduce under layout changes, and names of these changes."""
     on_the_way: set[str] = set()
     while graph.only_user(name) is not None:
         each = graph.instructions[name]
@@ -574,16 +428,21 @@ def _is_reduction(each: Instruction) -> bool:
     return each.opcode == "all-reduce" and len(each.operands) == 1
 
 
-def _scatter(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
+def _scatter(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
     """Makes a sum of which each device keeps its part a reduce-scatter."""
     for reduced in graph.instructions.values():
         if not _is_reduction(reduced):
             continue
-        *changes, cut = list(chains(graph, _LAYOUT, reduced))
+        changes, cut = [reduced], graph.only_user(reduced.name)
+        while cut is not None and cut.opcode in _LAYOUT:
+            changes.append(cut)
+            cut = graph.only_user(cut.name)
         found = groups(reduced)
-        if cut.opcode != "dynamic-slice" or cut.operands[0] != changes[-1].name or found is None:
+        if cut is None or cut.opcode != "dynamic-slice" or found is None:
             continue
-        dimension = scattered_dimension(graph, cut, found)
+        if cut.operands[0] != changes[-1].name:
+            continue
+        dimension = _scattered_dimension(graph, cut, found)
         if dimension is None:
             continue
         array, dtype = changes[-1], reduced.shapes[0].dtype
@@ -606,4 +465,4 @@ def _scatter(graph: Graph, groups: FindGroups) -> Iterator[tuple[set[str], Chang
         part = dataclasses.replace(cut, opcode="convert", operands=(scatter.name,), attributes="")
         local = dataclasses.replace(reduced, opcode="copy", attributes="")
         names = {cut.name, *(each.name for each in changes)}
-        yield names, {reduced.name: local, cut.name: (narrow, scatter, part)}
+        yield names, {reduced.name: (local,), cut.name: (narrow, scatter, part)}

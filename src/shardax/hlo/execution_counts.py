@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often each computation runs in one run of a program.
+"""Execution counts of computations, and trip counts of loops.
 
-A computation that a loop holds runs as often as the loop, and one in a loop of a loop as often as
-both together. Of a conditional the branch that costs most runs, and the others do not. Computations
-that say how elements are combined (of a reduction, a sort, an all-reduce) are no part of this.
+A computation that a loop runs counts as often as the loop's trips, and one in a loop of a loop as
+often as both together. Of a conditional the branch that costs most runs, and the others do not.
+Computations that say how elements are combined (of a reduction, a sort, an all-reduce) are no part
+of this.
 
-How often loops run.
-
-The CPU and GPU compilers write the number into the loop where they know it. The TPU compiler does
-not; there it follows from the loop itself: a *counter*, an integer in the loop's state, starts at
-a constant, grows by a constant in the body, and is compared with a constant in the condition. What
-is computed from counters is followed as a sum of multiples of elements of the state.
+The CPU and GPU compilers write the trip count into the loop where they know it. The TPU compiler
+does not; there it follows from the loop itself: a *counter*, an integer in the loop's state, starts
+at a constant, grows by a constant in the body, and is compared with a constant in the condition.
+What is computed from counters is an affine expression of elements of the state.
 """
 
 from __future__ import annotations
@@ -21,217 +20,24 @@ from dataclasses import dataclass
 
 from shardax.hlo.program import Computation, HloReadError, Instruction, Program
 
-# --- Trips ---
-
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGER = re.compile(r"[su]\d+$")
 _UNCHANGED = frozenset(
     {"copy", "bitcast", "convert", "reshape", "opt-barrier", "copy-done", "copy-start"}
 )
-_DIRECTIONS = ("LT", "LE", "GT", "GE", "NE")
+_LARGEST_CALLEE = 64  # instructions of a called computation that may be arithmetic of counters
 
-
-@dataclass(frozen=True)
-class Linear:
-    """A constant and multiples of elements of a loop's state, by their number."""
-
-    constant: int
-    terms: tuple[tuple[int, int], ...] = ()
-
-    def plus(self, other: Linear, times: int = 1) -> Linear:
-        """Returns the sum of this and a multiple of another."""
-        terms = dict(self.terms)
-        for element, factor in other.terms:
-            terms[element] = terms.get(element, 0) + times * factor
-        kept = tuple(sorted((element, factor) for element, factor in terms.items() if factor))
-        return Linear(self.constant + times * other.constant, kept)
-
-
-Value = Linear | tuple["Value", ...] | None
-"""A number, a tuple, or what is not known."""
-
-
-def trip_count(program: Program, inside: Computation, loop: Instruction) -> int | None:
-    """Returns how often a loop runs.
-
-    Args:
-        program: The program.
-        inside: The computation that holds the loop.
-        loop: A ``while``.
-
-    Returns:
-        The number; None if it is not known before the program runs.
-    """
-    found = _TRIPS.search(loop.attributes)
-    if found:
-        return int(found[1])
-    condition = program.computations.get(next(iter(loop.computations("condition")), ""))
-    body = program.computations.get(next(iter(loop.computations("body")), ""))
-    if condition is None or body is None or not loop.operands:
-        return None
-    state = tuple(Linear(0, ((element, 1),)) for element in range(len(loop.shapes)))
-    test = _test(program, condition, state)
-    if test is None:
-        return None
-    difference, direction = test  # the loop runs on while `difference direction 0`
-    start = _Reader(program, inside, ()).value(loop.operands[0])
-    after = _Reader(program, body, (state,)).value(body.root.name)
-    return _solve(difference, direction, start, after)
-
-
-def _solve(difference: Linear, direction: str, start: Value, after: Value) -> int | None:
-    if not isinstance(start, tuple) or not isinstance(after, tuple):
-        return None
-    first, step = Linear(difference.constant), Linear(0)
-    for element, factor in difference.terms:
-        initial, next_value = _at(start, element), _at(after, element)
-        if not isinstance(initial, Linear) or not isinstance(next_value, Linear):
-            return None
-        first = first.plus(initial, factor)
-        step = step.plus(next_value.plus(Linear(0, ((element, 1),)), -1), factor)
-    if first.terms or step.terms:
-        return None
-    return _steps(first.constant, step.constant, direction)
-
-
-def _steps(first: int, step: int, direction: str) -> int | None:
-    """How many of ``first``, ``first + step``, ... are LT, LE, GT, GE or NE 0, until one is not."""
-    if direction in ("LT", "LE"):
-        first, step = -first, -step
-        direction = "GT" if direction == "LT" else "GE"
-    if direction == "NE":
-        if first == 0:
-            return 0
-        if step == 0 or first % step or -first // step < 0:
-            return None
-        return -first // step
-    if direction == "GE":
-        first += 1
-    elif direction != "GT":
-        return None
-    if first <= 0:
-        return 0
-    return -(first // step) if step < 0 else None
-
-
-def _test(program: Program, condition: Computation, state: Value) -> tuple[Linear, str] | None:
-    """What the condition compares with 0, and how."""
-    reader = _Reader(program, condition, (state,))
-    root = condition.root
-    while root.opcode in _UNCHANGED:
-        root = reader.inside.by_name[root.operands[0]]
-    if root.opcode in ("fusion", "call"):
-        called = program.computations.get(next(iter(root.computations("calls", "to_apply")), ""))
-        if called is None:
-            return None
-        reader = _Reader(program, called, tuple(reader.value(name) for name in root.operands))
-        root = called.root
-    if root.opcode != "compare" or len(root.operands) != 2:
-        return None
-    left, right = (reader.value(name) for name in root.operands)
-    if not isinstance(left, Linear) or not isinstance(right, Linear):
-        return None
-    direction = root.attribute("direction") or ""
-    return (left.plus(right, -1), direction) if direction in _DIRECTIONS else None
-
-
-class _Reader:
-    """Follows numbers through a computation."""
-
-    def __init__(self, program: Program, inside: Computation, arguments: Sequence[Value]) -> None:
-        self._program = program
-        self.inside = inside
-        self._arguments = arguments
-        self._values: dict[str, Value] = {}
-
-    def value(self, name: str) -> Value:
-        if name not in self._values:
-            self._values[name] = None  # of a value that needs itself
-            self._values[name] = self._read(self.inside.by_name[name])
-        return self._values[name]
-
-    def _read(self, each: Instruction) -> Value:
-        opcode = each.opcode
-        if opcode == "parameter":
-            number = int(each.operands[0])
-            return self._arguments[number] if number < len(self._arguments) else None
-        if opcode == "tuple":
-            return tuple(self.value(name) for name in each.operands)
-        if opcode == "get-tuple-element":
-            index = each.attribute("index") or ""
-            return _at(self.value(each.operands[0]), int(index) if index.isdigit() else -1)
-        if opcode in _UNCHANGED and each.operands:
-            return self.value(each.operands[0])
-        if opcode in ("fusion", "call"):
-            called = self._program.computations.get(
-                next(iter(each.computations("calls", "to_apply")), "")
-            )
-            if called is None or len(called.instructions) > 64:  # no arithmetic of counters
-                return None
-            arguments = tuple(self.value(name) for name in each.operands)
-            return _Reader(self._program, called, arguments).value(called.root.name)
-        return self._arithmetic(each)
-
-    def _arithmetic(self, each: Instruction) -> Value:
-        if not each.shapes or each.shapes[0].size != 1 or not _INTEGER.match(each.shapes[0].dtype):
-            return None
-        if each.opcode == "constant":
-            literal = each.literal.strip("{} ")
-            return Linear(int(literal)) if re.fullmatch(r"-?\d+", literal) else None
-        if each.opcode not in ("add", "subtract", "multiply", "negate"):
-            return None
-        values = [self.value(name) for name in each.operands]
-        if not all(isinstance(value, Linear) for value in values):
-            return None
-        left, *others = [value for value in values if isinstance(value, Linear)]
-        if each.opcode == "negate":
-            return Linear(0).plus(left, -1)
-        if each.opcode == "multiply":
-            left, right = (left, others[0]) if not others[0].terms else (others[0], left)
-            return Linear(0).plus(left, right.constant) if not right.terms else None
-        return left.plus(others[0], 1 if each.opcode == "add" else -1)
-
-
-def _at(value: Value, index: int) -> Value:
-    return value[index] if isinstance(value, tuple) and 0 <= index < len(value) else None
-
-
-# --- Runs ---
-
-Weight = Callable[[Computation, Instruction], float]
+Cost = Callable[[Computation, Instruction], float]
 """What one run of an instruction costs, without that of what it calls."""
 
 
 @dataclass(frozen=True)
-class Runs:
-    """How often computations run.
+class ExecutionCounts:
+    """How often computations run in one run of a program."""
 
-    Attributes:
-        counts: By the computation's name; those that do not run are left out.
-        unknown: Names of computations whose number is not known: in a loop of unknown length, of
-            which one turn is counted, or in a branch.
-        warnings: What is not known, in words.
-    """
-
-    counts: Mapping[str, int]
-    unknown: frozenset[str]
+    counts: Mapping[str, int]  # by name; those that do not run are left out
+    unknown: frozenset[str]  # in a loop of unknown length, which counts once, or in a branch
     warnings: tuple[str, ...]
-
-
-def runs_of(program: Program, weight: Weight) -> Runs:
-    """Counts how often the computations of a program run.
-
-    Args:
-        program: The program.
-        weight: What an instruction costs; of branches the dearest is taken.
-
-    Returns:
-        The counts.
-
-    Raises:
-        HloReadError: If an instruction calls a computation that the program does not hold.
-    """
-    return _Counter(program, weight).count()
 
 
 def called(each: Instruction) -> tuple[str, ...]:
@@ -256,87 +62,88 @@ def branches(each: Instruction) -> tuple[str, ...]:
     return each.computations("branch_computations", "true_computation", "false_computation")
 
 
-class _Counter:
-    def __init__(self, program: Program, weight: Weight) -> None:
+def count_executions(program: Program, cost: Cost) -> ExecutionCounts:
+    """Counts how often the computations of a program run."""
+    return _ExecutionCounter(program, cost).count()
+
+
+class _ExecutionCounter:
+    def __init__(self, program: Program, cost: Cost) -> None:
         self._program = program
-        self._weight = weight
-        self._weights: dict[str, float] = {}
+        self._own_cost = cost
+        self._costs: dict[str, float] = {}
         self._trips: dict[tuple[str, str], int | None] = {}
 
-    def count(self) -> Runs:
+    def count(self) -> ExecutionCounts:
         counts: dict[str, int] = {self._program.entry: 1}
         unknown: set[str] = set()
         warnings: dict[str, None] = {}
-        for name in self._in_order():
+        for name in self._callers_first():
             if name not in counts:
                 continue
-            for each, callee, times, doubt in self._calls(self._computation(name, None)):
+            for each, callee, times, doubt in self._calls(self._computation(name)):
                 counts[callee] = counts.get(callee, 0) + counts[name] * times
                 if doubt or name in unknown:
                     unknown.add(callee)
                 if doubt and self._cost(callee, each):
                     where = each.source or each.op_name
                     warnings[f"{doubt} ({each.name}{f', {where}' if where else ''})."] = None
-        return Runs(counts, frozenset(unknown), tuple(warnings))
+        return ExecutionCounts(counts, frozenset(unknown), tuple(warnings))
 
-    def _in_order(self) -> list[str]:
-        """Names of computations, callers before what they call."""
+    def _callers_first(self) -> list[str]:
+        """Names of computations, each before what it calls."""
         done: dict[str, None] = {}
-        open_names: list[tuple[str, Iterator[str]]] = []
+        path: list[tuple[str, Iterator[str]]] = []
 
         def enter(name: str) -> None:
-            inside = self._computation(name, None)
-            open_names.append((name, iter([callee for _, callee, _, _ in self._calls(inside)])))
+            inside = self._computation(name)
+            path.append((name, iter([callee for _, callee, _, _ in self._calls(inside)])))
 
         enter(self._program.entry)
-        while open_names:
-            name, callees = open_names[-1]
+        while path:
+            name, callees = path[-1]
             callee = next((each for each in callees if each not in done), None)
             if callee is None:
                 done[name] = None
-                open_names.pop()
-            elif any(callee == other for other, _ in open_names):
+                path.pop()
+            elif any(callee == other for other, _ in path):
                 raise HloReadError(f"Computation {callee!r} calls itself.")
             else:
                 enter(callee)
         return list(reversed(done))
 
     def _calls(self, inside: Computation) -> Iterator[tuple[Instruction, str, int, str]]:
-        """Yields what a computation calls, how often, and what is in doubt about that."""
+        """Yields callers, callees, how often they run, and doubts."""
         for each in inside.instructions:
-            names = called(each)
             if each.opcode == "while":
-                trips = self._trip_count(inside, each)
+                key = inside.name, each.name
+                if key not in self._trips:
+                    self._trips[key] = trip_count(self._program, inside, each)
+                trips = self._trips[key]
                 doubt = "" if trips is not None else "One turn is counted of a loop of no known end"
                 times = 1 if trips is None else trips
                 for name in each.computations("body"):
                     yield each, name, times, doubt
                 for name in each.computations("condition"):
                     yield each, name, times + 1, doubt
-            else:
-                for name in names:
-                    yield each, name, 1, ""
+                continue
+            for name in called(each):
+                yield each, name, 1, ""
             choices = branches(each)
             if choices:
                 name = max(choices, key=lambda choice: self._cost(choice, each))
                 yield each, name, 1, "Of a conditional the dearest branch is counted"
 
-    def _trip_count(self, inside: Computation, loop: Instruction) -> int | None:
-        key = inside.name, loop.name
-        if key not in self._trips:
-            self._trips[key] = trip_count(self._program, inside, loop)
-        return self._trips[key]
-
     def _cost(self, name: str, caller: Instruction) -> float:
-        if name not in self._weights:
+        if name not in self._costs:
             inside = self._computation(name, caller)
-            own = sum(self._weight(inside, each) for each in inside.instructions)
-            self._weights[name] = own + sum(
+            own = sum(self._own_cost(inside, each) for each in inside.instructions)
+            self._costs[name] = own + sum(
                 times * self._cost(callee, each) for each, callee, times, _ in self._calls(inside)
             )
-        return self._weights[name]
+        return self._costs[name]
 
-    def _computation(self, name: str, caller: Instruction | None) -> Computation:
+    def _computation(self, name: str, caller: Instruction | None = None) -> Computation:
         found = self._program.computations.get(name)
         if found is None:
             where = f" that {caller.name!r} calls" if caller else ""
@@ -345,3 +152,154 @@ class _Counter:
                 "changed."
             )
         return found
+
+
+@dataclass(frozen=True)
+class AffineExpr:
+    """A constant and multiples of elements of a loop's state."""
+
+    constant: int
+    terms: tuple[tuple[int, int], ...] = ()
+
+    def plus(self, other: AffineExpr, times: int = 1) -> AffineExpr:
+        """Returns the sum of this and a multiple of another."""
+        terms = dict(self.terms)
+        for element, factor in other.terms:
+            terms[element] = terms.get(element, 0) + times * factor
+        kept = tuple(sorted((element, factor) for element, factor in terms.items() if factor))
+        return AffineExpr(self.constant + times * other.constant, kept)
+
+
+Scalars = AffineExpr | tuple["Scalars", ...] | None
+"""A number, a tuple, or what is not known."""
+
+
+def trip_count(program: Program, inside: Computation, loop: Instruction) -> int | None:
+    """Returns the trips of a ``while``; None if unknown before the run."""
+    found = _TRIPS.search(loop.attributes)
+    if found:
+        return int(found[1])
+    condition = _callee(program, loop, "condition")
+    body = _callee(program, loop, "body")
+    if condition is None or body is None or not loop.operands:
+        return None
+    state = tuple(AffineExpr(0, ((element, 1),)) for element in range(len(loop.shapes)))
+    test = _test(program, condition, state)
+    start = _ScalarEvaluator(program, inside, ()).value(loop.operands[0])
+    after = _ScalarEvaluator(program, body, (state,)).value(body.root.name)
+    if test is None or not isinstance(start, tuple) or not isinstance(after, tuple):
+        return None
+    difference, direction = test  # the loop runs on while `difference direction 0`
+    first, step = AffineExpr(difference.constant), AffineExpr(0)
+    for element, factor in difference.terms:
+        initial, next_value = _at(start, element), _at(after, element)
+        if not isinstance(initial, AffineExpr) or not isinstance(next_value, AffineExpr):
+            return None
+        first = first.plus(initial, factor)
+        step = step.plus(next_value.plus(state[element], -1), factor)
+    if first.terms or step.terms:
+        return None
+    return _steps(first.constant, step.constant, direction)
+
+
+def _steps(first: int, step: int, direction: str) -> int | None:
+    """How many of ``first``, ``first + step``, ... compare true with 0."""
+    if direction in ("LT", "LE"):
+        first, step = -first, -step
+        direction = "GT" if direction == "LT" else "GE"
+    if direction == "NE":
+        if first == 0:
+            return 0
+        if step == 0 or first % step or -first // step < 0:
+            return None
+        return -first // step
+    if direction == "GE":
+        first += 1
+    if first <= 0:
+        return 0
+    return -(first // step) if step < 0 else None
+
+
+def _test(
+    program: Program, condition: Computation, state: Scalars
+) -> tuple[AffineExpr, str] | None:
+    """What the condition compares with 0, and how."""
+    evaluator = _ScalarEvaluator(program, condition, (state,))
+    root = condition.root
+    while root.opcode in _UNCHANGED:
+        root = condition.by_name[root.operands[0]]
+    if root.opcode in ("fusion", "call"):
+        callee = _callee(program, root, "calls", "to_apply")
+        if callee is None:
+            return None
+        arguments = tuple(evaluator.value(name) for name in root.operands)
+        evaluator, root = _ScalarEvaluator(program, callee, arguments), callee.root
+    if root.opcode != "compare" or len(root.operands) != 2:
+        return None
+    left, right = (evaluator.value(name) for name in root.operands)
+    direction = root.attribute("direction") or ""
+    if not isinstance(left, AffineExpr) or not isinstance(right, AffineExpr):
+        return None
+    return (
+        (left.plus(right, -1), direction) if direction in ("LT", "LE", "GT", "GE", "NE") else None
+    )
+
+
+class _ScalarEvaluator:
+    """Evaluates the integers of a computation, as far as they are affine."""
+
+    def __init__(self, program: Program, inside: Computation, arguments: Sequence[Scalars]) -> None:
+        self._program = program
+        self._inside = inside
+        self._arguments = arguments
+        self._values: dict[str, Scalars] = {}
+
+    def value(self, name: str) -> Scalars:
+        if name not in self._values:
+            self._values[name] = None  # of a value that needs itself
+            self._values[name] = self._evaluate(self._inside.by_name[name])
+        return self._values[name]
+
+    def _evaluate(self, each: Instruction) -> Scalars:
+        opcode = each.opcode
+        if opcode == "parameter":
+            number = int(each.operands[0])
+            return self._arguments[number] if number < len(self._arguments) else None
+        if opcode == "tuple":
+            return tuple(self.value(name) for name in each.operands)
+        if opcode == "get-tuple-element":
+            index = each.attribute("index") or ""
+            return _at(self.value(each.operands[0]), int(index) if index.isdigit() else -1)
+        if opcode in _UNCHANGED and each.operands:
+            return self.value(each.operands[0])
+        if opcode in ("fusion", "call"):
+            callee = _callee(self._program, each, "calls", "to_apply")
+            if callee is None or len(callee.instructions) > _LARGEST_CALLEE:
+                return None
+            arguments = tuple(self.value(name) for name in each.operands)
+            return _ScalarEvaluator(self._program, callee, arguments).value(callee.root.name)
+        if not each.shapes or each.shapes[0].size != 1 or not _INTEGER.match(each.shapes[0].dtype):
+            return None
+        if opcode == "constant":
+            literal = each.literal.strip("{} ")
+            return AffineExpr(int(literal)) if re.fullmatch(r"-?\d+", literal) else None
+        if opcode not in ("add", "subtract", "multiply", "negate"):
+            return None
+        numbers = [value for n in each.operands if isinstance(value := self.value(n), AffineExpr)]
+        if len(numbers) < len(each.operands):
+            return None
+        left, *others = numbers
+        if opcode == "negate":
+            return AffineExpr(0).plus(left, -1)
+        if opcode == "multiply":
+            left, right = (left, others[0]) if not others[0].terms else (others[0], left)
+            return AffineExpr(0).plus(left, right.constant) if not right.terms else None
+        return left.plus(others[0], 1 if opcode == "add" else -1)
+
+
+def _callee(program: Program, each: Instruction, *keys: str) -> Computation | None:
+    return program.computations.get(next(iter(each.computations(*keys)), ""))
+
+
+def _at(value: Scalars, index: int) -> Scalars:
+    return value[index] if isinstance(value, tuple) and 0 <= index < len(value) else None

@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a compiled program, read into computations and instructions.
+"""Parsed compiled programs: computations and their instructions.
 
 A *program* is what a compiler prints (``compiled.as_text()``): it holds *computations*, one of
 which is the entry, and these hold *instructions* in the order in which they run, if the program is
 scheduled. An instruction has an *opcode* (``"dot"``), *operands* (names of others in its
-computation) and *attributes*, which stay text here. XLA's CPU, GPU and TPU compilers print one
-format with different layouts, attributes and names.
+computation) and *attributes* (``key=value`` after the operands), which stay text here. XLA's CPU,
+GPU and TPU compilers print one format with different layouts, attributes and names. A *shape* is
+that of one array; tuples of results are flattened.
 
-Pieces of the text that HLO is printed in: brackets, quotes, shapes, attributes.
-
-An *attribute* is what stands behind the operands of an instruction, as ``key=value``. A *shape* is
-that of one array; results of several arrays are printed as nested tuples, and read flattened.
-
-The source line that an instruction comes from.
-
-A program lists at its top the *frames* of Python's stack in which its operations were traced; an
-instruction names its innermost. The *source* of an instruction is the innermost line of model code:
-code of users, and of ``shardax.models``, which is read and changed like a user's. Code of JAX, of
-the layers and of optimizers is *library* code, and is the source of nothing unless the stack holds
-nothing else.
+A program lists at its top the *frames* of Python's stack in which its operations were traced. The
+*source* of an instruction is the innermost line of model code: code of users, and of
+``shardax.models``, which is read and changed like a user's. Code of JAX, of the layers and of
+optimizers is *library* code, and is the source of nothing unless the stack holds nothing else.
 """
 
 from __future__ import annotations
@@ -33,17 +26,15 @@ from shardax._core.errors import ShardaxError
 
 
 class CompilerFailedError(ShardaxError, RuntimeError):
-    """A compiler ended with an error that is not a lack of memory; carries its words."""
+    """A compiler failed for another reason than a lack of memory."""
 
 
 class HloReadError(ShardaxError, ValueError):
-    """A compiled program has something that its reader does not know; names the instruction.
+    """A compiled program holds something unknown; names the instruction.
 
     It is an error because what was left out would be counted as nothing.
     """
 
-
-# --- Text ---
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[(){}\[\],]')
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\[\]]*)\]")
@@ -82,17 +73,7 @@ class ArrayShape:
 
 
 def bits(dtype: str) -> int:
-    """Returns the bits of an element of a dtype.
-
-    Args:
-        dtype: As HLO names it.
-
-    Returns:
-        Bits; 0 of a token.
-
-    Raises:
-        HloReadError: If there is no such dtype.
-    """
+    """Returns the bits of an element of a dtype."""
     if dtype in _OPAQUE:
         return 0
     if dtype in _BITS:
@@ -107,7 +88,7 @@ def bits(dtype: str) -> int:
 
 
 def shapes(text: str) -> tuple[ArrayShape, ...]:
-    """Returns the shapes of all arrays in the text of a type, flattened."""
+    """Returns the shapes of all arrays in a type, flattened."""
     if "/*" in text:
         text = re.sub(r"/\*.*?\*/", "", text)
     return tuple(
@@ -117,15 +98,7 @@ def shapes(text: str) -> tuple[ArrayShape, ...]:
 
 
 def balanced(text: str, start: int) -> int:
-    """Finds the end of a bracket, outside quotes and comments.
-
-    Args:
-        text: Any text.
-        start: Where an opening bracket stands.
-
-    Returns:
-        The position after the bracket that closes it, or -1 if none does.
-    """
+    """Returns the position after a closing bracket, or -1."""
     depth = 0
     for found in _TOKEN.finditer(text, start):
         token = found[0]
@@ -139,19 +112,7 @@ def balanced(text: str, start: int) -> int:
 
 
 def attribute(text: str, key: str) -> str | None:
-    """Returns an attribute of an instruction.
-
-    Args:
-        text: Attributes of an instruction.
-        key: Its name.
-
-    Returns:
-        The text of its value, with brackets and quotes; None if there is none.
-
-    Example:
-        >>> attribute("kind=kLoop, calls=%add.1, metadata={op_name='a, b'}", "calls")
-        '%add.1'
-    """
+    """Returns the value of an attribute, with brackets and quotes."""
     start = 0
     for comma in _top_commas(text):
         if text.startswith(f"{key}=", start):
@@ -161,34 +122,9 @@ def attribute(text: str, key: str) -> str | None:
 
 
 def op_name(text: str) -> str:
-    """Returns the name of the traced operation in an instruction's metadata, or "".
-
-    Args:
-        text: The metadata, or more.
-
-    Example:
-        >>> op_name('metadata={op_name="jit(f)/add" stack_frame_id=1}')
-        'jit(f)/add'
-    """
+    """Returns the traced operation in an instruction's metadata, or ""."""
     found = _OP_NAME.search(text)
     return _ESCAPED.sub(r"\1", found[1]) if found else ""
-
-
-def split_top(text: str) -> list[str]:
-    """Splits a list at its commas, outside brackets, quotes and comments.
-
-    Args:
-        text: The list, without the brackets around it.
-
-    Returns:
-        Its items, stripped; none of an empty text.
-    """
-    items, start = [], 0
-    for comma in _top_commas(text):
-        items.append(text[start:comma].strip())
-        start = comma + 1
-    items.append(text[start:].strip())
-    return items if items != [""] else []
 
 
 def _top_commas(text: str) -> Iterator[int]:
@@ -204,29 +140,23 @@ def _top_commas(text: str) -> Iterator[int]:
             yield found.start()
 
 
-# --- Frames ---
-
 _ROW = re.compile(r"^(\d+) (.*)$")
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _LIBRARY = re.compile(
     r"/(?:site-packages|dist-packages|src|git)/"
     r"(?P<path>(?:jax|jaxlib|shardax|optax|flax|chex)/.*\.py)$"
 )
-_MODELS = re.compile(r"shardax/models/")
-
-TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
-class Frames:
-    """Frames of a program's stacks.
-
-    Args:
-        tables: Lines of the tables at the top of a program, by the name of the table.
-    """
+class _Frames:
+    """Sources of instructions by their innermost frames."""
 
     def __init__(self, tables: dict[str, list[str]]) -> None:
-        """See the class."""
-        rows = {name: dict(_rows(tables.get(name, []))) for name in TABLES}
+        rows = {
+            name: {int(row[1]): row[2] for row in map(_ROW.match, tables.get(name, [])) if row}
+            for name in _TABLES
+        }
         files = {number: text.strip('"') for number, text in rows["FileNames"].items()}
         places = {number: _fields(text) for number, text in rows["FileLocations"].items()}
         frames = {number: _fields(text) for number, text in rows["StackFrames"].items()}
@@ -242,59 +172,36 @@ class Frames:
         self._sources: dict[int, str] = {}
 
     def source(self, frame: int) -> str:
-        """Returns the source of an instruction, such as ``"model.py:12"``.
-
-        Args:
-            frame: Number of its innermost frame.
-
-        Returns:
-            The source; "" if the program does not hold the frame.
-        """
+        """Returns the source, such as ``"model.py:12"``; "" of an unknown frame."""
         if frame not in self._sources:
-            self._sources[frame] = _source(self._stack(frame))
+            stack, seen, here = [], set(), frame
+            while here in self._places and here not in seen:
+                seen.add(here)
+                file, line = self._places[here]
+                if file and line is not None:
+                    stack.append((file, line))
+                here = self._parents[here]
+            own = [(file, line) for file, line in stack if not _is_library(file)]
+            of_shardax = [(file, line) for file, line in stack if "/shardax/" in file]
+            best = (own or of_shardax or stack)[:1]
+            self._sources[frame] = _line_name(*best[0]) if best else ""
         return self._sources[frame]
-
-    def _stack(self, frame: int) -> list[tuple[str, int]]:
-        """Files and lines from a frame outwards."""
-        stack, seen = [], set()
-        while frame in self._places and frame not in seen:
-            seen.add(frame)
-            file, line = self._places[frame]
-            if file and line is not None:
-                stack.append((file, line))
-            frame = self._parents[frame]
-        return stack
-
-
-def line_name(file: str, line: int) -> str:
-    """Returns how a line is called: after its file's name, or its path in a library."""
-    found = _LIBRARY.search(file)
-    return f"{found['path'] if found else file.rpartition('/')[2]}:{line}"
-
-
-def _source(stack: list[tuple[str, int]]) -> str:
-    own = [(file, line) for file, line in stack if not _is_library(file)]
-    of_shardax = [(file, line) for file, line in stack if "/shardax/" in file]
-    for file, line in (own or of_shardax or stack)[:1]:
-        return line_name(file, line)
-    return ""
-
-
-def _is_library(file: str) -> bool:
-    found = _LIBRARY.search(file)
-    return found is not None and not _MODELS.match(found["path"])
-
-
-def _rows(lines: list[str]) -> list[tuple[int, str]]:
-    found = [_ROW.match(line) for line in lines]
-    return [(int(each[1]), each[2]) for each in found if each]
 
 
 def _fields(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in _FIELD.findall(text)}
 
 
-# --- Program ---
+def _is_library(file: str) -> bool:
+    found = _LIBRARY.search(file)
+    return found is not None and not found["path"].startswith("shardax/models/")
+
+
+def _line_name(file: str, line: int) -> str:
+    """A line after its file's name, or its path in a library."""
+    found = _LIBRARY.search(file)
+    return f"{found['path'] if found else file.rpartition('/')[2]}:{line}"
+
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
@@ -358,6 +265,21 @@ class Instruction:
             for name in value.strip("{}").split(",")
             if name.strip()
         )
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the instructions whose results it takes."""
+        return () if self.opcode in ("parameter", "constant") else self.operands
+
+    @property
+    def element(self) -> int:
+        """Of a ``get-tuple-element`` the number of the element."""
+        return int(self.attribute("index") or 0)
+
+    @property
+    def call_target(self) -> str:
+        """Of a ``custom-call`` the name of what it calls."""
+        return (self.attribute("custom_call_target") or "").strip('"')
 
     @property
     def bytes(self) -> int:
@@ -473,114 +395,98 @@ def parse(text: str) -> Program:
             "The text holds no line that starts with 'HloModule', so it is no compiled program. "
             "Pass what compiled.as_text() returns."
         )
-    tables, end = _tables(lines, start + 1)
-    reader = _Reader(Frames(tables))
-    for number in range(end, len(lines)):
-        reader.read(lines[number], number + 1)
-    return reader.program(lines[start])
-
-
-def _tables(lines: list[str], start: int) -> tuple[dict[str, list[str]], int]:
-    """Reads the tables of stack frames; also returns where the computations begin."""
     tables: dict[str, list[str]] = {}
-    current: list[str] | None = None
-    for number in range(start, len(lines)):
-        line = lines[number]
-        if line in TABLES:
-            current = tables[line] = []
-        elif current is not None and line[:1].isdigit():
-            current.append(line)
+    rows: list[str] | None = None
+    first = start + 1
+    while first < len(lines):  # tables of stack frames, up to the first computation
+        line = lines[first]
+        if line in _TABLES:
+            rows = tables[line] = []
+        elif rows is not None and line[:1].isdigit():
+            rows.append(line)
         elif line.strip():
-            return tables, number
-    return tables, len(lines)
-
-
-class _Reader:
-    """Collects computations line by line."""
-
-    def __init__(self, frames: Frames) -> None:
-        self._frames = frames
-        self._computations: dict[str, Computation] = {}
-        self._entry = ""
-        self._name: str | None = None
-        self._instructions: list[Instruction] = []
-
-    def read(self, line: str, number: int) -> None:
+            break
+        first += 1
+    frames = _Frames(tables)
+    computations: dict[str, Computation] = {}
+    entry = ""
+    name: str | None = None
+    instructions: list[Instruction] = []
+    for number, line in enumerate(lines[first:], first + 1):
         if not line.strip():
-            return
-        if self._name is not None:
-            if line.startswith("}"):
-                self._close(number)
-                return
-            found = _INSTRUCTION.match(line)
-            if found is None:
-                raise _unread("an instruction", line, number)
-            self._instructions.append(self._instruction(found, line, number))
-            return
-        found = _COMPUTATION.match(line)
-        if found is None:
-            raise _unread("the head of a computation", line, number)
-        self._name, self._instructions = found[2], []
-        self._entry = found[2] if found[1] else self._entry
+            continue
+        if name is None:
+            head = _COMPUTATION.match(line)
+            if head is None:
+                raise _unread("the head of a computation", line, number)
+            name, instructions = head[2], []
+            entry = name if head[1] else entry
+        elif not line.startswith("}"):
+            instructions.append(_instruction(line, number, frames))
+        elif not instructions:
+            raise HloReadError(f"Computation {name!r}, closed in line {number}, is empty.")
+        else:
+            computations[name] = Computation(name, tuple(instructions))
+            _check_whole(computations[name])
+            name = None
+    if name is not None:
+        raise HloReadError(f"The text ends inside computation {name!r}; it is not a whole program.")
+    if entry not in computations:
+        raise HloReadError("The text holds no computation marked ENTRY; it is not whole.")
+    return Program(computations, entry, lines[start])
 
-    def _close(self, number: int) -> None:
-        assert self._name is not None
-        if not self._instructions:
-            raise HloReadError(f"Computation {self._name!r}, closed in line {number}, is empty.")
-        inside = Computation(self._name, tuple(self._instructions))
-        _check_whole(inside)
-        self._computations[self._name] = inside
-        self._name = None
 
-    def program(self, header: str) -> Program:
-        if self._name is not None:
-            raise HloReadError(
-                f"The text ends inside computation {self._name!r}; it is not a whole program."
-            )
-        if self._entry not in self._computations:
-            raise HloReadError("The text holds no computation marked ENTRY; it is not whole.")
-        return Program(self._computations, self._entry, header)
+def _instruction(line: str, number: int, frames: _Frames) -> Instruction:
+    found = _INSTRUCTION.match(line)
+    if found is None:
+        raise _unread("an instruction", line, number)
+    place = found.end()
+    end = balanced(line, place) if line.startswith("(", place) else line.find(" ", place)
+    opcode = _OPCODE.match(line, end) if end > 0 else None
+    close = balanced(line, opcode.end() - 1) if opcode else -1
+    if opcode is None or close < 0:
+        raise _unread("an instruction", line, number)
+    inside = line[opcode.end() : close - 1]
+    attributes = line[close:].removeprefix(",").strip()
+    origin, source = _origin(attributes, frames)
+    is_constant = opcode[1] == "constant"
+    operands: list[str] = []
+    if not is_constant and "%" in inside:
+        operands = _NAME.findall(inside)
+    elif not is_constant:  # names, or the number of a parameter, may stand behind types
+        ends = [*_top_commas(inside), len(inside)]
+        starts = [0, *(comma + 1 for comma in ends)]
+        items = [inside[a:b] for a, b in zip(starts, ends, strict=False)]
+        operands = [item.split()[-1] for item in items if item.strip()]
+    if opcode[1] == "call-start":
+        attributes = attributes.replace("to_apply=", "calls=", 1)
+    return Instruction(
+        found[2],
+        _IN_FULL.get(opcode[1], opcode[1]),
+        shapes(line[place:end]),
+        tuple(operands),
+        attributes,
+        origin,
+        source,
+        bool(found[1]),
+        inside if is_constant else "",
+    )
 
-    def _instruction(self, found: re.Match[str], line: str, number: int) -> Instruction:
-        place = found.end()
-        end = balanced(line, place) if line.startswith("(", place) else line.find(" ", place)
-        opcode = _OPCODE.match(line, end) if end > 0 else None
-        close = balanced(line, opcode.end() - 1) if opcode else -1
-        if opcode is None or close < 0:
-            raise _unread("an instruction", line, number)
-        inside = line[opcode.end() : close - 1]
-        attributes = line[close:].removeprefix(",").strip()
-        origin, source = self._origin(attributes)
-        is_constant = opcode[1] == "constant"
-        if opcode[1] == "call-start":
-            attributes = attributes.replace("to_apply=", "calls=", 1)
-        return Instruction(
-            found[2],
-            _IN_FULL.get(opcode[1], opcode[1]),
-            shapes(line[place:end]),
-            () if is_constant else _operands(inside),
-            attributes,
-            origin,
-            source,
-            bool(found[1]),
-            inside if is_constant else "",
-        )
 
-    def _origin(self, attributes: str) -> tuple[str, str]:
-        """The traced operation and the source line of an instruction."""
-        found = _METADATA.search(attributes)
-        if found is None:
-            return "", ""
-        frame = _FRAME.search(found[1])
-        source = self._frames.source(int(frame[1])) if frame else ""
-        file, line = _FILE.search(found[1]), _LINE.search(found[1])
-        if not source and file and line:
-            source = line_name(file[1], int(line[1]))
-        return op_name(found[1]), source
+def _origin(attributes: str, frames: _Frames) -> tuple[str, str]:
+    """The traced operation and the source line of an instruction."""
+    found = _METADATA.search(attributes)
+    if found is None:
+        return "", ""
+    frame = _FRAME.search(found[1])
+    source = frames.source(int(frame[1])) if frame else ""
+    file, line = _FILE.search(found[1]), _LINE.search(found[1])
+    if not source and file and line:
+        source = _line_name(file[1], int(line[1]))
+    return op_name(found[1]), source
 
 
 def _check_whole(inside: Computation) -> None:
-    """Raises if something is missing that instructions refer to."""
     for each in inside.instructions:
         missing = [name for name in each.operands if name not in inside.by_name]
         if missing and each.opcode != "parameter":
@@ -593,13 +499,6 @@ def _check_whole(inside: Computation) -> None:
             f"Computation {inside.name!r} has parameters {sorted(inside.parameters)}, so one is "
             "missing; the text is cut or changed."
         )
-
-
-def _operands(text: str) -> tuple[str, ...]:
-    """Names of operands, which may stand behind their types."""
-    if "%" in text:
-        return tuple(_NAME.findall(text))
-    return tuple(each.split()[-1] for each in split_top(text) if each)
 
 
 def _unread(what: str, line: str, number: int) -> HloReadError:

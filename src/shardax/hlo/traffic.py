@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that a device reads from its memory and writes to it.
+"""Memory traffic and matrix-product operations of a program.
 
 What an instruction takes is read and what it gives is written, once each, for every run; inside a
 *fusion* nothing is written but its result. Of an array that is only sliced, or of which only a
 slice is updated, the slice counts. It is an *estimate*: caches, which keep what is read again, and
 what compilers keep in faster memory are left out.
-
-Bytes that a device would read and write for a partitioned program, were it compiled.
-
-Operations of matrix products and convolutions.
 
 A product and the sum that takes it are two operations. TPU compilers write matrix products as
 convolutions, in which a batch may stand as a spatial dimension with a window that meets one
@@ -23,10 +19,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardax.hlo.live_memory import Buffers
+from shardax.hlo.live_memory import UPDATES, VIEWS, BufferTable
 from shardax.hlo.program import ArrayShape, Computation, HloReadError, Instruction, Program
-
-# --- Memory traffic ---
 
 _FREE = frozenset(
     {
@@ -39,29 +33,21 @@ _FREE = frozenset(
 )
 # The later parts of what runs meanwhile; the first has read and written.
 _LATER = ("-done", "-update")
-_VIEWS = frozenset({"bitcast", "reshape", "copy"})
+_FUSED_VIEWS = frozenset({"bitcast", "reshape", "copy"})
+_SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 _INSIDE = ("while", "call", "conditional")
 
 
 def hbm_bytes(program: Program, runs: Mapping[str, int]) -> float:
-    """Counts bytes read and written.
-
-    Args:
-        program: A compiled program.
-        runs: How often each computation runs, by name (``runs_of(...).counts``).
-
-    Returns:
-        Bytes of one device in one run of the program.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from shardax.hlo.program import parse
-        >>> compiled = jax.jit(jnp.dot).lower(jnp.ones((2, 3)), jnp.ones((3, 4))).compile()
-        >>> program = parse(compiled.as_text())
-        >>> hbm_bytes(program, {program.entry: 1})  # 6 and 12 elements are read, 8 written
-        104.0
-    """
-    inner = _inner(program)
+    """Counts bytes of memory traffic of a compiled program."""
+    # Computations that run within an instruction do not read or write memory themselves.
+    inner = {
+        name
+        for inside in program.computations.values()
+        for each in inside.instructions
+        if each.opcode not in _INSIDE
+        for name in each.computations("calls", "to_apply", "called_computations")
+    }
     return float(
         sum(
             runs.get(name, 0) * sum(_bytes(program, inside, each) for each in inside.instructions)
@@ -71,29 +57,21 @@ def hbm_bytes(program: Program, runs: Mapping[str, int]) -> float:
     )
 
 
-def _inner(program: Program) -> set[str]:
-    """Computations that run within an instruction, without reading or writing memory themselves."""
-    return {
-        name
-        for inside in program.computations.values()
-        for each in inside.instructions
-        if each.opcode not in _INSIDE
-        for name in each.computations("calls", "to_apply", "called_computations")
-    }
-
-
 def _bytes(program: Program, inside: Computation, each: Instruction) -> int:
     """Bytes that one run of an instruction reads and writes."""
     if each.opcode in _FREE or each.opcode.endswith(_LATER):
         return 0
     operands = inside.operands(each)
     if each.opcode == "fusion":
-        return _of_fusion(program, each, operands)
-    return _touched(each, operands)
-
-
-def _touched(each: Instruction, operands: tuple[Instruction, ...]) -> int:
-    if each.opcode in ("dynamic-slice", "slice", "gather"):
+        (name,) = each.computations("calls")
+        fused = program.computations[name]
+        results = fused.operands(fused.root) if fused.root.opcode == "tuple" else (fused.root,)
+        read = sum(
+            _read(program, fused, fused.parameters[number], operand.bytes)
+            for number, operand in enumerate(operands)
+        )
+        return read + sum(_written(fused, result) for result in results)
+    if each.opcode in _SLICES:
         return 2 * each.bytes + _sum(operands[1:])
     if each.opcode == "dynamic-update-slice":
         return 2 * operands[1].bytes + _sum(operands[2:])
@@ -102,34 +80,18 @@ def _touched(each: Instruction, operands: tuple[Instruction, ...]) -> int:
         return 3 * _sum(operands[arrays + 1 :]) + operands[arrays].bytes
     if each.opcode.endswith("-start") and each.opcode != "all-reduce-start":
         return each.bytes  # its result holds what it takes too
-    return _result_bytes(each) + _sum(operands)
-
-
-def _result_bytes(each: Instruction) -> int:
-    """Bytes of results, without the room that a library's matrix product works in."""
     if each.opcode == "custom-call" and len(each.shapes) > 1 and each.shapes[-1].dtype == "s8":
-        return sum(shape.bytes for shape in each.shapes[:-1])
-    return each.bytes
+        # The last result is room that a library's matrix product works in.
+        return sum(shape.bytes for shape in each.shapes[:-1]) + _sum(operands)
+    return each.bytes + _sum(operands)
 
 
 def _sum(instructions: Iterable[Instruction]) -> int:
     return sum(each.bytes for each in instructions)
 
 
-def _of_fusion(program: Program, each: Instruction, operands: tuple[Instruction, ...]) -> int:
-    (name,) = each.computations("calls")
-    inside = program.computations[name]
-    read = sum(
-        _read(program, inside, inside.parameters[number], operand.bytes)
-        for number, operand in enumerate(operands)
-    )
-    root = inside.root
-    results = inside.operands(root) if root.opcode == "tuple" else (root,)
-    return read + sum(_written(inside, result) for result in results)
-
-
 def _read(program: Program, inside: Computation, value: Instruction, whole: int) -> int:
-    """Bytes of a value that a fused computation reads: the slices, if it only takes slices."""
+    """Bytes of a value that a fusion reads: of slices, these."""
     total = 0
     for user in inside.instructions:
         if user.opcode in ("parameter", "constant") or value.name not in user.operands:
@@ -137,9 +99,9 @@ def _read(program: Program, inside: Computation, value: Instruction, whole: int)
         first = user.operands[0] == value.name and user.operands.count(value.name) == 1
         if first and user.opcode == "dynamic-update-slice":
             continue  # updated in place; what is written counts as the result
-        if first and user.opcode in ("dynamic-slice", "slice", "gather"):
+        if first and user.opcode in _SLICES:
             total += user.bytes
-        elif user.opcode in _VIEWS:
+        elif user.opcode in _FUSED_VIEWS:
             total += _read(program, inside, user, whole)
         elif user.opcode == "fusion":
             (name,) = user.computations("calls")
@@ -155,87 +117,59 @@ def _read(program: Program, inside: Computation, value: Instruction, whole: int)
 
 
 def _written(inside: Computation, result: Instruction) -> int:
-    """Bytes that a fused computation writes of a result: the slice, of an update in place."""
-    while result.opcode in _VIEWS:
+    """Bytes of a result that a fusion writes: of updates, the slice."""
+    while result.opcode in _FUSED_VIEWS:
         (result,) = inside.operands(result)
     if result.opcode == "dynamic-update-slice":
         return inside.by_name[result.operands[1]].bytes
     return result.bytes
 
 
-# --- Estimate traffic ---
-
-_NAMES = frozenset({"parameter", "tuple", "get-tuple-element", "while", "call", "conditional"})
-_ESTIMATE_TRAFFIC_VIEWS = frozenset(
-    {"bitcast", "copy", "opt-barrier", "optimization-barrier", "reshape"}
-)
-_SLICES = frozenset({"dynamic-slice", "slice", "gather"})
-_UPDATES = frozenset({"dynamic-update-slice", "scatter"})
-
-
 def estimated_hbm_bytes(program: Program, runs: Mapping[str, int]) -> float:
-    """Estimates the bytes read and written by a program that is not compiled yet.
-
-    What is computed on the way to something else is neither written nor read (see
-    ``shardax.hlo.live_memory``).
-
-    Args:
-        program: A partitioned program, best after ``rewritten``.
-        runs: How often each computation runs, by name.
-
-    Returns:
-        Bytes of one device in one run.
-    """
-    return float(sum(runs[name] * _of_computation(program.computations[name]) for name in runs))
+    """Estimates bytes of memory traffic of a partitioned program, best after ``rewritten``."""
+    return float(sum(runs[name] * _estimated_bytes(program.computations[name]) for name in runs))
 
 
-def _of_computation(inside: Computation) -> int:
-    buffers = Buffers(inside, {}, None)
+def _estimated_bytes(inside: Computation) -> int:
+    buffers = BufferTable(inside, {})
     total = 0
     reduced: dict[str, int] = {}
-    for each in inside.instructions:
-        if each.opcode in _NAMES or not buffers.is_done(each):
+    for each in buffers.scheduled():
+        if each.opcode in _INSIDE:
             continue
         # Reductions of one array are mostly done together, as in a softmax: it is read once.
         read = reduced if each.opcode == "reduce" else {}
-        for place, name in enumerate(each.operands if each.opcode != "constant" else ()):
-            if place > 0 or each.opcode not in _UPDATES:
-                _estimate_traffic_read(
-                    inside, buffers, inside.by_name[name], _limit(each, place), read
-                )
+        for place, name in enumerate(each.inputs):
+            if place > 0 or each.opcode not in UPDATES:
+                limit = each.bytes if each.opcode in _SLICES and place == 0 else None
+                _add_read(inside, buffers, inside.by_name[name], limit, read)
         written = each
-        if each.opcode in _UPDATES:
+        if each.opcode in UPDATES:
             written = inside.by_name[each.operands[-1 if each.opcode == "scatter" else 1]]
         total += written.bytes + (sum(read.values()) if read is not reduced else 0)
     return total + sum(reduced.values())
 
 
-def _limit(user: Instruction, place: int) -> int | None:
-    """The most bytes that a user reads of an operand: of an array that it slices, the slice."""
-    return user.bytes if user.opcode in _SLICES and place == 0 else None
-
-
-def _estimate_traffic_read(
+def _add_read(
     inside: Computation,
-    buffers: Buffers,
+    buffers: BufferTable,
     each: Instruction,
-    limit: int | None,
+    limit: int | None,  # of bytes: of an array that is sliced, those of the slice
     read: dict[str, int],
 ) -> None:
-    """Adds what is read for a value, by the name of what is in memory."""
-    if each.opcode in _ESTIMATE_TRAFFIC_VIEWS:
-        _estimate_traffic_read(inside, buffers, inside.by_name[each.operands[0]], limit, read)
-    elif each.opcode in ("parameter", "get-tuple-element") or buffers.is_done(each):
+    """Adds the bytes read for a value, by buffer."""
+    if each.opcode in VIEWS:
+        _add_read(inside, buffers, inside.by_name[each.operands[0]], limit, read)
+    elif each.opcode in ("parameter", "get-tuple-element") or buffers.fills_buffer(each):
         size = each.bytes if limit is None else min(limit, each.bytes)
         read[each.name] = max(size, read.get(each.name, 0))
     elif each.opcode not in ("constant", "tuple"):
         for place, name in enumerate(each.operands):
-            own = _limit(each, place)
-            least = own if limit is None else min(limit, own or limit)
-            _estimate_traffic_read(inside, buffers, inside.by_name[name], least, read)
+            least = limit
+            if each.opcode in _SLICES and place == 0:
+                least = each.bytes if limit is None else min(limit, each.bytes or limit)
+            _add_read(inside, buffers, inside.by_name[name], least, read)
 
-
-# --- Flops ---
 
 _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
 _DIGITS = re.compile(r"\d+")
@@ -246,18 +180,7 @@ _DOTS = ("dot", "scaled-dot", "ragged-dot")
 
 
 def own_flops(inside: Computation, each: Instruction) -> float:
-    """Counts the operations of a matrix product or convolution.
-
-    Args:
-        inside: The computation that holds the instruction.
-        each: Any instruction.
-
-    Returns:
-        Operations of one run; 0 of other instructions. What an instruction calls is not counted.
-
-    Raises:
-        HloReadError: If it is a product whose dimensions cannot be read.
-    """
+    """Counts operations of a matrix product or convolution itself."""
     if each.opcode in _DOTS:
         contracted = each.attribute("lhs_contracting_dims")
         if contracted is None:
@@ -265,25 +188,20 @@ def own_flops(inside: Computation, each: Instruction) -> float:
         return _dot(inside, each, contracted)
     if each.opcode == "convolution" or _cudnn(each):
         return _convolution(inside, each)
-    if each.opcode == "custom-call" and is_gemm(each):
+    if each.opcode == "custom-call" and _GEMM.match(each.call_target):
         found = _GEMM_CONTRACTED.search(each.attributes)
         return _dot(inside, each, found[1] if found else None)
     return 0.0
 
 
 def is_counted(each: Instruction) -> bool:
-    """Whether a custom call is a product or convolution that ``own_flops`` counts."""
-    return is_gemm(each) or bool(_cudnn(each))
-
-
-def is_gemm(each: Instruction) -> bool:
-    """Whether a custom call is a matrix product of one of NVIDIA's libraries."""
-    return bool(_GEMM.match((each.attribute("custom_call_target") or "").strip('"')))
+    """Whether a custom call is a product or convolution of NVIDIA's libraries."""
+    return bool(_GEMM.match(each.call_target) or _CUDNN.match(each.call_target))
 
 
 def _cudnn(each: Instruction) -> str:
-    """What convolution of NVIDIA's library a custom call is: Forward, BackwardInput, ..., or ""."""
-    found = _CUDNN.match((each.attribute("custom_call_target") or "").strip('"'))
+    """The kind of a convolution of cuDNN: Forward, BackwardInput, BackwardFilter, or ""."""
+    found = _CUDNN.match(each.call_target)
     return found[1] if found else ""
 
 
@@ -295,22 +213,17 @@ def _dot(inside: Computation, each: Instruction, contracted: str | None) -> floa
     if any(dim >= len(left.dims) for dim in dims):
         raise _unread(each, f"its left operand has no dimension {max(dims)}")
     products = math.prod(left.dims[dim] for dim in dims)
-    if each.opcode == "ragged-dot":
-        return _ragged(inside, each, left, products)
-    return 2.0 * each.shapes[0].size * products
-
-
-def _ragged(inside: Computation, each: Instruction, left: ArrayShape, products: int) -> float:
-    """A product of which each row meets one group's matrix, or each group sums its own rows."""
-    ragged = {int(dim) for dim in _DIGITS.findall(each.attribute("lhs_ragged_dims") or "")}
-    dims = {int(dim) for dim in _DIGITS.findall(each.attribute("lhs_contracting_dims") or "")}
-    groups = _operand(inside, each, 2).size if len(each.operands) > 2 else 1
     times = 2.0 * each.shapes[0].size * products
-    return times / groups if ragged & dims else times
+    if each.opcode == "ragged-dot":
+        # Each row meets one group's matrix, or each group sums its own rows.
+        ragged = {int(dim) for dim in _DIGITS.findall(each.attribute("lhs_ragged_dims") or "")}
+        if ragged & set(dims):
+            return times / (_operand(inside, each, 2).size if len(each.operands) > 2 else 1)
+    return times
 
 
 @dataclass(frozen=True)
-class _Window:
+class _ConvolutionWindow:
     """A window along one spatial dimension."""
 
     size: int = 1
@@ -320,7 +233,7 @@ class _Window:
     window_dilation: int = 1
 
     def places(self, inputs: int, outputs: int) -> int:
-        """How often a place of the window, over all outputs, meets an element of the input."""
+        """How often window places meet an element, over all outputs."""
         last = (inputs - 1) * self.input_dilation
         common = math.gcd(self.stride, self.input_dilation)
         period = self.input_dilation // common
@@ -364,7 +277,7 @@ def _convolution(inside: Computation, each: Instruction) -> float:
     return 2.0 * places * dims[2]["b"] * dims[2]["f"] * dims[1]["i"]
 
 
-def _windows(each: Instruction, count: int) -> list[_Window]:
+def _windows(each: Instruction, count: int) -> list[_ConvolutionWindow]:
     text = (each.attribute("window") or "").strip("{}")
     fields = dict(field.split("=", 1) for field in text.split() if "=" in field)
 
@@ -378,7 +291,7 @@ def _windows(each: Instruction, count: int) -> list[_Window]:
     columns = [sizes, numbers("stride", 1), low, numbers("lhs_dilate", 1), numbers("rhs_dilate", 1)]
     if any(len(column) != count for column in columns):
         raise _unread(each, f"its window is {text!r}")
-    return [_Window(*row) for row in zip(*columns, strict=True)]
+    return [_ConvolutionWindow(*row) for row in zip(*columns, strict=True)]
 
 
 def _operand(inside: Computation, each: Instruction, number: int) -> ArrayShape:

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import UNCONSTRAINED, Rules, RulesLike
-from shardax.plan.compile.pool import asker
+from shardax.plan.compile.pool import make_evaluator
 from shardax.plan.errors import LayoutAssertionError, PlanInputError
 from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs
@@ -122,11 +122,11 @@ def reports_of(
     """Yields reports as layouts are done; options as for ``compare``."""
     with (
         progress_for(progress) as shown,
-        asker(inputs, target, compiler, processes, cache) as who,
+        make_evaluator(inputs, target, compiler, processes, cache) as evaluator,
     ):
         shown.expect(len(layouts), "compiling")
-        for answer in who.answers(layouts, effort, begun=shown.begin):
-            shown.end(answer.report, answer.kept)
+        for answer in evaluator.evaluate(layouts, effort, begun=shown.begin):
+            shown.end(answer.report, answer.cached)
             yield answer.report
 
 

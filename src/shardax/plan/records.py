@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardax.hlo.facts import Collective
+from shardax.hlo.collectives import Collective
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import Rules
 

@@ -32,7 +32,7 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.call import wraps
-from shardax.hlo.execution_counts import called, runs_of
+from shardax.hlo.execution_counts import called, count_executions
 from shardax.hlo.program import Computation, Instruction, Program, parse
 from shardax.hlo.traffic import own_flops
 from shardax.partition.mesh import AnyMesh
@@ -127,7 +127,7 @@ def operations(text: str) -> Counter[str]:
     """Counts the operations of a program's text by their origin."""
     program = parse(text)
     counts: Counter[str] = Counter()
-    runs_by_name = runs_of(program, _own_operations).counts
+    runs_by_name = count_executions(program, _own_operations).counts
     skipped = _conditions(program)
     for name, runs in runs_by_name.items():
         if name in skipped:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilers of hardware that may not be there, and the pool that runs them."""
+"""Compilers of absent hardware, and the processes that run them."""

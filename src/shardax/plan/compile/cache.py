@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs on disk, so that asking again takes seconds.
+"""Compiled programs on disk, so that a repeated search takes seconds.
 
-What is kept is what a compiler made of a program, not what was read from it: a better reader, other
-figures of hardware and other rankings need no compiling. A program is known by its text before
-compiling, with the lines of code that it comes from (``shardax.plan.compile.cache``); by compiler,
-target and effort; by versions and by the settings of compilers in the environment. So nothing that
-is found is ever out of date, and the folder may be deleted at any time. It does not grow without
-end: beyond ``MOST_BYTES`` those programs go first that were not asked for longest.
+The cache holds what a compiler made of a program, not what was read from it: a better reader, other
+figures of hardware and other rankings need no compiling. The key of a program is made of its text
+before compiling, with the source lines of its operations, because reports name them; of compiler,
+target and effort; and of versions and compiler settings in the environment. So an entry is never
+out of date, and the folder may be deleted at any time. Beyond ``MOST_BYTES`` the entries that were
+used least recently are deleted.
 
-The text by which a lowered program is known: what it does, and the lines that it comes from.
-
-Lines belong to it, because the report of a program names them. But a location in the text is a
-stack of calls, and the outer ones of it are those of the planner and of whoever called it, who may
-be anywhere the next time. They are left out here, from the innermost call of the planner on.
+A location in the text is a stack of calls, of which the outer ones are those of the planner and of
+its callers, who may be anywhere the next time. They are left out of the key, from the innermost
+call of the planner on.
 """
 
 from __future__ import annotations
@@ -32,13 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from shardax.host.files import write_whole
-from shardax.plan.compile.compilers import AxisTypes, CompiledProgram, Compiler
+from shardax.plan.compile.compilers import CompileResult, TargetCompiler
 from shardax.plan.errors import PlanInputError
-
-# --- Cache text ---
 
 _PLANNER = str(Path(__file__).parents[1])
 _DEFINED = re.compile(r"^(#loc\d*) = loc\((.*)\)$")
@@ -49,86 +44,45 @@ _CALL = re.compile(r"^callsite\((#loc\d*) at (#loc\d*)\)$")
 
 
 def program_text(text: str, planner: str = _PLANNER) -> str:
-    """Returns a program's text with the same locations wherever the planner is called from.
-
-    Args:
-        text: The program in StableHLO, with locations.
-        planner: The folder of the planner's files.
-
-    Example:
-        >>> print(program_text('''%0 = add loc(#loc4)
-        ... #loc1 = loc("step.py":3:4 to :9)
-        ... #loc2 = loc("/plan/lower.py":7:0 to :5)
-        ... #loc3 = loc(callsite(#loc1 at #loc2))
-        ... #loc4 = loc("jit(f)/add"(#loc3))''', "/plan"))
-        %0 = add loc(#0)
-        #0 = "jit(f)/add"("step.py":3:4 to :9)
-    """
-    lines = text.splitlines()
-    found = [(line, _DEFINED.match(line)) for line in lines]
-    locations = _Locations({m[1]: m[2] for _, m in found if m}, planner)
+    """Returns a program's text without locations in the planner's callers."""
+    lines = [(line, _DEFINED.match(line)) for line in text.splitlines()]
+    defined = {match[1]: match[2] for _, match in lines if match}
+    known: dict[str, str | None] = {}  # locations by name; None is one in the planner
     numbers: dict[str, int] = {}
 
-    def renumbered(match: re.Match[str]) -> str:
-        return f"#{numbers.setdefault(locations.of(match[0]) or 'planner', len(numbers))}"
+    def location(name: str) -> str | None:
+        if name not in known:
+            known[name] = resolved(defined.get(name, name))
+        return known[name]
 
-    body = [_REFERRED.sub(renumbered, line) for line, defined in found if not defined]
+    def resolved(text: str) -> str | None:
+        if match := _FILE.match(text):
+            return None if match[1].startswith(planner) else text
+        if match := _CALL.match(text):
+            inner, outer = location(match[1]), location(match[2])
+            return inner if inner is None or outer is None else f"{inner} at {outer}"
+        if match := _NAMED.match(text):
+            where = location(match[2])
+            if where is None and _FILE.match(defined.get(match[2], "")):
+                return None  # a call, by the name of its function
+            return f"{match[1]}({where or ''})"
+        return _REFERRED.sub(lambda match: location(match[0]) or "", text)
+
+    def renumbered(match: re.Match[str]) -> str:
+        return f"#{numbers.setdefault(location(match[0]) or 'planner', len(numbers))}"
+
+    body = [_REFERRED.sub(renumbered, line) for line, is_defined in lines if not is_defined]
     return "\n".join([*body, *(f"#{number} = {where}" for where, number in numbers.items())])
 
 
-class _Locations:
-    """Locations by their names in a text, with the planner's calls and those outside left out."""
+_FORMAT = 3  # of the files; raised when what is in them changes
+MOST_BYTES = 2 * 2**30  # of the folder: thousands of programs
 
-    def __init__(self, defined: dict[str, str], planner: str) -> None:
-        self._defined = defined
-        self._planner = planner
-        self._known: dict[str, str | None] = {}
-
-    def of(self, name: str) -> str | None:
-        """What a location is, or None if it is one of the planner."""
-        if name not in self._known:
-            self._known[name] = self._resolved(self._defined.get(name, name))
-        return self._known[name]
-
-    def _resolved(self, text: str) -> str | None:
-        if match := _FILE.match(text):
-            return None if match[1].startswith(self._planner) else text
-        if match := _CALL.match(text):
-            inner, outer = self.of(match[1]), self.of(match[2])
-            return inner if inner is None or outer is None else f"{inner} at {outer}"
-        if match := _NAMED.match(text):
-            where = self.of(match[2])
-            if where is None and _FILE.match(self._defined.get(match[2], "")):
-                return None  # a call, by the name of its function
-            return f"{match[1]}({where or ''})"
-        return _REFERRED.sub(lambda match: self.of(match[0]) or "", text)
-
-
-# --- Cache ---
-
-FORMAT = 2
-"""Of the files; raised when what is in them changes."""
-
-MOST_BYTES = 2 * 2**30
-"""What the folder may hold: thousands of programs."""
-
-_SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # of compilers, in the environment
 
 
 def cache_folder(cache: Any = "default") -> Path | None:
-    """Returns the folder for compiled programs.
-
-    Args:
-        cache: A folder; ``"default"`` for ``plan`` in the folder that ``SHARDAX_CACHE_DIR`` names,
-            or else in that of this user for ``shardax``; None for none.
-
-    Raises:
-        PlanInputError: If it is none of these.
-
-    Example:
-        >>> cache_folder("/tmp/programs").name, cache_folder(None)
-        ('programs', None)
-    """
+    """Returns the folder for compiled programs."""
     if cache is None:
         return None
     if cache == "default":
@@ -143,7 +97,7 @@ def cache_folder(cache: Any = "default") -> Path | None:
 
 
 def _users_folder() -> Path:
-    """Where this platform keeps what programs of a user can make again."""
+    """The platform's folder for caches of a user."""
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     if sys.platform == "darwin":
@@ -152,26 +106,29 @@ def _users_folder() -> Path:
 
 
 class ProgramCache:
-    """A folder of compiled programs.
-
-    Args:
-        folder: The folder; it is made when something is kept.
-        most_bytes: What it may hold; looked at when this cache first keeps a program.
-
-    Attributes:
-        found: How many programs were found since.
-        missed: How many were not.
-    """
+    """A folder of compiled programs."""
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
         self.folder = folder
         self._most_bytes = most_bytes
         self._trimmed = False
-        self.found = 0
+        self.found = 0  # programs asked for and found, and not
         self.missed = 0
 
-    def get(self, key: str) -> CompiledProgram | None:
-        """Returns a program that was kept, or None; warns if its file cannot be read."""
+    def compile(
+        self, compiler: TargetCompiler, sizes: Mapping[str, int], lowered: Any, effort: str
+    ) -> CompileResult:
+        """Compiles a lowered function, unless the result is cached."""
+        key = program_key(compiler, sizes, lowered, effort)
+        known = self.get(key)
+        if known is not None:
+            return dataclasses.replace(known, seconds=0.0)
+        made = compiler.compile(lowered, effort)
+        self.put(key, made)
+        return made
+
+    def get(self, key: str) -> CompileResult | None:
+        """Returns a program or None; warns if its file cannot be read."""
         path = self._path(key)
         program = None
         try:
@@ -190,10 +147,10 @@ class ProgramCache:
         self.missed += program is None
         return program
 
-    def put(self, key: str, program: CompiledProgram) -> None:
-        """Keeps a program; warns if that cannot be done. Its file is there whole or not at all."""
+    def put(self, key: str, program: CompileResult) -> None:
+        """Keeps a program; warns if that cannot be done."""
         path = self._path(key)
-        data = {"format": FORMAT, "key": key, "program": dataclasses.asdict(program)}
+        data = {"format": _FORMAT, "key": key, "program": dataclasses.asdict(program)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, gzip.compress(json.dumps(data).encode(), 4, mtime=0))
@@ -206,7 +163,7 @@ class ProgramCache:
             )
 
     def _trim(self) -> None:
-        """Deletes what is too much, once; other processes may do so at the same time."""
+        """Deletes the least recently used programs, once."""
         if self._trimmed:
             return
         self._trimmed = True
@@ -225,63 +182,22 @@ class ProgramCache:
         return self.folder / key[:2] / f"{key}.json.gz"
 
 
-def _read(path: Path, key: str) -> CompiledProgram:
+def _read(path: Path, key: str) -> CompileResult:
     data = json.loads(gzip.decompress(path.read_bytes()))
-    if data["format"] != FORMAT or data["key"] != key:
+    if data["format"] != _FORMAT or data["key"] != key:
         raise ValueError(f"it is of format {data['format']} and for {data['key']}")
     program = data["program"]
-    whole = tuple((name, change) for name, change in program.pop("made_whole"))
-    return CompiledProgram(**program, made_whole=whole)
+    found = tuple((name, change) for name, change in program.pop("full_rematerializations"))
+    return CompileResult(**program, full_rematerializations=found)
 
 
-class CachedCompiler(Compiler):
-    """A compiler that asks a cache first.
-
-    Args:
-        compiler: The compiler.
-        cache: The cache.
-    """
-
-    def __init__(self, compiler: Compiler, cache: ProgramCache) -> None:
-        super().__init__(compiler.target)
-        self._compiler = compiler
-        self._cache = cache
-        self._sizes: dict[str, int] = {}
-        self.label = compiler.label
-        self.tier = compiler.tier
-
-    def mesh(self, sizes: Mapping[str, int], axis_types: AxisTypes = None) -> Mesh:
-        """See ``Compiler``."""
-        self._sizes = dict(sizes)
-        return self._compiler.mesh(sizes, axis_types)
-
-    def environment(self) -> dict[str, str]:
-        """See ``Compiler``."""
-        return self._compiler.environment()
-
-    @property
-    def devices_needed(self) -> int:
-        """See ``Compiler``."""
-        return self._compiler.devices_needed
-
-    def _devices(self, sizes: Mapping[str, int]) -> Any:
-        return self._compiler.mesh(sizes).devices
-
-    def _compile(self, lowered: jax.stages.Lowered, effort: str) -> CompiledProgram:
-        key = program_key(self._compiler, self._sizes, lowered, effort)
-        known = self._cache.get(key)
-        if known is not None:
-            return dataclasses.replace(known, seconds=0.0)
-        made = self._compiler.compile(lowered, effort)
-        self._cache.put(key, made)
-        return made
-
-
-def program_key(compiler: Compiler, sizes: Mapping[str, int], lowered: Any, effort: str) -> str:
-    """Returns what a program to be compiled is known by: 64 hexadecimal digits."""
+def program_key(
+    compiler: TargetCompiler, sizes: Mapping[str, int], lowered: Any, effort: str
+) -> str:
+    """Returns the key of a program to be compiled: 64 hexadecimal digits."""
     text = program_text(lowered.as_text(debug_info=True))
     parts = (
-        FORMAT,
+        _FORMAT,
         metadata.version("shardax"),
         jax.__version__,
         metadata.version("jaxlib"),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hardware and targets: what devices can do, and how long a program may take."""
+"""Hardware, targets, and the time model of programs."""

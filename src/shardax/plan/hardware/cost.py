@@ -1,46 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a program does to how long it may take: a model, not a measurement.
+"""Time model of compiled programs, and calibration for CPU devices.
 
 *Arithmetic* takes operations over the peak of the dtype, *memory* takes bytes over its bandwidth,
-and a collective takes wire bytes over the links that its group uses (``shardax.plan.hardware.links``), at
-least the latency of the way. Collectives take place one after another. The *lower* end of the band
-is the longest of the three: everything overlaps. The *upper* end is their sum: nothing does.
+and a collective takes wire bytes over the links that its group uses, at least their latency.
+Collectives take place one after another. The *lower* end of the band is the longest of the three:
+everything overlaps. The *upper* end is their sum: nothing does. Figures of hardware are peaks, so
+the lower end is a bound; ``Efficiency`` scales them.
 
-A collective over several slices or nodes is counted as these networks do it: within the fabric,
-each device with its own part over the network, and within the fabric again. Both go on at the same
-time in the lower end, and one after the other in the upper.
+A collective over several slices or nodes runs within the fabric, over the network with each
+device's own part, and within the fabric again; at the same time in the lower end, in turn in the
+upper. What an all-to-all sends along a ring or line passes the devices between, on average a
+quarter of them (jax-ml.github.io/scaling-book/sharding).
 
-Devices that are parts of one processor (``Hardware.copy_bandwidth``) have no links: a collective
-copies its payload, at a rate that depends on its kind and not on the size of the group. That is
-measured with what it reads and writes, which is not counted again as traffic of the memory. What
-copies is what computes, so nothing overlaps: both ends of the band are the sum.
-
-What an all-to-all sends along a ring or line passes the devices between, on average a quarter of
-them, so it takes longer than its wire bytes say (jax-ml.github.io/scaling-book/sharding).
-
-Figures of hardware are peaks, which programs do not reach. ``Efficiency`` scales them; it is 1
-unless it is given, so that the lower end is a bound and not a guess.
+Virtual CPU devices share cores, memory and caches and have no links (``Hardware.copy_bandwidth``):
+a collective copies its payload, at a rate that depends on its kind and not on the size of the
+group, and includes its traffic of the memory. What copies is what computes, so both ends of the
+band are the sum. Their figures are measured with all devices at work, less the cost of a call that
+does nothing. They let the ranking be checked against measured steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from shardax.hlo.facts import Collective, ProgramFacts
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardax.hlo import Collective, ProgramFacts
 from shardax.plan.errors import PlanInputError
-from shardax.plan.hardware.hardware import Hardware
+from shardax.plan.hardware.hardware import Hardware, find_hardware
 from shardax.plan.hardware.links import Route
 from shardax.plan.hardware.targets import Target
 from shardax.plan.records import LayoutReport, TimeBand
 
-TIE = 0.1
-"""Layouts whose times differ by less than this share are a tie."""
+_TIE = 0.1  # layouts whose times differ by less than this share are a tie
+_AXIS = "devices"
+_SUMS = 16  # of a single number, for the latency
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Share of the hardware's figures that a program reaches; above 0 and at most 1.
+    """Share of the hardware's figures that programs reach, in (0, 1].
 
     Attributes:
         compute: Of the peak of matrix products.
@@ -67,26 +73,14 @@ class Efficiency:
                 )
 
 
-PEAK = Efficiency()
-"""Everything at its peak."""
+_PEAK = Efficiency()
 
 
-@dataclass(frozen=True)
-class CollectiveTime:
-    """How long a collective takes in all its runs, in seconds.
+class CollectiveTime(NamedTuple):
+    """Seconds that a collective takes in all its runs."""
 
-    Attributes:
-        fabric: Within slices or nodes.
-        network: Between them.
-    """
-
-    fabric: float
-    network: float
-
-    @property
-    def overlapped(self) -> float:
-        """If both go on at the same time."""
-        return max(self.fabric, self.network)
+    fabric: float  # within slices or nodes
+    network: float  # between them
 
 
 def time_band(
@@ -95,7 +89,7 @@ def time_band(
     mesh: Mapping[str, int],
     dtype: str = "bf16",
     *,
-    efficiency: Efficiency = PEAK,
+    efficiency: Efficiency = _PEAK,
 ) -> TimeBand:
     """Returns how long a program takes on a target.
 
@@ -127,14 +121,17 @@ def time_band(
     compute = facts.matmul_flops / (chip.peak(dtype) * efficiency.compute)
     traffic = facts.hbm_bytes
     if chip.copy_bandwidth:
-        traffic = max(0.0, traffic - sum(map(_read_and_written, facts.collectives)))
-    memory = traffic / (chip.memory_bandwidth * efficiency.memory)
+        for each in facts.collectives:
+            # Of one side of these a device has its part only.
+            whole = each.kind not in ("all-gather", "reduce-scatter")
+            traffic -= each.runs * each.payload * (2.0 if whole else 1.0 + 1.0 / each.group_size)
+    memory = max(0.0, traffic) / (chip.memory_bandwidth * efficiency.memory)
     times = [collective_time(each, target, mesh, efficiency) for each in facts.collectives]
-    communication = sum(each.overlapped for each in times)
+    communication = sum(max(each) for each in times)
     parts = {"compute": compute, "memory": memory, "communication": communication}
     return TimeBand(
         lower=sum(parts.values()) if chip.copy_bandwidth else max(parts.values()),
-        upper=compute + memory + sum(each.fabric + each.network for each in times),
+        upper=compute + memory + sum(map(sum, times)),
         **parts,
         cross_slice=sum(each.network for each in times),
         binding=max(parts, key=lambda name: parts[name]),
@@ -142,23 +139,17 @@ def time_band(
 
 
 def collective_time(
-    each: Collective,
-    target: Target,
-    mesh: Mapping[str, int],
-    efficiency: Efficiency = PEAK,
+    each: Collective, target: Target, mesh: Mapping[str, int], efficiency: Efficiency = _PEAK
 ) -> CollectiveTime:
-    """Returns how long a collective takes in all its runs.
-
-    Args:
-        each: The collective.
-        target: The hardware.
-        mesh: Sizes of the mesh axes, in order.
-        efficiency: Share of the hardware's figures that is reached.
-    """
+    """Returns how long a collective takes in all its runs."""
     if each.group_size < 2 or not each.wire_bytes:
         return CollectiveTime(0.0, 0.0)
     if target.hardware.copy_bandwidth:
-        return CollectiveTime(_copying(each, target.hardware), 0.0)
+        # Of an unknown kind at the least rate.
+        rates = target.hardware.copy_bandwidth
+        rate = rates.get(each.kind, min(rates.values()))
+        seconds = (each.payload / rate + target.hardware.link_latency) * each.runs
+        return CollectiveTime(seconds, 0.0)
     route, (inner, outer) = _reach(each, target, mesh)
     within, between = _shares(each, inner, outer)
     fabric = network = 0.0
@@ -172,24 +163,10 @@ def collective_time(
     return CollectiveTime(fabric, network)
 
 
-def _copying(each: Collective, chip: Hardware) -> float:
-    """Time of a collective between parts of one processor; of an unknown kind at the least rate."""
-    rate = chip.copy_bandwidth.get(each.kind, min(chip.copy_bandwidth.values()))
-    return (each.payload / rate + chip.link_latency) * each.runs
-
-
-def _read_and_written(each: Collective) -> float:
-    """Bytes of memory that a device reads and writes for a collective in all its runs."""
-    parts = 2.0
-    if each.kind in ("all-gather", "reduce-scatter"):  # of one side it has its part only
-        parts = 1.0 + 1.0 / each.group_size
-    return each.runs * each.payload * parts
-
-
 def _reach(
     each: Collective, target: Target, mesh: Mapping[str, int]
 ) -> tuple[Route, tuple[int, int]]:
-    """The way between devices of a group, and how many they are within the fabric and beyond.
+    """The route of a group, and its devices within and across fabrics.
 
     A group along part of a mesh axis takes the axis's way, within a slice unless the collective
     says that it crosses, and within a node as far as that has room. Groups along no mesh axes are
@@ -264,11 +241,158 @@ def ties(reports: Sequence[LayoutReport]) -> tuple[tuple[LayoutReport, ...], ...
         [['a', 'c']]
     """
     every = [(each.seconds_per_example, each) for each in reports]
-    timed = [(time, each) for time, each in every if time is not None]
+    timed = [(seconds, each) for seconds, each in every if seconds is not None]
     groups: list[list[tuple[float, LayoutReport]]] = []
-    for time, each in sorted(timed, key=lambda pair: pair[0]):
-        if groups and time <= groups[-1][0][0] * (1 + TIE):
-            groups[-1].append((time, each))
+    for seconds, each in sorted(timed, key=lambda pair: pair[0]):
+        if groups and seconds <= groups[-1][0][0] * (1 + _TIE):
+            groups[-1].append((seconds, each))
         else:
-            groups.append([(time, each)])
+            groups.append([(seconds, each)])
     return tuple(tuple(each for _, each in group) for group in groups if len(group) > 1)
+
+
+def calibrate_cpu(
+    devices: int | None = None,
+    *,
+    matrix: int = 512,
+    megabytes: float = 8.0,
+    repeats: int = 25,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Hardware:
+    """Measures this machine's CPU devices, in a few seconds.
+
+    Args:
+        devices: How many virtual devices work together; None for all that the process has.
+        matrix: Rows and columns of the matrices of a product, on each device.
+        megabytes: Size of the arrays on each device, in 10^6 bytes of float32.
+        repeats: How often each measurement is made, all in turn; the least counts, in which other
+            work of the machine has the least part.
+        clock: Seconds since some moment. Where much else runs, the processor time of this process
+            over the number of cores says more than the time of day.
+
+    Returns:
+        Hardware called ``"cpu"`` of which ``sources`` says that it was measured, for
+        ``plan.Target(hardware, (devices,))``.
+
+    Raises:
+        PlanInputError: If the process has fewer CPU devices.
+
+    Example:
+        >>> from shardax import plan
+        >>> cpu = plan.calibrate_cpu(2, matrix=64, megabytes=0.1, repeats=1)
+        >>> plan.Target(cpu, (2,)).text
+        'cpu:2'
+    """
+    present = jax.devices("cpu")
+    count = len(present) if devices is None else devices
+    if not 1 <= count <= len(present):
+        raise PlanInputError(
+            f"This process has {len(present)} CPU devices, not {count}. Before anything else: "
+            f"sx.configure(devices={count})."
+        )
+    mesh = Mesh(np.array(present[:count]), (_AXIS,))
+    # Every device's array can be cut into as many parts as there are devices.
+    numbers = max(1, int(megabytes * 1e6 / 4) // count) * count
+    kinds = _collectives(count) if count > 1 else {}
+
+    def scaled(x: jax.Array) -> jax.Array:
+        return x * 1.5 + 0.5
+
+    def product(x: jax.Array) -> jax.Array:
+        return jnp.einsum("dij,djk->dik", x, x)
+
+    def sums(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, _SUMS, lambda _, y: jax.lax.psum(y, _AXIS) / count, x)
+
+    # Functions of all devices' arrays, and the shape of that of each device.
+    programs: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
+        "call": (scaled, (1,)),
+        "product": (product, (matrix, matrix)),
+        "stream": (scaled, (numbers,)),
+    }
+    if kinds:
+        programs["latency"] = _on_each(mesh, sums), (1,)
+    for kind, collective in kinds.items():
+        own = numbers // count if kind == "all-gather" else numbers
+        programs[kind] = _on_each(mesh, collective), (own,)
+    least = _least_seconds(mesh, programs, repeats, clock)
+    call = least["call"]
+
+    def seconds(name: str, other: float = 0.0) -> float:
+        return max(least[name] - call - other, 0.05 * least[name])
+
+    latency = seconds("latency") / _SUMS if kinds else 0.0
+    copying = {kind: numbers * 4 / seconds(kind, latency) for kind in kinds}
+    source = (
+        f"measured on this machine by plan.calibrate_cpu, {count} devices at work, "
+        f"jax {jax.__version__}"
+    )
+    known = find_hardware("cpu")
+    wire = 2 * (count - 1) / count
+    link = copying["all-reduce"] * wire if copying else known.link_bandwidth
+    figures: dict[str, Any] = {
+        "peak_flops": {"f32": 2 * matrix**3 / seconds("product")},
+        "memory_bandwidth": 2 * numbers * 4 / seconds("stream"),
+        "link_bandwidth": link,
+        "network_bandwidth": link,
+        "link_latency": latency,
+        "copy_bandwidth": copying,
+    }
+    return known.like(**figures, sources={**known.sources, **dict.fromkeys(figures, source)})
+
+
+def _least_seconds(
+    mesh: Mesh,
+    programs: Mapping[str, tuple[Callable[[Any], Any], tuple[int, ...]]],
+    repeats: int,
+    clock: Callable[[], float],
+) -> dict[str, float]:
+    """Runs programs on all devices in turn; returns least times."""
+    sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
+
+    # Ones: results are neither denormal nor infinite, which would take another time.
+    starts = {
+        shape: jax.device_put(np.full((mesh.devices.size, *shape), 1.0, np.float32), sharding)
+        for shape in {shape for _, shape in programs.values()}
+    }
+    compiled = {
+        name: (jax.jit(function).lower(starts[shape]).compile(), starts[shape])
+        for name, (function, shape) in programs.items()
+    }
+    for run, given in compiled.values():
+        jax.block_until_ready(run(given))
+    least = dict.fromkeys(programs, math.inf)
+    for _ in range(max(1, repeats)):
+        for name, (run, given) in compiled.items():
+            begun = clock()
+            jax.block_until_ready(run(given))
+            least[name] = min(least[name], clock() - begun)
+    return {name: max(found, 1e-9) for name, found in least.items()}  # of a clock too coarse
+
+
+def _on_each(mesh: Mesh, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of what each device has, which is flat.
+
+    Of a dimension that is not the first, collectives change the layout before and after, which is
+    other work.
+    """
+    spec = PartitionSpec(_AXIS)
+
+    def flat(x: jax.Array) -> jax.Array:
+        return function(x[0])[None]
+
+    # Every device returns its own copy, so that nothing else than the function is timed.
+    return jax.shard_map(flat, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def _collectives(count: int) -> dict[str, Callable[[Any], Any]]:
+    """Each kind, of flat arrays; a gather's payload is the whole."""
+    ring = [(i, (i + 1) % count) for i in range(count)]
+
+    return {
+        "all-reduce": lambda x: jax.lax.psum(x, _AXIS),
+        "all-gather": lambda x: jax.lax.all_gather(x, _AXIS, tiled=True),
+        "reduce-scatter": lambda x: jax.lax.psum_scatter(x, _AXIS, tiled=True),
+        "all-to-all": lambda x: jax.lax.all_to_all(x, _AXIS, 0, 0, tiled=True),
+        "collective-permute": lambda x: jax.lax.ppermute(x, _AXIS, ring),
+    }

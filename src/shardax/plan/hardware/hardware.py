@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device can do: arithmetic, memory, links to its neighbours, network beyond them.
+"""Hardware figures: known, registered, or read from TOML files.
 
 *Device* is what JAX calls one: half a chip of TPU v7x, a whole chip elsewhere. A *fabric* joins
 devices closely: the torus of a TPU *slice* (ICI), the switch of a GPU *node* (NVLink). The
@@ -7,20 +7,31 @@ devices closely: the torus of a TPU *slice* (ICI), the switch of a GPU *node* (N
 dimension, one to either side; the dimension *wraps round* where its ends are linked too.
 
 Figures are peaks: of dense products, and of bytes in one direction. ``sources`` says for each where
-it comes from. Adding hardware of one's own: ``docs/hardware.md``.
+it comes from. Those of known hardware are in ``known.toml``, with the keys of files of one's own:
+the attributes of ``Hardware``, or those in which it differs from one known (``docs/hardware.md``)::
+
+    like = "h100"
+    name = "h100-roce"
+    network_bandwidth = 2.5e10
+
+    [sources]
+    network_bandwidth = "measured with nccl-tests"
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from shardax.plan.errors import HardwareError
+from shardax.partition.errors import did_you_mean
+from shardax.plan.errors import HardwareError, PlanFileError
 
-KINDS = ("tpu", "gpu", "cpu")
-"""Kinds of hardware; each has its compiler."""
+KINDS = ("tpu", "gpu", "cpu")  # each has its compiler
 
 _SHORT_NAMES = {
     "bfloat16": "bf16",
@@ -34,6 +45,16 @@ _SHORT_NAMES = {
     "float8_e5m2": "f8",
     "u8": "s8",
 }
+
+
+_POSITIVE = (
+    *("memory_bytes", "usable_bytes", "memory_bandwidth"),
+    *("link_bandwidth", "network_bandwidth"),
+)
+_COUNTS = (
+    *("memory_bytes", "usable_bytes", "torus_dimensions", "wraparound", "node_size"),
+    "devices_per_chip",
+)
 
 
 @dataclass(frozen=True)
@@ -108,12 +129,11 @@ class Hardware:
             raise HardwareError(f"The hardware {self.name!r}: {problem}")
 
     def _problems(self) -> list[str]:
-        """What is wrong with the figures."""
         if self.kind not in KINDS:
             return [f"kind is {self.kind!r}; it is one of {', '.join(map(repr, KINDS))}."]
         found = [
             f"{name} is {value!r}; it is a number above 0."
-            for name in ("memory_bytes", "usable_bytes", "memory_bandwidth", *_NEEDED)
+            for name in _POSITIVE
             if not _positive(value := getattr(self, name))
         ]
         if not self.peak_flops or not all(map(_positive, self.peak_flops.values())):
@@ -180,9 +200,166 @@ class Hardware:
         return all(size % self.wraparound == 0 for size in shape)
 
 
-_NEEDED = ("link_bandwidth", "network_bandwidth")
-
-
 def _positive(value: Any) -> bool:
-    """Whether it is a number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _made(values: Mapping[str, Any]) -> Hardware:
+    """Hardware from the values of a TOML table."""
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        fields[name] = tuple(value) if isinstance(value, list) else value
+    like = fields.pop("like", None)
+    return Hardware(**fields) if like is None else find_hardware(like).like(**fields)
+
+
+_TABLE = tomllib.loads(Path(__file__).with_name("known.toml").read_text(encoding="utf-8"))
+HARDWARE = {name: _made({"name": name, **values}) for name, values in _TABLE.items()}
+_BUILT_IN = frozenset(HARDWARE)
+_OTHER_NAMES = {
+    "a100": "a100-80",
+    "tpu7x": "v7x",
+    "ironwood": "v7x",
+    "trillium": "v6e",
+    "v5litepod": "v5e",
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    """Returns hardware by its name.
+
+    Args:
+        name: Such as ``"v5e"`` or ``"h100"``.
+
+    Raises:
+        HardwareError: There is none of that name; lists those that there are.
+
+    Example:
+        >>> from shardax import plan
+        >>> plan.find_hardware("h100").link_bandwidth
+        450000000000.0
+    """
+    found = HARDWARE.get(_OTHER_NAMES.get(name.lower(), name.lower())) or HARDWARE.get(name)
+    if found is None:
+        known = ", ".join(HARDWARE)
+        raise HardwareError(
+            f"There is no hardware {name!r}.{did_you_mean(name, HARDWARE)} Known are {known}. "
+            "Your own: plan.register_hardware(plan.find_hardware('v5e').like(name='mine', ...)), "
+            "or a TOML file, as docs/hardware.md says."
+        )
+    return found
+
+
+def register_hardware(new: Hardware) -> Hardware:
+    """Makes hardware known by its name, to targets of this process.
+
+    A target holds its hardware, so it needs no registration in other processes.
+
+    Args:
+        new: The hardware. One that is known under the name is replaced if it was registered; those
+            of the table are not.
+
+    Returns:
+        The hardware.
+
+    Raises:
+        HardwareError: The name is one of the table.
+
+    Example:
+        >>> from shardax import plan
+        >>> mine = plan.find_hardware("h100").like(name="h100-roce", network_bandwidth=2.5e10)
+        >>> _ = plan.register_hardware(mine)
+        >>> plan.Target.parse("gpu:h100-roce:2x8").hardware.network_bandwidth
+        25000000000.0
+    """
+    taken = new.name in _BUILT_IN or new.name.lower() in _OTHER_NAMES
+    if taken or ":" in new.name or not new.name:
+        why = "is of the table" if taken else "cannot stand in a target"
+        raise HardwareError(
+            f"The name {new.name!r} {why}: give it another, such as "
+            f"{(new.name.replace(':', '-') or 'my') + '-2'!r}."
+        )
+    HARDWARE[new.name] = new
+    return new
+
+
+def load_hardware(path: str | os.PathLike[str]) -> Hardware:
+    r"""Returns the hardware that a TOML file describes.
+
+    Args:
+        path: The file. Its keys are the attributes of ``Hardware``. With ``like``, the name of
+            known hardware, it says only what differs.
+
+    Raises:
+        PlanFileError: There is no such file, or it is not TOML; names the line.
+        HardwareError: A key is unknown, missing, or of a wrong type; names the key and the file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from shardax import plan
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "mine.toml"
+        >>> _ = path.write_text('like = "h100"\nname = "mine"\nnetwork_bandwidth = 2.5e10\n')
+        >>> plan.load_hardware(path).network_bandwidth
+        25000000000.0
+    """
+    file = Path(path)
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanFileError(
+            f"There is no file {str(file)!r} of hardware; docs/hardware.md says what it holds."
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PlanFileError(f"The file {str(file)!r} of hardware cannot be read: {error}") from None
+    fields = dataclasses.fields(Hardware)
+    known = [each.name for each in fields] + ["like"]
+    for key, value in data.items():
+        if key not in known:
+            raise HardwareError(
+                f"In {str(file)!r}: the key {key!r} is none of hardware."
+                f"{did_you_mean(key, known)} Keys are {', '.join(sorted(known))}."
+            )
+        wanted, right = _expected(key, value)
+        if not right:
+            raise HardwareError(f"In {str(file)!r}: {key} is {value!r}; it is {wanted}.")
+    try:
+        without = dataclasses.MISSING
+        needed = [f.name for f in fields if f.default is without and f.default_factory is without]
+        missing = [name for name in needed if name not in data]
+        if missing and "like" not in data:
+            keys = "the key" if len(missing) == 1 else "the keys"
+            are = "is" if len(missing) == 1 else "are"
+            raise HardwareError(
+                f"{keys} {', '.join(missing)} {are} missing. Say all of {', '.join(needed)}; or "
+                f'like = "h100", and what differs.'
+            )
+        return _made(data)
+    except HardwareError as error:
+        raise HardwareError(f"In {str(file)!r}: {error}") from None
+
+
+def _expected(key: str, value: Any) -> tuple[str, bool]:
+    """What a key's value is, in words, and whether this one is."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    table = isinstance(value, Mapping)
+    figures = table and all(isinstance(each, int | float) for each in value.values())
+    match key:
+        case "name" | "kind" | "like":
+            return "text", isinstance(value, str)
+        case "peak_flops":
+            text = "a table such as {bf16 = 197e12}, with operations a second by dtype"
+            return text, figures
+        case "copy_bandwidth":
+            return 'a table such as {"all-reduce" = 1e9}, bytes a second by kind', figures
+        case "compiler" | "sources":
+            return "a table", table
+        case "shapes":
+            right = isinstance(value, list) and all(isinstance(each, str) for each in value)
+            return 'a list such as ["2x2", "4x4"]', right
+        case "pod":
+            right = isinstance(value, list) and all(isinstance(each, int) for each in value)
+            return "a list such as [16, 16]", right
+        case _ if key in _COUNTS:
+            return "a whole number, without quotes", number and isinstance(value, int)
+        case _:
+            return "a number, without quotes", number

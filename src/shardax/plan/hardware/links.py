@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the positions of a mesh stand in the hardware, and how fast they reach each other.
+"""Arrangement of meshes in the hardware, and routes between their devices.
 
 An *arrangement* gives each position of a mesh its place: slice or node, then coordinates in the
 torus (or the number in the node). TPUs are arranged by ``jax.experimental.mesh_utils``, as
@@ -31,66 +31,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where the positions of a mesh stand.
-
-    Attributes:
-        hardware: What each device can do.
-        topology: Sizes of a slice's torus; nodes and GPUs of a node; or the number of devices.
-        mesh: Names and sizes of the mesh axes.
-        places: For each position of the mesh, in row-major order: the slice or node, coordinates
-            within it, and the device of its chip.
-    """
+    """Where the positions of a mesh are in the hardware."""
 
     hardware: Hardware
-    topology: tuple[int, ...]
-    mesh: tuple[tuple[str, int], ...]
+    topology: tuple[int, ...]  # of a slice; nodes and GPUs of a node; or the number of devices
+    mesh: tuple[tuple[str, int], ...]  # names and sizes of the mesh axes
+    # Of each position, in row-major order: the slice or node, coordinates in it, core of the chip.
     places: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """A dimension of the fabric that a group uses.
+    """A dimension of the fabric that a group uses."""
 
-    Attributes:
-        size: Devices of the group along it.
-        ring: Whether they go all the way round.
-        bandwidth: Bytes a second that a device sends along it, both ways in a ring.
-        hops: Links between the two devices that are farthest from each other.
-    """
-
-    size: int
-    ring: bool
-    bandwidth: float
-    hops: int
+    size: int  # devices of the group along it
+    ring: bool  # whether they go all the way round
+    bandwidth: float  # bytes a second that a device sends along it, both ways in a ring
+    hops: int  # links between the two devices that are farthest from each other
 
 
 @dataclass(frozen=True)
 class Route:
-    """How the devices of a group reach each other.
+    """How the devices of a group reach each other."""
 
-    Attributes:
-        inner: Devices of a group in one slice or node.
-        outer: Slices or nodes that a group spans.
-        dimensions: Dimensions of the fabric that a group uses; one for a switch.
-        bandwidth: Bytes a second that a device sends within the fabric, by all its links.
-        wraparound: Whether every dimension is a ring; also of a switch.
-        network_bandwidth: Bytes a second that a device sends over the network.
-        latency: Seconds that a message takes through the fabric at the least.
-        network_latency: The same over the network; 0 if the group stays within the fabric.
-    """
-
-    inner: int
-    outer: int
-    dimensions: tuple[Dimension, ...]
-    bandwidth: float
-    wraparound: bool
-    network_bandwidth: float
-    latency: float
-    network_latency: float
+    inner: int  # devices of a group in one slice or node
+    outer: int  # slices or nodes that a group spans
+    dimensions: tuple[Dimension, ...]  # one for a switch
+    bandwidth: float  # bytes a second that a device sends within the fabric, by all its links
+    wraparound: bool  # whether every dimension is a ring; also of a switch
+    network_bandwidth: float  # bytes a second that a device sends over the network
+    latency: float  # seconds of a message through the fabric at the least
+    network_latency: float  # 0 if the group stays within the fabric
 
     @property
     def group_size(self) -> int:
-        """Devices of a group."""
         return self.inner * self.outer
 
     @property
@@ -107,23 +81,22 @@ def arrangement(
     mesh: tuple[tuple[str, int], ...],
     spans: tuple[int, ...],
 ) -> Arrangement:
-    """Returns where the positions of a mesh stand.
-
-    Args:
-        chip: The hardware.
-        topology: Sizes of a slice's torus; nodes and GPUs of a node; or the number of devices.
-        slices: How many slices the network joins.
-        mesh: Names and sizes of the mesh axes.
-        spans: How many slices each of them spans.
-    """
+    """Returns where the positions of a mesh stand."""
     sizes = tuple(size for _, size in mesh)
     if chip.kind == "tpu":
+        from jax.experimental import mesh_utils
+
         inner = tuple(size // span for size, span in zip(sizes, spans, strict=True))
-        one = _torus_places(chip, topology, inner)
-        blocks = [
-            np.concatenate([np.full((*inner, 1), number), one], axis=-1) for number in range(slices)
-        ]
-        places = _blocked(blocks, spans, sizes)
+        made = mesh_utils.create_device_mesh(
+            inner, list(_places(chip, topology)), allow_split_physical_axes=True
+        )
+        rows = [(*device.coords, device.core_on_chip) for device in made.flat]
+        one = np.array(rows).reshape(*inner, -1)
+        blocks = np.stack([np.insert(one, 0, number, axis=-1) for number in range(slices)])
+        # Slices as blocks of the mesh: each axis runs through slices first, then within them.
+        axes = len(sizes)
+        order = [each for axis in range(axes) for each in (axis, axes + axis)]
+        places = blocks.reshape(*spans, *inner, -1).transpose(*order, 2 * axes)
     elif chip.kind == "gpu":
         places = np.stack(np.unravel_index(np.arange(math.prod(sizes)), topology), axis=-1)
     else:
@@ -131,29 +104,6 @@ def arrangement(
         places = np.stack([np.zeros_like(numbers), numbers], axis=-1)
     rows = places.reshape(-1, places.shape[-1]).tolist()
     return Arrangement(chip, topology, mesh, tuple(map(tuple, rows)))
-
-
-def _blocked(
-    blocks: list[NDArray[Any]], spans: tuple[int, ...], sizes: tuple[int, ...]
-) -> NDArray[Any]:
-    """Slices as blocks of a mesh: each axis runs through slices first, then within them."""
-    inner = blocks[0].shape[:-1]
-    stacked = np.stack(blocks).reshape(*spans, *inner, -1)
-    axes = len(sizes)
-    order = [each for axis in range(axes) for each in (axis, axes + axis)]
-    return stacked.transpose(*order, 2 * axes).reshape(*sizes, -1)
-
-
-def _torus_places(
-    chip: Hardware, topology: tuple[int, ...], sizes: tuple[int, ...]
-) -> NDArray[Any]:
-    """Coordinates and device of the chip of each position of a mesh over one slice."""
-    from jax.experimental import mesh_utils
-
-    devices = list(_places(chip, topology))
-    mesh = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    rows = [(*device.coords, device.core_on_chip) for device in mesh.flat]
-    return np.array(rows).reshape(*sizes, -1)
 
 
 @dataclass(frozen=True)
@@ -169,7 +119,7 @@ class _Place:
 
 
 def _places(chip: Hardware, topology: tuple[int, ...]) -> Iterator[_Place]:
-    """Devices of a slice in the order in which libtpu lists them: by hosts of 2x2, x first."""
+    """Devices in libtpu's order: by hosts of 2x2, x first."""
     x, y, z = (*topology, 1)[:3]
     across, along = min(x, 2), min(y, 2)
     hosts = itertools.product(range(z), range(y // along), range(x // across))
@@ -185,12 +135,7 @@ def _places(chip: Hardware, topology: tuple[int, ...]) -> Iterator[_Place]:
 
 @functools.lru_cache(maxsize=4096)
 def route(where: Arrangement, along: tuple[bool, ...]) -> Route:
-    """Returns how the devices of a group reach each other.
-
-    Args:
-        where: Where the positions of the mesh stand.
-        along: For each mesh axis, whether the devices of a group differ in it.
-    """
+    """Returns how the devices of a group reach each other."""
     groups = _groups(where, along)
     first = groups[0]
     slices = np.unique(first[:, 0])
@@ -228,7 +173,7 @@ def _groups(where: Arrangement, along: tuple[bool, ...]) -> NDArray[Any]:
 def _torus_dimensions(
     chip: Hardware, topology: tuple[int, ...], groups: NDArray[Any]
 ) -> Iterator[Dimension]:
-    """Dimensions of a torus that groups use, by the coordinates of their devices.
+    """Dimensions of a torus that groups use.
 
     A group with all devices of its chips sends what is for another chip once, by all links of its
     own.
@@ -257,6 +202,6 @@ def _evenly_round(places: tuple[int, ...], length: int) -> bool:
 
 
 def _most_on_a_link(spans: set[tuple[int, ...]]) -> int:
-    """How many groups of a line use the link that most of them use."""
+    """How many groups of a line share its busiest link."""
     ends = [(each[0], each[-1]) for each in spans]
     return max(sum(first <= link < last for first, last in ends) for link, _ in ends)

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets: which hardware, and how much of it, a plan is for.
+"""Targets: hardware, and how much of it a plan is for.
 
-A *target* is written ``kind:hardware:shape``. The shape of a TPU slice is that of its torus,
+A *target* is written ``kind:hardware:topology``. The topology of a TPU slice is that of its torus,
 ``"tpu:v5e:4x4"``; several slices stand before it with a star, ``"tpu:v5e:2*4x4"``. That of GPUs is
 nodes times GPUs of a node, ``"gpu:h100:8x8"``. CPU devices are only counted, ``"cpu:8"``. Hardware
 of one's own is a TOML file in place of kind and name, ``"mine.toml:4x4"``.
 
 The memory of GPUs may be followed by the share that a program gets, ``"gpu:h100:8x8@0.9"``, as
 ``XLA_PYTHON_CLIENT_MEM_FRACTION`` sets it; without, it is the 0.75 that JAX takes by default.
-
-Which slices of a torus there are to rent, and which are near to one that is not.
-
-A *shape* is the sizes of a slice's torus. Of two that differ in order only, both are taken.
 """
 
 from __future__ import annotations
@@ -20,109 +16,14 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardax.partition.errors import did_you_mean
 from shardax.partition.mesh import mesh_text
 from shardax.plan.errors import TargetError
-from shardax.plan.hardware.hardware import KINDS, Hardware
-from shardax.plan.hardware.hardware_file import load_hardware
-from shardax.plan.hardware.known import HARDWARE, find_hardware
-from shardax.plan.hardware.links import (
-    Arrangement,
-    Route,
-    arrangement,
-    route,
-)
-
-# --- Shapes ---
-
-
-def shape_exists(chip: Hardware, shape: tuple[int, ...]) -> bool:
-    """Whether there are slices of a shape.
-
-    Args:
-        chip: The hardware; any shape exists if it names none.
-        shape: Sizes of the torus.
-    """
-    if not chip.shapes:
-        return True
-    if _text(tuple(sorted(shape))) in _sorted_small(chip):
-        return True
-    return chip.torus_dimensions == 3 and _is_of_cubes(chip, shape)
-
-
-def nearest_shapes(chip: Hardware, shape: tuple[int, ...], count: int = 4) -> list[str]:
-    """Returns shapes that exist and have about as many chips.
-
-    Args:
-        chip: The hardware.
-        shape: Sizes that do not exist.
-        count: How many.
-    """
-    wanted = math.log2(math.prod(shape))
-    near = sorted(
-        _all_shapes(chip),
-        key=lambda each: (abs(math.log2(math.prod(each)) - wanted), _distance(each, shape)),
-    )
-    return [_text(each) for each in near[:count]]
-
-
-def factorizations(number: int, parts: int) -> list[tuple[int, ...]]:
-    """Returns all ways to write a number as an ordered product.
-
-    Args:
-        number: The product, from 1.
-        parts: How many factors.
-
-    Example:
-        >>> factorizations(4, 2)
-        [(1, 4), (2, 2), (4, 1)]
-    """
-    if parts == 1:
-        return [(number,)]
-    return [
-        (first, *rest)
-        for first in range(1, number + 1)
-        if number % first == 0
-        for rest in factorizations(number // first, parts - 1)
-    ]
-
-
-def _all_shapes(chip: Hardware) -> Iterator[tuple[int, ...]]:
-    """Every shape there is, each in one order."""
-    yield from (tuple(map(int, text.split("x"))) for text in chip.shapes)
-    if chip.torus_dimensions == 3 and chip.pod and chip.wraparound:
-        step = chip.wraparound
-        sizes = (range(step, most + 1, step) for most in sorted(chip.pod))
-        yield from (each for each in itertools.product(*sizes) if list(each) == sorted(each))
-
-
-def _is_of_cubes(chip: Hardware, shape: tuple[int, ...]) -> bool:
-    """Whether a shape is put together of whole cubes and not larger than the pod."""
-    if not chip.wraparound or any(size % chip.wraparound for size in shape):
-        return False
-    return all(
-        size <= most for size, most in zip(sorted(shape), sorted(chip.pod or shape), strict=True)
-    )
-
-
-def _sorted_small(chip: Hardware) -> set[str]:
-    """The shapes that are named, each with its sizes in ascending order."""
-    return {_text(tuple(sorted(map(int, text.split("x"))))) for text in chip.shapes}
-
-
-def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
-    """How different two shapes of one size are."""
-    return sum(abs(math.log2(a / b)) for a, b in zip(sorted(one), sorted(other), strict=True))
-
-
-def _text(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
-# --- Targets ---
+from shardax.plan.hardware.hardware import HARDWARE, KINDS, Hardware, find_hardware, load_hardware
+from shardax.plan.hardware.links import Arrangement, Route, arrangement, route
 
 _EXAMPLES = "'cpu:8', 'tpu:v5e:4x4', 'tpu:v5e:2*4x4' (two slices), 'gpu:h100:8x8' (nodes x GPUs)"
 
@@ -178,11 +79,26 @@ class Target:
                 f"A target is text such as {_EXAMPLES}, or a plan.Target; this is a "
                 f"{type(target).__name__}."
             )
-        return _parsed(target.strip())
+        text = target.strip()
+        body, _, share = text.partition("@")
+        head, _, topology = body.rpartition(":")
+        found = re.fullmatch(r"(?:(\d+)\*)?(\d+(?:x\d+)*)", topology)
+        if not head or not found:
+            raise TargetError(_unreadable(text, head or topology))
+        chip = _hardware_of(head, text)
+        try:
+            fraction = float(share) if share else None
+        except ValueError:
+            raise TargetError(
+                f"In the target {text!r}, {share!r} is no share of the memory, such as "
+                f"{body + '@0.9'!r}."
+            ) from None
+        sizes = tuple(int(size) for size in found[2].split("x"))
+        return cls(chip, sizes, int(found[1] or 1), fraction)
 
     @property
     def text(self) -> str:
-        """The target as it is written; ``parse`` reads it back if the hardware is known."""
+        """The target as ``parse`` reads it."""
         slices = f"{self.slices}*" if self.slices > 1 else ""
         shape = slices + "x".join(map(str, self.topology))
         share = "" if self.memory_fraction is None else f"@{self.memory_fraction:g}"
@@ -203,13 +119,17 @@ class Target:
     def limit_bytes(self) -> int:
         """Memory of a device that a program may use."""
         if self.kind == "cpu" and self.hardware.name == "cpu":
-            return _memory_of_this_machine() // self.device_count
+            names = getattr(os, "sysconf_names", {})
+            if "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
+                memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+                return memory // self.device_count
+            return HARDWARE["cpu"].memory_bytes // self.device_count
         if self.memory_fraction is not None:
             return int(self.hardware.memory_bytes * self.memory_fraction)
         return self.hardware.usable_bytes
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
-        """Checks that mesh axes have as many devices as the target, and divide into its slices.
+        """Checks that mesh axes fit the target's devices and slices.
 
         Args:
             sizes: Sizes of the mesh axes, in order. Slices are split over the leading axes.
@@ -237,7 +157,7 @@ class Target:
             )
 
     def _fitting(self, sizes: Mapping[str, int]) -> str:
-        """A sentence of sizes for these axes that have the right number of devices."""
+        """A sentence with sizes of these axes that fit."""
         found = factorizations(self.device_count, len(sizes))
         near = sorted(
             found,
@@ -249,7 +169,7 @@ class Target:
         return f" These have {self.device_count}: {'; '.join(words)}."
 
     def _slices_by_axis(self, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-        """How many slices each mesh axis spans; None if they cannot be split so."""
+        """How many slices each mesh axis spans, if they can be split."""
         left, spans = self.slices, []
         for size in sizes.values():
             span = math.gcd(size, left)
@@ -307,27 +227,7 @@ class Target:
         return self.text
 
 
-def _parsed(text: str) -> Target:
-    """The target of a text that is not empty."""
-    body, _, share = text.partition("@")
-    head, _, shape = body.rpartition(":")
-    found = re.fullmatch(r"(?:(\d+)\*)?(\d+(?:x\d+)*)", shape)
-    if not head or not found:
-        raise TargetError(_unreadable(text, head or shape))
-    chip = _hardware_of(head, text)
-    try:
-        fraction = float(share) if share else None
-    except ValueError:
-        raise TargetError(
-            f"In the target {text!r}, {share!r} is no share of the memory, such as "
-            f"{body + '@0.9'!r}."
-        ) from None
-    sizes = tuple(int(size) for size in found[2].split("x"))
-    return Target(chip, sizes, int(found[1] or 1), fraction)
-
-
 def _hardware_of(head: str, text: str) -> Hardware:
-    """The hardware that stands before the shape."""
     if head.lower().endswith(".toml"):
         return load_hardware(head)
     kind, _, name = head.partition(":")
@@ -347,7 +247,6 @@ def _hardware_of(head: str, text: str) -> Hardware:
 
 
 def _unreadable(text: str, kind: str) -> str:
-    """What to say of a text that is no target."""
     by_kind = "; ".join(
         f"{each}: {', '.join(name for name, chip in HARDWARE.items() if chip.kind == each)}"
         for each in ("tpu", "gpu")
@@ -381,20 +280,55 @@ def _problem(target: Target) -> str:
             f"a node of {chip.name} has {chip.node_size} GPUs, and the shape is nodes x GPUs: "
             f"{math.ceil(math.prod(topology) / chip.node_size)}x{chip.node_size}."
         )
-    if not shape_exists(chip, topology):
-        near = ", ".join(nearest_shapes(chip, topology))
+    if not topology_exists(chip, topology):
+        near = ", ".join(nearest_topologies(chip, topology))
         return f"{chip.name} has no slice of this shape; of about its size are {near}."
     return ""
 
 
 def _is_count(value: object) -> bool:
-    """Whether it is a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _memory_of_this_machine() -> int:
-    """Bytes of memory of this machine, or what the table says where they cannot be asked for."""
-    names = getattr(os, "sysconf_names", {})
-    if "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return HARDWARE["cpu"].memory_bytes
+def topology_exists(chip: Hardware, topology: tuple[int, ...]) -> bool:
+    """Whether there are slices of a topology, in any order."""
+    if not chip.shapes or sorted(topology) in map(sorted, _named_topologies(chip)):
+        return True
+    step = chip.wraparound
+    if chip.torus_dimensions != 3 or not step or any(size % step for size in topology):
+        return False
+    pod = sorted(chip.pod or topology)  # whole cubes, not larger than the pod
+    return all(size <= most for size, most in zip(sorted(topology), pod, strict=True))
+
+
+def nearest_topologies(chip: Hardware, topology: tuple[int, ...], count: int = 4) -> list[str]:
+    """Returns topologies that exist and have about as many chips."""
+    found = _named_topologies(chip)
+    if chip.torus_dimensions == 3 and chip.pod and chip.wraparound:
+        step = chip.wraparound
+        sizes = (range(step, most + 1, step) for most in sorted(chip.pod))
+        found += [each for each in itertools.product(*sizes) if list(each) == sorted(each)]
+    chips = math.log2(math.prod(topology))
+
+    def distance(each: tuple[int, ...]) -> tuple[float, float]:
+        pairs = zip(sorted(each), sorted(topology), strict=True)
+        shape = sum(abs(math.log2(a / b)) for a, b in pairs)
+        return abs(math.log2(math.prod(each)) - chips), shape
+
+    return ["x".join(map(str, each)) for each in sorted(found, key=distance)[:count]]
+
+
+def _named_topologies(chip: Hardware) -> list[tuple[int, ...]]:
+    return [tuple(map(int, text.split("x"))) for text in chip.shapes]
+
+
+def factorizations(number: int, parts: int) -> list[tuple[int, ...]]:
+    """Returns all ways to write a number as an ordered product."""
+    if parts == 1:
+        return [(number,)]
+    return [
+        (first, *rest)
+        for first in range(1, number + 1)
+        if number % first == 0
+        for rest in factorizations(number // first, parts - 1)
+    ]

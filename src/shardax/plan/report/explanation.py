@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardax.hlo.facts import Collective
+from shardax.hlo.collectives import Collective
 from shardax.partition.errors import did_you_mean
 from shardax.plan.errors import PlanInputError
 from shardax.plan.records import LayoutReport

@@ -1,72 +1,216 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates: the layouts that a search compiles, and why the others are not worth it.
+"""Search space and candidates: the layouts that a search compiles.
 
-Of all assignments of mesh axes to groups of names over all meshes, one is a candidate if
+A *group* is names that get the same mesh axes; a *fixed* name is one whose axes are not searched.
+Names of *activations*, on constraints and on the batch, are groups of their own. Whole stay names
+of dimensions that a loop takes one element at a time; names summed over in a product of two
+computed arrays, if every argument with them also has a batch dimension of that product (the size of
+a head, beside the heads); and names on no product and on less than a hundredth of the arguments.
+The others are tied as far as no two of them are on one argument: they are the inner dimensions of
+blocks that follow each other (heads, hidden layer, vocabulary). A tied name whose size the axes do
+not divide stays whole while the others are split.
 
-- every array can be cut so: sizes divide, and no array uses a mesh axis twice but by priority;
-- no other is the same: has the same specs, up to the names and the order of mesh axes, mesh axes of
-  size 1, and two axes that always go together. Of equals that one is kept whose rules name the
-  fewest mesh axes, and use them in the order of priority of names: the batch has the outermost;
-- no other only stores arguments by another dimension. Where a mesh axis splits a *free* name, one
-  that is on no parameter, but on every product, and never twice on one (the batch), an argument
-  that is split by this axis too is gathered before use, and of which dimension it was hardly
-  matters: the one of the earlier name is kept;
-- the devices repeat little work: at most 1.05 times what they do in the best candidate;
-- its arguments fit into the memory.
+Of all assignments of mesh axes to groups, over all meshes, a candidate
 
-The last two are *rejections*, which are kept with their reasons.
-
-Which assignments of mesh axes are the same, or as good as the same; see ``candidates``.
-
-A *free* name is on no parameter, but on (nearly) every product, and never twice on one: the batch.
-Splitting by it needs no exchange but sums of gradients.
+- can be: sizes divide, and no array uses a mesh axis twice but by priority;
+- is the first of its equivalents, which have the same specs up to names, order and merging of mesh
+  axes: with the fewest axes, used in the order of priority of names (the batch outermost);
+- is the first of those that only store arguments by another dimension. Where a mesh axis splits a
+  *free* name (on no parameter, but on nearly every product, once: the batch), an argument that is
+  split by it too is gathered before use, and of which dimension it was hardly matters;
+- repeats little work: at most 1.05 times what devices do in the best candidate;
+- has arguments that fit into the memory. Those that fail the last two are kept, with the reason.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from shardax.partition.errors import did_you_mean
 from shardax.partition.inventory import TreeInventory
-from shardax.partition.rules import (
-    Names,
-    SpecEntry,
-    assign,
-    mesh_axes_of,
-    strings,
-)
+from shardax.partition.rules import Names, Rules, SpecEntry, assign, mesh_axes_of, strings
+from shardax.plan.errors import PlanInputError
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
 from shardax.plan.search.dimensions import Dimensions
-from shardax.plan.search.space import SLICE_AXIS, SMALL_SHARE, SearchSpace
 
-# --- Candidates same ---
+_SMALL_SHARE = 0.01  # of all elements: smaller arguments do not decide whether a name is searched
+_SLICE_AXIS = "slice"  # the mesh axis whose positions are slices, where a search makes the meshes
+_MOST_REPEATED = 1.05  # how much more work than in the best candidate devices may do
+
+Meshes = tuple[tuple[tuple[str, int], ...], ...]
 
 
 @dataclass(frozen=True)
-class Assigned:
-    """An assignment: its layout, the mesh axes of all arrays, and which of equals is kept.
+class SearchSpace:
+    """What a search varies."""
 
-    The one with fewer axes, whose axes are used in the order of priority of names.
+    groups: tuple[tuple[str, ...], ...]  # names that get the same mesh axes, in order of priority
+    fixed: tuple[tuple[str, Any], ...]  # names whose axes are not searched, with these
+    meshes: Meshes
+    activations: tuple[str, ...]  # names on constraints and on the batch
+    notes: tuple[str, ...]  # why names are fixed or tied that nobody fixed or tied
+
+
+def search_space(
+    dimensions: Dimensions,
+    meshes: Meshes,
+    *,
+    activations: Iterable[str] = (),
+    tie: Sequence[Sequence[str]] | None = None,
+    fix: Mapping[str, Any] | None = None,
+) -> SearchSpace:
+    """Sorts the names of a step into groups and fixed ones."""
+    fix, ties = dict(fix or {}), [tuple(each) for each in tie or ()]
+    _check_names(dimensions, ties, fix, meshes)
+    fixed = dict(Rules(fix).pairs)
+    notes = []
+    tied = [name for group in ties for name in group]
+    on_constraints = (name for _, names in dimensions.constraints for name in strings(names))
+    named = list(dict.fromkeys((*activations, *on_constraints)))
+    for name, why in _kept_whole(dimensions, named):
+        if name not in fixed and name not in tied:
+            fixed[name] = None
+            notes.append(f"{name} stays whole: {why}")
+    free = [name for name in dimensions.names if name not in fixed and name not in tied]
+    alone = [name for name in free if name in named]
+    inner = [name for name in free if name not in alone]
+    made = _tied(dimensions, inner) if tie is None else [(name,) for name in inner]
+    notes += [f"tied: {', '.join(group)}" for group in made if len(group) > 1]
+    groups = [*((name,) for name in alone), *ties, *made]
+    order = {name: at for at, name in enumerate(dict.fromkeys((*named, *dimensions.names)))}
+    groups.sort(key=lambda group: (group[0] not in alone, min(order[name] for name in group)))
+    return SearchSpace(tuple(groups), tuple(fixed.items()), meshes, tuple(named), tuple(notes))
+
+
+def _check_names(
+    dimensions: Dimensions, ties: Sequence[Sequence[str]], fix: Mapping[str, Any], meshes: Meshes
+) -> None:
+    known = dimensions.names
+    for name in [*(name for group in ties for name in group), *fix]:
+        if name not in known:
+            raise PlanInputError(
+                f"There is no axis name {name!r} in the step's arguments and constraints, which "
+                f"have {', '.join(map(repr, known))}.{did_you_mean(name, known)}"
+            )
+    tied = [name for group in ties for name in group]
+    twice = sorted({name for name in tied if tied.count(name) > 1 or name in fix})
+    if twice:
+        raise PlanInputError(
+            f"{', '.join(map(repr, twice))}: tied twice, or tied and fixed. Give each name once, "
+            'as in tie=[("heads", "kv_heads", "mlp")], fix={"layers": None}.'
+        )
+    axes = {axis for mesh in meshes for axis, _ in mesh}
+    for name, target in Rules(fix).pairs:
+        for axis in mesh_axes_of(target):
+            if axis not in axes:
+                raise PlanInputError(
+                    f"fix={{{name!r}: {target!r}}} names the mesh axis {axis!r}, but the meshes "
+                    f"have {', '.join(map(repr, sorted(axes)))}.{did_you_mean(axis, axes)}"
+                )
+
+
+def _kept_whole(dimensions: Dimensions, activations: Sequence[str]) -> Iterable[tuple[str, str]]:
+    """Names that the rules keep whole, with the reason."""
+    beside = _batch_beside(dimensions)
+    total = sum(math.prod(shape) for shape, _ in dimensions.arguments) or 1
+    multiplied = {n for product in dimensions.products for dim in product.dims for n in dim.names}
+    for name in dimensions.names:
+        if name in dimensions.looped:
+            yield name, "a loop takes it one element at a time"
+            continue
+        if name in activations:
+            continue
+        arrays = [(shape, set(strings(n))) for shape, n in dimensions.arguments]
+        having = [(shape, names) for shape, names in arrays if name in names]
+        others = beside.get(name, frozenset())
+        if having and others and all(names & others for _, names in having):
+            yield name, f"{' or '.join(sorted(others))} beside it can be split without a sum"
+        elif (
+            name not in multiplied
+            and sum(math.prod(shape) for shape, _ in having) < _SMALL_SHARE * total
+        ):
+            yield name, "it is on no matrix product, and on little else"
+
+
+def _batch_beside(dimensions: Dimensions) -> dict[str, frozenset[str]]:
+    """Batch dimensions of products of computed arrays, by summed name."""
+    found: dict[str, frozenset[str]] = {}
+    for product in dimensions.products:
+        batch = {n for dim in product.dims if dim.role == "batch" for n in dim.names}
+        for dim in product.dims if product.computed and batch else ():
+            if dim.role == "sum":
+                for name in dim.names:
+                    found[name] = found.get(name, frozenset()) | batch - dim.names
+    return found
+
+
+def _tied(dimensions: Dimensions, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Ties names of which no two are on one argument."""
+    arrays = [set(strings(names)) for _, names in dimensions.arguments]
+    groups: list[list[str]] = []
+    for name in names:
+        for group in groups:
+            if not any(name in array and array & set(group) for array in arrays):
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return [tuple(group) for group in groups]
+
+
+def mesh_shapes(devices: int, axes: Sequence[str], slices: int = 1) -> Meshes:
+    """Returns all meshes of some axes, the first axis largest first.
+
+    Of several slices the first axis is that of slices, named "slice" unless ``axes`` begin so.
     """
+    names = tuple(axes)
+    if isinstance(axes, str) or not names or len(set(names)) < len(names):
+        raise PlanInputError(
+            f"mesh_axes={axes!r} are not names of mesh axes; give each one once, as in "
+            'mesh_axes=("data", "model").'
+        )
+    if slices > 1:
+        inner = names[1:] if names[0] == _SLICE_AXIS else names
+        rest = mesh_shapes(devices // slices, inner) if inner else ((),)
+        return tuple(((_SLICE_AXIS, slices), *mesh) for mesh in rest)
+    if len(names) == 1:
+        return (((names[0], devices),),)
+    sizes = [size for size in range(devices, 0, -1) if devices % size == 0]
+    return tuple(
+        ((names[0], size), *mesh)
+        for size in sizes
+        for mesh in mesh_shapes(devices // size, names[1:])
+    )
+
+
+class LayoutCandidate(NamedTuple):
+    """A layout, with the mesh axes of all arrays."""
 
     layout: Layout
     entries: tuple[tuple[SpecEntry, ...], ...]
+    # Of equals the least is kept: with fewer axes, used in the order of priority of names.
     order: tuple[int, ...]
 
 
-def identity(assigned: Assigned) -> Any:
-    """Equal for assignments with the same specs up to names, order and merging of mesh axes."""
-    sizes = {axis: size for axis, size in assigned.layout.mesh if size > 1}
-    entries = [[mesh_axes_of(target) for target in each] for each in assigned.entries]
+def _equivalence_key(candidate: LayoutCandidate) -> Any:
+    """A key that is equal for equivalent candidates."""
+    sizes = {axis: size for axis, size in candidate.layout.mesh if size > 1}
+    entries = [[mesh_axes_of(target) for target in each] for each in candidate.entries]
+
+    def together(one: str, other: str) -> bool:
+        return all((one in axes) == (other in axes) for each in entries for axes in each)
+
     used = {axis for each in entries for axes in each for axis in axes}
     tokens: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in sizes if axis in used}
     idle = tuple(sorted(size for axis, size in sizes.items() if axis not in used))
     for one, other in itertools.pairwise([axis for axis in sizes if axis in used]):
-        if SLICE_AXIS not in (one, other) and _always_together(entries, one, other):
+        if _SLICE_AXIS not in (one, other) and together(one, other):
             tokens[other] = (*tokens.pop(one), other)
     merged = {axes[-1]: math.prod(sizes[a] for a in axes) for axes in tokens.values()}
     kept = [[tuple(a for a in axes if a in merged) for axes in each] for each in entries]
@@ -76,20 +220,12 @@ def identity(assigned: Assigned) -> Any:
         numbered = tuple(
             tuple(tuple(sorted(number[a] for a in axes)) for axes in each) for each in kept
         )
-        forms.append((tuple((merged[a], a == SLICE_AXIS) for a in order), numbered))
+        forms.append((tuple((merged[a], a == _SLICE_AXIS) for a in order), numbered))
     return idle, min(forms)
 
 
-def _always_together(entries: list[list[tuple[str, ...]]], one: str, other: str) -> bool:
-    for each in entries:
-        for axes in each:
-            if (one in axes) != (other in axes):
-                return False
-    return True
-
-
-def free_names(dimensions: Dimensions, inputs: Inputs) -> frozenset[str]:
-    """Names on no parameter, on (nearly) every product, and never twice on one."""
+def _free_names(dimensions: Dimensions, inputs: Inputs) -> frozenset[str]:
+    """Names on no parameter, but on (nearly) every product, once."""
     total = dimensions.flops
     found: set[str] = set()
     stored = set(_names_of(inputs, ("parameters", "optimizer")))
@@ -101,30 +237,24 @@ def free_names(dimensions: Dimensions, inputs: Inputs) -> frozenset[str]:
     return frozenset(found)
 
 
-def large_arguments(dimensions: Dimensions) -> list[bool]:
-    """Which arguments have more than a hundredth of all elements."""
-    elements = [math.prod(shape) for shape, _ in dimensions.arguments]
-    return [count > SMALL_SHARE * sum(elements) for count in elements]
-
-
-def stored_alike(
-    assigned: Assigned,
+def _storage_key(
+    candidate: LayoutCandidate,
     arrays: Sequence[tuple[tuple[int, ...], Names]],
     large: Sequence[bool],
     free: frozenset[str],
 ) -> Any:
-    """Equal for assignments that differ at most in the dimensions that arguments are stored by."""
-    axes_of = {name: mesh_axes_of(target) for name, target in assigned.layout.rules}
+    """A key equal for candidates that store arguments differently at most."""
+    axes_of = {name: mesh_axes_of(target) for name, target in candidate.layout.rules}
     of_free = {axis for name in free for axis in axes_of.get(name, ())}
     names = tuple((n, tuple(a for a in axes if a not in of_free)) for n, axes in axes_of.items())
     held = tuple((name, axes_of[name]) for name in sorted(free) if name in axes_of)
-    arguments = assigned.entries[len(arrays) - len(large) :]
+    arguments = candidate.entries[len(arrays) - len(large) :]
     stored = tuple(
         frozenset(axis for target in each for axis in mesh_axes_of(target) if axis in of_free)
         for each, counts in zip(arguments, large, strict=True)
         if counts
     )
-    return assigned.layout.mesh, names, held, stored
+    return candidate.layout.mesh, names, held, stored
 
 
 def names_of_batch(inputs: Inputs) -> Iterable[str]:
@@ -139,29 +269,15 @@ def _names_of(inputs: Inputs, kinds: Sequence[str]) -> Iterable[str]:
                 yield from strings(leaf.names_of(info) or ())
 
 
-# --- Candidates ---
-
-MOST_REPEATED = 1.05
-"""How much more work than in the best candidate devices may do."""
-
-
 @dataclass(frozen=True)
 class Candidates:
-    """What is to be compiled.
+    """What is to be compiled."""
 
-    Attributes:
-        layouts: The candidates, in order of meshes and names.
-        repeating: Reports of those rejected because they repeat work.
-        too_large: Reports of those rejected because their arguments do not fit.
-        tried: How many assignments there were.
-        distinct: How many of them were possible and different from each other.
-    """
-
-    layouts: tuple[Layout, ...]
-    repeating: tuple[LayoutReport, ...]
-    too_large: tuple[LayoutReport, ...]
-    tried: int
-    distinct: int
+    layouts: tuple[Layout, ...]  # in order of meshes and names
+    repeating: tuple[LayoutReport, ...]  # rejected because they repeat work
+    too_large: tuple[LayoutReport, ...]  # rejected because their arguments do not fit
+    tried: int  # assignments
+    distinct: int  # of them, those possible and not equivalent
 
     @property
     def rejected(self) -> tuple[LayoutReport, ...]:
@@ -175,56 +291,54 @@ def find_candidates(
     inputs: Inputs,
     limit_bytes: int | None,
     *,
-    most_repeated: float = MOST_REPEATED,
+    most_repeated: float = _MOST_REPEATED,
 ) -> Candidates:
-    """Enumerates a search space and takes out what need not be compiled.
-
-    Args:
-        dimensions: The step's dimension model.
-        space: What is varied.
-        inputs: The step's arguments.
-        limit_bytes: Memory of a device; None for no limit.
-        most_repeated: How much more work than in the best candidate devices may do.
-
-    Returns:
-        The candidates.
-    """
+    """Enumerates a search space and takes out what need not be compiled."""
     arrays = tuple(dict.fromkeys((*dimensions.constraints, *dimensions.arguments)))
-    large = large_arguments(dimensions)
-    free = free_names(dimensions, inputs)
-    kept: dict[Any, Assigned] = {}
+    elements = [math.prod(shape) for shape, _ in dimensions.arguments]
+    large = [count > _SMALL_SHARE * sum(elements) for count in elements]
+    free = _free_names(dimensions, inputs)
+    kept: dict[Any, LayoutCandidate] = {}
     tried = 0
-    for assigned in _assignments(dimensions, space, arrays, free):
+    for candidate in _enumerate(dimensions, space, arrays, free):
         tried += 1
-        if assigned is None:
+        if candidate is None:
             continue
-        key = identity(assigned)
-        if key not in kept or assigned.order < kept[key].order:
-            kept[key] = assigned
-    by_storage: dict[Any, Assigned] = {}
-    for assigned in kept.values():
-        key = stored_alike(assigned, arrays, large, free)
-        if key not in by_storage or assigned.order < by_storage[key].order:
-            by_storage[key] = assigned
+        key = _equivalence_key(candidate)
+        if key not in kept or candidate.order < kept[key].order:
+            kept[key] = candidate
+    by_storage: dict[Any, LayoutCandidate] = {}
+    for candidate in kept.values():
+        key = _storage_key(candidate, arrays, large, free)
+        if key not in by_storage or candidate.order < by_storage[key].order:
+            by_storage[key] = candidate
     found = sorted(by_storage.values(), key=lambda a: (space.meshes.index(a.layout.mesh), a.order))
-    layouts, repeating = _filtered([a.layout for a in found], dimensions, most_repeated)
-    layouts, too_large = _by_memory(layouts, inputs, limit_bytes)
+    layouts, repeating = _without_repeated_work(
+        [a.layout for a in found], dimensions, most_repeated
+    )
+    layouts, too_large = _within_memory(layouts, inputs, limit_bytes)
     return Candidates(tuple(layouts), tuple(repeating), tuple(too_large), tried, len(found))
 
 
-# --- what can be ----------------------------------------------------------------------------------
-
-
-def _assignments(
+def _enumerate(
     dimensions: Dimensions,
     space: SearchSpace,
     arrays: Sequence[tuple[tuple[int, ...], Names]],
     free: frozenset[str],
-) -> Iterator[Assigned | None]:
+) -> Iterator[LayoutCandidate | None]:
     """Yields every assignment, or None for one that cannot be."""
     sizes_of = {name: dimensions.sizes_of(name) for name in dimensions.names}
+    searched = [name for group in space.groups for name in group]
+    names = [*searched, *(name for name in dimensions.names if name not in searched)]
+    work: Counter[str] = Counter()
+    for product in dimensions.products:
+        for name in {name for dim in product.dims for name in dim.names}:
+            work[name] += int(product.flops)
+    leads = [max(group, key=lambda n: (work[n], -group.index(n))) for group in space.groups]
     for mesh in space.meshes:
         sizes = dict(mesh)
+        places = {axis: position for position, axis in enumerate(sizes)}
+        text = "x".join(map(str, sizes.values()))
         choices = [_targets(mesh, inner_only=not set(group) & free) for group in space.groups]
         for chosen in itertools.product(*choices):
             rules = dict(space.fixed)
@@ -234,69 +348,32 @@ def _assignments(
                 split = [n for n in group if all(size % ways == 0 for size in sizes_of[n])]
                 whole |= not split
                 rules.update({name: target if name in split else None for name in group})
-            yield None if whole else _assigned(dimensions, space, mesh, rules, chosen, arrays)
+            pairs = tuple((name, rules[name]) for name in names)
+            entries = tuple(assign(each, pairs).entries for _, each in arrays)
+            if whole or not all(
+                size % math.prod(sizes.get(axis, 1) for axis in mesh_axes_of(target)) == 0
+                for (shape, _), found in zip(arrays, entries, strict=True)
+                for size, target in zip(shape, found, strict=True)
+            ):
+                yield None
+                continue
+            axes = [mesh_axes_of(target) for target in chosen]
+            parts = [f"{lead}={'+'.join(of)}" for lead, of in zip(leads, axes, strict=True) if of]
+            name = f"{' '.join(parts) or 'replicated'} ({text})"
+            first = [places[of[0]] if of else len(places) for of in axes]
+            order = (sum(map(len, axes)), *first)
+            yield LayoutCandidate(Layout(name, pairs, mesh), entries, order)
 
 
 def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[SpecEntry]:
-    """None, each mesh axis, and all of several in the order of the mesh."""
-    axes = [axis for axis, size in mesh if size > 1 and not (inner_only and axis == SLICE_AXIS)]
-    found: list[SpecEntry] = [None]
-    for count in range(1, len(axes) + 1):
-        for several in itertools.combinations(axes, count):
-            found.append(several[0] if count == 1 else several)
-    return found
+    """None, each mesh axis, and all combinations in order."""
+    axes = [axis for axis, size in mesh if size > 1 and not (inner_only and axis == _SLICE_AXIS)]
+    counts = range(2, len(axes) + 1)
+    several = [found for count in counts for found in itertools.combinations(axes, count)]
+    return [None, *axes, *several]
 
 
-def _assigned(
-    dimensions: Dimensions,
-    space: SearchSpace,
-    mesh: tuple[tuple[str, int], ...],
-    rules: dict[str, SpecEntry],
-    chosen: Sequence[SpecEntry],
-    arrays: Sequence[tuple[tuple[int, ...], Names]],
-) -> Assigned | None:
-    sizes = dict(mesh)
-    searched = [name for group in space.groups for name in group]
-    last = [name for name in dimensions.names if name not in searched]
-    pairs = tuple((name, rules[name]) for name in [*searched, *last])
-    entries = []
-    for shape, names in arrays:
-        found = assign(names, pairs).entries
-        for size, target in zip(shape, found, strict=True):
-            if size % math.prod(sizes.get(axis, 1) for axis in mesh_axes_of(target)):
-                return None
-        entries.append(found)
-    places = {axis: position for position, axis in enumerate(sizes)}
-    axes = [[places[axis] for axis in mesh_axes_of(target)] for target in chosen]
-    first = [each[0] if each else len(places) for each in axes]
-    name = _name(dimensions, space, mesh, chosen)
-    return Assigned(Layout(name, pairs, mesh), tuple(entries), (sum(map(len, axes)), *first))
-
-
-def _name(
-    dimensions: Dimensions,
-    space: SearchSpace,
-    mesh: tuple[tuple[str, int], ...],
-    chosen: Sequence[SpecEntry],
-) -> str:
-    """Such as ``batch=data mlp=model (8x2)``; a group is called by the name with most work."""
-    work: dict[str, float] = {}
-    for product in dimensions.products:
-        for name in {name for dim in product.dims for name in dim.names}:
-            work[name] = work.get(name, 0.0) + product.flops
-    parts = []
-    for group, target in zip(space.groups, chosen, strict=True):
-        if target is not None:
-            lead = max(group, key=lambda name: (work.get(name, 0.0), -group.index(name)))
-            parts.append(f"{lead}={'+'.join(mesh_axes_of(target))}")
-    sizes = "x".join(str(size) for _, size in mesh)
-    return f"{' '.join(parts) or 'replicated'} ({sizes})"
-
-
-# --- what is not worth it -------------------------------------------------------------------------
-
-
-def _filtered(
+def _without_repeated_work(
     layouts: Sequence[Layout], dimensions: Dimensions, most_repeated: float
 ) -> tuple[list[Layout], list[LayoutReport]]:
     factors = [dimensions.replicated_compute(each.as_rules, each.sizes) for each in layouts]
@@ -315,7 +392,7 @@ def _filtered(
     return kept, rejected
 
 
-def _by_memory(
+def _within_memory(
     layouts: Sequence[Layout], inputs: Inputs, limit_bytes: int | None
 ) -> tuple[list[Layout], list[LayoutReport]]:
     kept: list[Layout] = []
@@ -325,20 +402,16 @@ def _by_memory(
         total = sum(placed.argument_bytes.values())
         if placed.errors:
             rejected.append(LayoutReport(layout, "rejected", "\n".join(placed.errors)))
-        elif limit_bytes is not None and total > limit_bytes:
-            reason = (
-                f"the arguments alone need {total:,} bytes of a device, which has {limit_bytes:,}"
-            )
-            rejected.append(
-                LayoutReport(
-                    layout,
-                    "rejected",
-                    reason,
-                    argument_bytes=placed.argument_bytes,
-                    limit_bytes=limit_bytes,
-                    replicated=placed.replicated,
-                )
-            )
-        else:
+        elif limit_bytes is None or total <= limit_bytes:
             kept.append(layout)
+        else:
+            report = LayoutReport(
+                layout,
+                "rejected",
+                f"the arguments alone need {total:,} bytes of a device, which has {limit_bytes:,}",
+                argument_bytes=placed.argument_bytes,
+                limit_bytes=limit_bytes,
+                replicated=placed.replicated,
+            )
+            rejected.append(report)
     return kept, rejected

@@ -1,16 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk through a traced program that finds its matrix products and classes of dimensions.
-
-Programs inside of equations (loops, branches, compiled and rematerialised functions) are walked
-where they are called, so that two calls of one function do not become one. Equations whose results
-nothing needs are passed over, as the compiler drops them.
-
-What JAX's operations do to the dimensions of arrays: which of the result are which of operands.
-
-A rule is given the classes, the equation and the dimensions of its operands, and returns those of
-its results. An operation without a rule has results whose dimensions are unrelated to anything.
-
-Classes of dimensions: which dimensions of a program's arrays are one and the same thing.
+"""Matrix products and classes of dimensions of a traced program.
 
 A *dimension* is one dimension of one array in a program. Two are *joined* where an operation keeps
 one as the other, such as the rows of both operands of an addition; what is joined is one *class*.
@@ -18,6 +7,11 @@ A class has the names that were given to any of its dimensions. A reshape may ma
 several: then that one is their *whole*, and they are its *parts*. A split of the whole is one of
 its parts and the other way round, so each is reached by the other's names, though they stay classes
 of their own.
+
+Each primitive has a rule, which returns the dimensions of results from those of operands; without a
+rule, those of results are unrelated to anything. Jaxprs inside of equations (loops, branches,
+compiled and rematerialised functions) are walked where they are called, so that two calls of one
+function do not become one. Dead equations are passed over, as the compiler drops them.
 """
 
 from __future__ import annotations
@@ -28,8 +22,6 @@ from typing import Any, NamedTuple
 
 from shardax.partition.context import names_marked
 from shardax.partition.rules import strings
-
-# --- Dimension classes ---
 
 
 class DimensionClasses:
@@ -63,7 +55,7 @@ class DimensionClasses:
         return dimension
 
     def join(self, one: int, other: int) -> None:
-        """Makes the classes of two dimensions one; a dimension of size 1 stays by itself."""
+        """Joins the classes of two dimensions, unless of size 1."""
         if 1 in (self._sizes[one], self._sizes[other]):
             return
         one, other = sorted((self.find(one), self.find(other)))
@@ -72,7 +64,7 @@ class DimensionClasses:
             self._names.setdefault(one, set()).update(self._names.pop(other, ()))
 
     def join_same_sizes(self, one: Sequence[int], other: Sequence[int]) -> None:
-        """Joins the dimensions of two arrays, one by one, that have equal sizes."""
+        """Joins dimensions of two arrays pairwise where sizes are equal."""
         for a, b in zip(one, other, strict=False):
             if self._sizes[a] == self._sizes[b]:
                 self.join(a, b)
@@ -89,7 +81,7 @@ class DimensionClasses:
             self.join(one, other)
 
     def name(self, dimension: int, name: str) -> None:
-        """Gives a class a name; a dimension of size 1 has none, as it is never split."""
+        """Names a class; dimensions of size 1, never split, have none."""
         if self._sizes[dimension] != 1:
             self._names.setdefault(self.find(dimension), set()).add(name)
 
@@ -98,7 +90,7 @@ class DimensionClasses:
         self._looped.add(dimension)
 
     def looped_names(self) -> frozenset[str]:
-        """Returns the names of classes that a loop takes one element at a time."""
+        """Returns the names of dimensions that loops run over."""
         return frozenset(name for each in self._looped for name in self.own_names(each))
 
     def own_names(self, dimension: int) -> frozenset[str]:
@@ -106,7 +98,7 @@ class DimensionClasses:
         return frozenset(self._names.get(self.find(dimension), ()))
 
     def resolve(self) -> dict[int, frozenset[str]]:
-        """Joins what is still to be joined; returns names by class, also of wholes and parts."""
+        """Joins what is left; returns names by class, across wholes and parts."""
         while self._join_parts():
             pass
         reached = {self.find(each): set(self.own_names(each)) for each in self._names}
@@ -119,7 +111,7 @@ class DimensionClasses:
         return {each: frozenset(names) for each, names in reached.items()}
 
     def _join_parts(self) -> bool:
-        """Joins the parts of wholes that have become one class; says whether there were any."""
+        """Joins the parts of joined wholes; whether there were any."""
         known: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         changed = False
         for whole, parts in self._wholes:
@@ -134,19 +126,7 @@ class DimensionClasses:
 def matching_groups(
     one: Sequence[int], other: Sequence[int]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Pairs the fewest consecutive dimensions of two shapes of as many elements, of equal product.
-
-    Args:
-        one: Sizes.
-        other: Sizes of the same product.
-
-    Returns:
-        Pairs of positions in each; sizes of 1 are left out.
-
-    Example:
-        >>> matching_groups((32, 24, 16, 8), (32, 24, 128))
-        [((0,), (0,)), ((1,), (1,)), ((2, 3), (2,))]
-    """
+    """Pairs the fewest consecutive dimensions of two shapes that have equal products."""
     left = [i for i, size in enumerate(one) if size != 1]
     right = [i for i, size in enumerate(other) if size != 1]
     groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -161,19 +141,17 @@ def matching_groups(
     return groups
 
 
-# --- Dimension rules ---
-
 Dims = tuple[int, ...]
 Rule = Callable[[DimensionClasses, Any, Sequence[Dims]], list[Dims]]
 
 
-def fresh(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _fresh(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
     """Dimensions that are unrelated to those of operands."""
-    return [classes.new(getattr(out.aval, "shape", ())) for out in equation.outvars]
+    return [classes.new(getattr(out.aval, "shape", ())) for out in eqn.outvars]
 
 
-def _elementwise(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
-    results = fresh(classes, equation, operands)
+def _elementwise(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    results = _fresh(classes, eqn, operands)
     for out in results:
         for operand in operands:
             if len(operand) == len(out):
@@ -181,37 +159,37 @@ def _elementwise(classes: DimensionClasses, equation: Any, operands: Sequence[Di
     return results
 
 
-def _one_to_one(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
-    return list(operands[: len(equation.outvars)])
+def _one_to_one(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    return list(operands[: len(eqn.outvars)])
 
 
-def _transpose(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
-    return [tuple(operands[0][i] for i in equation.params["permutation"])]
+def _transpose(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    return [tuple(operands[0][i] for i in eqn.params["permutation"])]
 
 
-def _broadcast(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
-    (out,) = fresh(classes, equation, operands)
-    places = equation.params["broadcast_dimensions"]
+def _broadcast(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    (out,) = _fresh(classes, eqn, operands)
+    places = eqn.params["broadcast_dimensions"]
     classes.join_same_sizes(operands[0], [out[i] for i in places])
     return [out]
 
 
-def _reduce(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
-    gone = {int(axis) for axis in equation.params["axes"]}
+def _reduce(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    gone = {int(axis) for axis in eqn.params["axes"]}
     kept = [tuple(d for i, d in enumerate(dims) if i not in gone) for dims in operands]
-    return kept[: len(equation.outvars)]
+    return kept[: len(eqn.outvars)]
 
 
-def _squeeze(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
-    gone = {int(axis) for axis in equation.params["dimensions"]}
+def _squeeze(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    gone = {int(axis) for axis in eqn.params["dimensions"]}
     return [tuple(d for i, d in enumerate(operands[0]) if i not in gone)]
 
 
-def _reshape(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
-    (out,) = fresh(classes, equation, operands)
+def _reshape(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    (out,) = _fresh(classes, eqn, operands)
     given = operands[0]
     sizes = [classes.size(d) for d in given]
-    if equation.params.get("dimensions") is not None:
+    if eqn.params.get("dimensions") is not None:
         return [out]
     for taken, made in matching_groups(sizes, [classes.size(d) for d in out]):
         sources, targets = [given[i] for i in taken], [out[i] for i in made]
@@ -224,9 +202,9 @@ def _reshape(classes: DimensionClasses, equation: Any, operands: Sequence[Dims])
     return [out]
 
 
-def _resized(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
-    """Slices, pads, concatenations: a dimension stays what it is, whatever its size becomes."""
-    results = fresh(classes, equation, operands)
+def _resized(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    """Slices, pads, concatenations: dimensions stay the same, sizes change."""
+    results = _fresh(classes, eqn, operands)
     for out in results:
         for operand in operands:
             if len(operand) == len(out):
@@ -235,30 +213,18 @@ def _resized(classes: DimensionClasses, equation: Any, operands: Sequence[Dims])
     return results
 
 
-def _dynamic_slice(
-    classes: DimensionClasses, equation: Any, operands: Sequence[Dims]
-) -> list[Dims]:
-    return _resized(classes, equation, operands[:1])
-
-
-def _dynamic_update(
-    classes: DimensionClasses, equation: Any, operands: Sequence[Dims]
-) -> list[Dims]:
-    return _resized(classes, equation, operands[:2])
-
-
-def _top_k(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
-    results = fresh(classes, equation, operands)
+def _top_k(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    results = _fresh(classes, eqn, operands)
     for out in results:
         classes.join_same_sizes(operands[0][:-1], out[:-1])
     return results
 
 
-def _gather(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
-    """Rows of an operand by indices, whose last dimension is that of one index."""
-    numbers = equation.params["dimension_numbers"]
+def _gather(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    """Rows of an operand by indices (last dimension: one index)."""
+    numbers = eqn.params["dimension_numbers"]
     operand, indices = operands[0], operands[1]
-    (out,) = fresh(classes, equation, operands)
+    (out,) = _fresh(classes, eqn, operands)
     batching = tuple(numbers.operand_batching_dims)
     gone = {*numbers.collapsed_slice_dims, *batching}
     kept = [d for i, d in enumerate(operand) if i not in gone]
@@ -269,9 +235,9 @@ def _gather(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) 
     return [out]
 
 
-def _scatter(classes: DimensionClasses, equation: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _scatter(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
     """The reverse of a gather: updates of rows, by indices."""
-    numbers = equation.params["dimension_numbers"]
+    numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = operands[0], operands[1], operands[2]
     batching = tuple(numbers.operand_batching_dims)
     gone = {*numbers.inserted_window_dims, *batching}
@@ -315,7 +281,8 @@ scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min 
 scatter_max
 """
 
-RULES: dict[str, Rule] = {
+# By the name of the primitive.
+_RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(_REDUCTIONS.split(), _reduce),
     **dict.fromkeys(_PAIRWISE.split(), _one_to_one),
@@ -325,91 +292,37 @@ RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "squeeze": _squeeze,
     "reshape": _reshape,
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update,
+    "dynamic_slice": lambda classes, eqn, operands: _resized(classes, eqn, operands[:1]),
+    "dynamic_update_slice": lambda classes, eqn, operands: _resized(classes, eqn, operands[:2]),
     "top_k": _top_k,
     "gather": _gather,
 }  # fmt: skip
-"""Rules by the name of the primitive."""
-
-KEEPS_ARGUMENT = frozenset(
+# Operations whose result is still their first operand, in another form.
+_KEEPS_ARGUMENT = frozenset(
     ["convert_element_type", "name", "transpose", "reshape", "squeeze", "slice", "copy", "copy_p",
      "dynamic_slice", "reduce_precision", "sharding_constraint", "reshard", "pvary", "device_put"]
 )  # fmt: skip
-"""Operations whose result is still their first operand, in another form."""
 
 
-def convolution_dims(
-    classes: DimensionClasses, equation: Any, operands: Sequence[Dims]
-) -> tuple[Dims, list[tuple[str, int]], float]:
-    """Dimensions of a convolution.
-
-    Args:
-        classes: The classes.
-        equation: Of the primitive ``conv_general_dilated``.
-        operands: Dimensions of image and kernel.
-
-    Returns:
-        Dimensions of the result; those of the product, with their roles; its operations: two for
-        each element of the result and each of the kernel's that it is a sum over.
-    """
-    numbers = equation.params["dimension_numbers"]
-    left, right = operands[0], operands[1]
-    (out,) = fresh(classes, equation, operands)
-    batch, feature, *spatial = numbers.lhs_spec
-    out_feature, in_feature, *window = numbers.rhs_spec
-    out_batch, made, *places = numbers.out_spec
-    classes.join(left[batch], out[out_batch])
-    classes.join(right[out_feature], out[made])
-    for one, other in zip(spatial, places, strict=True):
-        classes.join(left[one], out[other])
-    grouped = equation.params["feature_group_count"] * equation.params["batch_group_count"]
-    if grouped == 1:
-        classes.join(left[feature], right[in_feature])
-    dims = [("left", left[batch]), ("right", right[out_feature]), ("sum", right[in_feature])]
-    dims += [("left", out[i]) for i in places]
-    elements = math.prod(classes.size(d) for d in out)
-    terms = math.prod(classes.size(right[i]) for i in (in_feature, *window))
-    return out, dims, 2.0 * elements * terms
-
-
-# --- Dimension walk ---
-
-
-class Value(NamedTuple):
-    """What is known of an array in the program: its dimensions; whether it is an argument."""
+class TracedArray(NamedTuple):
+    """An array of the program, and whether it is an argument."""
 
     dims: Dims
     given: bool
 
 
 class RawProduct(NamedTuple):
-    """A matrix product.
+    """A matrix product."""
 
-    Attributes:
-        flops: Operations of one run.
-        runs: How often it runs.
-        dims: Dimensions by role.
-        computed: Whether both operands are computed.
-        dtype: Of its first operand.
-    """
-
-    flops: float
+    flops: float  # of one run
     runs: int
-    dims: tuple[tuple[str, int], ...]
-    computed: bool
-    dtype: str
+    dims: tuple[tuple[str, int], ...]  # with their roles
+    computed: bool  # whether both operands are computed
+    dtype: str  # of its first operand
 
 
-class Walk:
-    """A walk through a program.
-
-    Attributes:
-        classes: Dimensions of all arrays.
-        products: The products met.
-        constraints: Shapes and names of arrays that constraints lay out, each once.
-        notes: What could not be told.
-    """
+class JaxprWalk:
+    """A walk through a program."""
 
     def __init__(self) -> None:
         self.classes = DimensionClasses()
@@ -418,77 +331,67 @@ class Walk:
         self.notes: dict[str, None] = {}
 
     def program(
-        self, jaxpr: Any, inputs: Sequence[Value], wanted: Sequence[bool], runs: int
-    ) -> list[Value]:
-        """Walks a program.
-
-        Args:
-            jaxpr: An open jaxpr.
-            inputs: Its inputs.
-            wanted: Which outputs are needed.
-            runs: How often it runs.
-
-        Returns:
-            Its outputs.
-        """
+        self, jaxpr: Any, inputs: Sequence[TracedArray], wanted: Sequence[bool], runs: int
+    ) -> list[TracedArray]:
+        """Walks a program."""
         known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
         known.update({id(var): self._new(var, given=True) for var in jaxpr.constvars})
         needed = _needed(jaxpr, wanted)
-        for equation, results in zip(jaxpr.eqns, needed, strict=True):
+        for eqn, results in zip(jaxpr.eqns, needed, strict=True):
             if results is None:
                 continue
-            operands = [self._read(known, item) for item in equation.invars]
-            made = self._equation(equation, operands, results, runs)
-            known.update(zip(map(id, equation.outvars), made, strict=True))
+            operands = [self._read(known, item) for item in eqn.invars]
+            made = self._equation(eqn, operands, results, runs)
+            known.update(zip(map(id, eqn.outvars), made, strict=True))
         return [self._read(known, item) for item in jaxpr.outvars]
 
-    def _new(self, item: Any, given: bool = False) -> Value:
-        return Value(self.classes.new(getattr(item.aval, "shape", ())), given)
+    def _new(self, item: Any, given: bool = False) -> TracedArray:
+        return TracedArray(self.classes.new(getattr(item.aval, "shape", ())), given)
 
-    def _read(self, known: dict[int, Value], item: Any) -> Value:
+    def _read(self, known: dict[int, TracedArray], item: Any) -> TracedArray:
         return known[id(item)] if id(item) in known else self._new(item)
 
     def _equation(
-        self, equation: Any, operands: list[Value], wanted: list[bool], runs: int
-    ) -> list[Value]:
-        name = equation.primitive.name
-        if name == "dot_general":
-            return [Value(self._dot(equation, operands, runs), False)]
-        if name == "conv_general_dilated":
-            out, dims, flops = convolution_dims(self.classes, equation, [v.dims for v in operands])
-            computed = not (operands[0].given or operands[1].given)
-            self.products.append(RawProduct(flops, runs, tuple(dims), computed, _dtype(equation)))
-            return [Value(out, False)]
-        if name == "name":
-            self._mark(equation.params["name"], operands[0].dims)
-        if name in RULES:
-            made = RULES[name](self.classes, equation, [value.dims for value in operands])
-            given = name in KEEPS_ARGUMENT and operands[0].given
-            return [Value(dims, given) for dims in made]
-        if name == "scan":
-            return self._scan(equation, operands, wanted, runs)
-        if name == "while":
-            return self._while(equation, operands, runs)
-        if name == "cond":
-            return self._cond(equation, operands, wanted, runs)
-        return self._call(equation, operands, wanted, runs)
+        self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
+    ) -> list[TracedArray]:
+        match eqn.primitive.name:
+            case "dot_general":
+                return [TracedArray(self._dot(eqn, operands, runs), False)]
+            case "conv_general_dilated":
+                return [TracedArray(self._convolution(eqn, operands, runs), False)]
+            case "scan":
+                return self._scan(eqn, operands, wanted, runs)
+            case "while":
+                return self._while(eqn, operands, runs)
+            case "cond":
+                return self._cond(eqn, operands, wanted, runs)
+            case name if name not in _RULES:
+                return self._call(eqn, operands, wanted, runs)
+            case "name":
+                dims, names = operands[0].dims, names_marked(eqn.params["name"])
+                if names is not None:
+                    self.constraints[tuple(map(self.classes.size, dims)), names] = None
+                    for dim, entry in zip(dims, names, strict=False):
+                        for each in strings((entry,)):  # a merged dimension has several
+                            self.classes.name(dim, each)
+        made = _RULES[name](self.classes, eqn, [value.dims for value in operands])
+        given = name in _KEEPS_ARGUMENT and operands[0].given
+        return [TracedArray(dims, given) for dims in made]
 
-    def _mark(self, text: str, dims: Dims) -> None:
-        names = names_marked(text)
-        if names is None:
-            return
-        shape = tuple(self.classes.size(d) for d in dims)
-        self.constraints[shape, names] = None
-        self.name(dims, names)
+    def _add_product(
+        self,
+        eqn: Any,
+        operands: list[TracedArray],
+        flops: float,
+        dims: list[tuple[str, int]],
+        runs: int,
+    ) -> None:
+        computed = not (operands[0].given or operands[1].given)
+        dtype = str(eqn.invars[0].aval.dtype)
+        self.products.append(RawProduct(flops, runs, tuple(dims), computed, dtype))
 
-    def name(self, dims: Dims, names: Sequence[Any]) -> None:
-        """Gives dimensions their names; a merged dimension has several."""
-        for dim, entry in zip(dims, names, strict=False):
-            for each in strings((entry,)):
-                self.classes.name(dim, each)
-
-    def _dot(self, equation: Any, operands: list[Value], runs: int) -> Dims:
-        (sum_left, sum_right), (batch_left, batch_right) = equation.params["dimension_numbers"]
+    def _dot(self, eqn: Any, operands: list[TracedArray], runs: int) -> Dims:
+        (sum_left, sum_right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
         left, right = operands[0].dims, operands[1].dims
         for one, other in ((sum_left, sum_right), (batch_left, batch_right)):
             for a, b in zip(one, other, strict=True):
@@ -503,38 +406,56 @@ class Walk:
             *(("sum", left[i]) for i in sum_left),
         ]
         flops = 2.0 * math.prod(self.classes.size(d) for _, d in dims)
-        computed = not (operands[0].given or operands[1].given)
-        self.products.append(RawProduct(flops, runs, tuple(dims), computed, _dtype(equation)))
+        self._add_product(eqn, operands, flops, dims, runs)
         return (*batch, *rows, *columns)
 
-    # --- programs inside --------------------------------------------------------------------------
+    def _convolution(self, eqn: Any, operands: list[TracedArray], runs: int) -> Dims:
+        classes, numbers = self.classes, eqn.params["dimension_numbers"]
+        left, right = operands[0].dims, operands[1].dims
+        (out,) = _fresh(classes, eqn, (left, right))
+        batch, feature, *spatial = numbers.lhs_spec
+        out_feature, in_feature, *window = numbers.rhs_spec
+        out_batch, made, *places = numbers.out_spec
+        classes.join(left[batch], out[out_batch])
+        classes.join(right[out_feature], out[made])
+        for one, other in zip(spatial, places, strict=True):
+            classes.join(left[one], out[other])
+        if eqn.params["feature_group_count"] * eqn.params["batch_group_count"] == 1:
+            classes.join(left[feature], right[in_feature])
+        dims = [("left", left[batch]), ("right", right[out_feature]), ("sum", right[in_feature])]
+        dims += [("left", out[i]) for i in places]
+        # For each element of the result a sum over those of the kernel.
+        elements = math.prod(classes.size(d) for d in out)
+        terms = math.prod(classes.size(right[i]) for i in (in_feature, *window))
+        self._add_product(eqn, operands, 2.0 * elements * terms, dims, runs)
+        return out
 
     def _scan(
-        self, equation: Any, operands: list[Value], wanted: list[bool], runs: int
-    ) -> list[Value]:
-        consts, carried = equation.params["num_consts"], equation.params["num_carry"]
+        self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
+    ) -> list[TracedArray]:
+        consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
         first = consts + carried
         for value in operands[first:]:
             self.classes.loop_over(value.dims[0])
-        inner = [Value(v.dims[1:], v.given) for v in operands[first:]]
+        inner = [TracedArray(v.dims[1:], v.given) for v in operands[first:]]
         flags = [True] * carried + wanted[carried:]
-        times = runs * int(equation.params["length"])
-        inputs = [*operands[:consts], *(Value(v.dims, False) for v in operands[consts:first])]
-        body = equation.params["jaxpr"].jaxpr
+        times = runs * int(eqn.params["length"])
+        inputs = [*operands[:consts], *(TracedArray(v.dims, False) for v in operands[consts:first])]
+        body = eqn.params["jaxpr"].jaxpr
         made = self.program(body, [*inputs, *inner], flags, times)
         for before, after in zip(operands[consts:first], made, strict=False):
             self.classes.join_same_sizes(before.dims, after.dims)
         stacked = []
-        for out, value in zip(equation.outvars[carried:], made[carried:], strict=True):
+        for out, value in zip(eqn.outvars[carried:], made[carried:], strict=True):
             (loop,) = self.classes.new(out.aval.shape[:1])
             self.classes.loop_over(loop)
-            stacked.append(Value((loop, *value.dims), False))
+            stacked.append(TracedArray((loop, *value.dims), False))
         return [*made[:carried], *stacked]
 
-    def _while(self, equation: Any, operands: list[Value], runs: int) -> list[Value]:
-        params = equation.params
+    def _while(self, eqn: Any, operands: list[TracedArray], runs: int) -> list[TracedArray]:
+        params = eqn.params
         before, consts = params["cond_nconsts"], params["body_nconsts"]
-        state = [Value(v.dims, False) for v in operands[before + consts :]]
+        state = [TracedArray(v.dims, False) for v in operands[before + consts :]]
         made = self.program(
             params["body_jaxpr"].jaxpr,
             [*operands[before : before + consts], *state],
@@ -547,11 +468,11 @@ class Walk:
         return made
 
     def _cond(
-        self, equation: Any, operands: list[Value], wanted: list[bool], runs: int
-    ) -> list[Value]:
+        self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
+    ) -> list[TracedArray]:
         results = [
             self.program(branch.jaxpr, operands[1:], wanted, runs)
-            for branch in equation.params["branches"]
+            for branch in eqn.params["branches"]
         ]
         for other in results[1:]:
             for one, two in zip(results[0], other, strict=True):
@@ -560,16 +481,16 @@ class Walk:
         return results[0]
 
     def _call(
-        self, equation: Any, operands: list[Value], wanted: list[bool], runs: int
-    ) -> list[Value]:
-        """A function inside of an equation; else an operation of which nothing is known."""
-        unrelated = fresh(self.classes, equation, [value.dims for value in operands])
-        results = [Value(dims, False) for dims in unrelated]
-        if equation.primitive.name.startswith("pallas"):
+        self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
+    ) -> list[TracedArray]:
+        """A jaxpr inside of an equation, or an unknown operation."""
+        unrelated = _fresh(self.classes, eqn, [value.dims for value in operands])
+        results = [TracedArray(dims, False) for dims in unrelated]
+        if eqn.primitive.name.startswith("pallas"):
             self.notes["operations of custom kernels are not counted"] = None
             return results
         for parameter in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-            found = equation.params.get(parameter)
+            found = eqn.params.get(parameter)
             inner = getattr(found, "jaxpr", found)
             if not hasattr(inner, "eqns"):
                 continue
@@ -582,18 +503,14 @@ class Walk:
 
 
 def _needed(jaxpr: Any, wanted: Sequence[bool]) -> list[list[bool] | None]:
-    """Returns, for each equation, which of its results are needed, or None if it is not."""
+    """Returns the needed results of each equation; None if it is dead."""
     live = {id(item) for item, flag in zip(jaxpr.outvars, wanted, strict=True) if flag}
     found: list[list[bool] | None] = []
-    for equation in reversed(jaxpr.eqns):
-        results = [id(item) in live for item in equation.outvars]
-        if not any(results) and not equation.effects:
+    for eqn in reversed(jaxpr.eqns):
+        results = [id(item) in live for item in eqn.outvars]
+        if not any(results) and not eqn.effects:
             found.append(None)
             continue
         found.append(results)
-        live |= {id(item) for item in equation.invars}
+        live |= {id(item) for item in eqn.invars}
     return found[::-1]
-
-
-def _dtype(equation: Any) -> str:
-    return str(equation.invars[0].aval.dtype)

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the dimensions of every matrix product of a step, found without compiling.
+"""The dimension model of a step: matrix products with named dimensions.
 
 A step is traced once, on shapes, and the names of its arguments and constraints are followed
-through the program (see ``shardax.plan.search.dimension_walk``). What comes out is the *dimension
-model*: the products with their operations and the names of their dimensions. It tells at once what
-a compile would tell in seconds: how much of the work a layout leaves undivided.
-
-The *role* of a product's dimension is ``"batch"`` (of both operands and of the result), ``"sum"``
-(of both operands, summed over), ``"left"`` or ``"right"`` (of one operand and of the result).
+through the jaxpr. The model tells at once what a compile would tell in seconds: how much of the
+work a layout leaves undivided.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,76 +23,48 @@ from shardax._core.object import Object
 from shardax._transforms.jit.abstract_eval import make_jaxpr
 from shardax._transforms.jit.jit import Jit
 from shardax.partition.context import mark_names, marking_names
-from shardax.partition.inventory import (
-    LeafInfo,
-    TreeInventory,
-)
-from shardax.partition.rules import (
-    Names,
-    Rules,
-    RulesLike,
-    check_names,
-    mesh_axes_of,
-    strings,
-)
-from shardax.plan.compile.lowering import needs_no_values
+from shardax.partition.inventory import LeafInfo, TreeInventory
+from shardax.partition.rules import Names, Rules, RulesLike, check_names, mesh_axes_of, strings
+from shardax.plan.errors import PlanInputError
 from shardax.plan.inputs import Inputs
-from shardax.plan.search.dimension_walk import RawProduct, Value, Walk
+from shardax.plan.search.dimension_walk import JaxprWalk, RawProduct, TracedArray
+
+NamedArrayShape = tuple[tuple[int, ...], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class ProductDimension:
-    """A dimension of a matrix product.
-
-    Attributes:
-        size: Its size.
-        names: Names of its class and of what it is a part or the whole of; none if it has no name.
-        role: ``"batch"``, ``"sum"``, ``"left"`` or ``"right"``.
-    """
+    """A dimension of a matrix product."""
 
     size: int
-    names: frozenset[str]
+    names: frozenset[str]  # of its class and of what it is a part or the whole of
+    # "batch" (of both operands and the result), "sum" (of both operands), "left" or "right" (of
+    # one operand and the result).
     role: str
 
 
 @dataclass(frozen=True)
 class Product:
-    """All matrix products of a program whose dimensions have the same names, sizes and roles.
+    """All matrix products whose dimensions have the same names, sizes and roles."""
 
-    Attributes:
-        flops: Operations of all runs, on all devices together: two for a product and a sum.
-        runs: How often they run.
-        dims: Their dimensions; those of size 1 are left out.
-        computed: Whether neither operand is an argument of the step.
-    """
-
-    flops: float
+    flops: float  # of all runs on all devices: two for a product and a sum
     runs: int
-    dims: tuple[ProductDimension, ...]
-    computed: bool
+    dims: tuple[ProductDimension, ...]  # without those of size 1
+    computed: bool  # whether neither operand is an argument of the step
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The dimension model of a step.
+    """The dimension model of a step."""
 
-    Attributes:
-        products: Its matrix products, those with most operations first.
-        constraints: Shape and names of each array that a constraint lays out.
-        arguments: Shape and names of each argument that has names.
-        looped: Names of dimensions that a loop takes one element at a time.
-        together: Pairs of names that are one dimension, or one the whole and the other a part.
-        notes: What could not be told.
-        dtype: Of the operands of most of the products' operations.
-    """
-
-    products: tuple[Product, ...]
-    constraints: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...]
-    arguments: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...]
-    looped: frozenset[str]
+    products: tuple[Product, ...]  # those with most operations first
+    constraints: tuple[NamedArrayShape, ...]
+    arguments: tuple[NamedArrayShape, ...]  # those that have names
+    looped: frozenset[str]  # names of dimensions that a loop takes one element at a time
+    # Pairs of names that are one dimension, or one the whole and the other a part.
     together: frozenset[frozenset[str]]
-    notes: tuple[str, ...]
-    dtype: str = "bfloat16"
+    notes: tuple[str, ...]  # what could not be told
+    dtype: str = "bfloat16"  # of most operations
 
     @property
     def flops(self) -> float:
@@ -108,32 +78,17 @@ class Dimensions:
         return tuple(dict.fromkeys(name for _, names in arrays for name in strings(names)))
 
     def sizes_of(self, name: str) -> tuple[int, ...]:
-        """Returns the sizes that dimensions of a name have, each once, smallest first."""
+        """Returns the sizes of dimensions with a name, in ascending order."""
         arrays = (*self.constraints, *self.arguments)
         pairs = (pair for shape, names in arrays for pair in zip(shape, names, strict=True))
         return tuple(sorted({size for size, entry in pairs if name in strings((entry,))}))
 
     def replicated_compute(self, rules: RulesLike, mesh_sizes: Mapping[str, int]) -> float:
-        """Returns how often devices do each operation at the least; 1 is without replication.
+        """Returns a lower bound of how often devices repeat each operation.
 
         A product can be split by every mesh axis that a name of one of its dimensions has by the
         rules. A dimension without a name counts as split by whatever is left, as far as its size
-        goes; so what is returned is a lower bound, and may be below the truth.
-
-        Args:
-            rules: Rules; those of one name count together.
-            mesh_sizes: Sizes of mesh axes.
-
-        Example:
-            >>> import jax, jax.numpy as jnp, shardax as sx
-            >>> from shardax.plan.inputs import Inputs, NamedShape
-            >>> x = NamedShape((64, 8), "float32", ("batch", "embed"))
-            >>> w = sx.Param(sx.Init(jax.nn.initializers.ones, (8, 32)), axes=("embed", "mlp"))
-            >>> model = trace_dimensions(Inputs(lambda x, w: x @ w.value, (x, w)))
-            >>> model.replicated_compute({"batch": "data"}, {"data": 4, "model": 2})
-            2.0
-            >>> model.replicated_compute({"batch": "data", "mlp": "model"}, {"data": 4, "model": 2})
-            1.0
+        goes; so this is a lower bound.
         """
         devices = math.prod(mesh_sizes.values())
         axes: dict[str, set[str]] = {}
@@ -141,73 +96,67 @@ class Dimensions:
             axes.setdefault(name, set()).update(mesh_axes_of(target))
         total = 0.0
         for product in self.products:
-            total += product.flops * devices / _ways(product, axes, mesh_sizes, devices)
+            used = {a for dim in product.dims for name in dim.names for a in axes.get(name, ())}
+            ways = math.prod(mesh_sizes.get(axis, 1) for axis in used)
+            ways *= math.prod(dim.size for dim in product.dims if not dim.names)
+            total += product.flops * devices / min(devices, ways)
         return total / self.flops if self.products else 1.0
 
 
-def _ways(
-    product: Product, axes: Mapping[str, set[str]], sizes: Mapping[str, int], devices: int
-) -> int:
-    """In how many parts a product can be cut at the most."""
-    used = {axis for dim in product.dims for name in dim.names for axis in axes.get(name, ())}
-    ways = math.prod(sizes.get(axis, 1) for axis in used)
-    unnamed = math.prod(dim.size for dim in product.dims if not dim.names)
-    return min(devices, ways * unnamed)
-
-
 def trace_dimensions(inputs: Inputs, mesh_axes: Iterable[str] = ("data", "model")) -> Dimensions:
-    """Traces a step on shapes and follows the names of dimensions through it.
-
-    Args:
-        inputs: The step and its arguments.
-        mesh_axes: Names of mesh axes, for code in the step that asks for them; all of size 1.
-
-    Returns:
-        The dimension model.
-
-    Raises:
-        PlanInputError: If the step needs values; names the line.
-    """
-    walk = Walk()
-    names = tuple(mesh_axes)
-    mesh = AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
+    """Traces a step on shapes, with mesh axes of size 1."""
+    axes = tuple(mesh_axes)
+    mesh = AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
     rules = Rules(dict.fromkeys(("batch", *inputs.logical_names)))
+    values = enumerate(inputs.tree.values())
+    static = tuple(position for position, value in values if not TreeInventory(value).leaves)
     with marking_names(rules), jax.sharding.use_abstract_mesh(mesh), needs_no_values():
-        traced = make_jaxpr(_marked(inputs), static_argnums=_static(inputs))(*inputs.shapes())
+        traced = make_jaxpr(_marked(inputs), static_argnums=static)(*inputs.shapes())
     jaxpr = traced.jaxpr
-    given = [Value(walk.classes.new(var.aval.shape), True) for var in jaxpr.invars]
+    walk = JaxprWalk()
+    given = [TracedArray(walk.classes.new(var.aval.shape), True) for var in jaxpr.invars]
     walk.program(jaxpr, given, [True] * len(jaxpr.outvars), 1)
     reached = walk.classes.resolve()
-    arguments = tuple(dict.fromkeys(_named_arguments(inputs)))
-    known = {(shape, names) for shape, names in arguments}
-    return Dimensions(
-        products=_summed(walk, reached),
-        constraints=tuple(pair for pair in walk.constraints if pair not in known),
-        arguments=arguments,
-        looped=walk.classes.looped_names(),
-        together=_together(reached),
-        notes=tuple(walk.notes),
-        dtype=_main_dtype(walk.products),
-    )
-
-
-def _main_dtype(products: Iterable[RawProduct]) -> str:
-    """The dtype in which most operations are done."""
-    totals: Counter[str] = Counter()
-    for product in products:
-        totals[product.dtype] += int(product.flops * product.runs)
-    return max(totals, key=lambda name: totals[name], default="bfloat16")
-
-
-def _named_arguments(inputs: Inputs) -> Iterable[tuple[tuple[int, ...], tuple[Any, ...]]]:
+    arguments: dict[NamedArrayShape, None] = {}
     for leaf, named in _names_of_leaves(inputs):
         for info, names in zip(leaf.arrays, named, strict=True):
             if names is not None:
-                yield tuple(info.shape), names
+                arguments[tuple(info.shape), names] = None
+    flops_by_dtype: Counter[str] = Counter()
+    for product in walk.products:
+        flops_by_dtype[product.dtype] += int(product.flops * product.runs)
+    together = [itertools.combinations(sorted(names), 2) for names in reached.values()]
+    return Dimensions(
+        products=_merged_products(walk, reached),
+        constraints=tuple(pair for pair in walk.constraints if pair not in arguments),
+        arguments=tuple(arguments),
+        looped=walk.classes.looped_names(),
+        together=frozenset(frozenset(pair) for pairs in together for pair in pairs),
+        notes=tuple(walk.notes),
+        dtype=max(flops_by_dtype, key=lambda name: flops_by_dtype[name], default="bfloat16"),
+    )
+
+
+def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> tuple[Product, ...]:
+    """Merges the products whose dimensions are the same."""
+    sizes, classes = walk.classes.size, walk.classes
+    groups: dict[tuple[tuple[ProductDimension, ...], bool], list[RawProduct]] = {}
+    for product in walk.products:
+        dims = tuple(
+            ProductDimension(sizes(d), reached.get(classes.find(d), frozenset()), role)
+            for role, d in product.dims
+            if sizes(d) != 1
+        )
+        groups.setdefault((dims, product.computed), []).append(product)
+    found: list[Product] = []
+    for (dims, computed), group in groups.items():
+        flops = sum(each.flops * each.runs for each in group)
+        found.append(Product(flops, sum(each.runs for each in group), dims, computed))
+    return tuple(sorted(found, key=lambda product: -product.flops))
 
 
 def _names_of_leaves(inputs: Inputs) -> list[tuple[LeafInfo, list[Names | None]]]:
-    """The logical names of each array of each leaf of the arguments, in the order of leaves."""
+    """The logical names of the arrays of each leaf."""
     found: list[tuple[LeafInfo, list[Names | None]]] = []
     for leaf in TreeInventory(inputs.tree).leaves:
         logical = not isinstance(leaf.axes, PartitionSpec)  # else the names are those of mesh axes
@@ -216,51 +165,32 @@ def _names_of_leaves(inputs: Inputs) -> list[tuple[LeafInfo, list[Names | None]]
     return found
 
 
-def _together(reached: Mapping[int, frozenset[str]]) -> frozenset[frozenset[str]]:
-    return frozenset(
-        frozenset((one, other))
-        for names in reached.values()
-        for one in names
-        for other in names
-        if one < other
-    )
-
-
-def _summed(walk: Walk, reached: Mapping[int, frozenset[str]]) -> tuple[Product, ...]:
-    """Adds up the products whose dimensions are the same."""
-    totals: dict[tuple[tuple[ProductDimension, ...], bool], list[RawProduct]] = {}
-    for product in walk.products:
-        dims = tuple(
-            ProductDimension(
-                walk.classes.size(d), reached.get(walk.classes.find(d), frozenset()), role
-            )
-            for role, d in product.dims
-            if walk.classes.size(d) != 1
-        )
-        totals.setdefault((dims, product.computed), []).append(product)
-    found = [
-        Product(
-            sum(each.flops * each.runs for each in group),
-            sum(each.runs for each in group),
-            dims,
-            computed,
-        )
-        for (dims, computed), group in totals.items()
-    ]
-    return tuple(sorted(found, key=lambda product: -product.flops))
-
-
-# --- the step, with its arguments marked ----------------------------------------------------------
-
-
-def _static(inputs: Inputs) -> tuple[int, ...]:
-    """Positions of arguments in which there is no array."""
-    values = enumerate(inputs.tree.values())
-    return tuple(position for position, value in values if not TreeInventory(value).leaves)
+@contextlib.contextmanager
+def needs_no_values() -> Iterator[None]:
+    """Turns JAX's concretization errors into one that names the line."""
+    try:
+        yield
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+        jax.errors.NonConcreteBooleanIndexError,
+    ) as error:
+        line, here = "", error.__traceback__
+        while here is not None:  # the innermost line that is neither JAX's nor shardax's
+            name = here.tb_frame.f_globals.get("__name__", "")
+            if name.partition(".")[0] not in ("jax", "shardax", "contextlib"):
+                line = f" at {here.tb_frame.f_code.co_filename}:{here.tb_lineno}"
+            here = here.tb_next
+        raise PlanInputError(
+            f"The step needs concrete values{line}, but is planned from shapes alone. Compute with "
+            "jax.numpy and sx.cond or sx.while_loop there, or make the value static. JAX says: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def _marked(inputs: Inputs) -> Callable[..., Any]:
-    """The step, with the names of its arguments left in the program where it begins."""
+    """The step, with the names of its arguments marked in the program."""
     step = inputs.step.__wrapped__ if isinstance(inputs.step, Jit) else inputs.step
     named = [names for _, names in _names_of_leaves(inputs)]
 
@@ -269,7 +199,8 @@ def _marked(inputs: Inputs) -> Callable[..., Any]:
         values: list[Any] = []
         for leaf, names in zip(inventory.leaves, named, strict=True):
             arrays = zip(leaf.arrays_in(leaf.value), names, strict=True)
-            made = leaf.with_arrays(leaf.value, [_mark(array, each) for array, each in arrays])
+            marks = [array if each is None else mark_names(array, each) for array, each in arrays]
+            made = leaf.with_arrays(leaf.value, marks)
             if leaf.variable is not None and any(each is not None for each in names):
                 leaf.variable.value = made
             values.append(made)
@@ -280,7 +211,3 @@ def _marked(inputs: Inputs) -> Callable[..., Any]:
         return step(*(arg if tree[name] is None else tree[name] for name, arg in marked))
 
     return run
-
-
-def _mark(array: Any, names: Names | None) -> Any:
-    return array if names is None else mark_names(array, names)

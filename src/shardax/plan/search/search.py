@@ -1,37 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search: the best layouts of a step on hardware, found among all that its names allow.
+"""Search for the best layouts of a step on hardware.
 
-First comes what needs no compiler: the names of all dimensions (``shardax.plan.search.dimensions``), the
-assignments of mesh axes that are worth trying (``shardax.plan.search.candidates``). What is left is
-*screened*: compiled fast, several at a time, in the order of a *rough estimate* of their time
-(``shardax.plan.search.search``). Of many candidates those come first whose estimate is at most a few
-times the least, and the others only if too few of these fit. The best are compiled again with full
-effort; these are the *finalists*, whose memory is what the program will need. Compiled programs are
-kept on disk, so a search that was interrupted goes on where it was.
+First comes what needs no compiler: the dimension model of the step, and the candidates, which are
+the assignments of mesh axes worth trying. These are *screened*: compiled fast, several at a time,
+in the order of a *rough estimate* of their time. Of many candidates those come first whose estimate
+is at most a few times the least, and the others only if too few of these fit. The best are compiled
+again with full effort; these are the *finalists*, whose memory is what the program will need.
+Compiled programs are cached, so a search that was interrupted goes on where it was.
 
-In which order a search compiles its candidates: those that promise most first.
-
-The order is by a rough estimate from the dimension model, so that a search that is interrupted has
-seen the good ones; and of many candidates those are left out whose estimate is several times the
-least, unless too few others fit. It is no verdict among the good ones: these are compiled. A
-product is cut along the mesh axes of its dimensions, each axis once; what is summed over cut
-dimensions is sent around (twice its bytes), and an operand that is cut by an axis which another
-dimension has is gathered (its bytes).
+The rough estimate is made from the dimension model. A product is split along the mesh axes of its
+dimensions, each axis once; what is summed over split dimensions is sent (twice its bytes), and an
+operand that is split by an axis which another dimension has is gathered (its bytes). It is no
+verdict among good candidates: these are compiled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shardax.partition.rules import mesh_axes_of
 from shardax.plan.compile.cache import cache_folder
 from shardax.plan.compile.evaluate import rejected
-from shardax.plan.compile.pool import Here, Pool, asker
+from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evaluator
 from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError
 from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs
@@ -39,102 +36,22 @@ from shardax.plan.records import Layout, LayoutReport
 from shardax.plan.report.progress import SearchProgress as Progress
 from shardax.plan.report.progress import progress_for
 from shardax.plan.result import Plan, rank
-from shardax.plan.search.candidates import Candidates, find_candidates, names_of_batch
-from shardax.plan.search.dimensions import Dimensions, Product, trace_dimensions
-from shardax.plan.search.space import (
+from shardax.plan.search.candidates import (
+    Candidates,
     Meshes,
     SearchSpace,
+    find_candidates,
     mesh_shapes,
+    names_of_batch,
     search_space,
 )
+from shardax.plan.search.dimensions import Dimensions, ProductDimension, trace_dimensions
 
-# --- Search order ---
-
+FEW = 32  # of so many candidates all are compiled, however rough estimates differ
+_MORE_FINALISTS = 3  # how many times as many are compiled, if some do not fit with full effort
 _BYTES = 2  # of an element, as computed with
+# Which of left operand, right operand and result have a dimension, by its role.
 _OPERANDS = {"batch": (0, 1, 2), "left": (0, 2), "right": (1, 2), "sum": (0, 1)}
-"""Which of left operand, right operand and result have a dimension, by its role."""
-
-
-def promising_first(
-    layouts: Sequence[Layout], dimensions: Dimensions, flops_per_byte: float
-) -> list[Layout]:
-    """Sorts layouts by a rough estimate of their time; equals stay as they are.
-
-    Args:
-        layouts: The layouts.
-        dimensions: The step's dimension model.
-        flops_per_byte: How many operations a device does while it sends a byte.
-    """
-    return sorted(layouts, key=lambda layout: rough_cost(layout, dimensions, flops_per_byte))
-
-
-def rough_cost(layout: Layout, dimensions: Dimensions, flops_per_byte: float) -> float:
-    """Returns operations of one device, and bytes that it sends as operations it could do instead.
-
-    Args:
-        layout: The layout.
-        dimensions: The step's dimension model.
-        flops_per_byte: How many operations a device does while it sends a byte.
-    """
-    axes_of = {name: mesh_axes_of(target) for name, target in layout.rules}
-    return sum(
-        _cost(product, axes_of, layout.sizes, flops_per_byte) for product in dimensions.products
-    )
-
-
-def _cost(
-    product: Product,
-    axes_of: dict[str, tuple[str, ...]],
-    sizes: dict[str, int],
-    flops_per_byte: float,
-) -> float:
-    place = {name: position for position, name in enumerate(axes_of)}
-    order = sorted(product.dims, key=lambda d: min((place.get(n, 99) for n in d.names), default=99))
-    taken: set[str] = set()
-    parts = [1, 1, 1]
-    gathered = [1, 1, 1]
-    whole = [1, 1, 1]
-    summed = 1
-    for dim in order:
-        wanted = {axis for name in dim.names for axis in axes_of.get(name, ())}
-        ways = math.prod(sizes[axis] for axis in wanted - taken)
-        lost = math.prod(sizes[axis] for axis in wanted & taken)
-        taken |= wanted
-        for array in _OPERANDS[dim.role]:
-            whole[array] *= dim.size
-            parts[array] *= ways
-            gathered[array] *= lost
-        if dim.role == "sum":
-            summed *= ways
-    flops = product.flops / math.prod(sizes[axis] for axis in taken)
-    sent = sum(
-        whole[array] / parts[array] * (1 - 1 / gathered[array]) for array in range(3)
-    ) + 2 * whole[2] / parts[2] * (1 - 1 / summed)
-    return flops + product.runs * _BYTES * sent * flops_per_byte
-
-
-# --- Searching ---
-
-FEW = 32
-"""Of so many candidates all are compiled, however rough estimates differ."""
-
-_MORE_FINALISTS = 3
-"""How many times as many finalists are compiled, if some do not fit with full effort."""
-
-
-@dataclass(frozen=True)
-class _Variant:
-    """One step of those that a search compares, with what there is to try for it."""
-
-    label: str
-    examples: float
-    inputs: Inputs
-    dimensions: Dimensions
-    space: SearchSpace
-    candidates: Candidates
-    layouts: tuple[Layout, ...]
-    rough: tuple[float, ...]
-    """How many times the least rough estimate that of each layout is, in their order."""
 
 
 def search(
@@ -157,7 +74,7 @@ def search(
     cache: Any = "default",
     progress: bool = True,
 ) -> Plan:
-    """Finds the best layouts of a step on hardware that need not be there.
+    """Finds the best layouts of a step on hardware, present or not.
 
     Args:
         step: What is planned; see ``compare``. With ``batch`` or ``remat``: a function that makes
@@ -168,7 +85,7 @@ def search(
             Several slices have an axis ``"slice"`` before them, which only splits the batch.
         meshes: Sizes of mesh axes by name, one mapping per mesh, instead of all.
         tie: Names that get the same mesh axes, such as ``[("heads", "kv_heads", "mlp")]``; None
-            ties those that play the same part (see ``shardax.plan.search.space``), ``[]`` none.
+            ties those that play the same part, such as inner dimensions of layers, ``[]`` none.
         fix: Mesh axes of names that are not searched, such as ``{"vocab": "model"}``.
         batch: Batch sizes to compare, by the time that one example takes.
         remat: Ways to rematerialise to compare, whatever these are for the step.
@@ -207,28 +124,6 @@ def search(
         'batch=data (4x1)'
     """
     target = Target.parse(target)
-    _check(top, finalists, effort, within)
-    shapes = _meshes(target, mesh_axes, meshes)
-    variants = [
-        _variant(label, examples, inputs, shapes, target, tie, fix)
-        for label, examples, inputs in _steps(step, args, batch, remat)
-    ]
-    found = _Found(target, top, variants, cache_folder(cache))
-    inputs = variants[0].inputs
-    with (
-        progress_for(progress) as shown,
-        asker(inputs, target, compiler, processes, cache) as who,
-    ):
-        try:
-            _screen(variants, who, found, shown, within, max(top or 1, finalists))
-            if effort == "full":
-                _confirm(variants, who, found, finalists, shown)
-        except KeyboardInterrupt as error:
-            raise found.interrupted(shown) from error
-    return found.plan()
-
-
-def _check(top: Any, finalists: Any, effort: str, within: Any) -> None:
     if effort not in ("screen", "full"):
         raise PlanInputError(f"effort is 'screen' or 'full', not {effort!r}.")
     for name, value, least in (("top", 1 if top is None else top, 1), ("finalists", finalists, 0)):
@@ -236,220 +131,24 @@ def _check(top: Any, finalists: Any, effort: str, within: Any) -> None:
             raise PlanInputError(f"{name}={value!r}: give a number of at least {least}.")
     if within is not None and not within >= 1:
         raise PlanInputError(f"within={within!r}: give a number of at least 1, or None for all.")
-
-
-def _meshes(
-    target: Target, mesh_axes: Sequence[str], meshes: Sequence[Mapping[str, int]] | None
-) -> Meshes:
-    if meshes is not None:
-        given = [meshes] if isinstance(meshes, Mapping) else list(meshes)
-        if not given:
-            raise PlanInputError("meshes is empty: give at least one, or None to try all sizes.")
-        for mesh in given:
-            target.check_mesh(mesh)
-        return tuple(dict.fromkeys(tuple(mesh.items()) for mesh in given))
-    shapes = mesh_shapes(target.device_count, mesh_axes, target.slices)
-    found = tuple(mesh for mesh in shapes if _fits(target, mesh))
-    if not found:
-        target.check_mesh(dict(shapes[0]))  # raises, and says why
-    return found
-
-
-def _fits(target: Target, mesh: tuple[tuple[str, int], ...]) -> bool:
-    try:
-        target.check_mesh(dict(mesh))
-    except TargetError:
-        return False
-    return True
-
-
-def _steps(
-    step: Callable[..., Any],
-    args: Sequence[Any],
-    batch: Sequence[int] | None,
-    remat: Sequence[Any] | None,
-) -> Iterable[tuple[str, float, Inputs]]:
-    """Yields the name, examples a step and inputs of every step to be compared."""
-    varied = {n: list(v) for n, v in (("batch", batch), ("remat", remat)) if v is not None}
-    if not varied:
-        yield "", 1.0, Inputs(step, args)
-        return
-    if args or not all(varied.values()):
-        raise PlanInputError(
-            f"With {' and '.join(varied)}, step is a function that is called with them as keywords "
-            "and returns (step, args): plan.search(make_step, (), target, batch=[32, 64]). Give "
-            "args=() and at least one value each."
-        )
-    for values in itertools.product(*varied.values()):
-        chosen = dict(zip(varied, values, strict=True))
-        made = step(**chosen)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise PlanInputError(
-                f"step(**{chosen}) returned {type(made).__name__}; with batch= or remat= it "
-                "returns (step, args)."
-            )
-        label = " ".join(f"{name}:{value}" for name, value in chosen.items())
-        yield label, float(chosen.get("batch", 1.0)), Inputs(*made)
-
-
-def _variant(
-    label: str,
-    examples: float,
-    inputs: Inputs,
-    meshes: Meshes,
-    target: Target,
-    tie: Sequence[Sequence[str]] | None,
-    fix: Mapping[str, Any] | None,
-) -> _Variant:
-    axes = dict.fromkeys(axis for mesh in meshes for axis, _ in mesh)
-    model = trace_dimensions(inputs, axes)
-    space = search_space(model, meshes, activations=names_of_batch(inputs), tie=tie, fix=fix)
-    found = find_candidates(model, space, inputs, target.limit_bytes)
-    speed = _flops_per_byte(target)
-    layouts = promising_first(found.layouts, model, speed)
-    costs = [rough_cost(each, model, speed) for each in layouts]
-    least = min(costs, default=0.0) or 1.0
-    rough = tuple(cost / least for cost in costs)
-    if label:
-        layouts = [dataclasses.replace(each, name=f"{each.name} {label}") for each in layouts]
-    return _Variant(label, examples, inputs, model, space, found, tuple(layouts), rough)
-
-
-def _flops_per_byte(target: Target) -> float:
-    """Operations of a device in the time of one byte over one of its links."""
-    chip = target.hardware
-    return chip.peak("bf16") / (2 * chip.link_bandwidth)
-
-
-# --- asking ---------------------------------------------------------------------------------------
-
-
-class _Found:
-    """What was found so far."""
-
-    def __init__(
-        self, target: Target, top: int | None, variants: Sequence[_Variant], folder: Any
-    ) -> None:
-        self.target = target
-        self.top = top
-        self.variants = variants
-        self.folder = folder
-        self.reports: dict[str, LayoutReport] = {}
-        self.left_out: list[LayoutReport] = []
-
-    def add(self, variant: _Variant, report: LayoutReport) -> None:
-        self.reports[report.layout.name] = dataclasses.replace(report, examples=variant.examples)
-
-    def ranked(self) -> list[LayoutReport]:
-        return sorted(self.reports.values(), key=rank)
-
-    def plan(self, *more: str) -> Plan:
-        """The plan of what was found."""
-        ranked = self.ranked()
-        if self.top is None:
-            refused = [each for v in self.variants for each in v.candidates.rejected]
-            every = (*ranked, *self.left_out, *refused)
-            return Plan(self.target.text, every, (*more, *self._notes()))
-        return Plan(self.target.text, tuple(ranked[: self.top]), (*more, *self._notes()))
-
-    def _notes(self) -> list[str]:
-        notes: list[str] = []
-        for variant in self.variants:
-            found = variant.candidates
-            start = f"{variant.label}: " if variant.label else ""
-            notes.append(
-                f"{start}{found.tried:,} assignments of {_words(variant.space)} over "
-                f"{len(variant.space.meshes)} meshes; {found.distinct} of them possible and "
-                f"different; rejected without compiling: {len(found.repeating)} that repeat work, "
-                f"{len(found.too_large)} whose arguments do not fit; {len(found.layouts)} "
-                "candidates"
-            )
-        outcomes = [each.outcome for each in self.reports.values()]
-        counts = [f"{outcomes.count(o)} {o}" for o in dict.fromkeys(sorted(outcomes))]
-        if counts:
-            left = f"; left out by a rough estimate: {len(self.left_out)}" * bool(self.left_out)
-            notes.append(f"compiled: {', '.join(counts)}{left}")
-        return [*notes, *dict.fromkeys(n for v in self.variants for n in v.space.notes)]
-
-    def interrupted(self, shown: Progress) -> PlanInterrupted:
-        """The error that says what was done."""
-        done = f"{shown.done} of {shown.total} layouts"
-        again = (
-            f"What was compiled is kept in {self.folder}: the same call goes on from there."
-            if self.folder
-            else "With cache='default' a search goes on where it was."
-        )
-        error = PlanInterrupted(f"The search was interrupted after {done}. {again}")
-        error.plan = self.plan(f"interrupted after {done}")
-        return error
-
-
-def _words(space: SearchSpace) -> str:
-    return ", ".join("+".join(group) for group in space.groups)
-
-
-def _screen(
-    variants: Sequence[_Variant],
-    who: Here | Pool,
-    found: _Found,
-    shown: Progress,
-    within: float | None,
-    enough: int,
-) -> None:
-    """Compiles in stages by rough estimate, each stage whole, until enough fit."""
-    many = sum(len(variant.layouts) for variant in variants) > FEW
-    limit = within if within is not None and many else float("inf")
-    waiting = [list(zip(each.rough, each.layouts, strict=True)) for each in variants]
-    while any(waiting):
-        stages = [[layout for rough, layout in each if rough <= limit] for each in waiting]
-        waiting = [[pair for pair in each if pair[0] > limit] for each in waiting]
-        shown.expect(sum(map(len, stages)), "screening")
-        for variant, stage in zip(variants, stages, strict=True):
-            if stage:
-                who.take(variant.inputs)
-            for answer in who.answers(stage, "screen", begun=shown.begin):
-                found.add(variant, answer.report)
-                shown.end(answer.report, answer.kept)
-        if sum(each.outcome == "fits" for each in found.reports.values()) >= enough:
-            break
-        limit *= 2
-    found.left_out = [
-        rejected(
-            layout,
-            f"not compiled: by a rough estimate it takes {rough:.1f} times as long as the most "
-            "promising candidate; within=None compiles all",
-        )
-        for each in waiting
-        for rough, layout in each
+    shapes = _meshes(target, mesh_axes, meshes)
+    variants = [
+        _variant(label, examples, inputs, shapes, target, tie, fix)
+        for label, examples, inputs in _steps(step, args, batch, remat)
     ]
-
-
-def _confirm(
-    variants: Sequence[_Variant],
-    who: Here | Pool,
-    found: _Found,
-    finalists: int,
-    shown: Progress,
-) -> None:
-    """Compiles the best with full effort, until as many fit, or there are too many that do not."""
-    confirmed: set[str] = set()
-    left = finalists * _MORE_FINALISTS
-    while left > 0:
-        best = [each for each in found.ranked() if each.outcome == "fits"][:finalists]
-        chosen = [each.layout for each in best if each.layout.name not in confirmed][:left]
-        if not chosen:
-            return
-        left -= len(chosen)
-        confirmed.update(layout.name for layout in chosen)
-        shown.expect(len(chosen), "finalists")
-        for variant in variants:
-            own = {layout.name for layout in variant.layouts}
-            layouts = [layout for layout in chosen if layout.name in own]
-            if layouts:
-                who.take(variant.inputs)
-            for answer in who.answers(layouts, "full", begun=shown.begin):
-                found.add(variant, answer.report)
-                shown.end(answer.report, answer.kept)
+    inputs = variants[0].inputs
+    with (
+        progress_for(progress) as shown,
+        make_evaluator(inputs, target, compiler, processes, cache) as evaluator,
+    ):
+        found = _Search(target, top, variants, cache_folder(cache), evaluator, shown)
+        try:
+            found.screen(within, max(top or 1, finalists))
+            if effort == "full":
+                found.confirm(finalists)
+        except KeyboardInterrupt as error:
+            raise found.interrupted() from error
+    return found.plan()
 
 
 def explore(
@@ -490,3 +189,239 @@ def explore(
     shapes = _meshes(target, mesh_axes, meshes)
     variant = _variant("", 1.0, Inputs(step, args), shapes, target, tie, fix)
     return variant.dimensions, dataclasses.replace(variant.candidates, layouts=variant.layouts)
+
+
+def _meshes(
+    target: Target, mesh_axes: Sequence[str], meshes: Sequence[Mapping[str, int]] | None
+) -> Meshes:
+    if meshes is not None:
+        given = [meshes] if isinstance(meshes, Mapping) else list(meshes)
+        if not given:
+            raise PlanInputError("meshes is empty: give at least one, or None to try all sizes.")
+        for mesh in given:
+            target.check_mesh(mesh)
+        return tuple(dict.fromkeys(tuple(mesh.items()) for mesh in given))
+    shapes = mesh_shapes(target.device_count, mesh_axes, target.slices)
+    found: list[tuple[tuple[str, int], ...]] = []
+    for mesh in shapes:
+        with contextlib.suppress(TargetError):
+            target.check_mesh(dict(mesh))
+            found.append(mesh)
+    if not found:
+        target.check_mesh(dict(shapes[0]))  # raises, and says why
+    return tuple(found)
+
+
+def _steps(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    batch: Sequence[int] | None,
+    remat: Sequence[Any] | None,
+) -> Iterable[tuple[str, float, Inputs]]:
+    """Yields name, examples a step and inputs of the steps to compare."""
+    varied = {n: list(v) for n, v in (("batch", batch), ("remat", remat)) if v is not None}
+    if not varied:
+        yield "", 1.0, Inputs(step, args)
+        return
+    if args or not all(varied.values()):
+        raise PlanInputError(
+            f"With {' and '.join(varied)}, step is a function that is called with them as keywords "
+            "and returns (step, args): plan.search(make_step, (), target, batch=[32, 64]). Give "
+            "args=() and at least one value each."
+        )
+    for values in itertools.product(*varied.values()):
+        chosen = dict(zip(varied, values, strict=True))
+        made = step(**chosen)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise PlanInputError(
+                f"step(**{chosen}) returned {type(made).__name__}; with batch= or remat= it "
+                "returns (step, args)."
+            )
+        label = " ".join(f"{name}:{value}" for name, value in chosen.items())
+        yield label, float(chosen.get("batch", 1.0)), Inputs(*made)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """One of the compared steps, with its candidates."""
+
+    label: str
+    examples: float
+    inputs: Inputs
+    dimensions: Dimensions
+    space: SearchSpace
+    candidates: Candidates
+    layouts: tuple[Layout, ...]
+    rough: tuple[float, ...]  # estimates of the layouts, as multiples of the least
+
+
+def _variant(
+    label: str,
+    examples: float,
+    inputs: Inputs,
+    meshes: Meshes,
+    target: Target,
+    tie: Sequence[Sequence[str]] | None,
+    fix: Mapping[str, Any] | None,
+) -> _Variant:
+    axes = dict.fromkeys(axis for mesh in meshes for axis, _ in mesh)
+    model = trace_dimensions(inputs, axes)
+    space = search_space(model, meshes, activations=names_of_batch(inputs), tie=tie, fix=fix)
+    found = find_candidates(model, space, inputs, target.limit_bytes)
+    chip = target.hardware
+    flops_per_byte = chip.peak("bf16") / (2 * chip.link_bandwidth)  # over one of its links
+    layouts = promising_first(found.layouts, model, flops_per_byte)
+    costs = [rough_cost(each, model, flops_per_byte) for each in layouts]
+    least = min(costs, default=0.0) or 1.0
+    rough = tuple(cost / least for cost in costs)
+    if label:
+        layouts = [dataclasses.replace(each, name=f"{each.name} {label}") for each in layouts]
+    return _Variant(label, examples, inputs, model, space, found, tuple(layouts), rough)
+
+
+def promising_first(
+    layouts: Sequence[Layout], dimensions: Dimensions, flops_per_byte: float
+) -> list[Layout]:
+    """Sorts layouts by a rough estimate of their time, stably."""
+    return sorted(layouts, key=lambda layout: rough_cost(layout, dimensions, flops_per_byte))
+
+
+def rough_cost(layout: Layout, dimensions: Dimensions, flops_per_byte: float) -> float:
+    """Returns operations of one device, bytes sent counted as operations."""
+    axes_of = {name: mesh_axes_of(target) for name, target in layout.rules}
+    place = {name: position for position, name in enumerate(axes_of)}
+    sizes = layout.sizes
+
+    def priority(dim: ProductDimension) -> int:
+        return min((place.get(name, 99) for name in dim.names), default=99)
+
+    total = 0.0
+    for product in dimensions.products:
+        taken: set[str] = set()
+        whole, parts, gathered, summed = [1, 1, 1], [1, 1, 1], [1, 1, 1], 1
+        for dim in sorted(product.dims, key=priority):
+            wanted = {axis for name in dim.names for axis in axes_of.get(name, ())}
+            ways = math.prod(sizes[axis] for axis in wanted - taken)
+            lost = math.prod(sizes[axis] for axis in wanted & taken)
+            taken |= wanted
+            for array in _OPERANDS[dim.role]:
+                whole[array] *= dim.size
+                parts[array] *= ways
+                gathered[array] *= lost
+            if dim.role == "sum":
+                summed *= ways
+        sent = sum(
+            whole[array] / parts[array] * (1 - 1 / gathered[array]) for array in range(3)
+        ) + 2 * whole[2] / parts[2] * (1 - 1 / summed)
+        flops = product.flops / math.prod(sizes[axis] for axis in taken)
+        total += flops + product.runs * _BYTES * sent * flops_per_byte
+    return total
+
+
+class _Search:
+    """A search that runs, with the reports so far."""
+
+    def __init__(
+        self,
+        target: Target,
+        top: int | None,
+        variants: Sequence[_Variant],
+        folder: Path | None,
+        evaluator: LocalEvaluator | PoolEvaluator,
+        shown: Progress,
+    ) -> None:
+        self._target = target
+        self._top = top
+        self._variants = variants
+        self._folder = folder
+        self._evaluator = evaluator
+        self._shown = shown
+        self._reports: dict[str, LayoutReport] = {}
+        self._left_out: list[LayoutReport] = []
+
+    def screen(self, within: float | None, enough: int) -> None:
+        """Compiles in stages by rough estimate, each stage whole, until enough fit."""
+        many = sum(len(variant.layouts) for variant in self._variants) > FEW
+        limit = within if within is not None and many else float("inf")
+        waiting = [list(zip(each.rough, each.layouts, strict=True)) for each in self._variants]
+        while any(waiting):
+            stages = [[layout for rough, layout in each if rough <= limit] for each in waiting]
+            waiting = [[pair for pair in each if pair[0] > limit] for each in waiting]
+            self._compile(stages, "screen", "screening")
+            if sum(each.outcome == "fits" for each in self._reports.values()) >= enough:
+                break
+            limit *= 2
+        self._left_out = [
+            rejected(
+                layout,
+                f"not compiled: by a rough estimate it takes {rough:.1f} times as long as the most "
+                "promising candidate; within=None compiles all",
+            )
+            for each in waiting
+            for rough, layout in each
+        ]
+
+    def confirm(self, finalists: int) -> None:
+        """Compiles the best with full effort, until enough of them fit."""
+        confirmed: set[str] = set()
+        left = finalists * _MORE_FINALISTS
+        while left > 0:
+            ranked = sorted(self._reports.values(), key=rank)
+            best = [each for each in ranked if each.outcome == "fits"][:finalists]
+            chosen = [each.layout for each in best if each.layout.name not in confirmed][:left]
+            if not chosen:
+                return
+            left -= len(chosen)
+            confirmed.update(layout.name for layout in chosen)
+            own = [{layout.name for layout in each.layouts} for each in self._variants]
+            stages = [[layout for layout in chosen if layout.name in names] for names in own]
+            self._compile(stages, "full", "finalists")
+
+    def _compile(self, stages: Sequence[Sequence[Layout]], effort: str, what: str) -> None:
+        """Compiles layouts of each variant."""
+        self._shown.expect(sum(map(len, stages)), what)
+        for variant, layouts in zip(self._variants, stages, strict=True):
+            if layouts:
+                self._evaluator.take(variant.inputs)
+            for each in self._evaluator.evaluate(layouts, effort, begun=self._shown.begin):
+                report = dataclasses.replace(each.report, examples=variant.examples)
+                self._reports[report.layout.name] = report
+                self._shown.end(each.report, each.cached)
+
+    def plan(self, *more: str) -> Plan:
+        """Returns the plan of what was found, with notes."""
+        notes = list(more)
+        for variant in self._variants:
+            found = variant.candidates
+            start = f"{variant.label}: " if variant.label else ""
+            groups = ", ".join("+".join(group) for group in variant.space.groups)
+            notes.append(
+                f"{start}{found.tried:,} assignments of {groups} over "
+                f"{len(variant.space.meshes)} meshes; {found.distinct} of them possible and "
+                f"different; rejected without compiling: {len(found.repeating)} that repeat work, "
+                f"{len(found.too_large)} whose arguments do not fit; {len(found.layouts)} "
+                "candidates"
+            )
+        outcomes = [each.outcome for each in self._reports.values()]
+        counts = [f"{outcomes.count(o)} {o}" for o in dict.fromkeys(sorted(outcomes))]
+        if counts:
+            left = f"; left out by a rough estimate: {len(self._left_out)}" * bool(self._left_out)
+            notes.append(f"compiled: {', '.join(counts)}{left}")
+        notes += dict.fromkeys(note for each in self._variants for note in each.space.notes)
+        reports = sorted(self._reports.values(), key=rank)[: self._top]
+        if self._top is None:
+            reports += self._left_out
+            reports += [each for v in self._variants for each in v.candidates.rejected]
+        return Plan(self._target.text, tuple(reports), tuple(notes))
+
+    def interrupted(self) -> PlanInterrupted:
+        """Returns the error that says what was done."""
+        done = f"{self._shown.done} of {self._shown.total} layouts"
+        again = (
+            f"What was compiled is kept in {self._folder}: the same call goes on from there."
+            if self._folder
+            else "With cache='default' a search goes on where it was."
+        )
+        error = PlanInterrupted(f"The search was interrupted after {done}. {again}")
+        error.plan = self.plan(f"interrupted after {done}")
+        return error

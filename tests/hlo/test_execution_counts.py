@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from shardax.hlo import matmul_flops, parse, read_program
-from shardax.hlo.execution_counts import runs_of, trip_count
+from shardax.hlo.execution_counts import count_executions, trip_count
 from shardax.hlo.program import HloReadError
 from shardax.hlo.traffic import own_flops
 
@@ -128,7 +128,7 @@ def test_nested_loops_multiply_and_a_loop_of_unknown_length_counts_once_with_a_w
     assert facts.matmul_flops == (3 * (5 + 4) + 1) * 2 * 8**3
     [warning] = facts.warnings
     assert re.search(
-        r"One turn is counted of a loop of no known end \(.*test_trips.py:\d+", warning
+        r"One turn is counted of a loop of no known end \(.*test_execution_counts.py:\d+", warning
     )
 
 
@@ -163,9 +163,9 @@ def test_what_holds_no_product_and_sends_nothing_gives_no_warning() -> None:
 def test_a_program_without_a_computation_that_it_runs_is_refused() -> None:
     text = LOOP.format(first=0, limit=3, step=1, direction="LT", bound="limit", written="")
     with pytest.raises(HloReadError, match="does not hold computation 'body'"):
-        runs_of(parse(text.replace("%body (s", "%other (s")), own_flops)
+        count_executions(parse(text.replace("%body (s", "%other (s")), own_flops)
     with pytest.raises(HloReadError, match="'test' calls itself"):
-        runs_of(
+        count_executions(
             parse(
                 text.replace(
                     "%less = pred[] compare(%a, %b), direction=LT",
