@@ -6,6 +6,7 @@ from shardax.host.callback import host_exceptions as host_exceptions
 from shardax.host.compile_reports import CompiledProgram as CompiledProgram
 from shardax.host.compile_reports import CompileReport as CompileReport
 from shardax.host.compile_reports import compile_report as compile_report
+from shardax.host.connections import WorkerFuture as WorkerFuture
 from shardax.host.export.exporting import export as export
 from shardax.host.export.loading import LoadedFunction as LoadedFunction
 from shardax.host.export.loading import load as load
@@ -19,8 +20,7 @@ from shardax.host.pickling import dumps as dumps
 from shardax.host.pickling import loads as loads
 from shardax.host.pickling import pickled_layout as pickled_layout
 from shardax.host.torch_function import from_torch as from_torch
-from shardax.host.workers.futures import WorkerFuture as WorkerFuture
-from shardax.host.workers.kept import Remote as Remote
-from shardax.host.workers.remote import RemoteFunction as RemoteFunction
-from shardax.host.workers.remote import remote as remote
-from shardax.host.workers.worker import Worker as Worker
+from shardax.host.worker import Remote as Remote
+from shardax.host.worker import RemoteFunction as RemoteFunction
+from shardax.host.worker import Worker as Worker
+from shardax.host.worker import remote as remote
