@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens outside of JAX: functions on the host, with derivatives, inside programs."""
+"""Host functions inside programs, exported programs, pickles and workers."""
 
 from shardax.host.callback import host_exception as host_exception
 from shardax.host.callback import host_exceptions as host_exceptions
@@ -13,12 +13,8 @@ from shardax.host.export.loading import load as load
 from shardax.host.export.signature import Signature as Signature
 from shardax.host.host_function import HostFunction as HostFunction
 from shardax.host.host_function import host_function as host_function
-from shardax.host.kdtree import Ball as Ball
-from shardax.host.kdtree import KDTree as KDTree
-from shardax.host.kdtree import Neighbours as Neighbours
 from shardax.host.pickling import dumps as dumps
 from shardax.host.pickling import loads as loads
-from shardax.host.pickling import pickled_layout as pickled_layout
 from shardax.host.torch_function import from_torch as from_torch
 from shardax.host.worker import Remote as Remote
 from shardax.host.worker import RemoteFunction as RemoteFunction
