@@ -95,7 +95,6 @@ if _typing.TYPE_CHECKING:
     from shardax.host.errors import HostFunctionError as HostFunctionError
     from shardax.host.errors import HostResultError as HostResultError
     from shardax.host.errors import HostSpecError as HostSpecError
-    from shardax.host.errors import NeighbourError as NeighbourError
     from shardax.host.errors import RemoteValueError as RemoteValueError
     from shardax.host.errors import StaleModuleError as StaleModuleError
     from shardax.host.errors import WorkerAuthenticationError as WorkerAuthenticationError
@@ -201,7 +200,6 @@ _MODULES = {
         "HostFunctionError",
         "HostResultError",
         "HostSpecError",
-        "NeighbourError",
         "RemoteValueError",
         "StaleModuleError",
         "WorkerAuthenticationError",

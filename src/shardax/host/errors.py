@@ -20,10 +20,6 @@ class HostFunctionError(ShardaxError, RuntimeError):
     """A host function raised inside a program; carries the text of its exception."""
 
 
-class NeighbourError(ShardaxError, ValueError):
-    """Points, or what is asked of a tree of points, do not fit."""
-
-
 class ExportError(ShardaxError, ValueError):
     """A function cannot be exported: it needs this process, or has no form outside of Python."""
 
