@@ -25,9 +25,10 @@ import shardax as sx
 
 
 class Neighbours(NamedTuple):
-    """Distances and indices, nearest first; infinity and the number of points where there is none.
+    """Distances and indices, nearest first.
 
-    Replace infinity before a function of distances is differentiated that has no derivative there.
+    Where there is no neighbour they are infinity and the number of points. Replace infinity before
+    a function of distances is differentiated that has no derivative there.
     ``counts``, of ``within`` only, is how many points are in each ball, also beyond ``size``.
     """
 
@@ -37,7 +38,7 @@ class Neighbours(NamedTuple):
 
 
 def _moved(args: tuple[Any, ...], result: Neighbours, tangents: Any, **_: Any) -> Neighbours:
-    """How distances move: by the change along the line from the point to the query."""
+    """The derivative of distances by points and queries."""
     points, x = map(jnp.asarray, args[:2])
     d_points, d_x = tangents[:2]
     apart = jnp.isfinite(result.distances) & (result.distances > 0)
@@ -74,12 +75,12 @@ def _within(points: Any, x: Any, r: Any, *, size: int) -> Neighbours:
 
 
 def query(points: Any, x: Any, k: int = 1, bound: float = math.inf) -> Neighbours:
-    """The ``k`` nearest of some points for queries ``(..., dimensions)``, nearer than a bound."""
+    """The ``k`` nearest points of each query within a bound."""
     return _query(points, x, k=k, bound=bound)
 
 
 def within(points: Any, x: Any, r: Any, size: int) -> Neighbours:
-    """The points in a ball around each query, at most ``size``; the radius has no derivative."""
+    """The points in a ball around each query, at most ``size``."""
     radius = jnp.broadcast_to(jnp.asarray(r, x.dtype), x.shape[:-1])
     return _within(points, x, jax.lax.stop_gradient(radius), size=size)
 
@@ -95,7 +96,7 @@ class CodeBook(sx.Module):
 
 
 def main(argv: list[str] | None = None) -> tuple[float, float]:
-    """Learns codes for random points; returns the first and the last mean squared distance."""
+    """Learns codes; returns the first and the last mean squared distance."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=2000)
     parser.add_argument("--codes", type=int, default=16)

@@ -23,7 +23,7 @@ import shardax as sx
 
 @sx.host.from_torch
 def margin_loss(scores: Any, labels: Any) -> Any:
-    """The hinge loss of PyTorch; imported when the program runs, not when it is traced."""
+    """The hinge loss of PyTorch, imported when the program runs."""
     import torch
 
     return torch.nn.functional.multi_margin_loss(scores, labels)
@@ -39,7 +39,7 @@ def spirals(count: int) -> tuple[Any, Any]:
 
 
 def main(argv: list[str] | None = None) -> tuple[float, float] | None:
-    """Trains a classifier; returns the first and the last loss, or None without PyTorch."""
+    """Trains a classifier; returns the first and the last loss."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=400)
     parser.add_argument("--steps", type=int, default=300)

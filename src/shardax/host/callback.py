@@ -258,7 +258,7 @@ def host_exception(error: BaseException) -> Exception | None:
 
 @contextlib.contextmanager
 def host_exceptions() -> Iterator[None]:
-    """Raises what a host function raised, instead of the error of the program around it.
+    """Raises what a host function raised, instead of the program's error.
 
     Programs run on after they have been called; wait for the result inside,
     ``jax.block_until_ready(result)``, if it is not used there.

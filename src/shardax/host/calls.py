@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Function calls as bytes, and the table of functions that a process keeps.
+"""Function calls as bytes, and tables of functions by digest.
 
 Objects are pickled, by cloudpickle where that is installed, so that functions and classes of a
 script or a notebook travel by value. Arrays are sent out of band (pickle protocol 5), without a
@@ -100,7 +100,7 @@ def decode(parts: Sequence[Any], resolve: Reference | None = None) -> Any:
 
 
 def check_size(parts: Sequence[Any], limit: int) -> None:
-    """Check that a call or a result is not larger than the limit of its worker."""
+    """Check the size of a call or a result."""
     total = sum(memoryview(part).nbytes for part in parts)
     if total > limit:
         raise WorkerMessageError(
@@ -157,7 +157,7 @@ def _pickler_class() -> Any:
 
 
 def _import_name(obj: Any) -> str | None:
-    """The name of a callable in its module, as jitted functions have one; else None."""
+    """The name of a callable in its module, else None."""
     module, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
     if not (isinstance(module, str) and isinstance(name, str)) or module == "__main__":
         return None
@@ -259,7 +259,7 @@ def name_of(function: Any) -> str:
 
 
 def _own_file(module: Any) -> str | None:
-    """The source file of an own module, else None; a script travels by value."""
+    """The source file of an own module, else None."""
     file = getattr(module, "__file__", None)
     if file is None or not file.endswith(".py") or module.__name__ in ("__main__", "__mp_main__"):
         return None
@@ -287,7 +287,7 @@ def _digest_at(file: str, changed: int) -> str:
 
 @dataclass
 class KeptFunction:
-    """A function in a table; what JAX compiled for it is kept as long."""
+    """A function in a table, with what JAX compiled for it."""
 
     name: str
     call: Callable[..., Any]
@@ -378,5 +378,5 @@ def _functions_here() -> FunctionTable:
 
 
 def run_packed(head: bytes, *parts: bytes) -> tuple[bytes, ...]:
-    """Run a packed call in a process of any executor, and encode its result."""
+    """Run a packed call in any process, and encode its result."""
     return tuple(map(bytes, encode(_functions_here().run(head, parts))))

@@ -104,7 +104,7 @@ class CompileReport:
 
     @property
     def misses(self) -> int:
-        """How many programs the persistent cache was asked for and did not have."""
+        """How many programs the persistent cache did not have."""
         return sum(program.cache in ("stored", "not stored") for program in self.programs)
 
     @property
@@ -119,7 +119,7 @@ class CompileReport:
 
     @property
     def saved_seconds(self) -> float:
-        """Time that the hits saved, by what compiling them took when they were stored."""
+        """Time that the hits saved, by the compile times stored with them."""
         return sum(program.saved for program in self.programs)
 
     @property

@@ -74,7 +74,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 class WorkerTraceback(Exception):
-    """The traceback of an exception in a worker, as the cause of what is raised here."""
+    """The traceback of an exception in a worker."""
 
     def __str__(self) -> str:
         return f"\n\nIn the worker:\n{self.args[0]}"
@@ -94,14 +94,16 @@ class WorkerFuture(concurrent.futures.Future[Any]):
     """
 
     interrupter: Callable[[], None] | None = None  # of the connection that has the call
+    interrupted = False
 
     def interrupt(self) -> None:
-        """Cancels the call, also if it runs: then an exception stops it in the worker.
+        """Cancels the call, also if it runs.
 
-        That happens at the next step of Python. A compilation or a program that JAX runs ends
-        before. ``result()`` raises ``CallCancelledError``.
+        Then an exception stops it in the worker, at the next step of Python. A compilation or a
+        program that JAX runs ends before. ``result()`` raises ``CallCancelledError``.
         """
         if not self.cancel() and not self.done() and self.interrupter is not None:
+            self.interrupted = True
             self.interrupter()
 
 
@@ -172,7 +174,7 @@ class PendingCall:
 
 
 class Connection:
-    """A connection to a worker, on which calls run one after the other, in order."""
+    """A connection to a worker, which runs its calls in order."""
 
     def __init__(
         self,
@@ -205,7 +207,6 @@ class Connection:
 
         from shardax.host.worker_process import python_version, security_of
 
-        where = f"No worker listens at {self.address!r}"
         try:
             arguments = security_of(credentials).get_connection_args("client")
         except ValueError as error:
@@ -232,7 +233,8 @@ class Connection:
             ) from None
         except (TimeoutError, OSError, ValueError) as error:
             raise WorkerCrashedError(
-                f"{where} ({error!r}). It has ended, or was never there."
+                f"No worker listens at {self.address!r} ({error!r}). It has ended, or was never "
+                f"there."
             ) from error
         if hello["python"] != python_version():
             self._comm.abort()
@@ -246,7 +248,7 @@ class Connection:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Start a coroutine from any thread; those of one thread start in order."""
+        """Start a coroutine from any thread, in the order of that thread."""
 
         def start() -> None:
             task = self._loop.create_task(coroutine)
@@ -274,6 +276,10 @@ class Connection:
                     return
                 if call.future.cancelled():
                     self._take(number).begin()  # notifies who waits for it
+                    return
+                if call.future.interrupted:
+                    error = CallCancelledError(f"{call.name} was interrupted; it was not rerun.")
+                    self._take(number).fail(error)
                     return
                 if not await self._rpc.begin(name=call.name, drop=self._take_dropped(), **me):
                     raise OSError
@@ -335,7 +341,7 @@ class Connection:
         self.wait_for_end()
 
     def wait_for_end(self) -> None:
-        """Wait until the connection has ended; the caller has seen to it that it will."""
+        """Wait until the connection has ended."""
         self._over.wait()
 
     async def _attend(self) -> None:
@@ -417,8 +423,8 @@ class WorkerProcess:
         assert self._popen.stdin is not None
         try:
             with os.fdopen(reading) as ready:
-                told = {**options, "ready": writing, "path": sys.path}
-                self._popen.stdin.write(json.dumps(told).encode() + b"\n")
+                options = {**options, "ready": writing, "path": sys.path}
+                self._popen.stdin.write(json.dumps(options).encode() + b"\n")
                 self._popen.stdin.flush()
                 answer = _first_answer(ready, seconds, log)
         except BaseException as error:
@@ -446,7 +452,7 @@ class WorkerProcess:
         return f"its process ({self.pid}) ended with status {code}"
 
     def end(self, seconds: float) -> None:
-        """End the process: ask it to, and kill it if it has not ended in time."""
+        """End the process, killing it if it takes too long."""
         if self._popen.stdin is not None:
             with contextlib.suppress(OSError):
                 self._popen.stdin.close()
@@ -505,7 +511,7 @@ class OwnProcess:
             raise
 
     def ending(self) -> str:
-        """Describe how the process ended after its connection, and make sure that it has."""
+        """End the process after its connection was lost, and describe how."""
         if self._process is None:
             return "its process was ended"
         text = self._process.ending(LOST_SECONDS)
@@ -539,7 +545,7 @@ class GivenAddress:
 
 
 class NamedProcess:
-    """A process with a name, whose address and credentials are in a file for its user alone."""
+    """A named process, found by a file of its user."""
 
     def __init__(self, name: str, how: ProcessOptions) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
@@ -565,7 +571,7 @@ class NamedProcess:
             process = self._how.start(log=str(self._folder / f"{self._name}.log"))
             connection = connect(process.address, process.credentials)
             where = {"address": process.address, "key": process.credentials.decode()}
-            content = {**where, "pid": process.pid, "how": self._told()}
+            content = {**where, "pid": process.pid, "how": self._options()}
             with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
                 json.dump(content, file)  # such files can be read by their owner only
             os.replace(file.name, self._file)
@@ -579,13 +585,13 @@ class NamedProcess:
     def close(self) -> None:
         """No-op: the process outlives its clients."""
 
-    def _told(self) -> Any:
+    def _options(self) -> Any:
         how = self._how
-        told = {"options": how.options, "configure": how.configure, "env": how.env}
-        return json.loads(json.dumps(told))
+        options = {"options": how.options, "configure": how.configure, "env": how.env}
+        return json.loads(json.dumps(options))
 
     def _check_same(self, found: Mapping[str, Any], connection: Connection) -> None:
-        if found["how"] != self._told():
+        if found["how"] != self._options():
             connection.close()
             raise WorkerConfigError(
                 f"The worker named {self._name!r} runs with other options than those asked for: "
@@ -601,7 +607,7 @@ class NamedProcess:
 
 
 def _private_folder() -> Path:
-    """The folder with the credentials of named workers, which must be this user's alone."""
+    """The folder with the credentials of named workers."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(base) / f"shardax-workers-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    """Write a file under a temporary name, and rename it to its own."""
+    """Write a file under a temporary name, then rename it."""
     target = Path(path)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:

@@ -80,8 +80,9 @@ def host_function(
             shape and a dtype), or a shape rule, which is called with the arguments, a
             ``jax.ShapeDtypeStruct`` for every array. 64-bit dtypes count as 32-bit ones while JAX
             has only these. May be left out for a function that is given as ``vjp`` or ``jvp``.
-        vmap: Under ``vmap``, ``"sequential"`` calls the function once per lane; ``"vectorized"``
-            once for all, each array and each result with the lanes as leading dimensions.
+        vmap: Under ``vmap``, ``"sequential"`` calls the function once per batch element;
+            ``"vectorized"`` once for all, with the batch as leading dimensions of each array and
+            each result.
         vjp: The derivative backward: ``vjp(args, result, cotangent)`` returns a tuple with one
             gradient for each positional argument that is not static; None is zero. A Module's is a
             mapping by path. It works on JAX arrays; to run it on the host, make it a host function.

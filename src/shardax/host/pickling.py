@@ -53,7 +53,7 @@ _ADVICE = (
 
 
 def dumps(tree: Any, *, by_value: bool | None = None) -> bytes:
-    """Writes a model, or any tree of models, arrays, shardings and configuration, as a pickle.
+    """Pickles a model, or any tree of models, arrays and shardings.
 
     Arrays go as their numbers, gathered on the host, with the sharding they had: the names of mesh
     axes, not devices. Lazy Variables are materialised. Sharing is kept.
@@ -91,7 +91,7 @@ def dumps(tree: Any, *, by_value: bool | None = None) -> bytes:
 
 
 def loads(data: bytes | bytearray | memoryview, mesh: Mesh | None = None) -> Any:
-    """Reads what ``dumps`` wrote. Only read bytes that you trust: reading runs code.
+    """Reads what ``dumps`` wrote; reading runs code, so trust its source.
 
     Arrays are laid out as they were, if the mesh that they were laid out over is here: one in scope
     with the same axes, or one of as many devices. Otherwise they are whole, on the default device,

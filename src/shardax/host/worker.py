@@ -314,7 +314,7 @@ class Worker(concurrent.futures.Executor):
     # --- values ---
 
     def put(self, value: Any, name: str | None = None) -> Remote:
-        """Copies a value into the worker, arrays onto its devices, and keeps it there.
+        """Copies a value into the worker, arrays onto its devices.
 
         Args:
             value: Anything that can be sent: arrays, Modules, trees of them.
@@ -330,23 +330,23 @@ class Worker(concurrent.futures.Executor):
         return Remote(self, name, "kept by name")
 
     def info(self) -> dict[str, Any]:
-        """Returns what the worker says of itself: functions, names of values, clients, its pid.
+        """Returns the worker's pid, clients, running call, functions and named values.
 
         Raises:
             WorkerCrashedError: If it does not answer.
         """
-        told = self._connection.ask("info", INFO_SECONDS)
-        return {**told, "functions": list(told["functions"]), "values": list(told["values"])}
+        info = self._connection.ask("info", INFO_SECONDS)
+        return {**info, "functions": list(info["functions"]), "values": list(info["values"])}
 
     @property
     def is_running(self) -> bool:
-        """Whether calls can be made: it is neither shut down nor beyond starting again."""
+        """Whether calls can be made."""
         return not self._closing and self._broken is None
 
     # --- life cycle ---
 
     def _lost(self, connection: Connection, calls: list[PendingCall], why: str) -> None:
-        """Fails or repeats the calls of a connection that has ended, and opens another one."""
+        """Fail or repeat the calls of a lost connection, and reconnect."""
         with self._changed:
             closing = self._closing or not self._finalizer.alive  # or the program ends
             expected = self._expected
@@ -406,7 +406,7 @@ class Worker(concurrent.futures.Executor):
         connection.wait_for_end()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends this client, and the process if this client started it and it has no name.
+        """Ends this client, and its process unless that has a name.
 
         Args:
             wait: Whether to return only when all calls have a result and the process has ended.
@@ -429,7 +429,7 @@ class Worker(concurrent.futures.Executor):
         self._finalizer()
 
     def stop(self) -> None:
-        """Ends the process at once, also one with a name or that another process started."""
+        """Ends the process at once, also one with a name."""
         with self._changed:
             self._closing = True
         self._end_process(self._connection)
@@ -458,11 +458,11 @@ def _check_positive(**options: float | None) -> None:
 
 
 class Remote:
-    """Stands for a value that is kept in a worker; made by ``put`` and by calls with ``keep``.
+    """A reference to a value that is kept in a worker.
 
-    In arguments of calls to that worker it becomes the value itself, not a copy: a function that
-    writes a Module writes the one that is kept. Without a name the value goes with the last
-    ``Remote`` of it, and with the connection.
+    ``put`` and calls with ``keep`` return it. In arguments of calls to that worker it becomes the
+    value itself, not a copy: a function that writes a Module writes the one that is kept. Without a
+    name the value is dropped with the last ``Remote`` of it, and with the connection.
 
     Attributes:
         worker: Where the value is.
@@ -594,7 +594,7 @@ def remote(
     idempotent: bool = False,
     keep: bool | str = False,
 ) -> Any:
-    """Makes a function run elsewhere: in a worker, or wherever another executor runs it.
+    """Makes a function run in a worker or another executor.
 
     An executor is anything whose ``submit(f, *args)`` returns a ``concurrent.futures`` future:
     ``shardax.host.Worker``, ``client.get_executor()`` of ``dask.distributed``,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a worker: a TLS server of ``distributed`` that runs calls.
+"""The process of a worker: a ``distributed`` server that runs calls.
 
 Its remote procedures are those of a ``distributed.core.Server``, which runs in a thread. Calls run
 in the main thread, one after the other, because only there Python lets a signal interrupt what
@@ -50,8 +50,8 @@ END_SECONDS = 5.0  # for the call that runs, when the worker ends
 MOST_TEXT = 100_000  # characters of a traceback, from its end
 
 
-class CallInterrupted(BaseException):
-    """Raised inside of a call to stop it; not an ``Exception``, so users' code lets it pass."""
+class CallInterrupted(BaseException):  # so code that handles exceptions lets it pass
+    """Raised inside of a call to stop it."""
 
 
 # --- what both sides use ---
@@ -63,7 +63,7 @@ def credentials_of(security: Security) -> bytes:
 
 
 def security_of(credentials: bytes) -> Security:
-    """TLS in which both sides prove that they have a worker's private key."""
+    """TLS in which both sides prove to have the private key."""
     found = re.findall(r"-----BEGIN [^-]+-----[^-]+-----END [^-]+-----\n", credentials.decode())
     if len(found) != 2:
         raise ValueError("no certificate and private key in PEM")
@@ -160,7 +160,7 @@ class CallServer(Server):
                 self._end_turn()
 
     async def begin(self, client: str, number: int, name: str, drop: Sequence[int | str]) -> bool:
-        """Wait for a call's turn; forget the values that its client has dropped before."""
+        """Wait for a call's turn, after forgetting dropped values."""
         await self.drop(drop)
         await self._turn.acquire()
         if client not in self._clients:  # it is gone, and so are its calls
@@ -325,7 +325,7 @@ class CallServer(Server):
 
 
 def main(options: Mapping[str, Any]) -> None:
-    """Run a worker in this process, whose starter reads its address from a pipe."""
+    """Run a worker in this process."""
     # What the server would say of peers that break off is no output of the calls.
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     loop = asyncio.new_event_loop()
@@ -350,8 +350,8 @@ def main(options: Mapping[str, Any]) -> None:
             asyncio.run_coroutine_threadsafe(server.stop_process(), loop)
 
         signal.signal(signal.SIGTERM, lambda *_: end())
-        told = {"address": server.address, "key": credentials.decode(), "pid": os.getpid()}
-        ready.write(json.dumps(told))
+        answer = {"address": server.address, "key": credentials.decode(), "pid": os.getpid()}
+        ready.write(json.dumps(answer))
     if not options["detached"]:
         threading.Thread(target=_end_with_parent, args=[end], daemon=True).start()
     server.serve()

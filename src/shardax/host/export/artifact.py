@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Artifacts on disk: a folder with a program, its arrays and its signature.
+"""Artifacts on disk: folders with program, arrays and signature.
 
 | file | what it is |
 | --- | --- |

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exporting a function with its state as a folder that runs without its source.
+"""Export of functions with their state, to run without their source.
 
 The program is exported by ``jax.export`` as a pure function of lists of arrays: the state (the
 values of Variables, and constants, arrays that it uses without their being a Variable's) and what a
@@ -74,7 +74,7 @@ def export(
     vjp_order: int = 0,
     **kwargs: Any,
 ) -> pathlib.Path:
-    """Exports a function with the state that it uses; ``load`` makes it callable again.
+    """Exports a function with the state that it uses.
 
     Needs ``pip install 'shardax[export]'``.
 
@@ -309,7 +309,7 @@ class _Dimensions:
             )
 
     def check_used(self) -> None:
-        """Raise if a name was given that no array has."""
+        """Raise if no array has a dynamic dimension."""
         unused = [name for name in self.symbols if name not in self.sizes]
         if unused:
             raise ExportError(
@@ -319,7 +319,7 @@ class _Dimensions:
 
 
 def _layout(leaf: Any, shape: Sequence[Any]) -> Any:
-    """The sharding of an array over a mesh, if it fits the shape."""
+    """The sharding of an array, if it fits the shape."""
     # JAX does not split dynamic dimensions, because nobody knows that they divide. The compiler
     # then finds the layout, and callers may pass the array split.
     sharding = getattr(leaf, "sharding", None)
@@ -378,7 +378,7 @@ class FlatProgram:
         """Run the program, usually on tracers."""
         given = dict(zip(self._held, state, strict=True))
         held = [
-            _nothing(form) if i not in given else from_words(given[i], form)
+            _placeholder(form) if i not in given else from_words(given[i], form)
             for i, form in enumerate(self._forms)
         ]
         forms = [form for item in self.inputs for form in item.forms]
@@ -408,7 +408,7 @@ def _operands(plan: Plan, arguments: Arguments, values: Sequence[Any]) -> list[i
     return jax.tree.leaves(plan.pack(treedef.unflatten(range(count)), numbered))
 
 
-def _nothing(form: ArrayForm) -> Any:
+def _placeholder(form: ArrayForm) -> Any:
     """An array in place of one that is not read."""
     words = form.words()
     return from_words(jnp.zeros(words.shape, words.dtype), form)

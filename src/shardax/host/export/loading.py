@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading an artifact as a callable that holds its state, without its source.
+"""Loading of exported functions as Modules that hold their state.
 
 A program maps lists of *words* (``host.export.signature``) to lists of words and has no state. It
 is compiled here, or becomes part of a larger program that is being traced.
@@ -41,7 +41,7 @@ from shardax.host.export.signature import (
 
 
 class LoadedProgram:
-    """The program of an artifact, on the devices that it runs on here."""
+    """The program of an artifact, on devices of this process."""
 
     def __init__(self, exported: Any, signature: Signature, mesh: Mesh | None) -> None:
         self.signature = signature
@@ -156,7 +156,7 @@ def load(
     *,
     verify: bool = True,
 ) -> LoadedFunction:
-    """Loads what ``export`` wrote; runs none of the Python that it was made of.
+    """Loads what ``export`` wrote, without its Python code.
 
     Needs ``pip install 'shardax[export]'``. The compiler gets the program as it is in the folder,
     so load only what comes from somebody trusted not to attack it.
