@@ -128,7 +128,7 @@ def _pickler_class() -> Any:
     else:
         base = CloudPickler
 
-    class Pickler(base):
+    class CallPickler(base):
         refer: Reference | None = None
         watch: Reference | None = None
 
@@ -153,7 +153,7 @@ def _pickler_class() -> Any:
             inherited = getattr(super(), "reducer_override", None)
             return NotImplemented if inherited is None else inherited(obj)
 
-    return Pickler
+    return CallPickler
 
 
 def _import_name(obj: Any) -> str | None:

@@ -32,7 +32,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -529,6 +529,7 @@ class GivenAddress:
     """A worker that another process started."""
 
     def __init__(self, address: str, credentials: bytes) -> None:
+        self._where = repr(address)
         self._address = address
         self._credentials = credentials
 
@@ -538,13 +539,13 @@ class GivenAddress:
 
     def ending(self) -> str:
         """Describe the loss of the connection."""
-        return f"the connection to {self._address!r} was lost"
+        return f"the connection to {self._where} was lost"
 
     def close(self) -> None:
-        """No-op."""
+        """No-op: the process outlives its clients."""
 
 
-class NamedProcess:
+class NamedProcess(GivenAddress):
     """A named process, found by a file of its user."""
 
     def __init__(self, name: str, how: ProcessOptions) -> None:
@@ -552,58 +553,52 @@ class NamedProcess:
             raise WorkerConfigError(
                 f"A worker cannot be named {name!r}. Use up to 64 letters, digits, '.', '_', '-'."
             )
-        self._name = name
+        self._where = f"the worker named {name!r}"
         self._how = how
-        self._folder = _private_folder()
-        self._file = self._folder / f"{name}.json"
+        folder = _private_folder()
+        self._file, self._log = folder / f"{name}.json", folder / f"{name}.log"
+        self._lock = folder / f"{name}.lock"
 
     def open(self, connect: Connect) -> Connection:
         """Connect to the process, starting it if it does not run."""
-        with self._locked():
+        with open(self._lock, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # no other program is to start one meanwhile
             found = None
             with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
                 found = json.loads(self._file.read_text())
             if found is not None:
                 with contextlib.suppress(WorkerCrashedError, WorkerAuthenticationError):
-                    connection = connect(found["address"], found["key"].encode())
-                    self._check_same(found, connection)
-                    return connection
-            process = self._how.start(log=str(self._folder / f"{self._name}.log"))
-            connection = connect(process.address, process.credentials)
-            where = {"address": process.address, "key": process.credentials.decode()}
-            content = {**where, "pid": process.pid, "how": self._options()}
-            with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
-                json.dump(content, file)  # such files can be read by their owner only
-            os.replace(file.name, self._file)
-            process.detach()
-            return connection
-
-    def ending(self) -> str:
-        """Describe the loss of the connection."""
-        return f"the connection to the worker named {self._name!r} was lost"
-
-    def close(self) -> None:
-        """No-op: the process outlives its clients."""
+                    return self._connect_to(found, connect)
+            return self._start(connect)
 
     def _options(self) -> Any:
-        how = self._how
-        options = {"options": how.options, "configure": how.configure, "env": how.env}
+        options = {**vars(self._how), "start_timeout": None}
         return json.loads(json.dumps(options))
 
-    def _check_same(self, found: Mapping[str, Any], connection: Connection) -> None:
+    def _connect_to(self, found: Mapping[str, Any], connect: Connect) -> Connection:
+        connection = connect(found["address"], found["key"].encode())
         if found["how"] != self._options():
             connection.close()
             raise WorkerConfigError(
-                f"The worker named {self._name!r} runs with other options than those asked for: "
+                f"T{self._where[1:]} runs with other options than those asked for: "
                 f"{found['how']}. Ask for the same, or end its process first: kill {found['pid']}"
             )
+        return connection
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep other programs from starting a process of that name meanwhile."""
-        with open(self._folder / f"{self._name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+    def _start(self, connect: Connect) -> Connection:
+        process = self._how.start(log=str(self._log))
+        try:
+            connection = connect(process.address, process.credentials)
+        except BaseException:
+            process.end(0)
+            raise
+        where = {"address": process.address, "key": process.credentials.decode()}
+        content = {**where, "pid": process.pid, "how": self._options()}
+        with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as file:
+            json.dump(content, file)  # such files can be read by their owner only
+        os.replace(file.name, self._file)
+        process.detach()
+        return connection
 
 
 def _private_folder() -> Path:

@@ -196,7 +196,7 @@ def _pickler(by_value: bool | None) -> type[Any]:
 
 
 def _with_arrays(base: type[Any]) -> type[Any]:
-    class Pickler(base):
+    class TreePickler(base):
         """Write arrays with their layouts, and record code by value."""
 
         wrote_code = False
@@ -212,7 +212,7 @@ def _with_arrays(base: type[Any]) -> type[Any]:
                 self.wrote_code = True
             return made
 
-    return Pickler
+    return TreePickler
 
 
 def _device(platform: str, number: int) -> Any:
