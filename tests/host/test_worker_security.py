@@ -18,6 +18,7 @@ from tests.host.waiting import wait_for
 from shardax import errors
 from shardax.host import Worker, connections
 
+pytest.importorskip("distributed")
 pytest.importorskip("cryptography")
 
 from distributed import Security
@@ -88,7 +89,8 @@ def test_what_are_no_credentials_is_refused_before_connecting(key):
 def test_without_tls_nothing_is_read(worker, sent):
     with raw(worker) as connection:
         connection.sendall(sent)
-        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it may have been cut off already
+            connection.shutdown(socket.SHUT_WR)
         assert is_over(connection)
     assert works(worker)
 
