@@ -103,7 +103,6 @@ if _typing.TYPE_CHECKING:
     from shardax.host.errors import WorkerCrashedError as WorkerCrashedError
     from shardax.host.errors import WorkerMessageError as WorkerMessageError
     from shardax.host.errors import WorkerPickleError as WorkerPickleError
-    from shardax.host.errors import WorkerProtocolError as WorkerProtocolError
     from shardax.host.errors import WorkerStartError as WorkerStartError
     from shardax.host.errors import WorkerTimeoutError as WorkerTimeoutError
     from shardax.models.generate import GenerationError as GenerationError
@@ -208,7 +207,6 @@ _MODULES = {
         "WorkerCrashedError",
         "WorkerMessageError",
         "WorkerPickleError",
-        "WorkerProtocolError",
         "WorkerStartError",
         "WorkerTimeoutError",
     ),

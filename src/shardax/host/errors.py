@@ -60,10 +60,6 @@ class WorkerAuthenticationError(ShardaxError, PermissionError):
     """A worker and its client do not have the same key."""
 
 
-class WorkerProtocolError(ShardaxError, ConnectionError):
-    """What came over a connection is not a message of this version."""
-
-
 class WorkerMessageError(ShardaxError, ValueError):
     """A call or its result is larger than what a worker takes."""
 
