@@ -110,6 +110,13 @@ def check_size(parts: Sequence[Any], limit: int) -> None:
         )
 
 
+def frames(parts: Sequence[Any]) -> list[Any]:
+    """Mark buffers as frames of a message, which are not copied."""
+    from distributed.protocol.serialize import to_serialize
+
+    return [to_serialize(memoryview(part).cast("B")) for part in parts]
+
+
 class _Unpickler(pickle.Unpickler):
     resolve: Reference | None = None
 

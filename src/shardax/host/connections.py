@@ -32,7 +32,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,11 +112,8 @@ class PendingCall:
     """A call without a result."""
 
     name: str
-    head: bytes
-    parts: Sequence[Any]
+    request: Mapping[str, Any]  # arguments of the procedure that runs it
     future: WorkerFuture
-    timeout: float | None  # seconds that it may run
-    keep: bool | str
     retries: int  # how often it may still be run again if the worker is lost
     is_idempotent: bool
     receive: Callable[[dict[str, Any]], Any]  # makes the result of a reply
@@ -129,13 +126,6 @@ class PendingCall:
         """End the call with an error, unless it was cancelled."""
         if self.begin():
             self.future.set_exception(error)
-
-    def request(self) -> dict[str, Any]:
-        """The arguments of the procedure that runs it."""
-        from shardax.host.worker_process import buffers
-
-        parts = buffers(self.parts)
-        return {"head": self.head, "parts": parts, "timeout": self.timeout, "keep": self.keep}
 
     def settle(self, reply: dict[str, Any]) -> None:
         """End the call with the result or the error of a reply."""
@@ -156,8 +146,8 @@ class PendingCall:
         error: Any = None
         if reply["error"] == "timeout":
             error = WorkerTimeoutError(
-                f"{self.name} ran in a worker for longer than its timeout of {self.timeout:g} "
-                f"seconds and was interrupted."
+                f"{self.name} ran in a worker for longer than its timeout of "
+                f"{self.request['timeout']:g} seconds and was interrupted."
             )
         elif reply["parts"]:
             # The class of the exception need not unpickle here.
@@ -198,8 +188,8 @@ class Connection:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = _event_loop()
         self._run(self._open(credentials))
-        self._spawn(self._attend())
-        self._spawn(self._beat())
+        self._spawn(self._attend)
+        self._spawn(self._beat)
 
     async def _open(self, credentials: bytes) -> None:
         from distributed.comm.core import FatalCommClosedError, connect
@@ -247,11 +237,11 @@ class Connection:
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def _spawn(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
         """Start a coroutine from any thread, in the order of that thread."""
 
         def start() -> None:
-            task = self._loop.create_task(coroutine)
+            task = self._loop.create_task(function(*args))
             self._tasks.add(task)  # an event loop itself keeps no reference
             task.add_done_callback(self._tasks.discard)
 
@@ -264,8 +254,8 @@ class Connection:
                 return False
             number = next(self._numbers)
             self._calls[number] = call
-        call.future.interrupter = lambda: self._spawn(self._interrupt(number))
-        self._spawn(self._perform(number, call))
+        call.future.interrupter = lambda: self._spawn(self._interrupt, number)
+        self._spawn(self._perform, number, call)
         return True
 
     async def _perform(self, number: int, call: PendingCall) -> None:
@@ -287,7 +277,7 @@ class Connection:
                     self._take(number)
                     await self._rpc.skip(**me)
                     return
-                reply = await self._rpc.run(**me, **call.request())
+                reply = await self._rpc.run(**me, **call.request)
                 if reply is None:
                     raise OSError
                 self._take(number).settle(reply)
@@ -306,15 +296,14 @@ class Connection:
     def drop(self, key: int | str) -> None:
         """Free a value, before the next call at the latest."""
         self._dropped.append(key)
-
-        async def drop() -> None:
-            with contextlib.suppress(OSError):
-                async with self._turn:
-                    if keys := self._take_dropped():
-                        await self._rpc.drop(keys=keys)
-
         if not self.lost:
-            self._spawn(drop())
+            self._spawn(self._drop)
+
+    async def _drop(self) -> None:
+        with contextlib.suppress(OSError):
+            async with self._turn:
+                if keys := self._take_dropped():
+                    await self._rpc.drop(keys=keys)
 
     def _take_dropped(self) -> list[int | str]:
         return [self._dropped.popleft() for _ in range(len(self._dropped))]
@@ -338,7 +327,7 @@ class Connection:
     def close(self) -> None:
         """End the connection."""
         self._loop.call_soon_threadsafe(self._lose, "it was shut down")
-        self.wait_for_end()
+        self._over.wait()
 
     def wait_for_end(self) -> None:
         """Wait until the connection has ended."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardax._core.errors import ShardaxError
-from shardax.host.calls import check_size, decode, name_of, pack, run_packed
+from shardax.host.calls import check_size, decode, frames, name_of, pack, run_packed
 from shardax.host.connections import (
     Connection,
     GivenAddress,
@@ -278,11 +278,13 @@ class Worker(concurrent.futures.Executor):
 
         call = PendingCall(
             name=name_of(function),
-            head=head,
-            parts=parts,
+            request={
+                "head": head,
+                "parts": frames(parts),
+                "timeout": self._timeout if timeout is None else timeout,
+                "keep": keep,
+            },
             future=WorkerFuture(),
-            timeout=self._timeout if timeout is None else timeout,
-            keep=keep,
             retries=RETRIES if idempotent else 0,
             is_idempotent=idempotent,
             receive=receive,  # refers to this worker, which stays until there is a result

@@ -39,10 +39,9 @@ import dask.config
 from distributed import Security
 from distributed.comm.core import Comm
 from distributed.core import Server, Status
-from distributed.protocol.serialize import to_serialize
 
 from shardax.config.configure import configure
-from shardax.host.calls import FunctionTable, check_size, encode
+from shardax.host.calls import FunctionTable, check_size, encode, frames
 from shardax.host.errors import RemoteValueError
 
 STUCK = 75  # the exit status of a worker whose call could not be interrupted (EX_TEMPFAIL)
@@ -76,11 +75,6 @@ def security_of(credentials: bytes) -> Security:
         tls_scheduler_cert=certificate,
         tls_scheduler_key=key,
     )
-
-
-def buffers(parts: Sequence[Any]) -> list[Any]:
-    """Buffers as frames of a message, which are not copied."""
-    return [to_serialize(memoryview(part).cast("B")) for part in parts]
 
 
 def python_version() -> str:
@@ -286,7 +280,7 @@ class CallServer(Server):
                     parts = encoded
             text = traceback.format_exc()[-MOST_TEXT:].encode(errors="replace").decode()
             why = call.reason if isinstance(error, CallInterrupted) else "raised"
-            return {"error": why, "text": text, "parts": buffers(parts)}
+            return {"error": why, "text": text, "parts": frames(parts)}
         return reply
 
     def _result(
@@ -301,7 +295,7 @@ class CallServer(Server):
         if keep is False:
             encoded = encode(result)
             check_size(encoded, self._limit)
-            return {"error": None, "parts": buffers(encoded)}
+            return {"error": None, "parts": frames(encoded)}
         key = keep if isinstance(keep, str) else next(self._numbers)
         if isinstance(keep, str) or call.client in self._clients:
             self._values[key] = (result, None if isinstance(keep, str) else call.client)
