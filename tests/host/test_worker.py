@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
+import gc
 import os
 import socket
 import threading
@@ -206,6 +208,18 @@ def test_an_exception_that_cannot_be_raised_here_is_told(worker, function, last_
     assert f"def {function.__name__}" not in str(caught.value)
     assert function.__name__ in str(caught.value.__cause__)
     assert worker.submit(abs, -1).result() == 1
+
+
+def test_errors_and_their_tracebacks_are_garbage_like_any_other(worker):
+    """Python up to 3.12.4 crashes when it collects a cycle with memory of a message in it."""
+    for _ in range(5):
+        for function in (there.fails_unloadably, threading.Lock, there.leaves):
+            with contextlib.suppress(Exception):
+                worker.submit(function).result()
+        with contextlib.suppress(errors.WorkerPickleError):
+            worker.submit(there.add, np.ones(3), y=threading.Lock())
+        gc.collect()
+        worker.submit(gc.collect).result()
 
 
 # --- timeouts, cancellation -----------------------------------------------------------------------

@@ -72,7 +72,9 @@ def encode(value: Any, refer: Reference | None = None, watch: Reference | None =
             f"{shown} cannot be sent to another process: {type(error).__name__}: "
             f"{error}.{_advice()}"
         ) from error
-    return [file.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    # Bytes and arrays, not memoryviews: before Python 3.12.5 the garbage collector crashes on a
+    # reference cycle with one of those, as exceptions and their tracebacks make.
+    return [file.getvalue(), *(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)]
 
 
 def encode_arguments(
@@ -108,13 +110,6 @@ def check_size(parts: Sequence[Any], limit: int) -> None:
             f"{limit}. Start the worker with a higher one, sx.host.Worker(max_message={total}), or "
             f"keep large values in it: worker.put(value), worker.request(f, keep=True)."
         )
-
-
-def frames(parts: Sequence[Any]) -> list[Any]:
-    """Mark buffers as frames of a message, which are not copied."""
-    from distributed.protocol.serialize import to_serialize
-
-    return [to_serialize(memoryview(part).cast("B")) for part in parts]
 
 
 class _Unpickler(pickle.Unpickler):

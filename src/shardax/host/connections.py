@@ -20,7 +20,6 @@ import fcntl
 import functools
 import itertools
 import json
-import logging
 import os
 import re
 import select
@@ -62,9 +61,6 @@ _BOOT = (
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     """The event loop of all connections of this process, in a thread."""
-    # Of peers that break off, errors say what is to be said.
-    logging.getLogger("distributed.comm").setLevel(logging.CRITICAL)
-    logging.getLogger("distributed.core").setLevel(logging.CRITICAL)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="worker-client", daemon=True).start()
     return loop
@@ -129,12 +125,12 @@ class PendingCall:
 
     def settle(self, reply: dict[str, Any]) -> None:
         """End the call with the result or the error of a reply."""
+        if reply["error"] is not None:
+            self.future.set_exception(self._error(reply))
+            return
         try:
-            if reply["error"] is None:
-                result = self.receive(reply)
-            else:
-                raise self._error(reply)
-        except BaseException as error:  # noqa: BLE001 (the caller's, or it cannot be read here)
+            result = self.receive(reply)
+        except BaseException as error:  # noqa: BLE001 (it cannot be read here)
             self.future.set_exception(error)
         else:
             self.future.set_result(result)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardax._core.errors import ShardaxError
-from shardax.host.calls import check_size, decode, frames, name_of, pack, run_packed
+from shardax.host.calls import check_size, decode, name_of, pack, run_packed
 from shardax.host.connections import (
     Connection,
     GivenAddress,
@@ -266,6 +266,8 @@ class Worker(concurrent.futures.Executor):
             WorkerMessageError: If it is too large.
             WorkerCrashedError: If the worker has crashed too often.
         """
+        from distributed.protocol.serialize import to_serialize
+
         _check_positive(timeout=timeout)
         head, parts = pack(function, args, kwargs or {}, self._refer)
         check_size(parts, self._connection.max_message)
@@ -280,7 +282,7 @@ class Worker(concurrent.futures.Executor):
             name=name_of(function),
             request={
                 "head": head,
-                "parts": frames(parts),
+                "parts": to_serialize(parts),
                 "timeout": self._timeout if timeout is None else timeout,
                 "keep": keep,
             },

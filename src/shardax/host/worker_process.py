@@ -39,9 +39,10 @@ import dask.config
 from distributed import Security
 from distributed.comm.core import Comm
 from distributed.core import Server, Status
+from distributed.protocol.serialize import to_serialize
 
 from shardax.config.configure import configure
-from shardax.host.calls import FunctionTable, check_size, encode, frames
+from shardax.host.calls import FunctionTable, check_size, encode
 from shardax.host.errors import RemoteValueError
 
 STUCK = 75  # the exit status of a worker whose call could not be interrupted (EX_TEMPFAIL)
@@ -109,7 +110,8 @@ class CallServer(Server):
                 "drop": self.drop,
                 "info": self.info,
                 "stop": self.stop_process,
-            }
+            },
+            needs_workdir=False,
         )
         self._limit = int(options["max_message"])
         self._kill_after: float | None = options["kill_after"]
@@ -280,7 +282,7 @@ class CallServer(Server):
                     parts = encoded
             text = traceback.format_exc()[-MOST_TEXT:].encode(errors="replace").decode()
             why = call.reason if isinstance(error, CallInterrupted) else "raised"
-            return {"error": why, "text": text, "parts": frames(parts)}
+            return {"error": why, "text": text, "parts": to_serialize(parts)}
         return reply
 
     def _result(
@@ -295,7 +297,7 @@ class CallServer(Server):
         if keep is False:
             encoded = encode(result)
             check_size(encoded, self._limit)
-            return {"error": None, "parts": frames(encoded)}
+            return {"error": None, "parts": to_serialize(encoded)}
         key = keep if isinstance(keep, str) else next(self._numbers)
         if isinstance(keep, str) or call.client in self._clients:
             self._values[key] = (result, None if isinstance(keep, str) else call.client)
@@ -320,8 +322,9 @@ class CallServer(Server):
 
 def main(options: Mapping[str, Any]) -> None:
     """Run a worker in this process."""
-    # What the server would say of peers that break off is no output of the calls.
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    for name in ("distributed.core", "distributed.comm"):
+        # What the server would say of peers that break off is no output of the calls.
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="worker-server", daemon=True).start()
 
@@ -332,20 +335,22 @@ def main(options: Mapping[str, Any]) -> None:
         await server.listen("tls://127.0.0.1:0", **security.get_listen_args("scheduler"))
         return server, credentials_of(security)
 
-    with os.fdopen(options["ready"], "w") as ready:
-        try:
-            configure(**options["configure"])
-            server, credentials = asyncio.run_coroutine_threadsafe(start(), loop).result()
-        except Exception:  # noqa: BLE001 (whoever starts the worker raises it)
-            ready.write(json.dumps({"error": traceback.format_exc()}))
-            sys.exit(1)
+    def end() -> None:
+        asyncio.run_coroutine_threadsafe(server.stop_process(), loop)
 
-        def end() -> None:
-            asyncio.run_coroutine_threadsafe(server.stop_process(), loop)
+    def answer(**facts: Any) -> None:
+        # Who starts it may have ended meanwhile.
+        with contextlib.suppress(BrokenPipeError), os.fdopen(options["ready"], "w") as ready:
+            json.dump(facts, ready)
 
-        signal.signal(signal.SIGTERM, lambda *_: end())
-        answer = {"address": server.address, "key": credentials.decode(), "pid": os.getpid()}
-        ready.write(json.dumps(answer))
+    try:
+        configure(**options["configure"])
+        server, credentials = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    except Exception:  # noqa: BLE001 (whoever starts the worker raises it)
+        answer(error=traceback.format_exc())
+        sys.exit(1)
+    signal.signal(signal.SIGTERM, lambda *_: end())
+    answer(address=server.address, key=credentials.decode(), pid=os.getpid())
     if not options["detached"]:
         threading.Thread(target=_end_with_parent, args=[end], daemon=True).start()
     server.serve()
