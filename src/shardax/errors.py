@@ -95,7 +95,6 @@ if _typing.TYPE_CHECKING:
     from shardax.host.errors import HostFunctionError as HostFunctionError
     from shardax.host.errors import HostResultError as HostResultError
     from shardax.host.errors import HostSpecError as HostSpecError
-    from shardax.host.errors import NeighbourError as NeighbourError
     from shardax.host.errors import RemoteValueError as RemoteValueError
     from shardax.host.errors import StaleModuleError as StaleModuleError
     from shardax.host.errors import WorkerAuthenticationError as WorkerAuthenticationError
@@ -104,7 +103,6 @@ if _typing.TYPE_CHECKING:
     from shardax.host.errors import WorkerCrashedError as WorkerCrashedError
     from shardax.host.errors import WorkerMessageError as WorkerMessageError
     from shardax.host.errors import WorkerPickleError as WorkerPickleError
-    from shardax.host.errors import WorkerProtocolError as WorkerProtocolError
     from shardax.host.errors import WorkerStartError as WorkerStartError
     from shardax.host.errors import WorkerTimeoutError as WorkerTimeoutError
     from shardax.models.generate import GenerationError as GenerationError
@@ -199,7 +197,6 @@ _MODULES = {
         "HostFunctionError",
         "HostResultError",
         "HostSpecError",
-        "NeighbourError",
         "RemoteValueError",
         "StaleModuleError",
         "WorkerAuthenticationError",
@@ -208,7 +205,6 @@ _MODULES = {
         "WorkerCrashedError",
         "WorkerMessageError",
         "WorkerPickleError",
-        "WorkerProtocolError",
         "WorkerStartError",
         "WorkerTimeoutError",
     ),

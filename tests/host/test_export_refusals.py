@@ -180,7 +180,6 @@ def test_what_has_no_form_outside_of_python_is_named(
         ({"dynamic": {"n": {"x": ()}}}, "of no array"),
         ({"dynamic": {"n": {"x": 0}}, "constraints": ("n >> 2",)}, "n >> 2"),
         ({"constraints": ("n >= 2",)}, "there are none"),
-        ({"dynamic": {"n": {"x": 0}}, "snapshot": True}, "n are dynamic"),
     ],
 )
 def test_dynamic_dimensions_that_do_not_fit_are_named(

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tests.host.pickled import Holder, Placed, run
 from tests.strategies import assert_equal_values, assert_same_model
@@ -40,36 +40,12 @@ def placed(auto_mesh: Any) -> Placed:
     return sx.shard(Placed(auto_mesh, place), auto_mesh, RULES)
 
 
-# --- what a pickle says of itself ---
-
-
-def test_a_pickle_says_how_it_was_laid_out_without_being_read(placed: Placed) -> None:
-    tree = {
-        "model": placed,
-        "odd": jax.device_put(jnp.ones(8), NamedSharding(placed.mesh, P(("data", "model")))),
-    }
-    data = sx.host.dumps({**tree, "plain": jnp.ones(2)})
-    layout = sx.host.pickled_layout(data)
-    mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    assert layout.flat() == {
-        ("model", "kernel"): NamedSharding(mesh, P("data", "model")),
-        ("odd",): NamedSharding(mesh, P(("data", "model"))),
-    }
-    assert repr(layout).splitlines() == [
-        "State of shardings over the mesh data=2, model=4",
-        "  path           axes        spec",
-        "  .model.kernel  embed, mlp  P('data', 'model')",
-        "  .odd                       P(('data', 'model'),)",
-    ]
-
-
-def test_what_a_pickle_says_of_itself_runs_nothing(tmp_path: Path) -> None:
+def test_reading_runs_code(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return Path.write_text, (tmp_path / "ran", "code")
 
     data = sx.host.dumps([Evil(), jnp.ones(2)], by_value=False)
-    assert sx.host.pickled_layout(data).flat() == {}
     assert not (tmp_path / "ran").exists()
     sx.host.loads(data)
     assert (tmp_path / "ran").read_text() == "code"  # so bytes are to be trusted
@@ -123,7 +99,6 @@ print(json.dumps({
     "axes": model.kernel.axes,
     "mesh": [type(model.mesh).__name__, dict(model.mesh.shape)],
     "spec": [str(place.spec) for place in model.places],
-    "layout": repr(sx.host.pickled_layout(data)),
 }))
 mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 again = sx.shard(model, mesh, {"embed": "data", "mlp": "model"})
@@ -153,7 +128,6 @@ def test_a_sharded_model_is_read_on_a_machine_with_fewer_devices(
         "axes": ["embed", "mlp"],
         "mesh": ["AbstractMesh", {"data": 2, "model": 4}],
         "spec": ["P('data', 'model')"] * 2,
-        "layout": repr(sx.host.pickled_layout(sx.host.dumps(placed))),
     }
     assert (again, there, json.loads(total)) == ("True True", "True", 992.0)
 
@@ -224,9 +198,8 @@ def test_law_damaged_bytes_are_refused_before_they_are_read(drawn: st.DataObject
         data[position] ^= drawn.draw(st.integers(1, 255))
     else:
         data = bytearray(drawn.draw(st.binary(max_size=80)))
-    for read in (sx.host.loads, sx.host.pickled_layout):
-        with pytest.raises(PickleReadError):
-            read(bytes(data))
+    with pytest.raises(PickleReadError):
+        sx.host.loads(bytes(data))
 
 
 def test_numbers_that_lose_half_of_their_bits_are_said_to(auto_mesh: Any) -> None:

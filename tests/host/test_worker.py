@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
+import gc
 import os
+import socket
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
 
@@ -207,6 +210,18 @@ def test_an_exception_that_cannot_be_raised_here_is_told(worker, function, last_
     assert worker.submit(abs, -1).result() == 1
 
 
+def test_errors_and_their_tracebacks_are_garbage_like_any_other(worker):
+    """Python up to 3.12.4 crashes when it collects a cycle with memory of a message in it."""
+    for _ in range(5):
+        for function in (there.fails_unloadably, threading.Lock, there.leaves):
+            with contextlib.suppress(Exception):
+                worker.submit(function).result()
+        with contextlib.suppress(errors.WorkerPickleError):
+            worker.submit(there.add, np.ones(3), y=threading.Lock())
+        gc.collect()
+        worker.submit(gc.collect).result()
+
+
 # --- timeouts, cancellation -----------------------------------------------------------------------
 
 
@@ -320,7 +335,7 @@ def test_a_client_that_goes_takes_its_calls_along(worker, tmp_path):
     running = other.submit(there.count, str(path))
     waiting = other.submit(there.count, str(tmp_path / "second"))
     wait_for(path.exists)
-    other._link.hang_up("for a test")
+    other._connection.close()
     assert worker.submit(abs, -1).result(20) == 1
     assert path.read_text() == "CallInterrupted"
     assert not (tmp_path / "second").exists()
@@ -333,14 +348,16 @@ def test_a_client_that_goes_takes_its_calls_along(worker, tmp_path):
 
 def test_shut_down_takes_no_more_calls_and_ends_the_process():
     worker = Worker()
-    pid, socket = worker.info()["pid"], worker.address
+    pid = worker.info()["pid"]
+    _, port = worker.address.rsplit(":", 1)
     future, other = worker.submit(there.nap, 0.3), worker.submit(there.nap, 10)
     wait_for(future.running)
     worker.shutdown(cancel_futures=True)
     assert (future.result(), other.cancelled()) == (0.3, True)
     with pytest.raises(RuntimeError, match="shut"):
         worker.submit(abs, 1)
-    assert not os.path.exists(os.path.dirname(socket))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(port)))
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     worker.shutdown()
@@ -349,16 +366,10 @@ def test_shut_down_takes_no_more_calls_and_ends_the_process():
 @pytest.mark.parametrize(
     "options",
     [
-        {"authkey": b"short"},
-        {"authkey": b""},
-        {"authkey": "0123456789abcdef"},
-        {"host": "0.0.0.0"},
-        {"host": "example.org"},
         {"timeout": 0},
         {"heartbeat": -1.0},
         {"functions": "many"},
         {"name": "a/b"},
-        {"name": "lab", "authkey": b"0123456789abcdef"},
     ],
     ids=str,
 )
@@ -385,5 +396,5 @@ def test_what_it_prints_goes_to_its_log_which_it_can_read_again(tmp_path, capfd)
 
 
 def test_one_with_a_name_has_a_log_of_its_own(tmp_path):
-    with pytest.raises(errors.WorkerConfigError, match=r"omit authkey= and log=\."):
+    with pytest.raises(errors.WorkerConfigError, match=r"omit log=\."):
         Worker(name="shardax-test-log", log=tmp_path / "worker.log")

@@ -19,10 +19,8 @@ from tests.host import worker_functions as there
 
 import shardax as sx
 from shardax import errors
-from shardax.host import Worker
-from shardax.host.workers import encoding
-from shardax.host.workers.encoding import decode, encode
-from shardax.host.workers.functions import FunctionTable, describe
+from shardax.host import Worker, calls
+from shardax.host.calls import FunctionTable, decode, describe, encode
 
 # --- encoding -------------------------------------------------------------------------------------
 
@@ -83,13 +81,13 @@ def test_what_can_be_imported_goes_by_its_path():
 
 def test_without_cloudpickle_only_import_paths_go_and_the_error_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    encoding._pickler_class.cache_clear()
+    calls._pickler_class.cache_clear()
     try:
         assert decode(describe(there.by_jax).parts) is there.by_jax
         with pytest.raises(errors.WorkerPickleError, match=r"shardax\[code\]"):
             describe(lambda x: x)
     finally:
-        encoding._pickler_class.cache_clear()
+        calls._pickler_class.cache_clear()
 
 
 def test_equal_functions_have_one_key_and_others_another():
@@ -120,7 +118,7 @@ def test_a_table_makes_a_function_once_and_keeps_the_latest():
     table.find(forms[0])
     table.find(forms[2])
     assert table.find(forms[0]) is one
-    assert [kept["calls"] for kept in table.told()] == [1, 4]
+    assert [kept["calls"] for kept in table.summary()] == [1, 4]
     assert one.call(1) == 1
 
 
@@ -174,7 +172,7 @@ def test_another_module_of_the_same_name_is_noticed(own_module, tmp_path):
 def test_keys_are_the_same_in_every_process_for_code_without_sets():
     program = textwrap.dedent(
         """
-        from shardax.host.workers.functions import describe
+        from shardax.host.calls import describe
         import jax.numpy as jnp
         scale = 3
         def inner(x): return jnp.sum(x) * scale

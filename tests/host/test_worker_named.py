@@ -78,7 +78,7 @@ def test_its_key_is_for_this_user_alone(lab, folder):
     kept = folder / "lab.json"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert lab.authkey.hex() in kept.read_text()
+    assert lab.authkey.decode() == json.loads(kept.read_text())["key"]
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770])

@@ -1,345 +1,229 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may reach a worker, and what may be sent to it: anything else ends that connection only."""
+"""Who may reach a worker: the loopback, TLS, credentials that nobody else sees."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
-import stat
-from multiprocessing.connection import Client, Listener
+import ssl
+import subprocess
+import sys
+import threading
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.host import worker_functions as there
 from tests.host.waiting import wait_for
 
 from shardax import errors
-from shardax.host import Worker
-from shardax.host.workers import channel, server
-from shardax.host.workers.channel import Channel, authenticate
-from shardax.host.workers.messages import (
-    FROM_CLIENT,
-    KINDS,
-    VERSION,
-    Message,
-    read_header,
-)
+from shardax.host import Worker, connections
 
-LIMIT = 1 << 20
+pytest.importorskip("distributed")
+pytest.importorskip("cryptography")
+
+from distributed import Security
+
+from shardax.host.worker_process import credentials_of
 
 
-@pytest.fixture(scope="module", params=["Unix socket", "TCP"])
-def worker(request):
-    host = None if request.param == "Unix socket" else "127.0.0.1"
-    with Worker(host=host, max_message=LIMIT) as worker:
+@pytest.fixture(scope="module")
+def worker():
+    with Worker(max_message=1 << 20) as worker:
         yield worker
-
-
-@contextlib.contextmanager
-def raw(worker):
-    """An authenticated connection on which anything can be sent, after the greetings."""
-    connection = Client(worker.address)
-    authenticate(connection, worker.authkey, first=False)
-    connection.send_bytes(Message("hello", about=server.greeting()).header())
-    assert b'"hello"' in connection.recv_bytes()
-    with connection:
-        yield connection
-
-
-def is_over(connection):
-    """Whether the worker ends a connection, whatever it says before."""
-    try:
-        while connection.poll(20):
-            connection.recv_bytes()
-    except (EOFError, OSError):
-        return True
-    return False
 
 
 def works(worker):
     return worker.submit(abs, -1).result(20) == 1
 
 
-# --- the key --------------------------------------------------------------------------------------
+def port_of(worker):
+    return int(worker.address.rpartition(":")[2])
 
 
-def test_another_key_is_refused(worker):
+def raw(worker):
+    return socket.create_connection(("127.0.0.1", port_of(worker)), 20)
+
+
+def is_over(connection):
+    """Whether a worker ends a connection, whatever it says before."""
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(1000):
+            pass
+    return True
+
+
+# --- credentials ----------------------------------------------------------------------------------
+
+
+def test_other_credentials_are_refused(worker):
+    other = credentials_of(Security.temporary())
     with pytest.raises(errors.WorkerAuthenticationError, match=r"worker\.authkey"):
-        Worker.connect(worker.address, b"another key of enough bytes")
+        Worker.connect(worker.address, other)
     assert works(worker)
 
 
-@pytest.mark.parametrize("key", [b"", b"short", None, "a text of enough characters"], ids=repr)
-def test_what_is_no_key_is_refused_before_connecting(key):
-    with pytest.raises(errors.WorkerConfigError, match="16 bytes"):
-        Worker.connect("/nowhere", key)
+def test_a_client_without_a_certificate_is_refused(worker):
+    """One that trusts the worker, and has nothing to show itself."""
+    certificate = worker.authkey.decode().partition("-----BEGIN PRIVATE KEY")[0]
+    context = ssl.create_default_context(cadata=certificate)
+    context.check_hostname = False
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    with (
+        raw(worker) as plain,
+        context.wrap_socket(plain) as connection,
+        pytest.raises((ssl.SSLError, ConnectionError)),
+    ):
+        connection.recv(100)  # with TLS 1.3 the refusal comes with the first that is read
+    assert works(worker)
 
 
-def test_a_worker_does_not_listen_without_a_key(tmp_path):
-    with pytest.raises(errors.WorkerConfigError, match="0 bytes"):
-        server.Server({"key": "", "folder": str(tmp_path)})
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    "key", [b"", b"short", None, "a text", b"-----BEGIN A-----\nx\n-----END A-----\n"], ids=repr
+)
+def test_what_are_no_credentials_is_refused_before_connecting(key):
+    with pytest.raises(errors.WorkerConfigError, match=r"worker\.authkey"):
+        Worker.connect("tls://127.0.0.1:1", key)
 
 
-@pytest.mark.parametrize("answer", [b"", b"#WELCOME#", b"x" * 32, b"\x80\x05."], ids=repr)
-def test_without_the_key_nothing_is_read(worker, answer):
-    with Client(worker.address) as connection:
-        assert b"#CHALLENGE#" in connection.recv_bytes()
-        connection.send_bytes(answer)
+@pytest.mark.parametrize("sent", [b"", b"hello", b"\x16\x03\x01" + b"\xff" * 200, b"\x80\x05."])
+def test_without_tls_nothing_is_read(worker, sent):
+    with raw(worker) as connection:
+        connection.sendall(sent)
         with contextlib.suppress(OSError):  # it may have been cut off already
-            connection.send_bytes(Message("exit").header())
+            connection.shutdown(socket.SHUT_WR)
         assert is_over(connection)
     assert works(worker)
 
 
 def test_a_client_that_says_nothing_holds_up_nobody(worker):
-    with Client(worker.address), Client(worker.address):
+    with raw(worker), raw(worker):
         assert works(worker)
         with Worker.connect(worker.address, worker.authkey) as other:
             assert works(other)
 
 
-def test_who_does_not_answer_the_challenge_in_time_is_cut_off(monkeypatch, tmp_path):
-    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.2)
-    with Listener(str(tmp_path / "socket")) as listener, Client(listener.address) as silent:
-        connection = listener.accept()
-        with pytest.raises(EOFError):
-            authenticate(connection, b"0123456789abcdef", first=True)
-        assert is_over(silent)
-
-
-def test_a_listener_without_the_key_is_no_worker(tmp_path):
-    """The key is proved in both directions, so nothing is unpickled from an impostor."""
-    with Listener(str(tmp_path / "socket")) as listener:
-        connecting = socket.socket(socket.AF_UNIX)
-        connecting.connect(listener.address)
-        from threading import Thread
+def test_a_listener_without_the_credentials_is_no_worker(worker, monkeypatch):
+    """They are proved in both directions, so nothing is unpickled from an impostor."""
+    monkeypatch.setattr(connections, "CONNECT_SECONDS", 2.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def impostor():
-            with listener.accept() as connection:
-                connection.send_bytes(b"#CHALLENGE#" + b"0" * 20)
-                connection.recv_bytes()
-                connection.send_bytes(b"#WELCOME#")
-                connection.recv_bytes()
-                connection.send_bytes(b"made up")
-                is_over(connection)
+            with contextlib.suppress(OSError):
+                while True:
+                    with listener.accept()[0] as connection:
+                        connection.sendall(b"\x80\x05cos\n_exit\n")
 
-        connecting.close()
-        listener.accept().close()
-        thread = Thread(target=impostor)
-        thread.start()
-        with pytest.raises(errors.WorkerAuthenticationError):
-            Worker.connect(listener.address, b"0123456789abcdef")
-        thread.join()
+        threading.Thread(target=impostor, daemon=True).start()
+        address = f"tls://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises((errors.WorkerAuthenticationError, errors.WorkerCrashedError)):
+            Worker.connect(address, worker.authkey)
+        listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_the_socket_and_its_folder_are_for_this_user_alone(worker):
-    if isinstance(worker.address, tuple):
-        assert worker.address[0] == "127.0.0.1"
-        return
-    modes = [os.stat(path).st_mode for path in (worker.address, os.path.dirname(worker.address))]
-    assert [stat.S_IMODE(mode) for mode in modes] == [0o600, 0o700]
-    assert stat.S_ISSOCK(modes[0])
+def test_another_worker_is_not_the_one_with_these_credentials(worker):
+    with Worker() as other, pytest.raises(errors.WorkerAuthenticationError):
+        Worker.connect(other.address, worker.authkey)
 
 
-def test_keys_are_random_and_seen_by_nobody(worker):
+def test_it_listens_at_the_loopback_only(worker):
+    assert worker.address == f"tls://127.0.0.1:{port_of(worker)}"
+    inode_ports = []
+    with open("/proc/net/tcp") as table, contextlib.suppress(StopIteration):
+        next(table)
+        for line in table:
+            _, local, _, state = line.split()[:4]
+            address, port = local.split(":")
+            if state == "0A" and int(port, 16) == port_of(worker):
+                inode_ports.append(address)
+    assert inode_ports == ["0100007F"]
+
+
+def test_credentials_are_random_and_seen_by_nobody(worker):
     key = worker.authkey
+    assert b"PRIVATE KEY" in key
     with Worker() as other:
         assert len({key, other.authkey}) == 2
     pid = worker.info()["pid"]
+    lines = [line for line in key.splitlines() if not line.startswith(b"-----")]
     for file in ("cmdline", "environ"):
         with open(f"/proc/{pid}/{file}", "rb") as seen:
             content = seen.read()
-        assert key not in content
-        assert key.hex().encode() not in content
-    assert key.hex() not in repr(worker)
-    assert repr(key) not in repr(worker)
+        assert not any(line in content for line in lines)
+    assert not any(line.decode() in repr(worker) for line in lines)
 
 
 # --- what is sent ---------------------------------------------------------------------------------
 
-VALID = {"v": VERSION, "kind": "ping", "id": 1, "about": {}, "sizes": []}
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda children: st.lists(children) | st.dictionaries(st.text(), children),
-    max_leaves=5,
-)
-headers = st.one_of(
-    st.binary(max_size=200),
-    json_values.map(lambda value: json.dumps(value).encode()),
-    st.dictionaries(st.sampled_from(sorted(VALID)), json_values).map(
-        lambda changes: json.dumps({**VALID, **changes}).encode()
-    ),
-    st.sampled_from([b"[" * 100_000, b"9" * 10_000, b"\xff\xfe", b"\x80\x05."]),
-)
 
+def test_a_worker_of_another_python_is_refused(worker, monkeypatch):
+    from shardax.host import worker_process
 
-@given(headers)
-def test_any_bytes_are_a_message_or_an_error(data):
-    try:
-        message, sizes = read_header(data, LIMIT)
-    except errors.WorkerProtocolError:
-        return
-    assert message.kind in KINDS
-    assert sum(sizes) <= LIMIT
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"v": VERSION + 1}, "version 2"),
-        ({"v": None}, "version None"),
-        ({"kind": "reboot"}, "reboot"),
-        ({"kind": ["ping"]}, "unknown kind"),
-        ({"id": -1}, "number -1"),
-        ({"id": True}, "number True"),
-        ({"about": []}, "without facts"),
-        ({"sizes": [-5]}, "sizes"),
-        ({"sizes": [LIMIT, 1]}, "limit"),
-        ({"sizes": [1 << 70]}, "sizes"),
-        ({"sizes": [True]}, "sizes"),
-        ({"kind": "result"}, "clients do not send"),
-        ({"kind": "hello"}, "clients do not send"),
-    ],
-)
-def test_a_malformed_message_ends_its_connection_and_says_why(worker, changes, says):
-    with raw(worker) as connection:
-        connection.send_bytes(json.dumps({**VALID, **changes}).encode())
-        refusal = json.loads(connection.recv_bytes())
-        assert refusal["kind"] == "refused"
-        assert says in refusal["about"]["text"]
-        assert is_over(connection)
+    monkeypatch.setattr(worker_process, "python_version", lambda: "2.7")
+    with pytest.raises(errors.WorkerConfigError, match=r"this process Python 2\.7"):
+        Worker.connect(worker.address, worker.authkey)
     assert works(worker)
 
 
-@settings(max_examples=15)
-@given(st.lists(headers, min_size=1, max_size=3))
-def test_fuzzed_messages_harm_nobody_else(worker, sent):
-    with raw(worker) as connection, contextlib.suppress(OSError):
-        for data in sent:
-            connection.send_bytes(data)
-    assert works(worker)
+PROGRAM = """
+import os, signal, sys
+from shardax.host import Worker
+from tests.host import worker_functions as there
+from tests.host.waiting import wait_for
+worker = Worker.connect(sys.argv[1], sys.stdin.buffer.read())
+future = worker.submit(there.count, sys.argv[2])
+wait_for(future.running)
+wait_for(lambda: os.path.exists(sys.argv[2]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
-@pytest.mark.parametrize(
-    "octets",
-    [
-        b"\xff\xff\xff\xff" + b"\xff" * 8,  # a length of 2**64 - 1
-        b"\x7f\xff\xff\xff",  # a header of 2 GiB
-        b"\x80\x00\x00\x00",  # a negative length
-        b"\x00\x00\x00\x10abc",  # ends in the middle
-    ],
-    ids=["2**64", "2 GiB", "negative", "cut off"],
-)
-def test_lengths_are_not_believed(worker, octets):
-    with raw(worker) as connection:
-        os.write(connection.fileno(), octets)
-        if len(octets) > 4 and octets[0] == 0:
-            connection.close()
-        else:
-            assert is_over(connection)
-    assert works(worker)
-
-
-def test_parts_that_do_not_come_hold_up_nobody(worker):
-    with raw(worker) as connection:
-        header = {**VALID, "kind": "call", "sizes": [LIMIT]}
-        connection.send_bytes(json.dumps(header).encode())
-        connection.send_bytes(b"x" * 10)
-        assert works(worker)
-
-
-@pytest.mark.parametrize("frame", [b"", b"x" * 11], ids=["empty", "too long"])
-def test_frames_that_do_not_fit_end_the_connection(worker, frame):
-    with raw(worker) as connection:
-        connection.send_bytes(json.dumps({**VALID, "kind": "call", "sizes": [10]}).encode())
-        connection.send_bytes(frame)
-        assert is_over(connection)
-    assert works(worker)
-
-
-about = st.fixed_dictionaries(
-    {},
-    optional={
-        "name": json_values,
-        "key": json_values,
-        "modules": json_values,
-        "function_parts": json_values | st.integers(0, 3),
-        "timeout": json_values,
-        "keep": json_values,
-        "as": json_values,
-        "value": json_values,
-    },
-)
-
-
-@settings(max_examples=25)
-@given(st.sampled_from(sorted(FROM_CLIENT - {"exit"})), about, st.lists(st.binary(), max_size=3))
-def test_a_message_with_fuzzed_content_is_an_error_of_its_sender(worker, kind, about, parts):
-    header = Message(kind, 1, about, parts).header()
-    with raw(worker) as connection, contextlib.suppress(OSError):
-        connection.send_bytes(header)
-        for part in filter(None, parts):
-            connection.send_bytes(part)
-    assert works(worker)
-
-
-def test_a_client_of_another_python_is_refused(worker):
-    connection = Client(worker.address)
-    authenticate(connection, worker.authkey, first=False)
-    with connection:
-        connection.send_bytes(Message("hello", about={"python": "2.7"}).header())
-        assert b'"hello"' in connection.recv_bytes()
-        assert "Python 2.7" in json.loads(connection.recv_bytes())["about"]["text"]
-        assert is_over(connection)
-
-
-def test_a_worker_of_another_version_is_refused(tmp_path):
-    from threading import Thread
-
-    key = b"0123456789abcdef"
-    with Listener(str(tmp_path / "socket")) as listener:
-
-        def of_another_version():
-            connection = listener.accept()
-            authenticate(connection, key, first=True)
-            connection.send_bytes(json.dumps({**VALID, "v": 99, "kind": "hello"}).encode())
-            is_over(connection)
-            connection.close()
-
-        thread = Thread(target=of_another_version)
-        thread.start()
-        with pytest.raises(errors.WorkerProtocolError, match="version 99"):
-            Worker.connect(listener.address, key)
-        thread.join()
-
-
-def test_a_client_that_dies_in_a_call_or_in_a_message_takes_nothing_along(worker, tmp_path):
+@pytest.mark.slow
+def test_a_client_that_dies_in_a_call_takes_nothing_along(worker, tmp_path):
     path = tmp_path / "count"
-    with Worker.connect(worker.address, worker.authkey) as other:
-        other.submit(there.count, str(path))
-        wait_for(path.exists)
-        other._link.hang_up("as if it had died")
-        assert works(worker)
+    kept = worker.put(3)
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, worker.address, str(path)],
+        input=worker.authkey,
+        check=False,
+        cwd=os.getcwd(),
+    )
+    assert works(worker)
     assert path.read_text() == "CallInterrupted"
-    with raw(worker) as connection:
-        connection.send_bytes(json.dumps({**VALID, "kind": "call", "sizes": [100]}).encode())
-        connection.send_bytes(b"x" * 50)
+    assert kept.get() == 3
+    wait_for(lambda: worker.info()["clients"] == 1)
+
+
+def test_a_procedure_that_there_is_not_harms_nobody(worker):
+    connection = worker._connection
+    for message in ({"op": "reboot"}, {"no": "op"}, {"op": "begin"}, ["begin"], None):
+
+        async def send(message=message):
+            comm = await connections_of(worker)
+            await comm.write(message)
+            comm.abort()
+
+        connection._run(send())
+        assert works(worker)
+
+
+async def connections_of(worker):
+    from distributed.core import connect
+
+    return await connect(worker.address, **worker._connection._rpc.connection_args)
+
+
+def test_a_call_out_of_turn_is_not_run(worker, tmp_path):
+    """Whoever has the credentials may send anything; only `begin` gives a turn."""
+    connection = worker._connection
+    request = {"head": b"", "parts": [], "keep": False, "timeout": None}
+    reply = connection._run(connection._rpc.run(client="nobody", number=1, **request))
+    assert reply is None
+    assert connection._run(connection._rpc.begin(client="nobody", number=1, name="f", drop=[])) is (
+        False
+    )
+    connection._run(connection._rpc.skip(client="nobody", number=1))
     assert works(worker)
 
 
-def test_a_channel_reads_what_another_wrote(tmp_path):
-    with Listener(str(tmp_path / "socket")) as listener:
-        one, two = Channel(Client(listener.address), 1 << 24), Channel(listener.accept(), 1 << 24)
-        parts = [b"", b"x" * 10, os.urandom(3 * channel.FRAME_BYTES + 1)]
-        one.send(Message("call", 7, {"name": "f"}, parts))
-        got = two.receive()
-        assert (got.kind, got.id, got.about) == ("call", 7, {"name": "f"})
-        assert [bytes(part) for part in got.parts] == parts
-        one.close()
-        with pytest.raises(EOFError):
-            two.receive()
-        two.close()
+def test_a_call_runs_in_the_main_thread(worker):
+    assert worker.submit(there.thread_name).result() == "MainThread"

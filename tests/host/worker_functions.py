@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -121,3 +122,7 @@ def add(x, y):
 def process_after(seconds, _):
     time.sleep(seconds)
     return os.getpid()
+
+
+def thread_name():
+    return threading.current_thread().name

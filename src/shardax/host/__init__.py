@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens outside of JAX: functions on the host, with derivatives, inside programs."""
+"""Host functions inside programs, exported programs, pickles and workers."""
 
 from shardax.host.callback import host_exception as host_exception
 from shardax.host.callback import host_exceptions as host_exceptions
 from shardax.host.compile_reports import CompiledProgram as CompiledProgram
 from shardax.host.compile_reports import CompileReport as CompileReport
 from shardax.host.compile_reports import compile_report as compile_report
+from shardax.host.connections import WorkerFuture as WorkerFuture
 from shardax.host.export.exporting import export as export
 from shardax.host.export.loading import LoadedFunction as LoadedFunction
 from shardax.host.export.loading import load as load
 from shardax.host.export.signature import Signature as Signature
 from shardax.host.host_function import HostFunction as HostFunction
 from shardax.host.host_function import host_function as host_function
-from shardax.host.kdtree import Ball as Ball
-from shardax.host.kdtree import KDTree as KDTree
-from shardax.host.kdtree import Neighbours as Neighbours
 from shardax.host.pickling import dumps as dumps
 from shardax.host.pickling import loads as loads
-from shardax.host.pickling import pickled_layout as pickled_layout
 from shardax.host.torch_function import from_torch as from_torch
-from shardax.host.workers.futures import WorkerFuture as WorkerFuture
-from shardax.host.workers.kept import Remote as Remote
-from shardax.host.workers.remote import RemoteFunction as RemoteFunction
-from shardax.host.workers.remote import remote as remote
-from shardax.host.workers.worker import Worker as Worker
+from shardax.host.worker import Remote as Remote
+from shardax.host.worker import RemoteFunction as RemoteFunction
+from shardax.host.worker import Worker as Worker
+from shardax.host.worker import remote as remote

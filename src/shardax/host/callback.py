@@ -1,38 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a host function, as part of a program.
+"""Calls of host functions from JAX programs.
 
-The arguments are taken apart into *leaves*, the arrays that travel to the host, and all else, which
-is static: a ``HostProgram``. On the host it puts the arguments together again with NumPy arrays,
-runs the function and checks what comes back.
+The arguments are split into leaves, the arrays that travel to the host, and all else, which is
+static: a ``HostProgram``. On the host it rebuilds the arguments with NumPy arrays, runs the
+function and checks what comes back.
 
-There are two ways to the host. ``jax.pure_callback`` copies the arguments into JAX arrays first, by
-threads that the running program may itself occupy: on the CPU large arguments then wait for ever
-(with one core, or with ``shard_map`` over as many devices as there are threads). So programs for
-the CPU hand over their own buffers, which are copied at once; others use ``jax.pure_callback``.
-
-Under ``vmap`` the leaves of a *vectorized* function have further leading dimensions, the *batch*.
-
-What a host function promises and what it returns.
+Programs for the CPU hand over their own buffers, which are copied at once. ``jax.pure_callback``
+would copy the arguments into JAX arrays first, by threads that the running program may itself
+occupy: large arguments then wait for ever (with one core, or with ``shard_map`` over as many
+devices as there are threads). Programs for other devices use it.
 
 A program has to know shapes and dtypes before it runs, so a host function makes a *promise*: a
-pytree of ``jax.ShapeDtypeStruct``, given as it is or by a *shape rule*, a function of the shapes
-and dtypes of the arguments. What the function then returns is checked against it, leaf by leaf.
+pytree of ``jax.ShapeDtypeStruct``, or a rule that makes one of the shapes and dtypes of the
+arguments. Libraries for the host compute in 64 bits, so a promise is taken in the dtypes that JAX
+has at the time, and a result is converted to the promised dtype if that is of the same kind: floats
+may round, integers must fit.
 
-Libraries for the host compute in 64 bits. A promise is taken in the dtypes that JAX has at the time
-(``float64`` is ``float32`` without ``jax_enable_x64``), and a result is converted to the promised
-dtype if that is of the same kind: floats may round, integers must fit.
+A program that fails raises ``jax.errors.JaxRuntimeError``, which has the text of what a host
+function raised, and no more. The text carries a number, by which the exception itself is found
+among the latest ones.
 
-Exceptions of host functions, on their way out of a program.
-
-A program that fails raises ``jax.errors.JaxRuntimeError``: JAX knows the text of what a host
-function raised, and no more. The text carries a number here, by which the exception itself is found
-again. Some of the latest exceptions are kept for that.
-
-Modules on the host: copies that hold NumPy arrays and cannot be written.
-
-A host function that is given a Module gets a *host copy* of it: the same classes, attributes and
-configuration, with a NumPy array as the value of every Variable. It is made when the function runs
-and is gone afterwards.
+A Module is passed to a host function as a *host copy*: the same classes, attributes and
+configuration, with a NumPy array as the value of every Variable, which cannot be written.
 """
 
 from __future__ import annotations
@@ -67,7 +56,7 @@ from shardax._transforms.lift.arguments import leaf_paths, put_together
 from shardax._transforms.lift.call import Call
 from shardax.host.errors import HostFunctionError, HostResultError, HostSpecError
 
-# --- Results ---
+# --- promised results ---
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 """Kinds of numbers; each one can stand for those before it."""
@@ -76,20 +65,7 @@ _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 def promise(
     name: str, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
-    """Returns what a host function promises for arguments of some shapes and dtypes.
-
-    Args:
-        name: The function's name, for messages.
-        out: A pytree of whatever has a shape and a dtype, or a shape rule.
-        args: The positional arguments, with ``jax.ShapeDtypeStruct`` for arrays.
-        kwargs: The keyword arguments, likewise.
-
-    Returns:
-        (leaves, treedef).
-
-    Raises:
-        HostSpecError: If a leaf has no shape or a dtype that JAX does not have; names it.
-    """
+    """Leaves and structure of what a host function promises."""
     found = out(*args, **kwargs) if is_rule(out) else out
     pairs, treedef = jax.tree_util.tree_flatten_with_path(found, is_leaf=_has_form)
     return tuple(_form(name, _path(keys), leaf) for keys, leaf in pairs), treedef
@@ -138,18 +114,8 @@ def _path(keys: Sequence[Any]) -> Path:
     return tuple(path_step(key) for key in keys)
 
 
-# --- what is returned -----------------------------------------------------------------------------
-
-
 class Promised:
-    """A promise to hold results against.
-
-    Args:
-        name: The function's name.
-        forms: The promised leaves.
-        treedef: Their structure.
-        fills: Whether None, and what is left out of a dict, stands for zeros.
-    """
+    """A promise to hold results against."""
 
     def __init__(
         self, name: str, forms: Sequence[jax.ShapeDtypeStruct], treedef: Any, fills: bool
@@ -159,15 +125,7 @@ class Promised:
         self.fills = fills
 
     def check(self, returned: Any, batch: tuple[int, ...]) -> list[np.ndarray]:
-        """Returns the leaves of a result as NumPy arrays of the promised dtypes.
-
-        Args:
-            returned: What the function returned.
-            batch: Leading dimensions that each leaf has beyond its promise.
-
-        Raises:
-            HostResultError: If a leaf is missing, too many, or of another shape or kind.
-        """
+        """Convert the leaves of a result to the promised dtypes."""
         return [
             self._leaf(path, form, given, (*batch, *form.shape))
             for path, form, given in self._matched((), self.tree, returned)
@@ -238,7 +196,7 @@ class Promised:
 
 
 def _children(node: Any) -> list[tuple[Path, Any]]:
-    """Returns (path, child) of each child of one container."""
+    """Return (path, child) of each child of one container."""
     pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda item: item is not node)
     return [(_path(keys), child) for keys, child in pairs]
 
@@ -251,7 +209,7 @@ def _shown(promised: Any) -> str:
     return f"a {type(promised).__name__} of {len(_children(promised))}"
 
 
-# --- Raised ---
+# --- exceptions ---
 
 _KEPT = 16
 _NUMBER = re.compile(r"\[host exception (\d+)\]")
@@ -261,12 +219,7 @@ _lock = threading.Lock()
 
 
 def wrapped(name: str, error: Exception) -> HostFunctionError:
-    """Keeps an exception and returns the error that tells of it in the program's.
-
-    Args:
-        name: The host function's name.
-        error: What it raised.
-    """
+    """Remember an exception, and make the error that refers to it."""
     with _lock:
         number = next(_numbers)
         _latest[number] = error
@@ -305,7 +258,7 @@ def host_exception(error: BaseException) -> Exception | None:
 
 @contextlib.contextmanager
 def host_exceptions() -> Iterator[None]:
-    """Raises what a host function raised, instead of the error of the program around it.
+    """Raises what a host function raised, instead of the program's error.
 
     Programs run on after they have been called; wait for the result inside,
     ``jax.block_until_ready(result)``, if it is not used there.
@@ -328,7 +281,7 @@ def host_exceptions() -> Iterator[None]:
         raise original from None
 
 
-# --- Values ---
+# --- host copies ---
 
 LOCK = (
     "Cannot write {what} inside a host function: it works on a copy, and may run any number of "
@@ -337,7 +290,7 @@ LOCK = (
 
 
 class HostVariable(Variable[Any]):
-    """A Variable of a host copy: reading it makes no JAX array of the NumPy array in it."""
+    """A Variable of a host copy, which is read as NumPy arrays."""
 
     @property
     def value(self) -> Any:
@@ -354,7 +307,7 @@ class HostAttribute(HostVariable, ArrayAttribute[Any]):
 
 
 def on_host(graphdef: GraphDef) -> GraphDef:
-    """Returns the structure of the host copies of some objects."""
+    """Return the structure of the host copies of some objects."""
     return GraphDef(tuple(_definition(item) for item in graphdef.objects), graphdef.roots)
 
 
@@ -366,7 +319,7 @@ def _definition(item: Any) -> Any:
 
 
 class HostFrame(Frame):
-    """The frame of a run on the host, where the program's Variables are out of reach."""
+    """A frame on the host, where Variables cannot be captured."""
 
     __slots__ = ()
 
@@ -379,52 +332,31 @@ class HostFrame(Frame):
         )
 
 
-# --- Program ---
+# --- programs ---
 
-VMAP_METHODS = {"sequential": "sequential", "vectorized": "expand_dims"}
-"""JAX's name for each way of batching a host function."""
+VMAP_METHODS = {"sequential": "sequential", "vectorized": "expand_dims"}  # JAX's names
 
 
 @dataclasses.dataclass(frozen=True)
 class HostProgram:
-    """A host function with the form of its arguments and results; equal ones do the same.
+    """A host function with the forms of its arguments and results."""
 
-    Attributes:
-        name: The function's name, for messages.
-        graphdef: Structure of the function and the objects in the arguments.
-        templates: How each positional argument is put together.
-        named: (name, template) of each keyword argument.
-        static: Exact keys of static arguments.
-        treedef: Structure of the leaves: (values of Variables, plain parts, those by name).
-        forms: Shape and dtype of each leaf, as the function sees it without a batch.
-        out_forms: Those of the results.
-        out_tree: Their structure.
-        vmap: ``"sequential"`` or ``"vectorized"``.
-        fills: As for ``Promised``.
-    """
-
-    name: str
-    graphdef: GraphDef
-    templates: tuple[Any, ...]
-    named: tuple[tuple[str, Any], ...]
-    static: tuple[tuple[Any, Static], ...]
-    treedef: Any
-    forms: tuple[jax.ShapeDtypeStruct, ...]
+    name: str  # of the function, for messages
+    graphdef: GraphDef  # of the function and the objects in the arguments
+    templates: tuple[Any, ...]  # how each positional argument is put together
+    named: tuple[tuple[str, Any], ...]  # name and template of each keyword argument
+    static: tuple[tuple[Any, Static], ...]  # exact keys of static arguments
+    treedef: Any  # of the leaves: values of Variables, plain parts, those by name
+    forms: tuple[jax.ShapeDtypeStruct, ...]  # of the leaves, without a batch
     vmap: str
-    fills: bool
+    fills: bool  # whether None in the result stands for zeros
     out_forms: tuple[jax.ShapeDtypeStruct, ...] = ()
     out_tree: Any = None
 
     def restore(
         self, leaves: Sequence[Any], frame: Frame | None, host: bool = False
     ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-        """Puts a function and its arguments together.
-
-        Args:
-            leaves: The arrays, or their forms.
-            frame: The frame that owns the new objects.
-            host: Whether the objects are host copies.
-        """
+        """Rebuild the function and its arguments."""
         values, plain, plain_named = self.treedef.unflatten(list(leaves))
         graphdef = on_host(self.graphdef) if host else self.graphdef
         (function, *objects), _ = build(graphdef, values, frame, LOCK if host else None)
@@ -433,11 +365,7 @@ class HostProgram:
         return function, args, kwargs
 
     def run(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Runs the function on the host.
-
-        Args:
-            leaves: Arrays of its own, which the function may keep.
-        """
+        """Run the function on the host."""
         pairs = list(zip(leaves, self.forms, strict=True))
         batch = np.broadcast_shapes(*(leaf.shape[: leaf.ndim - len(f.shape)] for leaf, f in pairs))
         given = [_arrived(leaf, (*batch, *form.shape), form.dtype) for leaf, form in pairs]
@@ -447,14 +375,14 @@ class HostProgram:
         return Promised(self.name, self.out_forms, self.out_tree, self.fills).check(returned, batch)
 
     def run_in_program(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Like ``run``; an exception is kept, because JAX loses all but its text."""
+        """Run the function, remembering an exception, of which JAX has the text."""
         try:
             return self.run(leaves)
         except Exception as error:
             raise wrapped(self.name, error) from error
 
     def stage(self, *leaves: Any) -> list[Any]:
-        """Puts the call into the program that is being traced."""
+        """Add the call to the program that is being traced."""
         return jax.lax.platform_dependent(*leaves, cpu=self._by_buffers, default=self._by_callback)
 
     def _by_buffers(self, *leaves: Any) -> list[Any]:
@@ -479,11 +407,7 @@ class HostProgram:
 def take(
     name: str, call: Call, static: Sequence[tuple[Any, Static]], vmap: str, fills: bool
 ) -> tuple[HostProgram, list[Any], list[Path]]:
-    """Takes a call apart.
-
-    Returns:
-        (the program, without results yet; the leaves; the Variable or argument that each is of).
-    """
+    """Split a call into a program without results, leaves and their paths."""
     arguments, flat = call.arguments, call.graph.flat
     parts = (call.graph.values(), list(arguments.plain), arguments.plain_named)
     leaves, treedef = jax.tree.flatten(parts)
@@ -522,27 +446,15 @@ def _form_on_host(name: str, leaf: Any, path: Path) -> jax.ShapeDtypeStruct:
 
 
 def staged(program: HostProgram) -> Callable[..., list[Any]]:
-    """Returns ``program.stage`` as a function that JAX traces once.
-
-    It is made for each program, and the program is no argument of it, because JAX keeps static
-    arguments alive for good.
-    """
+    """Make a function of ``program.stage`` that JAX traces once."""
+    # The program is no argument of it, because JAX keeps static arguments alive for good.
     return jax.jit(lambda *leaves: program.stage(*leaves))
 
 
 def call_on_host(
     program: HostProgram, in_program: Callable[..., list[Any]], leaves: Sequence[Any]
 ) -> list[Any]:
-    """Runs a program's function: here and now if nothing is traced, else when the program runs.
-
-    Args:
-        program: The program.
-        in_program: What ``staged`` made of it.
-        leaves: Its leaves.
-
-    Returns:
-        The leaves of the result, as JAX arrays.
-    """
+    """Run a function at once, or in the program that is traced."""
     if not program.out_forms:
         return []
     shipped = [_shipped(leaf, form) for leaf, form in zip(leaves, program.forms, strict=True)]
@@ -569,7 +481,7 @@ def _run_now(program: HostProgram, leaves: Sequence[Any]) -> list[np.ndarray]:
 
 
 def _shipped(leaf: Any, form: jax.ShapeDtypeStruct) -> Any:
-    """Returns a leaf as what can travel: random keys as their words."""
+    """Return a leaf as what can travel: random keys as their words."""
     if form.dtype == jax.dtypes.float0:
         return np.zeros(form.shape, bool)
     if jnp.issubdtype(dtype_of(leaf), jax.dtypes.prng_key):
@@ -578,7 +490,7 @@ def _shipped(leaf: Any, form: jax.ShapeDtypeStruct) -> Any:
 
 
 def _arrived(array: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns a leaf as the function sees it."""
+    """Return a leaf as the function sees it."""
     if dtype == jax.dtypes.float0:
         return np.zeros(shape, dtype)
     return array if array.shape == shape else np.broadcast_to(array, shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile reports: what was compiled meanwhile, how long it took, and what the cache had.
+"""Reports of compilations: programs, times, cache hits.
 
 JAX turns a function into a running program in three steps: it *traces* the function, *lowers* the
 trace to StableHLO, and has the compiler *compile* that. Its *persistent cache*, a folder
@@ -52,7 +52,7 @@ class CompiledProgram:
 
 
 class CompileReport:
-    """What was compiled since it was started, until it is stopped; made by ``compile_report``.
+    """What was compiled while it ran; made by ``compile_report``.
 
     Attributes:
         programs: Every program, in the order in which they were done.
@@ -104,7 +104,7 @@ class CompileReport:
 
     @property
     def misses(self) -> int:
-        """How many programs the persistent cache was asked for and did not have."""
+        """How many programs the persistent cache did not have."""
         return sum(program.cache in ("stored", "not stored") for program in self.programs)
 
     @property
@@ -119,7 +119,7 @@ class CompileReport:
 
     @property
     def saved_seconds(self) -> float:
-        """Time that the hits saved, by what compiling them took when they were stored."""
+        """Time that the hits saved, by the compile times stored with them."""
         return sum(program.saved for program in self.programs)
 
     @property
@@ -149,7 +149,7 @@ class CompileReport:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.programs)} programs>"
 
-    # --- what JAX tells --------------------------------------------------------------------------
+    # --- events of JAX ---
 
     def _on_event(self, event: str, **_: Any) -> None:
         outcome = {_ASKED: "not stored", _HIT: "hit", _STORED: "stored"}.get(event)
@@ -186,7 +186,7 @@ _SHOWN = 12
 
 
 def compile_report() -> CompileReport:
-    """Reports what is compiled from now on: the programs, the seconds, what the cache had.
+    """Reports what is compiled from now on: programs, times, cache hits.
 
     Returns:
         A report that has been started. As a context manager it stops with the block; else it goes

@@ -9,7 +9,7 @@ from shardax._core.errors import ShardaxError
 
 
 class HostSpecError(ShardaxError, ValueError):
-    """What a host function promises is not valid: its results, ``vmap``, or a derivative."""
+    """Invalid options of a host function: ``out``, ``vmap`` or a derivative."""
 
 
 class HostResultError(ShardaxError, ValueError):
@@ -17,15 +17,11 @@ class HostResultError(ShardaxError, ValueError):
 
 
 class HostFunctionError(ShardaxError, RuntimeError):
-    """A host function raised inside a program; carries the text of its exception."""
-
-
-class NeighbourError(ShardaxError, ValueError):
-    """Points, or what is asked of a tree of points, do not fit."""
+    """A host function raised inside a program."""
 
 
 class ExportError(ShardaxError, ValueError):
-    """A function cannot be exported: it needs this process, or has no form outside of Python."""
+    """A function cannot be exported, because it needs this process."""
 
 
 class ArtifactExistsError(ShardaxError, FileExistsError):
@@ -37,23 +33,23 @@ class ArtifactNotFoundError(ShardaxError, FileNotFoundError):
 
 
 class ArtifactDamagedError(ShardaxError, ValueError):
-    """A file of an artifact is missing, is not what was written, or cannot be read."""
+    """A file of an artifact is missing or damaged."""
 
 
 class ArtifactVersionError(ShardaxError, ValueError):
-    """An artifact was written in a format, or by a JAX, that this one does not read."""
+    """An artifact of a format or a JAX that is not supported."""
 
 
 class ArtifactEnvironmentError(ShardaxError, RuntimeError):
-    """This process cannot run an artifact: its devices, its platform, or 64 bits."""
+    """An artifact needs other devices, another platform, or 64 bits."""
 
 
 class ArtifactCallError(ShardaxError, TypeError):
-    """The arguments of a loaded function are not those that it was exported for."""
+    """Arguments do not fit the signature of a loaded function."""
 
 
 class WorkerConfigError(ShardaxError, ValueError):
-    """A worker, or a call to one, was asked for with options that do not fit."""
+    """Invalid options of a worker or of a call to one."""
 
 
 class WorkerStartError(ShardaxError, RuntimeError):
@@ -64,24 +60,20 @@ class WorkerAuthenticationError(ShardaxError, PermissionError):
     """A worker and its client do not have the same key."""
 
 
-class WorkerProtocolError(ShardaxError, ConnectionError):
-    """What came over a connection is not a message of this version."""
-
-
 class WorkerMessageError(ShardaxError, ValueError):
     """A call or its result is larger than what a worker takes."""
 
 
 class WorkerPickleError(ShardaxError, TypeError):
-    """A function, argument or result cannot be sent to another process, or not read there."""
+    """A function, argument or result cannot be sent to another process."""
 
 
 class StaleModuleError(ShardaxError, ImportError):
-    """A worker has imported a module whose source is not that of the call."""
+    """A worker has imported another version of a module."""
 
 
 class WorkerCallError(ShardaxError, RuntimeError):
-    """A call raised in a worker what cannot be sent as an object; carries the text."""
+    """A call raised in a worker what cannot be sent."""
 
 
 class WorkerTimeoutError(ShardaxError, TimeoutError):
@@ -93,8 +85,8 @@ class CallCancelledError(ShardaxError, concurrent.futures.CancelledError):
 
 
 class WorkerCrashedError(ShardaxError, concurrent.futures.BrokenExecutor):
-    """A worker ended, or stopped answering, before a call to it was done."""
+    """A worker ended, or stopped answering, before a call was done."""
 
 
 class RemoteValueError(ShardaxError, LookupError):
-    """A value that is said to be kept in a worker is not there."""
+    """A worker does not keep a value."""

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``host_function``: functions of NumPy arrays, inside JAX programs.
+"""Functions of NumPy arrays inside JAX programs, with derivatives.
 
 A *host function* is ordinary Python on the machine's own processor: a call into SciPy, a simulator,
-a library without a JAX counterpart. A program runs it in its course, with NumPy arrays, and goes on
-with what it returns.
+a library without a JAX counterpart. A program calls it with NumPy arrays, and goes on with what it
+returns.
+
+JAX cannot look into a host function, so its author says how the result moves with the arguments (a
+*jvp rule*) or how gradients come back to them (a *vjp rule*). Rules are part of the program, as any
+function of JAX arrays is; a rule that needs the host is a host function itself.
 """
 
 from __future__ import annotations
@@ -12,20 +16,25 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import Frame, local
-from shardax._core.graph.flatten import is_object
+from shardax._core.graph.flatten import flatten, is_object
+from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.state.state import State
 from shardax._core.variable import Variable
-from shardax._transforms.errors import StaticArgumentError
+from shardax._transforms.control.loop_body import vary_alike
+from shardax._transforms.errors import DifferentiationError, StaticArgumentError, TangentError
 from shardax._transforms.grad.custom_vjp import CustomVjp
-from shardax._transforms.grad.targets import is_differentiable
-from shardax._transforms.lift.call import Call, wraps
+from shardax._transforms.grad.targets import DiffState, Tangents, Target, is_differentiable
+from shardax._transforms.lift.call import Call, LateFrame, wraps
 from shardax._transforms.lift.functions import resolve_arguments, static_argument
 from shardax.host.callback import (
     VMAP_METHODS,
@@ -36,18 +45,10 @@ from shardax.host.callback import (
     staged,
     take,
 )
-from shardax.host.derivatives import (
-    backward,
-    forward,
-    gradients_like,
-    refused,
-    stopped,
-    tangent_like,
-)
 from shardax.host.errors import HostSpecError
 
-_PROGRAMS = 64
-"""How many forms of its arguments a host function remembers."""
+_PROGRAMS = 64  # how many forms of its arguments a host function remembers
+_FLOAT0 = jax.dtypes.float0
 
 
 def host_function(
@@ -79,8 +80,9 @@ def host_function(
             shape and a dtype), or a shape rule, which is called with the arguments, a
             ``jax.ShapeDtypeStruct`` for every array. 64-bit dtypes count as 32-bit ones while JAX
             has only these. May be left out for a function that is given as ``vjp`` or ``jvp``.
-        vmap: Under ``vmap``, ``"sequential"`` calls the function once per lane; ``"vectorized"``
-            once for all, each array and each result with the lanes as leading dimensions.
+        vmap: Under ``vmap``, ``"sequential"`` calls the function once per batch element;
+            ``"vectorized"`` once for all, with the batch as leading dimensions of each array and
+            each result.
         vjp: The derivative backward: ``vjp(args, result, cotangent)`` returns a tuple with one
             gradient for each positional argument that is not static; None is zero. A Module's is a
             mapping by path. It works on JAX arrays; to run it on the host, make it a host function.
@@ -142,17 +144,11 @@ def host_function(
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """How a host function is differentiated: at most one of these is given.
-
-    Attributes:
-        vjp: The rule backward.
-        jvp: The rule forward.
-        nondiff: Whether the derivative is zero.
-    """
+    """How a host function is differentiated, by at most one of these."""
 
     vjp: Callable[..., Any] | None
     jvp: Callable[..., Any] | None
-    nondiff: bool
+    nondiff: bool  # whether the derivative is zero
 
 
 class HostFunction(PickledByName):
@@ -230,7 +226,7 @@ class HostFunction(PickledByName):
     def _by_position(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns arguments with as many as possible by position, where rules have them."""
+        """Bind arguments by position where possible, as rules have them."""
         try:
             signature = inspect.signature(self.function)
         except (TypeError, ValueError):
@@ -284,12 +280,12 @@ class HostFunction(PickledByName):
 
 
 def _rule(rule: Any, out: Callable[..., Any]) -> Any:
-    """Returns a rule; one that is a host function promises what rules return."""
+    """Let a rule that is a host function promise what rules return."""
     return rule.with_out(out) if isinstance(rule, HostFunction) and rule.out is None else rule
 
 
 def _with_arrays(args: Any) -> Any:
-    """Returns arguments with arrays for Variables outside of Modules, and for JAX's literals."""
+    """Replace Variables outside of Modules, and JAX's literals, by arrays."""
 
     def array(leaf: Any) -> Any:
         if isinstance(leaf, Variable):
@@ -298,3 +294,153 @@ def _with_arrays(args: Any) -> Any:
         return leaf if dtype is None else np.asarray(leaf, dtype)
 
     return jax.tree.map(array, args, is_leaf=is_object)
+
+
+# --- derivatives ---
+
+
+def stopped(leaf: Any) -> Any:
+    """Return a leaf without a derivative."""
+    return jax.lax.stop_gradient(leaf) if isinstance(leaf, Tracer) else leaf
+
+
+def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
+    """Return leaves that it is an error to differentiate."""
+
+    @jax.custom_jvp
+    def same(*leaves: Any) -> Any:
+        return leaves
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        zero = jax.custom_derivatives.SymbolicZero
+        moving = [p for p, t in zip(paths, tangents, strict=True) if not isinstance(t, zero)]
+        shown = ", ".join(format_path(path) for path in dict.fromkeys(moving))
+        raise DifferentiationError(
+            f"The host function {name} is differentiated by {shown}, but JAX cannot look into it, "
+            f"and no derivative was given. Give one, host_function(..., vjp=rule) or jvp=rule; or "
+            f"say that it has none, nondiff=True; or stop gradients before the call, "
+            f"jax.lax.stop_gradient(x)."
+        )
+
+    same.defjvp(refuse, symbolic_zeros=True)
+    if not any(isinstance(leaf, Tracer) for leaf in leaves):
+        return list(leaves)
+    return [
+        new if is_differentiable(leaf) else stopped(leaf)
+        for leaf, new in zip(leaves, same(*leaves), strict=True)
+    ]
+
+
+def forward(
+    rule: Callable[..., Any],
+    call: Call,
+    program: HostProgram,
+    run: Callable[[Sequence[Any]], list[Any]],
+    leaves: Sequence[Any],
+) -> list[Any]:
+    """Run a function that is differentiated by a jvp rule."""
+    targets = [Target(call, DiffState(i, ...)) for i in range(len(program.templates))]
+
+    @jax.custom_jvp
+    def apply(*leaves: Any) -> list[Any]:
+        return run(leaves)
+
+    @apply.defjvp
+    def moved(primals: Any, tangents: Any) -> Any:
+        results = apply(*primals)
+        with LateFrame("host_function") as frame:
+            _, args, kwargs = program.restore(primals, frame)
+            directions = _arranged(targets, program, [_some(tangent) for tangent in tangents])
+            given = rule(tuple(args), program.out_tree.unflatten(results), directions, **kwargs)
+        return results, _fitted(program, given, results)
+
+    return apply(*(leaf if is_differentiable(leaf) else stopped(leaf) for leaf in leaves))
+
+
+def _some(tangent: Any) -> Any:
+    return None if getattr(tangent, "dtype", None) == _FLOAT0 else tangent
+
+
+def _arranged(
+    targets: Sequence[Target], program: HostProgram, tangents: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Arrange the tangents of leaves like the positional arguments."""
+    values, plain, _ = program.treedef.unflatten(tangents)
+    by_index = dict(enumerate(values))
+    return tuple(target.gradient(by_index, plain[target.position]) for target in targets)
+
+
+def _fitted(program: HostProgram, given: Any, results: Sequence[Any]) -> list[Any]:
+    """Flatten what a jvp rule returned like the result."""
+    try:
+        parts = program.out_tree.flatten_up_to(given)
+    except (ValueError, TypeError) as error:
+        raise TangentError(
+            f"jvp of the host function {program.name} returned a tangent that is not arranged like "
+            f"the result: {error}"
+        ) from error
+    tangents = Tangents("tangent", [], strict=False)
+    fitted = []
+    for part, result, path in zip(parts, results, out_paths(program), strict=True):
+        tangent = tangents.fit(part, result, ("result", *path))
+        if not is_differentiable(result):
+            fitted.append(np.zeros(result.shape, _FLOAT0))
+        else:
+            tangent = jnp.zeros(result.shape, result.dtype) if tangent is None else tangent
+            fitted.append(vary_alike(tangent, result))
+    return fitted
+
+
+def out_paths(program: HostProgram) -> list[Path]:
+    """Return the path of each leaf of a program's result."""
+    marked = program.out_tree.unflatten(range(program.out_tree.num_leaves))
+    pairs = jax.tree_util.tree_leaves_with_path(marked)
+    return [tuple(path_step(key) for key in keys) for keys, _ in pairs]
+
+
+def backward(
+    name: str, rule: Callable[..., Any], args: tuple[Any, ...], result: Any, cotangent: Any
+) -> tuple[Any, ...]:
+    """Call a vjp rule, with None for the cotangents of integers."""
+    given = rule(args, result, jax.tree.map(_some, cotangent))
+    if isinstance(given, (tuple, list)):
+        return tuple(given)
+    raise DifferentiationError(
+        f"vjp of the host function {name} must return a tuple with one gradient for each argument "
+        f"(None: zero), but it returned a {type(given).__name__}."
+    )
+
+
+# --- what rules that are host functions promise ---
+
+
+def tangent_like(args: tuple[Any, ...], result: Any, tangents: Any, **kwargs: Any) -> Any:
+    """Shape rule of jvp rules: the tangent is like the result."""
+    return if_differentiable(result)
+
+
+def gradients_like(
+    static: Container[int | str],
+    args: tuple[Any, ...],
+    result: Any,
+    cotangent: Any,
+    **kwargs: Any,
+) -> Any:
+    """Shape rule of vjp rules: gradients are like arguments, dicts for Modules."""
+    moving = tuple(arg for position, arg in enumerate(args) if position not in static)
+    return if_differentiable(jax.tree.map(_by_path, moving, is_leaf=is_object))
+
+
+def _by_path(leaf: Any) -> Any:
+    if not is_object(leaf):
+        return leaf
+    flat = flatten(leaf)
+    values = {p: v._value for p, v in zip(flat.leaf_paths, flat.leaves, strict=True)}
+    return State.from_flat(values).to_pure_dict()
+
+
+def if_differentiable(tree: Any) -> Any:
+    """Replace shapes and dtypes without a derivative by None."""
+    return jax.tree.map(
+        lambda leaf: leaf if hasattr(leaf, "dtype") and is_differentiable(leaf) else None, tree
+    )

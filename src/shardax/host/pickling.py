@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickles of models: everything about one in a few bytes, for another process of the same program.
+"""Pickling models for another process of the same program.
 
 Reading a pickle runs code that its bytes choose. So it is for what a program wrote itself, for
 another process or for later in the same job. What is kept or passed on belongs in data-only formats
 (``sx.train.checkpoint``, ``sx.host.export``), which hold numbers and names.
 
-``dumps`` writes a pickle and, behind it, a *note*: plain JSON that says how arrays were laid out,
-by path, and by whom it was written. A note is read without running anything (``pickled_layout``).
-``pickle.loads`` stops where the pickle ends, so it reads these bytes too.
+A class or function is pickled as the module and the name where it is found. What has no such name
+(a lambda, a function or class made inside another, an optimizer of closures) is pickled by value,
+with its code, if cloudpickle is installed. Code by value is read by the Python version that wrote
+it, and by no other.
 
-Code goes by name: a class or function is the module and the name where it is found. What has no
-such name (a lambda, a function or class made inside another, an optimizer of closures) goes *by
-value*, with its code, if cloudpickle is installed. Code by value is read by the Python version that
-wrote it, and by no other.
-
-Notes behind pickles: what can be known of one without reading it.
-
-The bytes are the pickle, the note (JSON), the note's length and checksum, and a mark. The note has
-the size and the checksum of the pickle, the versions that wrote it, whether it holds code by value,
-and for every array that was laid out over a mesh its path, axis names and sharding.
+``dumps`` writes a trailer behind the pickle: JSON with its checksum and the versions that wrote it,
+which ``loads`` checks before it reads anything. ``pickle.loads`` stops where the pickle ends, so it
+reads these bytes too.
 """
 
 from __future__ import annotations
@@ -35,7 +29,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from shardax._core.cross_process import landing_on, reduced
 from shardax._core.errors import PickleReadError, PickleWriteError
@@ -46,112 +40,11 @@ from shardax._core.graph.flatten import (
     flatten,
 )
 from shardax._core.graph.paths import Path, format_path, path_step
-from shardax._core.graph.static import Metadata, Static
+from shardax._core.graph.static import Static
 from shardax._core.object import Object
-from shardax._core.state.state import Origin, State
-from shardax._core.variable import Variable
-from shardax.partition.inventory import TreeInventory
-
-# --- Pickle notes ---
 
 _MARK = b"shardax pickle 1"
-_TAIL = struct.Struct(f"<QI{len(_MARK)}s")
-_NOT_OURS = (
-    "These bytes do not end as those of sx.host.dumps do: they were cut short, or written by "
-    "something else (pickle.loads reads pickles of all kinds)."
-)
-
-
-def note_of(pickled: memoryview, layout: list[dict[str, Any]], code: bool) -> bytes:
-    """Returns the note that goes behind a pickle.
-
-    Args:
-        pickled: The pickle.
-        layout: What ``written_layout`` returned.
-        code: Whether it holds code by value.
-    """
-    note = {
-        "bytes": len(pickled),
-        "crc32": zlib.crc32(pickled),
-        "shardax": importlib.metadata.version("shardax"),
-        "jax": jax.__version__,
-        "python": list(sys.version_info[:2]),
-        "code": code,
-        "layout": layout,
-    }
-    pickled.release()
-    text = json.dumps(note).encode()
-    return text + _TAIL.pack(len(text), zlib.crc32(text), _MARK)
-
-
-def read_note(data: Any) -> tuple[dict[str, Any], int]:
-    """Returns the note behind a pickle, and the size of the pickle.
-
-    Args:
-        data: The bytes of both.
-
-    Raises:
-        PickleReadError: If they are not what was written.
-    """
-    view = memoryview(data)
-    if len(view) < _TAIL.size:
-        raise PickleReadError(_NOT_OURS)
-    length, checksum, mark = _TAIL.unpack(view[-_TAIL.size :])
-    start = len(view) - _TAIL.size - length
-    if mark != _MARK or start < 0:
-        raise PickleReadError(_NOT_OURS)
-    text = view[start : -_TAIL.size]
-    note = json.loads(bytes(text)) if zlib.crc32(text) == checksum else None
-    if note is None or (note["bytes"], note["crc32"]) != (start, zlib.crc32(view[:start])):
-        raise PickleReadError(
-            "This pickle is not what was written: its size or a checksum differ. Get the bytes "
-            "again; reading these could do anything."
-        )
-    return note, start
-
-
-def written_layout(tree: Any) -> list[dict[str, Any]]:
-    """Returns, as JSON can hold it, how the arrays of a tree are laid out over meshes."""
-    rows = []
-    for leaf, info, array in TreeInventory(tree).arrays():
-        sharding = getattr(array, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            rows.append(_row(info.path, leaf.names_of(info), sharding))
-    return rows
-
-
-def layout_in(note: dict[str, Any]) -> State:
-    """Returns the layout that a note tells of, as a State of shardings."""
-    values, origins = {}, {}
-    for row in note["layout"]:
-        path = tuple(row["path"])
-        types = tuple(AxisType[kind] for kind in row["types"])
-        mesh = AbstractMesh(tuple(row["sizes"]), tuple(row["mesh"]), axis_types=types)
-        spec = PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in row["spec"]))
-        values[path] = NamedSharding(mesh, spec)
-        axes = None if row["axes"] is None else tuple(row["axes"])
-        origins[path] = Origin(Variable, Metadata(axes, {}))
-    return State.from_flat(values, origins)
-
-
-def _row(path: Path, axes: Any, sharding: NamedSharding) -> dict[str, Any]:
-    mesh = sharding.mesh
-    return {
-        "path": [_step(step) for step in path],
-        "axes": None if axes is None else [None if name is None else str(name) for name in axes],
-        "mesh": list(mesh.axis_names),
-        "sizes": list(mesh.shape.values()),
-        "types": [kind.name for kind in mesh.axis_types],
-        "spec": [list(entry) if isinstance(entry, tuple) else entry for entry in sharding.spec],
-    }
-
-
-def _step(step: Any) -> str | int:
-    return step if isinstance(step, (str, int)) and not isinstance(step, bool) else repr(step)
-
-
-# --- Pickling ---
-
+_TAIL = struct.Struct(f"<QI{len(_MARK)}s")  # length and checksum of the trailer's JSON
 _ADVICE = (
     "Define it at the top level of a module, so that it has a name; or install cloudpickle, "
     "which writes the code itself (by_value=True); or keep the numbers alone: "
@@ -160,7 +53,7 @@ _ADVICE = (
 
 
 def dumps(tree: Any, *, by_value: bool | None = None) -> bytes:
-    """Writes a model, or any tree of models, arrays, shardings and configuration, as a pickle.
+    """Pickles a model, or any tree of models, arrays and shardings.
 
     Arrays go as their numbers, gathered on the host, with the sharding they had: the names of mesh
     axes, not devices. Lazy Variables are materialised. Sharing is kept.
@@ -191,13 +84,14 @@ def dumps(tree: Any, *, by_value: bool | None = None) -> bytes:
         pickler.dump(tree)
     except Exception as error:
         raise _explained(tree, by_value, error) from error
-    note = note_of(target.getbuffer(), written_layout(tree), pickler.wrote_code)
-    target.write(note)
+    with target.getbuffer() as pickled:
+        trailer = _trailer(pickled, pickler.wrote_code)
+    target.write(trailer)
     return target.getvalue()
 
 
 def loads(data: bytes | bytearray | memoryview, mesh: Mesh | None = None) -> Any:
-    """Reads what ``dumps`` wrote. Only read bytes that you trust: reading runs code.
+    """Reads what ``dumps`` wrote; reading runs code, so trust its source.
 
     Arrays are laid out as they were, if the mesh that they were laid out over is here: one in scope
     with the same axes, or one of as many devices. Otherwise they are whole, on the default device,
@@ -223,59 +117,70 @@ def loads(data: bytes | bytearray | memoryview, mesh: Mesh | None = None) -> Any
         >>> sx.host.loads(data).sharding.spec
         P(None, 'model')
     """
-    note, size = read_note(data)
+    view = memoryview(data)
+    written = _checked_trailer(view)
     here = list(sys.version_info[:2])
-    if note["code"] and note["python"] != here:
-        wrote, reads = (".".join(map(str, version)) for version in (note["python"], here))
+    if written["code"] and written["python"] != here:
+        wrote, reads = (".".join(map(str, version)) for version in (written["python"], here))
         raise PickleReadError(
             f"This pickle holds code, as Python {wrote} runs it, and this is Python {reads}. Read "
             f"it there; or write it with by_value=False, which tells what goes as code."
         )
     try:
         with landing_on(mesh):
-            return pickle.loads(memoryview(data)[:size])
+            return pickle.loads(view[: written["bytes"]])
     except PickleReadError:
         raise
     except (ImportError, AttributeError) as error:
         raise PickleReadError(
             f"This pickle refers to something by its name that is not here: {error}. It was "
-            f"written by shardax {note['shardax']} and JAX {note['jax']}. Make the module "
+            f"written by shardax {written['shardax']} and JAX {written['jax']}. Make the module "
             f"importable that defines it, under the name that it had."
         ) from error
 
 
-def pickled_layout(data: bytes | bytearray | memoryview) -> State:
-    """Tells how the arrays of a pickle were laid out, without reading the pickle or running code.
-
-    Args:
-        data: What ``dumps`` wrote.
-
-    Returns:
-        The sharding of each array that was laid out over a mesh, by path; printing it shows a
-        table. The meshes have no devices (``jax.sharding.AbstractMesh``).
-
-    Raises:
-        PickleReadError: If the bytes are damaged or not of ``dumps``.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, shardax as sx
-        >>> model = sx.Module()
-        >>> model.weight = sx.Param(jnp.ones((4, 8)), axes=("embed", "mlp"))
-        >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
-        >>> data = sx.host.dumps(sx.shard(model, mesh, {"mlp": "model"}))
-        >>> print(sx.host.pickled_layout(data))
-        State of shardings over the mesh data=1 (Explicit), model=1 (Explicit)
-          path     axes        spec
-          .weight  embed, mlp  P(None, 'model')
-    """
-    return layout_in(read_note(data)[0])
+# --- the trailer ---
 
 
-# --- writing --------------------------------------------------------------------------------------
+def _trailer(pickled: memoryview, code: bool) -> bytes:
+    facts = {
+        "bytes": len(pickled),
+        "crc32": zlib.crc32(pickled),
+        "shardax": importlib.metadata.version("shardax"),
+        "jax": jax.__version__,
+        "python": list(sys.version_info[:2]),
+        "code": code,  # whether there is code by value
+    }
+    text = json.dumps(facts).encode()
+    return text + _TAIL.pack(len(text), zlib.crc32(text), _MARK)
+
+
+def _checked_trailer(view: memoryview) -> dict[str, Any]:
+    """Read the trailer, and check that the bytes are what was written."""
+    length, checksum, mark = 0, 0, b""
+    if len(view) >= _TAIL.size:
+        length, checksum, mark = _TAIL.unpack(view[-_TAIL.size :])
+    start = len(view) - _TAIL.size - length
+    if mark != _MARK or start < 0:
+        raise PickleReadError(
+            "These bytes do not end as those of sx.host.dumps do: they were cut short, or written "
+            "by something else (pickle.loads reads pickles of all kinds)."
+        )
+    text = view[start : -_TAIL.size]
+    facts = json.loads(bytes(text)) if zlib.crc32(text) == checksum else None
+    if facts is None or (facts["bytes"], facts["crc32"]) != (start, zlib.crc32(view[:start])):
+        raise PickleReadError(
+            "This pickle is not what was written: its size or a checksum differ. Get the bytes "
+            "again; reading these could do anything."
+        )
+    return facts
+
+
+# --- writing ---
 
 
 def _pickler(by_value: bool | None) -> type[Any]:
-    """Returns the class of pickler: one that writes names, or also code."""
+    """Return the class of pickler: one that writes names, or also code."""
     if by_value is not False:
         try:
             import cloudpickle
@@ -291,8 +196,8 @@ def _pickler(by_value: bool | None) -> type[Any]:
 
 
 def _with_arrays(base: type[Any]) -> type[Any]:
-    class Pickler(base):
-        """Writes arrays with their layouts, and says whether code was written by value."""
+    class TreePickler(base):
+        """Write arrays with their layouts, and record code by value."""
 
         wrote_code = False
 
@@ -307,20 +212,20 @@ def _with_arrays(base: type[Any]) -> type[Any]:
                 self.wrote_code = True
             return made
 
-    return Pickler
+    return TreePickler
 
 
 def _device(platform: str, number: int) -> Any:
-    """Returns the device that stands here for one that was pickled."""
+    """Return the device that stands here for one that was pickled."""
     found = [each for each in jax.devices() if (each.platform, each.id) == (platform, number)]
     return found[0] if found else jax.devices()[0]
 
 
-# --- saying what cannot be written ----------------------------------------------------------------
+# --- errors ---
 
 
 def _explained(tree: Any, by_value: bool | None, error: Exception) -> PickleWriteError:
-    """Returns the error that names the first thing that cannot be written."""
+    """Return the error that names the first thing that cannot be written."""
     for path, value in _places(tree):
         try:
             _pickler(by_value)(io.BytesIO(), protocol=5).dump(value)
@@ -335,7 +240,7 @@ def _explained(tree: Any, by_value: bool | None, error: Exception) -> PickleWrit
 
 
 def _places(tree: Any) -> Iterator[tuple[Path, Any]]:
-    """Yields everything in a tree that is pickled by itself, with its path."""
+    """Yield what a tree pickles by itself, with paths."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
     for key_path, leaf in pairs:
         where = tuple(map(path_step, key_path))

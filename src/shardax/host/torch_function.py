@@ -24,8 +24,7 @@ import numpy as np
 
 from shardax._transforms.grad.targets import is_differentiable
 from shardax._transforms.lift.call import wraps
-from shardax.host.derivatives import if_differentiable
-from shardax.host.host_function import HostFunction, host_function
+from shardax.host.host_function import HostFunction, host_function, if_differentiable
 
 _BFLOAT16 = jnp.dtype("bfloat16")
 
@@ -67,7 +66,7 @@ def from_torch(
 
 
 def _torch() -> Any:
-    """Returns PyTorch, which no extra of this package brings, so that type checkers miss it."""
+    # No extra of this package brings it, so type checkers miss it.
     try:
         return importlib.import_module("torch")
     except ImportError as error:
@@ -84,7 +83,7 @@ def _is_moving(leaf: Any) -> bool:
 
 
 def _hosted(function: Callable[..., Any], out: Any, vmap: str) -> HostFunction:
-    """Returns a torch function as a host function, whose derivative is one, too."""
+    """Make a host function of a torch function, with its gradient."""
 
     @wraps(function)
     def on_arrays(*args: Any, **kwargs: Any) -> Any:
@@ -108,15 +107,7 @@ def _hosted(function: Callable[..., Any], out: Any, vmap: str) -> HostFunction:
 
 
 def gradient_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the gradient of a torch function as a torch function.
-
-    Args:
-        function: A function of pytrees of tensors.
-
-    Returns:
-        ``gradient(args, cotangent, **kwargs)``, which returns the gradient of each argument, None
-        for tensors of integers; the cotangent has None for these, too.
-    """
+    """Return the gradient of a torch function as a torch function."""
 
     def gradient(args: tuple[Any, ...], cotangent: Any, **kwargs: Any) -> tuple[Any, ...]:
         torch = _torch()
@@ -161,7 +152,7 @@ def _has_gradient(leaf: Any) -> bool:
 
 
 def to_tensor(leaf: Any) -> Any:
-    """Returns a NumPy array as a tensor; anything else as it is."""
+    """Return a NumPy array as a tensor; anything else as it is."""
     torch = _torch()
     if not isinstance(leaf, np.ndarray):
         return leaf
@@ -173,7 +164,7 @@ def to_tensor(leaf: Any) -> Any:
 
 
 def to_numpy(leaf: Any) -> Any:
-    """Returns a tensor as a NumPy array; anything else as it is."""
+    """Return a tensor as a NumPy array; anything else as it is."""
     torch = _torch()
     if not isinstance(leaf, torch.Tensor):
         return leaf

@@ -1,24 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Artifacts on disk: a folder that holds a function, and none of the Python that made it.
+"""Artifacts on disk: folders with program, arrays and signature.
 
 | file | what it is |
 | --- | --- |
 | `signature.json` | inputs, result and state by path, versions, checksums of the other files |
 | `program.bin` | the program: StableHLO, as `jax.export` serializes it |
 | `weights.safetensors` | the arrays that the function holds, by path |
-| `snapshot.bin` | optional: the program compiled for one kind of machine (`host.snapshots`) |
 
 The folder is written under a temporary name and renamed when it is whole, so a folder of that name
 is a whole artifact. Each file's checksum is in the signature, whose own covers the rest of it. They
 find damage, not malice: whoever can change the folder can change them too.
-
-Snapshots: compiled programs inside artifacts, for machines like the one that made them.
-
-A snapshot saves loading an artifact all of compilation. It is the machine code itself: it fits one
-version of JAX, one kind of device and of host, and one number of devices, which its *fingerprint*
-says. JAX stores it with pickle, so reading one can run any code. Hence ``export`` writes a snapshot
-only on request, and ``load`` reads it only where the caller says that the folder is to be trusted
-as a program is.
 """
 
 from __future__ import annotations
@@ -28,10 +19,9 @@ import hashlib
 import json
 import os
 import pathlib
-import platform
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -44,9 +34,6 @@ from shardax.host.errors import (
     ArtifactVersionError,
     ExportError,
 )
-from shardax.host.export.signature import Signature
-
-# --- Artifact ---
 
 FORMAT = "shardax artifact"
 VERSION = 1
@@ -55,15 +42,10 @@ VERSION = 1
 SIGNATURE = "signature.json"
 PROGRAM = "program.bin"
 WEIGHTS = "weights.safetensors"
-SNAPSHOT = "snapshot.bin"
 
 
 def require_extras() -> None:
-    """Raises if a library is missing that artifacts are written and read with.
-
-    Raises:
-        ImportError: With the line that installs them.
-    """
+    """Raise if a library for artifacts is missing."""
     try:
         import flatbuffers  # noqa: F401 (jax.export serializes with it)
         import safetensors  # noqa: F401
@@ -73,15 +55,11 @@ def require_extras() -> None:
         ) from error
 
 
-# --- writing --------------------------------------------------------------------------------------
+# --- writing ---
 
 
 def free_place(path: Any) -> pathlib.Path:
-    """Returns the absolute path of an artifact that is to be written.
-
-    Raises:
-        ArtifactExistsError: If there is something already.
-    """
+    """Return the absolute path of an artifact that is to be written."""
     place = pathlib.Path(os.path.abspath(path))
     if place.exists():
         raise ArtifactExistsError(
@@ -93,7 +71,7 @@ def free_place(path: Any) -> pathlib.Path:
 
 @contextlib.contextmanager
 def written_at(place: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives a folder to write into, which becomes ``place`` at the end, or vanishes on an error."""
+    """Write a folder under a temporary name, and rename it when complete."""
     place.parent.mkdir(parents=True, exist_ok=True)
     draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}.tmp")
     draft.mkdir()
@@ -109,7 +87,7 @@ def written_at(place: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _to_disk(path: pathlib.Path) -> None:
-    """Waits until a file or folder is on the disk, so that a rename does not overtake it."""
+    """Flush a file or folder, so that no rename overtakes it."""
     with contextlib.suppress(OSError):  # some file systems cannot do it for folders
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -119,12 +97,7 @@ def _to_disk(path: pathlib.Path) -> None:
 
 
 def write_signature(folder: pathlib.Path, entries: Mapping[str, Any]) -> None:
-    """Writes the signature of a folder whose other files are complete.
-
-    Args:
-        folder: The folder.
-        entries: What it says besides format, version and checksums.
-    """
+    """Write the signature of a folder whose other files are complete."""
     names = sorted(item.name for item in folder.iterdir() if item.name != SIGNATURE)
     whole = {
         "format": FORMAT,
@@ -137,11 +110,7 @@ def write_signature(folder: pathlib.Path, entries: Mapping[str, Any]) -> None:
 
 
 def write_weights(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
-    """Writes arrays by name, as safetensors.
-
-    Raises:
-        ExportError: If another process holds parts of an array.
-    """
+    """Write arrays by name, as safetensors."""
     from safetensors import TensorSpec, serialize_file
 
     foreign = [
@@ -168,7 +137,7 @@ def write_weights(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
 
 
 def _as_numbers(array: np.ndarray) -> np.ndarray:
-    """Returns an array that safetensors takes: dtypes that it lacks as the bytes they are."""
+    """View dtypes that safetensors lacks as bytes."""
     if array.dtype.name in _TAKEN:
         return array
     return np.frombuffer(array.tobytes(), np.uint8).reshape(*array.shape, array.dtype.itemsize)
@@ -183,24 +152,11 @@ _TAKEN = frozenset(
 """Dtypes that are written as they are; of the rest, the bytes."""
 
 
-# --- reading --------------------------------------------------------------------------------------
+# --- reading ---
 
 
 def read_signature(path: Any, verify: bool) -> tuple[pathlib.Path, dict[str, Any]]:
-    """Reads the signature of an artifact and checks its files.
-
-    Args:
-        path: The folder.
-        verify: Whether to compare the files with their checksums.
-
-    Returns:
-        (the folder, the signature).
-
-    Raises:
-        ArtifactNotFoundError: If there is no artifact.
-        ArtifactVersionError: If it has a format or version that this shardax does not read.
-        ArtifactDamagedError: If a file is missing or is not what was written.
-    """
+    """Read the signature of an artifact and checks its files."""
     place = pathlib.Path(os.path.abspath(path))
     file = place / SIGNATURE
     if not file.is_file():
@@ -235,7 +191,7 @@ def _damaged(file: pathlib.Path, what: str) -> ArtifactDamagedError:
 
 
 def checksum(file: pathlib.Path) -> str:
-    """Returns the SHA-256 of a file, as text."""
+    """Return the SHA-256 of a file, as text."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -246,11 +202,7 @@ def _own_checksum(entries: Mapping[str, Any]) -> str:
 
 
 class Weights:
-    """The arrays of an artifact, read as they are asked for.
-
-    Args:
-        file: The file.
-    """
+    """The arrays of an artifact, read as they are asked for."""
 
     def __init__(self, file: pathlib.Path) -> None:
         self._data = np.memmap(file, np.uint8, mode="r")
@@ -259,13 +211,7 @@ class Weights:
         self._header: dict[str, Any] = json.loads(self._data[8 : self._start].tobytes())
 
     def read(self, name: str, form: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-        """Returns an array; over a mesh, each device reads its part only.
-
-        Args:
-            name: Its name.
-            form: Its shape and dtype.
-            sharding: Where it goes; None for the default device, uncommitted.
-        """
+        """Return an array; over a mesh, each device reads its part only."""
         begin, end = self._header[name]["data_offsets"]
         raw = self._data[self._start + begin : self._start + end]
         array = raw.view(form.dtype).reshape(form.shape)
@@ -276,115 +222,3 @@ class Weights:
             return np.array(array[index])
 
         return jax.make_array_from_callback(form.shape, sharding, part)
-
-
-# --- Snapshots ---
-
-
-def fingerprint(devices: Sequence[Any]) -> dict[str, Any]:
-    """Returns what must agree between the machine that made a snapshot and the one that runs it.
-
-    Args:
-        devices: The devices that the program runs on.
-    """
-    client = devices[0].client
-    return {
-        "jax": jax.__version__,
-        "platform": client.platform,
-        "platform_version": client.platform_version,
-        "device": devices[0].device_kind,
-        "devices": [device.id for device in devices],
-        "machine": platform.machine(),
-        "processor": _processor(),
-        "flags": os.environ.get("XLA_FLAGS", ""),
-    }
-
-
-def _processor() -> str:
-    """Returns a digest of what the processor can do: programs for the CPU use all of it."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    said = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()
-
-
-def check_fixed_sizes(signature: Signature) -> None:
-    """Raises if a program is not for one size of its inputs.
-
-    Raises:
-        ExportError: Names the dynamic dimensions.
-    """
-    forms = [form for item in signature.inputs for form in item.forms]
-    open_sizes = sorted({size for form in forms for size in form.shape if isinstance(size, str)})
-    if open_sizes:
-        raise ExportError(
-            f"A snapshot is compiled for one size, and {', '.join(open_sizes)} are dynamic. Export "
-            "without snapshot=True (the persistent cache keeps what is compiled for each size), or "
-            "without dynamic=."
-        )
-
-
-def write_snapshot(folder: pathlib.Path, compiled: Any, devices: Sequence[Any]) -> dict[str, Any]:
-    """Writes a compiled program into the folder of its artifact.
-
-    Args:
-        folder: The folder.
-        compiled: The program, a ``jax.stages.Compiled``.
-        devices: The devices that it is for.
-
-    Returns:
-        The fingerprint.
-
-    Raises:
-        ExportError: If JAX cannot store it.
-    """
-    from jax.experimental.serialize_executable import serialize
-
-    try:
-        data, _, _ = serialize(compiled)
-    except (ValueError, NotImplementedError) as error:
-        raise ExportError(f"JAX cannot store the compiled program: {error}") from error
-    (folder / SNAPSHOT).write_bytes(data)
-    return fingerprint(devices)
-
-
-def read_snapshot(
-    folder: pathlib.Path, made_on: Any, devices: Sequence[Any], trees: tuple[Any, Any]
-) -> tuple[Callable[..., Any] | None, str]:
-    """Reads a snapshot. This runs what is in the file.
-
-    Args:
-        folder: The artifact.
-        made_on: The fingerprint in its signature, or None if it has no snapshot.
-        devices: The devices to run on.
-        trees: Structure of the program's (arguments, results).
-
-    Returns:
-        (the program, or None; why it is not used, or "").
-
-    Raises:
-        ArtifactDamagedError: If the file cannot be read.
-    """
-    from jax.experimental.serialize_executable import deserialize_and_load
-
-    if made_on is None:
-        return None, "the artifact has no snapshot"
-    here = fingerprint(devices)
-    other = [name for name in here if here[name] != made_on.get(name)]
-    if other:
-        listed = "; ".join(f"{name}: {made_on.get(name)!r} -> {here[name]!r}" for name in other)
-        return None, f"it was made on another machine ({listed})"
-    data = (folder / SNAPSHOT).read_bytes()
-    in_tree, out_tree = trees
-    try:
-        return (
-            deserialize_and_load(data, in_tree, out_tree, execution_devices=list(devices)),
-            "",
-        )
-    except Exception as error:
-        raise ArtifactDamagedError(
-            f"The snapshot in {folder} cannot be loaded: {type(error).__name__}: {error}. Load the "
-            "artifact without trust_snapshot=True, which compiles its program."
-        ) from error

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``export``: a function with its state as a folder that other processes, without its source, run.
+"""Export of functions with their state, to run without their source.
 
-The program is exported by ``jax.export`` as a pure function of state and inputs, so that one
-program serves any weights, and a call's new state can be stored by whoever loaded it.
+The program is exported by ``jax.export`` as a pure function of lists of arrays: the state (the
+values of Variables, and constants, arrays that it uses without their being a Variable's) and what a
+caller passes, to the arrays of the result and the new values of what it writes. So one program
+serves any weights, and whoever loaded it can store a call's new state.
 
-Dynamic dimensions: sizes that an exported function leaves open.
+An exported program is without the process that made it: no callbacks, no change of structure, no
+Modules in its result, and the state keeps shapes and dtypes. Whatever breaks this is an error here.
 
 A *dynamic dimension* has a name in place of a size. The program is traced once for all sizes, so
 whatever needs the number itself (a Python loop over it, an ``if`` about it) is an error of JAX.
@@ -13,172 +16,51 @@ whatever needs the number itself (a Python loop over it, an ``if`` about it) is 
 
 from __future__ import annotations
 
+import collections
+import copy
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from shardax._core._jax import is_eager
+from shardax._core._jax import is_eager, jaxpr_as_fun, user_line
 from shardax._core.errors import ShardaxError
-from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import format_path, path_step
+from shardax._core.graph.flatten import GraphDef, VariableDef, definition_paths, is_object
+from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.object import Object
+from shardax._core.variable import RngState
+from shardax._transforms.grad.custom_vjp import used_inputs
 from shardax._transforms.jit.jit import BoundJit, Jit, jit
+from shardax._transforms.jit.specialization import Plan
+from shardax._transforms.lift.arguments import Arguments, Mixed, Plain
+from shardax._transforms.lift.engine import Graph, Record
 from shardax._transforms.lift.functions import parameter_name
 from shardax.host.errors import ExportError
 from shardax.host.export import artifact
-from shardax.host.export.artifact import check_fixed_sizes, write_snapshot
-from shardax.host.export.flat_program import FlatProgram
-from shardax.host.export.loading import load
-from shardax.host.export.signature import MeshForm, Signature, plain_dtype, to_words
+from shardax.host.export.signature import (
+    ArrayForm,
+    ExportedInput,
+    MeshForm,
+    Signature,
+    StateEntry,
+    all_from_words,
+    from_words,
+    plain_dtype,
+    to_json,
+    to_words,
+)
 from shardax.partition.errors import did_you_mean
 from shardax.partition.mesh import resolve_mesh
 
-# --- Dynamic ---
+CONSTANT = "Constant"
+"""What a signature calls the type of an array that is not a Variable's."""
 
 Dynamic = Mapping[str, int | Mapping[str, int | Sequence[int]]]
 """Dimension by name: one for all arrays in the arguments, or one or several by parameter name."""
-
-
-def abstract_arguments(
-    jit: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    dynamic: Dynamic,
-    constraints: Sequence[str],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with shapes for arrays, dynamic dimensions among them.
-
-    Args:
-        jit: The ``Jit`` that they are for; its static arguments stay as they are.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        dynamic: Which dimensions are dynamic.
-        constraints: What JAX may count on.
-
-    Raises:
-        ExportError: If ``dynamic`` names what is not there, or sizes of one name differ.
-    """
-    labelled: dict[Any, str] = {
-        i: parameter_name(jit.__wrapped__, i)
-        for i in range(len(args))
-        if i not in jit.static_positions
-    }
-    labelled |= {name: name for name in kwargs if name not in jit.static_names}
-    given = {**dict(enumerate(args)), **kwargs}
-    dimensions = _Dimensions(dynamic, constraints, list(labelled.values()))
-    for key, label in labelled.items():
-        given[key] = jax.tree_util.tree_map_with_path(
-            lambda path, leaf, label=label: dimensions.abstract(label, path, leaf),
-            given[key],
-            is_leaf=is_object,
-        )
-    dimensions.check_used()
-    return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
-
-
-class _Dimensions:
-    """The dynamic dimensions of one export.
-
-    Args:
-        dynamic: As for ``abstract_arguments``.
-        constraints: Likewise.
-        labels: Names of the arguments.
-    """
-
-    def __init__(self, dynamic: Dynamic, constraints: Sequence[str], labels: Sequence[str]) -> None:
-        self.dynamic = dynamic
-        self.sizes: dict[str, tuple[Any, str]] = {}  # the first size of a name, and where it was
-        self.symbols: dict[str, Any] = {}
-        self._make_symbols(constraints)
-        for name, where in dynamic.items():
-            for label in where if isinstance(where, Mapping) else ():
-                if label not in labels:
-                    raise ExportError(
-                        f"dynamic={{{name!r}: ...}} is about an argument {label!r}, but the call "
-                        f"has ({', '.join(labels)}).{did_you_mean(label, labels)}"
-                    )
-
-    def _make_symbols(self, constraints: Sequence[str]) -> None:
-        names = list(self.dynamic)
-        if not names and constraints:
-            raise ExportError(
-                f"constraints={tuple(constraints)!r} are about dynamic dimensions, and there are "
-                "none: dynamic={'batch': 0}."
-            )
-        if names:
-            try:
-                found = jax.export.symbolic_shape(", ".join(names), constraints=tuple(constraints))
-            except Exception as error:
-                raise ExportError(
-                    f"JAX does not take dynamic={names} with constraints={tuple(constraints)!r}: "
-                    f"{error}. Names are identifiers, constraints such as 'seq <= 512'."
-                ) from error
-            self.symbols = dict(zip(names, found, strict=True))
-
-    def abstract(self, label: str, path: Any, leaf: Any) -> Any:
-        """Returns one array of an argument as shape and dtype; anything else as it is."""
-        if isinstance(leaf, Object) or not hasattr(leaf, "dtype"):
-            return leaf
-        where = format_path((label, *map(path_step, path)))
-        shape = list(leaf.shape)
-        for name, symbol in self.symbols.items():
-            for axis in self._axes(name, label):
-                if not -len(shape) <= axis < len(shape):
-                    raise ExportError(
-                        f"dynamic={{{name!r}: ...}} makes dimension {axis} of {where} dynamic, "
-                        f"which has the shape {tuple(leaf.shape)}. Say which arguments have it, "
-                        f"dynamic={{{name!r}: {{'name of the argument': {axis}}}}}."
-                    )
-                self._note_size(name, leaf.shape[axis], where)
-                shape[axis] = symbol
-        return jax.ShapeDtypeStruct(
-            tuple(shape),
-            plain_dtype(leaf.dtype),
-            sharding=_layout(leaf, shape),
-            weak_type=getattr(leaf, "weak_type", False),
-        )
-
-    def _axes(self, name: str, label: str) -> tuple[int, ...]:
-        where = self.dynamic[name]
-        axes = where.get(label, ()) if isinstance(where, Mapping) else where
-        return (axes,) if isinstance(axes, int) else tuple(axes)
-
-    def _note_size(self, name: str, size: Any, where: str) -> None:
-        known, first = self.sizes.setdefault(name, (size, where))
-        if size != known:
-            raise ExportError(
-                f"The dynamic dimension {name!r} is {known} in {first} and {size} in {where}, but "
-                f"it is one size. Give one of them a name of its own, or leave it as it is: "
-                f"dynamic={{{name!r}: {{{first.lstrip('.')!r}: ...}}}}."
-            )
-
-    def check_used(self) -> None:
-        """Raises if a name was given that no array has."""
-        unused = [name for name in self.symbols if name not in self.sizes]
-        if unused:
-            raise ExportError(
-                f"The dynamic dimensions {unused} are of no array: the arguments that dynamic= "
-                "names have none."
-            )
-
-
-def _layout(leaf: Any, shape: Sequence[Any]) -> Any:
-    """The sharding over a mesh, if the array or its stand-in has one that fits the shape.
-
-    JAX does not split dynamic dimensions, because nobody knows that they divide. The compiler then
-    finds the layout, and callers may pass the array split.
-    """
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return None
-    split = zip(shape, sharding.spec, strict=False)
-    return None if any(e is not None and type(s) is not int for s, e in split) else sharding
-
-
-# --- Exporting ---
 
 
 def export(
@@ -190,10 +72,9 @@ def export(
     constraints: Sequence[str] = (),
     platforms: Sequence[str] | None = None,
     vjp_order: int = 0,
-    snapshot: bool = False,
     **kwargs: Any,
 ) -> pathlib.Path:
-    """Exports a function with the state that it uses; ``load`` makes it callable again.
+    """Exports a function with the state that it uses.
 
     Needs ``pip install 'shardax[export]'``.
 
@@ -210,8 +91,6 @@ def export(
         constraints: What holds for these sizes, such as ``"seq <= 512"``.
         platforms: Where it is to run: ``("cpu", "cuda", "tpu")``. None: the platform here.
         vjp_order: How often the loaded function can be differentiated.
-        snapshot: Whether to add the compiled program, for machines like this one. Loading it runs
-            code, so ``load`` has to be told to (``host.export.artifact``).
         **kwargs: Keyword arguments to trace it for.
 
     Returns:
@@ -259,8 +138,6 @@ def export(
         vjp_order=vjp_order,
         constraints=tuple(constraints),
     )
-    if snapshot:
-        check_fixed_sizes(signature)
     with artifact.written_at(place) as folder:
         (folder / artifact.PROGRAM).write_bytes(exported.serialize(vjp_order=vjp_order))
         words = map(to_words, program.values)
@@ -271,16 +148,12 @@ def export(
             "jax": jax.__version__,
             "calling_convention": exported.calling_convention_version,
         }
-        if snapshot:
-            artifact.write_signature(folder, entries)
-            program = load(folder, verify=False).program
-            entries["snapshot"] = write_snapshot(folder, program.compiled(), program.devices)
         artifact.write_signature(folder, entries)
     return place
 
 
 def _as_jit(function: Any, args: Sequence[Any]) -> tuple[Jit, tuple[Any, ...]]:
-    """Returns the function as a ``Jit``, with the arguments for it."""
+    """Return the function as a ``Jit``, with the arguments for it."""
     if isinstance(function, BoundJit):
         return function.__func__, (function.__self__, *args)
     return (function if isinstance(function, Jit) else jit(function)), tuple(args)
@@ -318,11 +191,7 @@ def _exported(program: FlatProgram, platforms: Sequence[str] | None) -> Any:
 
 
 def _mesh_of(program: FlatProgram) -> Mesh | None:
-    """Returns the mesh that state and inputs are laid out over, else the one in scope.
-
-    Raises:
-        ExportError: If there are two.
-    """
+    """The mesh of state and inputs, else the one in scope."""
     meshes: dict[Any, str] = {}
     state, inputs = program.shapes()
     names = [entry.path for entry in program.state]
@@ -338,3 +207,375 @@ def _mesh_of(program: FlatProgram) -> Mesh | None:
         )
     scope = resolve_mesh()
     return next(iter(meshes), scope if isinstance(scope, Mesh) else None)
+
+
+# --- dynamic dimensions ---
+
+
+def abstract_arguments(
+    jit: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dynamic: Dynamic,
+    constraints: Sequence[str],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with shapes for arrays, dynamic dimensions among them."""
+    labelled: dict[Any, str] = {
+        i: parameter_name(jit.__wrapped__, i)
+        for i in range(len(args))
+        if i not in jit.static_positions
+    }
+    labelled |= {name: name for name in kwargs if name not in jit.static_names}
+    given = {**dict(enumerate(args)), **kwargs}
+    dimensions = _Dimensions(dynamic, constraints, list(labelled.values()))
+    for key, label in labelled.items():
+        given[key] = jax.tree_util.tree_map_with_path(
+            lambda path, leaf, label=label: dimensions.abstract(label, path, leaf),
+            given[key],
+            is_leaf=is_object,
+        )
+    dimensions.check_used()
+    return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
+
+
+class _Dimensions:
+    """The dynamic dimensions of one export."""
+
+    def __init__(self, dynamic: Dynamic, constraints: Sequence[str], labels: Sequence[str]) -> None:
+        self.dynamic = dynamic
+        self.sizes: dict[str, tuple[Any, str]] = {}  # the first size of a name, and where it was
+        self.symbols: dict[str, Any] = {}
+        self._make_symbols(constraints)
+        for name, where in dynamic.items():
+            for label in where if isinstance(where, Mapping) else ():
+                if label not in labels:
+                    raise ExportError(
+                        f"dynamic={{{name!r}: ...}} is about an argument {label!r}, but the call "
+                        f"has ({', '.join(labels)}).{did_you_mean(label, labels)}"
+                    )
+
+    def _make_symbols(self, constraints: Sequence[str]) -> None:
+        names = list(self.dynamic)
+        if not names and constraints:
+            raise ExportError(
+                f"constraints={tuple(constraints)!r} are about dynamic dimensions, and there are "
+                "none: dynamic={'batch': 0}."
+            )
+        if names:
+            try:
+                found = jax.export.symbolic_shape(", ".join(names), constraints=tuple(constraints))
+            except Exception as error:
+                raise ExportError(
+                    f"JAX does not take dynamic={names} with constraints={tuple(constraints)!r}: "
+                    f"{error}. Names are identifiers, constraints such as 'seq <= 512'."
+                ) from error
+            self.symbols = dict(zip(names, found, strict=True))
+
+    def abstract(self, label: str, path: Any, leaf: Any) -> Any:
+        """Replace an array of an argument by its shape and dtype."""
+        if isinstance(leaf, Object) or not hasattr(leaf, "dtype"):
+            return leaf
+        where = format_path((label, *map(path_step, path)))
+        shape = list(leaf.shape)
+        for name, symbol in self.symbols.items():
+            for axis in self._axes(name, label):
+                if not -len(shape) <= axis < len(shape):
+                    raise ExportError(
+                        f"dynamic={{{name!r}: ...}} makes dimension {axis} of {where} dynamic, "
+                        f"which has the shape {tuple(leaf.shape)}. Say which arguments have it, "
+                        f"dynamic={{{name!r}: {{'name of the argument': {axis}}}}}."
+                    )
+                self._note_size(name, leaf.shape[axis], where)
+                shape[axis] = symbol
+        return jax.ShapeDtypeStruct(
+            tuple(shape),
+            plain_dtype(leaf.dtype),
+            sharding=_layout(leaf, shape),
+            weak_type=getattr(leaf, "weak_type", False),
+        )
+
+    def _axes(self, name: str, label: str) -> tuple[int, ...]:
+        where = self.dynamic[name]
+        axes = where.get(label, ()) if isinstance(where, Mapping) else where
+        return (axes,) if isinstance(axes, int) else tuple(axes)
+
+    def _note_size(self, name: str, size: Any, where: str) -> None:
+        known, first = self.sizes.setdefault(name, (size, where))
+        if size != known:
+            raise ExportError(
+                f"The dynamic dimension {name!r} is {known} in {first} and {size} in {where}, but "
+                f"it is one size. Give one of them a name of its own, or leave it as it is: "
+                f"dynamic={{{name!r}: {{{first.lstrip('.')!r}: ...}}}}."
+            )
+
+    def check_used(self) -> None:
+        """Raise if no array has a dynamic dimension."""
+        unused = [name for name in self.symbols if name not in self.sizes]
+        if unused:
+            raise ExportError(
+                f"The dynamic dimensions {unused} are of no array: the arguments that dynamic= "
+                "names have none."
+            )
+
+
+def _layout(leaf: Any, shape: Sequence[Any]) -> Any:
+    """The sharding of an array, if it fits the shape."""
+    # JAX does not split dynamic dimensions, because nobody knows that they divide. The compiler
+    # then finds the layout, and callers may pass the array split.
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    split = zip(shape, sharding.spec, strict=False)
+    return None if any(e is not None and type(s) is not int for s, e in split) else sharding
+
+
+# --- the function of lists of arrays ---
+
+
+class FlatProgram:
+    """A function over objects, traced for some arguments."""
+
+    def __init__(self, jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        check_random_state(jit.prepare(args, kwargs)[1])
+        traced = jit.trace(*args, **kwargs)
+        plan, graph, arguments = jit.prepare(args, kwargs)  # again: tracing finds hidden inputs
+        record = traced._record
+        check_record(record, plan.graphdef)
+        self._jaxpr = check_program(traced.jaxpr)
+        self._leaves = arguments.plain_leaves()[0]
+        self.inputs = _inputs(plan, arguments)
+        result, written, _, _ = traced._stage.out_info
+        self.output = to_json(jax.tree.structure(result), ("result",))
+        self.output_forms = tuple(map(ArrayForm.of, jax.tree.leaves(result)))
+        values = graph.values()
+        self._operands = _operands(plan, arguments, values)
+        self._hoisted = [i for i, item in enumerate(self._jaxpr.consts) if jnp.ndim(item) > 0]
+        constants = [self._jaxpr.consts[i] for i in self._hoisted]
+        everything = [
+            *_entries(graph, values, record.written, written),
+            *(
+                StateEntry(f"constants[{i}]", ArrayForm.of(constant), CONSTANT, None, False)
+                for i, constant in enumerate(constants)
+            ),
+        ]
+        self._forms = [entry.form for entry in everything]
+        self._held = self._used(everything)
+        self.state = _with_unique_paths([everything[i] for i in self._held])
+        arrays = [*jax.tree.leaves(values), *constants]
+        self.values = [arrays[i] for i in self._held]
+
+    def _used(self, entries: Sequence[StateEntry]) -> list[int]:
+        """Return the positions of the arrays that a call reads or writes."""
+        flags = zip(self._operands, used_inputs(self._jaxpr.jaxpr), strict=True)
+        read = {operand for operand, is_used in flags if is_used}
+        return [
+            i
+            for i, entry in enumerate(entries)
+            if i in read or entry.written or entry.type == CONSTANT
+        ]
+
+    def __call__(self, state: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Run the program, usually on tracers."""
+        given = dict(zip(self._held, state, strict=True))
+        held = [
+            _placeholder(form) if i not in given else from_words(given[i], form)
+            for i, form in enumerate(self._forms)
+        ]
+        forms = [form for item in self.inputs for form in item.forms]
+        count = len(held) - len(self._hoisted)
+        consts = list(self._jaxpr.consts)
+        for i, constant in zip(self._hoisted, held[count:], strict=True):
+            consts[i] = constant
+        operands = [*held[:count], *all_from_words(inputs, forms)]
+        flat = [operands[i] for i in self._operands]
+        words = [to_words(item) for item in jaxpr_as_fun(self._jaxpr.replace(consts=consts))(*flat)]
+        return words[: len(self.output_forms)], words[len(self.output_forms) :]
+
+    def shapes(self) -> tuple[list[Any], list[Any]]:
+        """Shapes of the words of state and inputs."""
+        state = [_shape(value) for value in self.values]
+        return state, [_shape(leaf) for leaf in self._leaves]
+
+
+def _operands(plan: Plan, arguments: Arguments, values: Sequence[Any]) -> list[int]:
+    """The number of each operand of a program among values and inputs."""
+    leaves, treedef = jax.tree.flatten(values)
+    count = len(leaves)
+    numbered = copy.copy(arguments)
+    inputs, tree = arguments.plain_leaves()
+    plain, numbered.plain_named = tree.unflatten(range(count, count + len(inputs)))
+    numbered.plain = tuple(plain)
+    return jax.tree.leaves(plan.pack(treedef.unflatten(range(count)), numbered))
+
+
+def _placeholder(form: ArrayForm) -> Any:
+    """An array in place of one that is not read."""
+    words = form.words()
+    return from_words(jnp.zeros(words.shape, words.dtype), form)
+
+
+def _shape(value: Any) -> jax.ShapeDtypeStruct:
+    words = jax.eval_shape(to_words, value)
+    form = ArrayForm.of(value)
+    sharding = None if form.spec is None else form.sharding(value.sharding.mesh)
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=sharding)
+
+
+def _inputs(plan: Plan, arguments: Arguments) -> tuple[ExportedInput, ...]:
+    labels = [label for _, label in plan.layout.positional]
+    given = [
+        *zip(labels, arguments.templates, arguments.plain, [False] * len(labels), strict=True),
+        *((name, t, arguments.plain_named[name], True) for name, t in arguments.named),
+    ]
+    return tuple(
+        _input(name, plain, by_name)
+        for name, template, plain, by_name in given
+        if _is_passed(name, template, plain)
+    )
+
+
+def _input(name: str, plain: Any, by_name: bool) -> ExportedInput:
+    leaves, treedef = jax.tree.flatten(plain)
+    return ExportedInput(name, by_name, to_json(treedef, (name,)), tuple(map(ArrayForm.of, leaves)))
+
+
+def _is_passed(name: str, template: Any, plain: Any) -> bool:
+    """Whether callers pass an argument; one without arrays belongs to the artifact."""
+    if isinstance(template, Mixed) and (plain or template.roots):
+        raise ExportError(
+            f"The argument {name} holds arrays or containers together with Modules or static "
+            "values. What callers pass and what the artifact holds must be apart: pass each Module "
+            "as an argument of its own, or close over it."
+        )
+    return isinstance(template, Plain) and bool(jax.tree.leaves(plain))
+
+
+def _entries(
+    graph: Graph, values: Sequence[Any], written: Sequence[int], results: Sequence[Any]
+) -> Iterator[StateEntry]:
+    """Describe the arrays of a graph's Variables."""
+    after = dict(zip(written, results, strict=True))
+    paths = _without_self(graph.flat.leaf_paths)
+    for position, (path, leaf, value) in enumerate(zip(paths, graph.leaves, values, strict=True)):
+        if position in after:
+            check_form_is_kept(path, value, after[position])
+        for keys, array in jax.tree_util.tree_leaves_with_path(value):
+            text = format_path(path) + jax.tree_util.keystr(keys)
+            kind = type(leaf).__name__
+            yield StateEntry(text, ArrayForm.of(array), kind, leaf.axes, position in after)
+
+
+def _without_self(paths: Sequence[Path]) -> Sequence[Path]:
+    # A compiled method has its object as its first argument; paths begin below it.
+    return [path[1:] for path in paths] if all(p[:1] == ("self",) for p in paths) else paths
+
+
+def _with_unique_paths(state: Sequence[StateEntry]) -> list[StateEntry]:
+    """Number the entries of one path."""
+    # A closure and an argument may have the same.
+    counts: collections.Counter[str] = collections.Counter()
+    named = []
+    for entry in state:
+        counts[entry.path] += 1
+        suffix = "" if counts[entry.path] == 1 else f"#{counts[entry.path]}"
+        named.append(entry._replace(path=entry.path + suffix))
+    return named
+
+
+# --- unsupported programs ---
+
+
+def check_random_state(graph: Graph) -> None:
+    """Raise if a random stream has no seed."""
+    unseeded = [
+        format_path(path)
+        for path, leaf in zip(graph.flat.leaf_paths, graph.leaves, strict=True)
+        if isinstance(leaf, RngState) and leaf.is_abstract
+    ]
+    if unseeded:
+        raise ExportError(
+            f"Random state without a seed: {', '.join(unseeded)} are shapes only, and whoever "
+            "loads the artifact could not draw. Seed the model first: build it with sx.Rngs(0), or "
+            "restore a checkpoint into it."
+        )
+
+
+def check_record(record: Record, graphdef: GraphDef) -> None:
+    """Raise if a call does more than return arrays and write Variables."""
+    if record.updates:
+        paths = definition_paths(graphdef)
+        changed = ", ".join(format_path(paths[position]) for position in sorted(record.updates))
+        sown = {
+            definition.type.__name__
+            for definition in record.fresh
+            if type(definition) is VariableDef
+        }
+        made = f" It makes new Variables ({', '.join(sorted(sown))})." if sown else ""
+        raise ExportError(
+            f"A call changes the structure of {changed}.{made} An exported program writes values "
+            "only. Let a first call make what is missing (layers that sow or cache), then export; "
+            "or export a function that does not change it."
+        )
+    if record.result is not None:
+        raise ExportError(
+            "The function returns Modules or Variables. An exported program returns arrays: return "
+            "their values, variable.value or sx.state(module).to_pure_dict()."
+        )
+
+
+def check_form_is_kept(path: Path, before: Any, after: Any) -> None:
+    """Raise if a call changes the form of a Variable."""
+    forms = [
+        [str(ArrayForm.of(leaf)) for leaf in jax.tree.leaves(value)] for value in (before, after)
+    ]
+    if forms[0] != forms[1] or jax.tree.structure(before) != jax.tree.structure(after):
+        was, becomes = (", ".join(each) for each in forms)
+        raise ExportError(
+            f"A call turns the Variable at {format_path(path)} from {was} into {becomes}. The "
+            "state of an artifact keeps its form, so that it can be called again. Make it the "
+            "right form before (a cache of the largest size), or pass and return it instead of "
+            "holding it."
+        )
+
+
+def check_program(jaxpr: Any) -> Any:
+    """Raise if a program calls Python, or has other effects; returns it."""
+    found = list(dict.fromkeys(_callbacks(jaxpr.jaxpr)))
+    if found:
+        listed = "".join(f"\n  {item}" for item in found)
+        raise ExportError(
+            f"The function calls Python while it runs, which whoever loads the artifact does not "
+            f"have:{listed}\nTake it out of what is exported (debug prints, progress bars), or "
+            "compute it with JAX. A function of the host can be called before or after the "
+            "loaded one."
+        )
+    if jaxpr.effects:
+        shown = ", ".join(sorted(map(str, jaxpr.effects)))
+        raise ExportError(
+            f"The function has effects besides its result ({shown}), such as reading or writing a "
+            "jax.Ref. Hold the value in a Variable instead: sx.Variable(value)."
+        )
+    return jaxpr
+
+
+def _callbacks(jaxpr: Any, around: str = "") -> Iterator[str]:
+    """Yield the callbacks in a program."""
+    # `around` is the source line of the call that the program is in.
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        line = user_line(equation) or around
+        if "callback" in name or name == "debug_print":
+            yield _described(equation, name) + (f" at {line}" if line else "")
+        for parameter in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from _callbacks(inner, line)
+
+
+def _described(equation: Any, name: str) -> str:
+    if name == "debug_print":
+        return f"jax.debug.print({equation.params.get('fmt', '')!r}, ...)"
+    # The text of a callback has the function's name: <function log at 0x...>
+    names = re.findall(r"<(?:bound method|function) ([^ ]+)", str(equation.params.get("callback")))
+    own = [item for item in names if "<locals>" not in item]
+    return name + (f" of {own[0]}" if own else "")

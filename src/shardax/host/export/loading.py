@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``load``: an artifact as a callable that holds its state, without the source it was made of.
+"""Loading of exported functions as Modules that hold their state.
 
-What is loaded is a Module: its Variables are the arrays that the exported function held, by the
-text of their paths. So it can be called, compiled into larger functions, put into checkpoints and
-inspected; a call stores what the program wrote.
-
-Loaded programs: the program of an artifact, on the devices that it runs on here.
-
-A program maps lists of *words* (``host.export.signature``) to lists of words and has no state. It runs in
-one of three ways: compiled here; as part of a larger program that is being traced; or as the
-snapshot that came with it.
+A program maps lists of *words* (``host.export.signature``) to lists of words and has no state. It
+is compiled here, or becomes part of a larger program that is being traced.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from shardax._core import variable as variable_types
-from shardax._core._jax import Tracer, is_eager
+from shardax._core._jax import is_eager
 from shardax._core.errors import PickleWriteError
 from shardax._core.module import Module
 from shardax._core.variable import Variable
@@ -35,7 +28,6 @@ from shardax.host.errors import (
     ArtifactVersionError,
 )
 from shardax.host.export import artifact
-from shardax.host.export.artifact import read_snapshot
 from shardax.host.export.signature import (
     ArrayForm,
     MeshForm,
@@ -47,39 +39,19 @@ from shardax.host.export.signature import (
     to_words,
 )
 
-# --- Loaded program ---
-
 
 class LoadedProgram:
-    """The program of an artifact; see the module's text.
+    """The program of an artifact, on devices of this process."""
 
-    Args:
-        exported: What ``jax.export`` read.
-        signature: The artifact's signature.
-        devices: The devices, as many as it was exported for.
-        mesh: The exporting mesh over these devices; None for one device.
-
-    Attributes:
-        jitted: The program as a function of words: (state, inputs) to (results, written state).
-        step: A call of a ``LoadedFunction`` with it, compiled as a whole.
-        snapshot: The program compiled beforehand, or None.
-        snapshot_unused: Why there is none.
-    """
-
-    def __init__(
-        self, exported: Any, signature: Signature, devices: Sequence[Any], mesh: Mesh | None
-    ) -> None:
-        self.exported = exported
+    def __init__(self, exported: Any, signature: Signature, mesh: Mesh | None) -> None:
         self.signature = signature
-        self.devices = list(devices)
-        self.mesh = mesh
-        self.snapshot: Any = None
-        self.snapshot_unused = "not asked for: trust_snapshot=True"
+        self.mesh = mesh  # the exporting mesh over these devices; None for the default device
         written = [self.place_of(entry.form) for entry in signature.state if entry.written]
         results = [None] * len(signature.output_forms)
-        self.step = jit(lambda function, inputs: function._run(inputs))
+        self.step = jit(lambda function, inputs: function._run(inputs))  # of a LoadedFunction
         places = None if mesh is None else (results, written)
-        self.jitted = jax.jit(self._differentiable(exported.call), out_shardings=places)
+        # Words of (state, inputs) to words of (results, new values of the written state).
+        self.run = jax.jit(self._differentiable(exported.call), out_shardings=places)
 
     def __deepcopy__(self, memo: Any) -> LoadedProgram:
         return self  # it has no state
@@ -95,7 +67,7 @@ class LoadedProgram:
         return f"<{type(self).__name__} {self.signature}>"
 
     def _differentiable(self, call: Any) -> Any:
-        """Returns the program, made to refuse derivatives if it was exported without."""
+        """Return the program, made to refuse derivatives if it was exported without."""
         program = jax.custom_jvp(lambda state, inputs: tuple(call(state, inputs)))
 
         @program.defjvp
@@ -108,44 +80,11 @@ class LoadedProgram:
         return program if self.signature.vjp_order == 0 else program.fun
 
     def place_of(self, form: ArrayForm) -> NamedSharding | None:
-        """Returns where an array of the state goes; None for the default device."""
+        """The sharding of a state array; None for the default device."""
         return None if self.mesh is None else form.sharding(self.mesh)
 
-    @property
-    def trees(self) -> tuple[Any, Any]:
-        """Structure of the program's (arguments, results)."""
-        signature = self.signature
-        count = sum(len(item.forms) for item in signature.inputs)
-        written = sum(entry.written for entry in signature.state)
-        state = [0] * len(signature.state)
-        results = [0] * len(signature.output_forms)
-        return (
-            jax.tree.structure(((state, [0] * count), {})),
-            jax.tree.structure((results, [0] * written)),
-        )
-
-    def compiled(self) -> Any:
-        """Returns the program compiled for these devices and fixed sizes."""
-        forms = [entry.form for entry in self.signature.state]
-        shapes = self.exported.in_avals
-        state = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.place_of(form))
-            for a, form in zip(shapes, forms, strict=False)
-        ]
-        inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes[len(forms) :]]
-        return self.jitted.lower(state, inputs).compile()
-
-    def run(self, state: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Runs the program on words; returns (results, new values of the written state)."""
-        given = list(state), list(inputs)
-        traced = any(isinstance(item, Tracer) for item in (*state, *inputs))
-        if self.snapshot is not None and not traced:
-            _, places = self.snapshot.input_shardings[0]
-            return self.snapshot(given[0], jax.device_put(given[1], places))
-        return self.jitted(*given)
-
     def explained(self, error: Exception) -> Exception:
-        """Returns what JAX says about exported programs in terms of ``export``."""
+        """Return what JAX says about exported programs in terms of ``export``."""
         text, name = str(error), self.signature.name
         if "refining shapes" in text and self.signature.constraints:
             return ArtifactCallError(
@@ -158,9 +97,6 @@ class LoadedProgram:
                 "a dimension for the batch, dynamic={'batch': 0}, or call it in a loop (sx.scan)."
             )
         return error
-
-
-# --- Loading ---
 
 
 class LoadedFunction(Module):
@@ -196,25 +132,16 @@ class LoadedFunction(Module):
         return self.program.signature
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program and stores what it writes.
-
-        Args:
-            *args: The arguments that hold arrays, as they were passed to ``export``.
-            **kwargs: Likewise, by name.
-
-        Raises:
-            ArtifactCallError: If they do not fit the signature; nothing was run.
-        """
+        """Run the program and stores what it writes."""
         inputs = self.signature.take(args, kwargs)
-        compiled = self.program.snapshot is None and is_eager()
         try:
-            return self.program.step(self, inputs) if compiled else self._run(inputs)
+            return self.program.step(self, inputs) if is_eager() else self._run(inputs)
         except (ValueError, NotImplementedError) as error:
             raise self.program.explained(error) from error
 
     def _run(self, inputs: Sequence[Any]) -> Any:
         state = [to_words(variable.value) for variable in self.variables.values()]
-        results, written = self.program.run(state, inputs)
+        results, written = self.program.run(state, list(inputs))
         held = zip(self.signature.state, self.variables.values(), strict=True)
         targets = [(entry, variable) for entry, variable in held if entry.written]
         for (entry, variable), words in zip(targets, written, strict=True):
@@ -228,9 +155,8 @@ def load(
     mesh: Mesh | None = None,
     *,
     verify: bool = True,
-    trust_snapshot: bool = False,
 ) -> LoadedFunction:
-    """Loads what ``export`` wrote; runs none of the Python that it was made of.
+    """Loads what ``export`` wrote, without its Python code.
 
     Needs ``pip install 'shardax[export]'``. The compiler gets the program as it is in the folder,
     so load only what comes from somebody trusted not to attack it.
@@ -240,9 +166,6 @@ def load(
         mesh: A mesh of as many devices as it was exported for; names and sizes of its axes may
             differ, since only its devices are used, in order. None: the first devices here.
         verify: Whether to compare all files with their checksums.
-        trust_snapshot: Whether to use the compiled program in the folder, if it has one that was
-            made on a machine like this. It is read with pickle: **a snapshot of unknown origin can
-            run any code**. ``loaded.program.snapshot_unused`` says why one was not used.
 
     Returns:
         A Module to call; its Variables are the state.
@@ -267,11 +190,7 @@ def load(
     signature = _parsed(folder, entries)
     exported = _program(folder, entries)
     devices = _devices(signature, mesh, str(folder))
-    program = LoadedProgram(exported, signature, devices, _mesh(signature, devices, mesh))
-    if trust_snapshot:
-        program.snapshot, program.snapshot_unused = read_snapshot(
-            folder, entries.get("snapshot"), devices, program.trees
-        )
+    program = LoadedProgram(exported, signature, _mesh(signature, devices, mesh))
     weights = artifact.Weights(folder / artifact.WEIGHTS)
     variables = {entry.path: _variable(entry, weights, program) for entry in signature.state}
     return LoadedFunction(program, variables)
@@ -287,11 +206,7 @@ def _parsed(folder: Any, entries: Any) -> Signature:
 
 
 def _program(folder: Any, entries: Any) -> Any:
-    """Reads the program.
-
-    Raises:
-        ArtifactVersionError: If this JAX does not read what that JAX wrote.
-    """
+    """Read the program."""
     written = entries["calling_convention"]
     lowest = jax.export.minimum_supported_calling_convention_version
     highest = jax.export.maximum_supported_calling_convention_version
@@ -312,13 +227,7 @@ def _program(folder: Any, entries: Any) -> Any:
 
 
 def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
-    """Returns the devices to run on.
-
-    Raises:
-        ArtifactEnvironmentError: If they are too few, too many, or of another platform, or the
-            program needs 64 bits and JAX uses 32.
-        MeshError: If ``mesh`` is not a mesh of devices.
-    """
+    """Return the devices to run on."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise MeshError(
             f"mesh={mesh!r} is not a mesh of devices. Make one: "
@@ -349,7 +258,7 @@ def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
 
 
 def _mesh(signature: Signature, devices: Sequence[Any], given: Any) -> Mesh | None:
-    """Returns the exporting mesh over other devices; None where one device by default will do."""
+    """The exporting mesh over other devices; None for the default device."""
     if signature.devices == 1 and given is None:
         return None
     form = signature.mesh or MeshForm(("devices",), (len(devices),), ("Auto",))
@@ -367,7 +276,7 @@ def _variable(
 
 
 def _type_of(name: str) -> type[Variable[Any]]:
-    """Returns shardax's own class of a name; a user's class may not be here: ``Variable``."""
+    """The class of shardax with a name, else ``Variable``."""
     found = getattr(variable_types, name, None)
     if not isinstance(found, type) or not issubclass(found, Variable):
         return Variable

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signatures: what an artifact says of its function, as JSON.
+"""Signatures of exported functions, as JSON.
 
-A signature lists the *inputs* (what a caller passes), the form of the result, and the *state*: the
+A signature lists the inputs (what a caller passes), the form of the result, and the state: the
 arrays that the function holds, by path, and which of them a call writes. With the program and the
 arrays it is all that is needed to call the function; none of it is Python code.
-
-Array forms: what an artifact says of one array.
 
 Random keys are *words* to everything outside of JAX: the numbers they are made of, ``uint32`` with
 one dimension more. Files and exported programs have words; whoever calls has keys.
 
-Pytrees as JSON: containers, with the number of each leaf in its place.
-
-Only tuples, lists, dicts with ``str`` or ``int`` keys, and None are written, so that reading needs
-neither pickle nor the classes of whoever wrote it.
+Pytrees are containers with the number of each leaf in its place. Only tuples, lists, dicts with
+``str`` or ``int`` keys, and None are written, so that reading needs neither pickle nor the classes
+of whoever wrote it.
 """
 
 from __future__ import annotations
@@ -32,32 +29,20 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._transforms.lift.arguments import leaf_paths
 from shardax.host.errors import ArtifactCallError, ExportError
 
-# --- Array form ---
+# --- arrays ---
 
 
 class ArrayForm(NamedTuple):
-    """Shape, dtype and place of one array.
+    """Shape, dtype and place of one array."""
 
-    Attributes:
-        shape: Sizes; a dynamic dimension is the text of its name, or an expression of names.
-        dtype: Name of the dtype; of random keys such as ``key<fry>``.
-        key: Implementation of the random keys that it holds, or None.
-        spec: Mesh axes of each dimension, or None if it is not laid out over a mesh.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> print(ArrayForm.of(jnp.zeros((2, 3))), ArrayForm(("batch", 4), "int32"))
-        float32[2,3] int32[batch,4]
-    """
-
-    shape: tuple[int | str, ...]
-    dtype: str
-    key: str | None = None
-    spec: tuple[Any, ...] | None = None
+    shape: tuple[int | str, ...]  # a dynamic dimension is its name, or an expression of names
+    dtype: str  # of random keys such as "key<fry>"
+    key: str | None = None  # implementation of the random keys that it holds
+    spec: tuple[Any, ...] | None = None  # mesh axes of each dimension, if it is over a mesh
 
     @classmethod
     def of(cls, value: Any) -> ArrayForm:
-        """Returns the form of an array, a stand-in for one, or a number."""
+        """The form of an array, its stand-in, or a number."""
         shape = tuple(s if type(s) is int else str(s) for s in np.shape(value))
         if holds_keys(value):
             return cls(shape, str(value.dtype), _key_impl(value), _spec_of(value))
@@ -65,13 +50,13 @@ class ArrayForm(NamedTuple):
 
     @classmethod
     def from_json(cls, entry: Any) -> ArrayForm:
-        """Returns the form that ``as_json`` wrote."""
+        """Return the form that ``as_json`` wrote."""
         spec = entry.get("spec")
         spec = None if spec is None else tuple(tuple(e) if type(e) is list else e for e in spec)
         return cls(tuple(entry["shape"]), entry["dtype"], entry.get("key"), spec)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the form as JSON values."""
+        """Return the form as JSON values."""
         entry: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
         if self.key is not None:
             entry["key"] = self.key
@@ -81,11 +66,11 @@ class ArrayForm(NamedTuple):
 
     @property
     def is_wide(self) -> bool:
-        """Whether its numbers have 64 bits (or 128, if complex), which JAX has to be told of."""
+        """Whether JAX has to be configured for its 64 bits."""
         return self.dtype in ("int64", "uint64", "float64", "complex128")
 
     def words(self) -> jax.ShapeDtypeStruct:
-        """Returns shape and dtype of its words; all sizes must be known."""
+        """Return shape and dtype of its words; all sizes must be known."""
         shape = tuple(map(int, self.shape))
         if self.key is None:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
@@ -93,7 +78,7 @@ class ArrayForm(NamedTuple):
         return jax.ShapeDtypeStruct((*shape, *one.shape), one.dtype)
 
     def sharding(self, mesh: Any) -> NamedSharding:
-        """Returns the layout of its words over a mesh."""
+        """Return the layout of its words over a mesh."""
         entries = self.spec or ()
         if self.key is not None:  # words have one dimension more
             entries = (*entries, *(None,) * (len(self.shape) - len(entries)), None)
@@ -104,7 +89,8 @@ class ArrayForm(NamedTuple):
 
 
 def _key_impl(keys: Any) -> str:
-    """Returns the implementation of keys; JAX tells it for arrays only, so one is traced."""
+    """The implementation of random keys."""
+    # JAX tells it for arrays only, so one is traced.
     found: list[str] = []
     jax.eval_shape(lambda keys: found.append(str(jax.random.key_impl(keys))), keys)
     return found[0]
@@ -116,51 +102,38 @@ def _spec_of(value: Any) -> tuple[Any, ...] | None:
 
 
 def holds_keys(value: Any) -> bool:
-    """Whether a value is an array of random keys, or stands for one."""
+    """Whether an array, or its stand-in, holds random keys."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def plain_dtype(dtype: Any) -> Any:
-    """Returns the dtype that JAX gives to an array of a dtype: of 32 bits, if it uses these."""
+    """The dtype that JAX gives to an array."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def to_words(value: Any) -> Any:
-    """Returns an array as programs and files have it: the words of random keys."""
+    """Replace random keys by their words."""
     return jax.random.key_data(value) if holds_keys(value) else value
 
 
 def from_words(words: Any, form: ArrayForm) -> Any:
-    """Returns an array as callers have it."""
+    """Return an array as callers have it."""
     return words if form.key is None else jax.random.wrap_key_data(words, impl=form.key)
 
 
 def all_from_words(words: Sequence[Any], forms: Sequence[ArrayForm]) -> list[Any]:
-    """Returns several arrays as callers have them."""
+    """Return several arrays as callers have them."""
     return [from_words(item, form) for item, form in zip(words, forms, strict=True)]
 
 
-# --- Json trees ---
+# --- pytrees ---
 
 
 def to_json(treedef: Any, path: Path) -> Any:
-    """Returns a pytree structure as JSON values.
-
-    Args:
-        treedef: The structure.
-        path: Where it stands, for the message.
-
-    Raises:
-        ExportError: If it has a node that JSON cannot say; names its path.
-
-    Example:
-        >>> import jax
-        >>> to_json(jax.tree.structure({"a": 1, "b": (2, None)}), ("x",))
-        {'dict': [['a', 0], ['b', {'tuple': [1, None]}]]}
-    """
+    """Return a pytree structure as JSON values."""
     return _encode(treedef.unflatten(range(treedef.num_leaves)), path)
 
 
@@ -182,12 +155,7 @@ def _encode(node: Any, path: Path) -> Any:
 
 
 def from_json(tree: Any) -> Any:
-    """Returns the pytree of leaf numbers that ``to_json`` wrote.
-
-    Example:
-        >>> from_json({"dict": [["a", 0], ["b", {"tuple": [1, None]}]]})
-        {'a': 0, 'b': (1, None)}
-    """
+    """Return the pytree of leaf numbers that ``to_json`` wrote."""
     if tree is None or type(tree) is int:
         return tree
     ((kind, items),) = tree.items()
@@ -197,26 +165,19 @@ def from_json(tree: Any) -> Any:
 
 
 def structure(tree: Any) -> Any:
-    """Returns the treedef of what ``to_json`` wrote."""
+    """Return the treedef of what ``to_json`` wrote."""
     return jax.tree.structure(from_json(tree))
 
 
-# --- Signature ---
+# --- functions ---
 
 
-class Input(NamedTuple):
-    """One argument that a caller passes.
-
-    Attributes:
-        name: Name of the parameter.
-        by_name: Whether it is passed by name only.
-        tree: Its pytree, as JSON.
-        forms: Its arrays.
-    """
+class ExportedInput(NamedTuple):
+    """One argument that a caller passes."""
 
     name: str
-    by_name: bool
-    tree: Any
+    by_name: bool  # whether it is passed by name only
+    tree: Any  # its pytree, as JSON
     forms: tuple[ArrayForm, ...]
 
     def __str__(self) -> str:
@@ -224,25 +185,17 @@ class Input(NamedTuple):
 
 
 class StateEntry(NamedTuple):
-    """One array that the function holds.
+    """One array that the function holds."""
 
-    Attributes:
-        path: Text of its path, which is its name in the file of weights.
-        form: Its form.
-        type: Class name of its Variable; ``"Constant"`` for an array that was no Variable's.
-        axes: Axis names of its Variable, or None.
-        written: Whether a call gives it a new value.
-    """
-
-    path: str
+    path: str  # also its name in the file of weights
     form: ArrayForm
-    type: str
-    axes: tuple[Any, ...] | None
-    written: bool
+    type: str  # class name of its Variable, or "Constant"
+    axes: tuple[Any, ...] | None  # axis names of its Variable
+    written: bool  # whether a call gives it a new value
 
 
 class MeshForm(NamedTuple):
-    """The mesh of an artifact: names, sizes and types of its axes, without devices."""
+    """Names, sizes and types of mesh axes."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -250,13 +203,13 @@ class MeshForm(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Mesh) -> MeshForm:
-        """Returns the form of a mesh."""
+        """Return the form of a mesh."""
         types = tuple(kind.name for kind in mesh.axis_types)
         return cls(tuple(mesh.axis_names), tuple(mesh.shape.values()), types)
 
     @classmethod
     def from_json(cls, entry: Any) -> MeshForm:
-        """Returns the form whose fields are in a dict of JSON values."""
+        """Return the form whose fields are in a dict of JSON values."""
         return cls(tuple(entry["names"]), tuple(entry["sizes"]), tuple(entry["types"]))
 
 
@@ -287,7 +240,7 @@ class Signature:
     """
 
     name: str
-    inputs: tuple[Input, ...]
+    inputs: tuple[ExportedInput, ...]
     output: Any
     output_forms: tuple[ArrayForm, ...]
     state: tuple[StateEntry, ...]
@@ -323,7 +276,9 @@ class Signature:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Signature:
         """Returns the signature that ``as_json`` wrote."""
-        inputs = [Input(**{**item, "forms": _forms(item["forms"])}) for item in entry["inputs"]]
+        inputs = [
+            ExportedInput(**{**item, "forms": _forms(item["forms"])}) for item in entry["inputs"]
+        ]
         state = [
             StateEntry(
                 **{
@@ -400,7 +355,7 @@ class Signature:
         return [given[name] for name in names]
 
     def _admitted(self, leaf: Any, form: ArrayForm, where: str) -> Any:
-        """Returns an argument's array in the dtype that the program takes."""
+        """Return an argument's array in the dtype that the program takes."""
         if form.key is not None:
             if ArrayForm.of(leaf)._replace(shape=(), spec=None) != form._replace(
                 shape=(), spec=None
@@ -455,7 +410,7 @@ def _forms(entries: Sequence[Any]) -> tuple[ArrayForm, ...]:
 
 
 def shown_tree(tree: Any, forms: Sequence[ArrayForm]) -> str:
-    """Returns a pytree of arrays as text: ``{'a': float32[3]}``."""
+    """Return a pytree of arrays as text: ``{'a': float32[3]}``."""
     shown = jax.tree.map(lambda i: _Shown(str(forms[i])), from_json(tree))
     return repr(shown)
 

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Function calls as bytes, and tables of functions by digest.
+
+Objects are pickled, by cloudpickle where that is installed, so that functions and classes of a
+script or a notebook travel by value. Arrays are sent out of band (pickle protocol 5), without a
+copy in the pickle. Those of NumPy are copied first, because the caller may write into them while
+they are being sent; those of JAX are immutable. Arrays over a mesh say how they are laid out
+(``shardax._core.cross_process``), and are laid out so in the other process, if it can.
+
+A function travels by its import path, or by value if it has none. Its *key* is a digest of what
+travels, closures and defaults included, and of the source files of the modules it refers to. Equal
+keys mean equal functions. The reverse does not hold: a set of strings is pickled in an order that
+depends on the process, so an equal function of another process may have another key, which costs a
+compilation and never a wrong result.
+
+*Own modules* are those under development: with a source file, outside of the standard library and
+of installed packages. A process that has imported one cannot notice that its file has changed, so
+calls say which sources they mean.
+
+Loading a pickle runs code of whoever wrote it: nothing is loaded from an unauthenticated peer.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import io
+import operator
+import os
+import pickle
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from shardax._core._jax import Tracer
+from shardax._core.cross_process import PickledArray, reduced
+from shardax._transforms.jit.jit import Jit
+from shardax.host.errors import StaleModuleError, WorkerMessageError, WorkerPickleError
+
+Reference = Callable[[Any], Any]
+
+
+# --- objects as buffers ---
+
+
+def encode(value: Any, refer: Reference | None = None, watch: Reference | None = None) -> list[Any]:
+    """Encode an object as a pickle and the buffers of its arrays."""
+    # `refer` returns what stands for an object in the other process, or None if it goes itself;
+    # `watch` sees every object that is neither an array nor of a builtin type.
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    pickler = _pickler_class()(file, protocol=5, buffer_callback=buffers.append)
+    pickler.refer, pickler.watch = refer, watch
+    try:
+        pickler.dump(value)
+    except WorkerPickleError:
+        raise
+    except Exception as error:
+        text = repr(value)
+        shown = text if len(text) <= 80 else f"An object of the type {type(value).__qualname__}"
+        raise WorkerPickleError(
+            f"{shown} cannot be sent to another process: {type(error).__name__}: "
+            f"{error}.{_advice()}"
+        ) from error
+    # Bytes and arrays, not memoryviews: before Python 3.12.5 the garbage collector crashes on a
+    # reference cycle with one of those, as exceptions and their tracebacks make.
+    return [file.getvalue(), *(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)]
+
+
+def encode_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], refer: Reference | None = None
+) -> list[Any]:
+    """Encode the arguments of a call; an error names the argument."""
+    try:
+        return encode((tuple(args), dict(kwargs)), refer)
+    except WorkerPickleError:
+        named = [(f"argument {place}", value) for place, value in enumerate(args)]
+        named += [(f"argument {name!r}", value) for name, value in kwargs.items()]
+        for name, value in named:
+            try:
+                encode(value, refer)
+            except WorkerPickleError as error:
+                raise WorkerPickleError(f"The {name} of a call: {error}") from error.__cause__
+        raise
+
+
+def decode(parts: Sequence[Any], resolve: Reference | None = None) -> Any:
+    """Decode what ``encode`` returned; runs code of whoever encoded it."""
+    unpickler = _Unpickler(io.BytesIO(parts[0]), buffers=parts[1:])
+    unpickler.resolve = resolve
+    return unpickler.load()
+
+
+def check_size(parts: Sequence[Any], limit: int) -> None:
+    """Check the size of a call or a result."""
+    total = sum(memoryview(part).nbytes for part in parts)
+    if total > limit:
+        raise WorkerMessageError(
+            f"What a call takes to a worker, or brings back, is {total} bytes, and the limit is "
+            f"{limit}. Start the worker with a higher one, sx.host.Worker(max_message={total}), or "
+            f"keep large values in it: worker.put(value), worker.request(f, keep=True)."
+        )
+
+
+class _Unpickler(pickle.Unpickler):
+    resolve: Reference | None = None
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self.resolve is None:
+            raise pickle.UnpicklingError(f"a reference to {pid!r}, where none can be")
+        return self.resolve(pid)
+
+
+@functools.cache
+def _pickler_class() -> Any:
+    try:
+        from cloudpickle import Pickler as CloudPickler
+    except ImportError:
+        base: Any = pickle.Pickler
+    else:
+        base = CloudPickler
+
+    class CallPickler(base):
+        refer: Reference | None = None
+        watch: Reference | None = None
+
+        def persistent_id(self, obj: Any) -> Any:
+            return None if self.refer is None else self.refer(obj)
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, jax.Array):
+                return _reduce_jax(obj)
+            if type(obj) is PickledArray:
+                return _reduce_jax(obj.array)
+            if type(obj) is np.ndarray and not obj.dtype.hasobject:
+                return _to_numpy, _raw(np.array(obj))
+            if self.watch is not None:
+                self.watch(obj)
+            if callable(obj) and not isinstance(obj, (type, types.FunctionType)):
+                name = _import_name(obj)
+                if name is not None:
+                    return name
+            if isinstance(obj, Jit):  # without what it has compiled
+                return Jit, (obj.__wrapped__, obj.options)
+            inherited = getattr(super(), "reducer_override", None)
+            return NotImplemented if inherited is None else inherited(obj)
+
+    return CallPickler
+
+
+def _import_name(obj: Any) -> str | None:
+    """The name of a callable in its module, else None."""
+    module, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
+    if not (isinstance(module, str) and isinstance(name, str)) or module == "__main__":
+        return None
+    try:
+        found = operator.attrgetter(name)(sys.modules[module])
+    except (AttributeError, KeyError):
+        return None
+    return name if found is obj else None
+
+
+def _raw(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    # Not every dtype has a buffer, but bytes do.
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return pickle.PickleBuffer(flat.view(np.uint8).data), array.dtype, array.shape
+
+
+def _to_numpy(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    octets: Any = np.frombuffer(buffer, np.uint8)
+    return octets.view(dtype).reshape(shape)
+
+
+def _reduce_jax(array: jax.Array) -> Any:
+    if isinstance(array, Tracer) or array.is_deleted() or not array.is_fully_addressable:
+        return reduced(array)  # which raises
+    if isinstance(array.sharding, NamedSharding):
+        return reduced(array)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return _to_keys, (jax.random.key_data(array), str(jax.random.key_impl(array)))
+    if array.weak_type:  # JAX's own form keeps that, in band; such arrays are small
+        return array.__reduce__()
+    return _to_jax, _raw(np.asarray(array))
+
+
+def _to_jax(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
+    array = jnp.asarray(_to_numpy(buffer, dtype, shape))
+    if array.dtype != dtype:
+        raise WorkerPickleError(
+            f"An array {np.dtype(dtype).name}{list(shape)} came to a process in which JAX has no "
+            f"64-bit arrays. Start the worker with x64: sx.host.Worker(configure={{'x64': True}}), "
+            f"or here sx.configure(x64=True)."
+        )
+    return array
+
+
+def _to_keys(words: jax.Array, impl: str) -> jax.Array:
+    return jax.random.wrap_key_data(words, impl=impl)
+
+
+def _advice() -> str:
+    try:
+        import cloudpickle  # noqa: F401 (is it there?)
+    except ImportError:
+        return (
+            " Without the package cloudpickle only functions that can be imported by name travel: "
+            "pip install 'shardax[code]'."
+        )
+    return ""
+
+
+# --- functions and their keys ---
+
+
+class FunctionForm(NamedTuple):
+    """An encoded function."""
+
+    name: str  # for messages
+    key: str
+    modules: dict[str, str]  # digest of the source of each own module that it refers to
+    parts: list[Any]
+
+
+def describe(function: Callable[..., Any]) -> FunctionForm:
+    """Encode a function, with its key."""
+    found: set[str] = set()
+
+    def note_module(obj: Any) -> None:
+        if isinstance(obj, types.ModuleType):
+            found.add(obj.__name__)
+        elif isinstance(name := getattr(obj, "__module__", None), str):
+            found.add(name)
+
+    parts = encode(function, watch=note_module)
+    modules: dict[str, str] = {}
+    for name in sorted(found):
+        file = _own_file(sys.modules.get(name))
+        if file is not None:
+            modules[name] = _digest_of_file(file)
+    digest = hashlib.sha256(repr(modules).encode())
+    for part in parts:
+        digest.update(part)
+    return FunctionForm(name_of(function), digest.hexdigest(), modules, parts)
+
+
+def name_of(function: Any) -> str:
+    """The name of a function in messages."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def _own_file(module: Any) -> str | None:
+    """The source file of an own module, else None."""
+    file = getattr(module, "__file__", None)
+    if file is None or not file.endswith(".py") or module.__name__ in ("__main__", "__mp_main__"):
+        return None
+    return None if file.startswith(_installed()) else file
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    return tuple(sysconfig.get_path(kind) + os.sep for kind in kinds)
+
+
+def _digest_of_file(file: str) -> str:
+    try:
+        return _digest_at(file, os.stat(file).st_mtime_ns)
+    except OSError:
+        return "missing"
+
+
+@functools.lru_cache(4096)
+def _digest_at(file: str, changed: int) -> str:
+    with open(file, "rb") as source:
+        return hashlib.sha256(source.read()).hexdigest()
+
+
+@dataclass
+class KeptFunction:
+    """A function in a table, with what JAX compiled for it."""
+
+    name: str
+    call: Callable[..., Any]
+    calls: int = 0
+
+
+class FunctionTable:
+    """The functions that a process keeps, least recently used first."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._kept: collections.OrderedDict[str, KeptFunction] = collections.OrderedDict()
+        self._lock = threading.RLock()
+        self._own: dict[str, tuple[str, str]] = {}  # module: file and digest when it was imported
+        self._seen: set[str] = set()
+        self.record_modules()
+
+    def record_modules(self) -> None:
+        """Record the own modules imported since the last time."""
+        for name in sys.modules.keys() - self._seen:
+            file = _own_file(sys.modules[name])
+            if file is not None:
+                self._own[name] = (file, _digest_of_file(file))
+            self._seen.add(name)
+
+    def _check_modules(self, wanted: Mapping[str, str]) -> None:
+        """Check imported modules against their files, and against those of a call."""
+        now = {name: _digest_of_file(file) for name, (file, _) in self._own.items()}
+        for name, digest in (*now.items(), *wanted.items()):
+            file, imported = self._own.get(name, (None, digest))
+            if imported != digest:
+                raise StaleModuleError(
+                    f"The module {name} that the worker has imported ({file}) is not that of the "
+                    f"call: its source was changed since, or it is another file. The call would "
+                    f"run the old code. Start the worker's process anew, which forgets its "
+                    f"functions and values: worker.restart()."
+                )
+
+    def find(self, form: FunctionForm) -> KeptFunction:
+        """Look up a function, decoding it unless it is kept already."""
+        with self._lock:
+            kept = self._kept.get(form.key)
+            if kept is None:
+                kept = KeptFunction(form.name, decode(form.parts))
+                self.record_modules()
+            self._check_modules(form.modules)
+            self._kept[form.key] = kept
+            self._kept.move_to_end(form.key)
+            while len(self._kept) > self._size:
+                self._kept.popitem(last=False)
+            kept.calls += 1
+            return kept
+
+    def run(self, head: bytes, parts: Sequence[Any], resolve: Reference | None = None) -> Any:
+        """Run a packed call."""
+        name, key, modules, count = pickle.loads(head)
+        function = self.find(FunctionForm(name, key, modules, list(parts[:count]))).call
+        try:
+            args, kwargs = decode(parts[count:], resolve)  # which may import modules, too
+            return function(*args, **kwargs)
+        finally:
+            self.record_modules()
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Name and calls of each function, the latest last."""
+        with self._lock:
+            return [{"name": kept.name, "calls": kept.calls} for kept in self._kept.values()]
+
+
+# --- packed calls ---
+
+
+def pack(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    refer: Reference | None = None,
+) -> tuple[bytes, list[Any]]:
+    """Encode a call as a head and buffers."""
+    form = describe(function)
+    head = pickle.dumps((form.name, form.key, form.modules, len(form.parts)))
+    return head, [*form.parts, *encode_arguments(args, kwargs, refer)]
+
+
+@functools.cache
+def _functions_here() -> FunctionTable:
+    return FunctionTable(128)
+
+
+def run_packed(head: bytes, *parts: bytes) -> tuple[bytes, ...]:
+    """Run a packed call in any process, and encode its result."""
+    return tuple(map(bytes, encode(_functions_here().run(head, parts))))

@@ -1,0 +1,601 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to workers: starting or finding the process, authenticating, calling.
+
+A worker's process belongs to the ``Worker`` that starts it and ends with it; or it has a *name*, by
+which every program of the same user finds it, and outlives them; or another process started it and
+gave its address and credentials.
+
+Options go to the process through its standard input, and its credentials come back through a pipe:
+arguments and the environment can be seen by others. The standard input stays open, so the process
+notices when its owner has ended, however it did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import fcntl
+import functools
+import itertools
+import json
+import os
+import re
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardax.config.configure import configure
+from shardax.host.calls import decode
+from shardax.host.errors import (
+    CallCancelledError,
+    WorkerAuthenticationError,
+    WorkerCallError,
+    WorkerConfigError,
+    WorkerCrashedError,
+    WorkerStartError,
+    WorkerTimeoutError,
+)
+
+CONNECT_SECONDS = 10.0
+LOST_SECONDS = 2.0  # that a process may take to end after its connection has
+MISSED_BEATS = 4  # heartbeats without an answer after which a worker counts as lost
+
+_BOOT = (
+    "import json, sys; options = json.loads(sys.stdin.readline()); sys.path[:] = options['path']; "
+    "from shardax.host.worker_process import main; main(options)"
+)
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of all connections of this process, in a thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="worker-client", daemon=True).start()
+    return loop
+
+
+# --- calls ---
+
+
+class WorkerTraceback(Exception):
+    """The traceback of an exception in a worker."""
+
+    def __str__(self) -> str:
+        return f"\n\nIn the worker:\n{self.args[0]}"
+
+
+class WorkerFuture(concurrent.futures.Future[Any]):
+    """The result of a call to a worker, when it is there.
+
+    ``cancel`` is that of all executors: it succeeds as long as the call has not begun.
+
+    Example:
+        >>> import shardax as sx
+        >>> with sx.host.Worker() as worker:
+        ...     future = worker.submit(sum, [1, 2])
+        ...     print(type(future).__name__, future.result())
+        WorkerFuture 3
+    """
+
+    interrupter: Callable[[], None] | None = None  # of the connection that has the call
+    interrupted = False
+
+    def interrupt(self) -> None:
+        """Cancels the call, also if it runs.
+
+        Then an exception stops it in the worker, at the next step of Python. A compilation or a
+        program that JAX runs ends before. ``result()`` raises ``CallCancelledError``.
+        """
+        if not self.cancel() and not self.done() and self.interrupter is not None:
+            self.interrupted = True
+            self.interrupter()
+
+
+@dataclass(eq=False)
+class PendingCall:
+    """A call without a result."""
+
+    name: str
+    request: Mapping[str, Any]  # arguments of the procedure that runs it
+    future: WorkerFuture
+    retries: int  # how often it may still be run again if the worker is lost
+    is_idempotent: bool
+    receive: Callable[[dict[str, Any]], Any]  # makes the result of a reply
+
+    def begin(self) -> bool:
+        """Mark the call as begun; False if it was cancelled before."""
+        return self.future.running() or self.future.set_running_or_notify_cancel()
+
+    def fail(self, error: Exception) -> None:
+        """End the call with an error, unless it was cancelled."""
+        if self.begin():
+            self.future.set_exception(error)
+
+    def settle(self, reply: dict[str, Any]) -> None:
+        """End the call with the result or the error of a reply."""
+        if reply["error"] is not None:
+            self.future.set_exception(self._error(reply))
+            return
+        try:
+            result = self.receive(reply)
+        except BaseException as error:  # noqa: BLE001 (it cannot be read here)
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+    def _error(self, reply: dict[str, Any]) -> Exception:
+        text: str = reply["text"]
+        if reply["error"] == "cancelled":
+            return CallCancelledError(f"{self.name} was interrupted in its worker: {text}")
+        error: Any = None
+        if reply["error"] == "timeout":
+            error = WorkerTimeoutError(
+                f"{self.name} ran in a worker for longer than its timeout of "
+                f"{self.request['timeout']:g} seconds and was interrupted."
+            )
+        elif reply["parts"]:
+            # The class of the exception need not unpickle here.
+            with contextlib.suppress(Exception):
+                error = decode(reply["parts"])
+        # The caller's process is not to end because something in the worker wanted to.
+        if not isinstance(error, Exception):
+            error = WorkerCallError(
+                f"{self.name} raised in its worker what cannot be sent as an object; "
+                f"it ended with: {text.rstrip().splitlines()[-1]}"
+            )
+        error.__cause__ = WorkerTraceback(text)
+        return error
+
+
+class Connection:
+    """A connection to a worker, which runs its calls in order."""
+
+    def __init__(
+        self,
+        address: str,
+        credentials: bytes,
+        heartbeat: float,
+        on_lost: Callable[[Connection, list[PendingCall], str], None],
+    ) -> None:
+        # `on_lost` is called once, in a thread of its own, when the connection has ended, with the
+        # calls that have no result, and what happened.
+        self.address = address
+        self.lost = False
+        self._client = uuid.uuid4().hex
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, PendingCall] = {}
+        self._dropped: collections.deque[int | str] = collections.deque()
+        self._on_lost = on_lost
+        self._heartbeat = heartbeat
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._loop = _event_loop()
+        self._run(self._open(credentials))
+        self._spawn(self._attend)
+        self._spawn(self._beat)
+
+    async def _open(self, credentials: bytes) -> None:
+        from distributed.comm.core import FatalCommClosedError, connect
+        from distributed.core import rpc
+
+        from shardax.host.worker_process import python_version, security_of
+
+        try:
+            arguments = security_of(credentials).get_connection_args("client")
+        except ValueError as error:
+            raise WorkerConfigError(
+                f"These are not the credentials of a worker ({error}). Pass those of the worker: "
+                f"sx.host.Worker.connect(worker.address, worker.authkey)."
+            ) from None
+        try:
+            host, _, port = self.address.removeprefix("tls://").rpartition(":")
+            # `connect` would try again and again.
+            await asyncio.to_thread(
+                lambda: socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+            )
+            self._turn = asyncio.Lock()
+            self._comm = await connect(self.address, timeout=CONNECT_SECONDS, **arguments)
+            self._rpc = rpc(self.address, timeout=CONNECT_SECONDS, connection_args=arguments)
+            await self._comm.write({"op": "attach", "client": self._client})
+            hello = await asyncio.wait_for(self._comm.read(), CONNECT_SECONDS)
+        except FatalCommClosedError as error:
+            raise WorkerAuthenticationError(
+                f"The worker at {self.address!r} and its client could not show each other that "
+                f"they have the same credentials ({error}). Pass those of that worker: "
+                f"sx.host.Worker.connect(worker.address, worker.authkey)."
+            ) from None
+        except (TimeoutError, OSError, ValueError) as error:
+            raise WorkerCrashedError(
+                f"No worker listens at {self.address!r} ({error!r}). It has ended, or was never "
+                f"there."
+            ) from error
+        if hello["python"] != python_version():
+            self._comm.abort()
+            raise WorkerConfigError(
+                f"The worker at {self.address!r} runs Python {hello['python']}, and this process "
+                f"Python {python_version()}: functions and values cannot be sent between them."
+            )
+        self.max_message: int = hello["max_message"]
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _spawn(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
+        """Start a coroutine from any thread, in the order of that thread."""
+
+        def start() -> None:
+            task = self._loop.create_task(function(*args))
+            self._tasks.add(task)  # an event loop itself keeps no reference
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(start)
+
+    def submit(self, call: PendingCall) -> bool:
+        """Queue a call; False if the connection is lost."""
+        with self._lock:
+            if self.lost:
+                return False
+            number = next(self._numbers)
+            self._calls[number] = call
+        call.future.interrupter = lambda: self._spawn(self._interrupt, number)
+        self._spawn(self._perform, number, call)
+        return True
+
+    async def _perform(self, number: int, call: PendingCall) -> None:
+        me = {"client": self._client, "number": number}
+        try:
+            async with self._turn:
+                if self.lost:  # whoever lost it has the call
+                    return
+                if call.future.cancelled():
+                    self._take(number).begin()  # notifies who waits for it
+                    return
+                if call.future.interrupted:
+                    error = CallCancelledError(f"{call.name} was interrupted; it was not rerun.")
+                    self._take(number).fail(error)
+                    return
+                if not await self._rpc.begin(name=call.name, drop=self._take_dropped(), **me):
+                    raise OSError
+                if not call.begin():
+                    self._take(number)
+                    await self._rpc.skip(**me)
+                    return
+                reply = await self._rpc.run(**me, **call.request)
+                if reply is None:
+                    raise OSError
+                self._take(number).settle(reply)
+        except OSError:
+            self._lose("it ended the connection")
+
+    def _take(self, number: int) -> PendingCall:
+        # From here on, it is not lost with the connection.
+        with self._lock:
+            return self._calls.pop(number)
+
+    async def _interrupt(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            await self._rpc.interrupt(client=self._client, number=number)
+
+    def drop(self, key: int | str) -> None:
+        """Free a value, before the next call at the latest."""
+        self._dropped.append(key)
+        if not self.lost:
+            self._spawn(self._drop)
+
+    async def _drop(self) -> None:
+        with contextlib.suppress(OSError):
+            async with self._turn:
+                if keys := self._take_dropped():
+                    await self._rpc.drop(keys=keys)
+
+    def _take_dropped(self) -> list[int | str]:
+        return [self._dropped.popleft() for _ in range(len(self._dropped))]
+
+    def ask(self, procedure: str, seconds: float) -> Any:
+        """Run a procedure of the worker."""
+        try:
+            if self.lost:
+                raise OSError("the connection is lost")
+            return self._run(asyncio.wait_for(getattr(self._rpc, procedure)(), seconds))
+        except (TimeoutError, OSError) as error:
+            raise WorkerCrashedError(
+                f"The worker did not answer within {seconds:g} seconds ({error!r})."
+            ) from error
+
+    def pending(self) -> list[PendingCall]:
+        """Calls that have no result."""
+        with self._lock:
+            return list(self._calls.values())
+
+    def close(self) -> None:
+        """End the connection."""
+        self._loop.call_soon_threadsafe(self._lose, "it was shut down")
+        self._over.wait()
+
+    def wait_for_end(self) -> None:
+        """Wait until the connection has ended."""
+        self._over.wait()
+
+    async def _attend(self) -> None:
+        with contextlib.suppress(OSError):
+            await self._comm.read()  # the worker sends nothing more, so this ends when it does
+        self._lose("it ended the connection")
+
+    async def _beat(self) -> None:
+        patience = MISSED_BEATS * self._heartbeat
+        while not self.lost:
+            await asyncio.sleep(self._heartbeat)
+            try:
+                await asyncio.wait_for(self._rpc.echo(data=0), patience)
+            except TimeoutError:
+                self._lose(f"it did not answer for {patience:g} seconds")
+            except OSError:
+                self._lose("it ended the connection")
+
+    def _lose(self, why: str) -> None:
+        """End the connection, in the thread of the event loop."""
+        with self._lock:
+            if self.lost:
+                return
+            self.lost = True
+            calls, self._calls = list(self._calls.values()), {}
+        current = asyncio.current_task(self._loop)
+        for task in self._tasks - {current}:
+            task.cancel()
+        for comm in (self._comm, *self._rpc.comms):
+            comm.abort()
+        self._closing = self._loop.create_task(self._rpc.close_rpc())
+        self._over.set()
+        threading.Thread(target=self._on_lost, args=[self, calls, why], daemon=True).start()
+
+
+# --- processes ---
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """How to start the process of a worker."""
+
+    options: Mapping[str, Any]  # what `worker_process.main` gets, as far as the user decides on it
+    configure: Mapping[str, Any]  # arguments of `shardax.configure` that differ from those here
+    env: Mapping[str, str]
+    start_timeout: float
+    log: str | None = None  # unless it is detached, which has one of its own
+
+    def start(self, log: str | None = None) -> WorkerProcess:
+        """Start a process; with a log of its own it is detached."""
+        here = {key: value for key, value in configure().settings.items() if value is not None}
+        options = {
+            **self.options,
+            "configure": {**here, **self.configure},
+            "detached": log is not None,
+        }
+        return WorkerProcess(options, self.env, self.start_timeout, log or self.log)
+
+
+class WorkerProcess:
+    """A worker's process that this process started."""
+
+    def __init__(
+        self, options: Mapping[str, Any], env: Mapping[str, str], seconds: float, log: str | None
+    ) -> None:
+        reading, writing = os.pipe()
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(open(log, "a+b")) if log else None
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", _BOOT],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=[writing],
+                env={**os.environ, **env},
+                start_new_session=True,  # Ctrl-C in a terminal is for the owner alone
+            )
+        os.close(writing)
+        assert self._popen.stdin is not None
+        try:
+            with os.fdopen(reading) as ready:
+                options = {**options, "ready": writing, "path": sys.path}
+                self._popen.stdin.write(json.dumps(options).encode() + b"\n")
+                self._popen.stdin.flush()
+                answer = _first_answer(ready, seconds, log)
+        except BaseException as error:
+            self.end(0)
+            if isinstance(error, BrokenPipeError):
+                raise WorkerStartError("The process of the worker ended at once.") from error
+            raise
+        self.address: str = answer["address"]
+        self.credentials: bytes = answer["key"].encode()
+        self.pid: int = answer["pid"]
+
+    def ending(self, seconds: float) -> str:
+        """Wait for the process to end, and describe how it did."""
+        from shardax.host.worker_process import STUCK
+
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(seconds)
+        code = self._popen.poll()
+        if code is None:
+            return f"its process ({self.pid}) did not answer and was killed"
+        if code == STUCK:
+            return f"its process ({self.pid}) ended because a call could not be interrupted"
+        if code < 0:
+            return f"its process ({self.pid}) was killed by {signal.Signals(-code).name}"
+        return f"its process ({self.pid}) ended with status {code}"
+
+    def end(self, seconds: float) -> None:
+        """End the process, killing it if it takes too long."""
+        if self._popen.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._popen.stdin.close()
+        try:
+            self._popen.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+    def detach(self) -> None:
+        """Leave the process to itself."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+        self._popen.returncode = 0  # not ours to wait for: silences Popen's warning
+
+
+def _first_answer(ready: Any, seconds: float, log: str | None) -> dict[str, Any]:
+    readable, _, _ = select.select([ready], [], [], seconds)
+    if not readable:
+        raise WorkerStartError(
+            f"The worker did not start within {seconds:g} seconds. Give it more: "
+            f"sx.host.Worker(start_timeout={2 * seconds:g})."
+        )
+    line = ready.readline()
+    if not line:
+        raise WorkerStartError(
+            "The process of the worker ended while it started; what it said is in "
+            f"{log or 'the output of this process'}."
+        )
+    answer = json.loads(line)
+    if "error" in answer:
+        raise WorkerStartError(f"The worker could not start:\n\n{answer['error']}")
+    return answer
+
+
+# --- where a worker comes from ---
+
+Connect = Callable[[str, bytes], Connection]
+
+
+class OwnProcess:
+    """A process of this program's own."""
+
+    def __init__(self, how: ProcessOptions) -> None:
+        self._how = how
+        self._process: WorkerProcess | None = None
+
+    def open(self, connect: Connect) -> Connection:
+        """Start the process, and connect to it."""
+        self.close()
+        self._process = self._how.start()
+        try:
+            return connect(self._process.address, self._process.credentials)
+        except BaseException:
+            self.close()
+            raise
+
+    def ending(self) -> str:
+        """End the process after its connection was lost, and describe how."""
+        if self._process is None:
+            return "its process was ended"
+        text = self._process.ending(LOST_SECONDS)
+        self.close()
+        return text
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.end(LOST_SECONDS)
+            self._process = None
+
+
+class GivenAddress:
+    """A worker that another process started."""
+
+    def __init__(self, address: str, credentials: bytes) -> None:
+        self._where = repr(address)
+        self._address = address
+        self._credentials = credentials
+
+    def open(self, connect: Connect) -> Connection:
+        """Connect to the worker."""
+        return connect(self._address, self._credentials)
+
+    def ending(self) -> str:
+        """Describe the loss of the connection."""
+        return f"the connection to {self._where} was lost"
+
+    def close(self) -> None:
+        """No-op: the process outlives its clients."""
+
+
+class NamedProcess(GivenAddress):
+    """A named process, found by a file of its user."""
+
+    def __init__(self, name: str, how: ProcessOptions) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+            raise WorkerConfigError(
+                f"A worker cannot be named {name!r}. Use up to 64 letters, digits, '.', '_', '-'."
+            )
+        self._where = f"the worker named {name!r}"
+        self._how = how
+        folder = _private_folder()
+        self._file, self._log = folder / f"{name}.json", folder / f"{name}.log"
+        self._lock = folder / f"{name}.lock"
+
+    def open(self, connect: Connect) -> Connection:
+        """Connect to the process, starting it if it does not run."""
+        with open(self._lock, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # no other program is to start one meanwhile
+            found = None
+            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+                found = json.loads(self._file.read_text())
+            if found is not None:
+                with contextlib.suppress(WorkerCrashedError, WorkerAuthenticationError):
+                    return self._connect_to(found, connect)
+            return self._start(connect)
+
+    def _options(self) -> Any:
+        options = {**vars(self._how), "start_timeout": None}
+        return json.loads(json.dumps(options))
+
+    def _connect_to(self, found: Mapping[str, Any], connect: Connect) -> Connection:
+        connection = connect(found["address"], found["key"].encode())
+        if found["how"] != self._options():
+            connection.close()
+            raise WorkerConfigError(
+                f"T{self._where[1:]} runs with other options than those asked for: "
+                f"{found['how']}. Ask for the same, or end its process first: kill {found['pid']}"
+            )
+        return connection
+
+    def _start(self, connect: Connect) -> Connection:
+        process = self._how.start(log=str(self._log))
+        try:
+            connection = connect(process.address, process.credentials)
+        except BaseException:
+            process.end(0)
+            raise
+        where = {"address": process.address, "key": process.credentials.decode()}
+        content = {**where, "pid": process.pid, "how": self._options()}
+        with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as file:
+            json.dump(content, file)  # such files can be read by their owner only
+        os.replace(file.name, self._file)
+        process.detach()
+        return connection
+
+
+def _private_folder() -> Path:
+    """The folder with the credentials of named workers."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(base) / f"shardax-workers-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    if not private or found.st_uid != os.getuid():
+        raise WorkerConfigError(
+            f"{folder}, where the keys of named workers are kept, must be a folder that belongs to "
+            f"you and that only you can read. Remove it, or make it so: chmod 700 {folder}"
+        )
+    return folder
