@@ -50,22 +50,21 @@ from shardax._transforms.errors import (
     PrefixError,
     SharedWriteError,
 )
-from shardax._transforms.lift.call import (
+from shardax._transforms.lift.arguments import parameters_of
+from shardax._transforms.lift.closures import find_sources, objects_in
+from shardax._transforms.lift.engine import (
     Call,
     Captured,
     Inside,
+    Record,
     SealedFrame,
+    carry_in,
+    check_no_leak,
+    check_result,
     retry_captured,
     stands_for,
     wraps,
 )
-from shardax._transforms.lift.engine import (
-    Record,
-    carry_in,
-    check_no_leak,
-    check_result,
-)
-from shardax._transforms.lift.functions import find_sources, objects_in, parameters_of
 from shardax._transforms.lift.prefix import (
     FilterMapping,
     Layout,
@@ -77,14 +76,10 @@ from shardax._transforms.lift.prefix import (
 )
 from shardax._transforms.vmap.axes import SplitStreams
 
-# --- Shard specs ---
-
 AnyMesh = Mesh | AbstractMesh
+
 WHOLE = PartitionSpec()
 """The spec of an array that every shard sees whole."""
-
-
-# --- specs ----------------------------------------------------------------------------------------
 
 
 def canonical(prefix: Any, name: str) -> Any:
@@ -235,9 +230,6 @@ def assign(
             )
         named[keyword] = specs[positional.index(keyword)]
     return Assigned(tuple(args), dict(kwargs), list(specs[: len(args)]), named)
-
-
-# --- regions --------------------------------------------------------------------------------------
 
 
 class Region(NamedTuple):
@@ -408,8 +400,6 @@ def check_axes(region: Region, specs: Iterable[PartitionSpec], name: str) -> Non
         if len(set(named)) < len(named):
             raise PrefixError(f"{name} gives {spec}, which names a mesh axis twice.")
 
-
-# --- Shard map ---
 
 _REASON = (
     "so all shards would write the one Variable. Pass the Module that holds it as an argument, "

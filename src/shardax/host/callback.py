@@ -60,11 +60,11 @@ from shardax._core.graph.flatten import GraphDef, VariableDef, build
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.graph.static import Static
 from shardax._core.variable import ArrayAttribute, Variable
-from shardax._transforms.control.loop_body import vary_alike
+from shardax._transforms.control.loops import vary_alike
 from shardax._transforms.errors import ArgumentError, ClosureError
 from shardax._transforms.grad.targets import dtype_of
 from shardax._transforms.lift.arguments import leaf_paths, put_together
-from shardax._transforms.lift.call import Call
+from shardax._transforms.lift.engine import Call
 from shardax.host.errors import HostFunctionError, HostResultError, HostSpecError
 
 # --- Results ---

@@ -19,10 +19,10 @@ from shardax._core._jax import Tracer
 from shardax._core.graph.flatten import flatten, is_object
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.state.state import State
-from shardax._transforms.control.loop_body import vary_alike
+from shardax._transforms.control.loops import vary_alike
 from shardax._transforms.errors import DifferentiationError, TangentError
 from shardax._transforms.grad.targets import DiffState, Tangents, Target, is_differentiable
-from shardax._transforms.lift.call import Call, LateFrame
+from shardax._transforms.lift.engine import Call, LateFrame
 from shardax.host.callback import HostProgram
 
 _FLOAT0 = jax.dtypes.float0

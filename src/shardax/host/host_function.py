@@ -25,8 +25,8 @@ from shardax._core.variable import Variable
 from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.grad.custom_vjp import CustomVjp
 from shardax._transforms.grad.targets import is_differentiable
-from shardax._transforms.lift.call import Call, wraps
-from shardax._transforms.lift.functions import resolve_arguments, static_argument
+from shardax._transforms.lift.engine import Call, wraps
+from shardax._transforms.lift.arguments import resolve_arguments, static_argument
 from shardax.host.callback import (
     VMAP_METHODS,
     HostFrame,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._transforms.grad.targets import is_differentiable
-from shardax._transforms.lift.call import wraps
+from shardax._transforms.lift.engine import wraps
 from shardax.host.derivatives import if_differentiable
 from shardax.host.host_function import HostFunction, host_function
 

@@ -22,9 +22,9 @@ import numpy as np
 from shardax._core.graph.flatten import has_objects
 from shardax._core.graph.paths import format_path
 from shardax._core.variable import Param
-from shardax._transforms.control.loop_body import result_kinds
+from shardax._transforms.control.loops import result_kinds
 from shardax._transforms.grad.grad import value_and_grad
-from shardax._transforms.lift.call import Once
+from shardax._transforms.lift.engine import Once
 from shardax.train.errors import AccumulationError
 
 

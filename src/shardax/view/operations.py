@@ -33,7 +33,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._transforms.jit.jit import jit
-from shardax._transforms.lift.call import wraps
+from shardax._transforms.lift.engine import wraps
 from shardax.hlo.execution_counts import branches, called, trip_count
 from shardax.hlo.program import (
     Computation,

@@ -37,17 +37,18 @@ from shardax._core._jax import Tracer
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.variable import Variable
-from shardax._transforms.control.loop_body import Body, form, result_kinds, vary_alike
-from shardax._transforms.control.while_loop import (
+from shardax._transforms.control.loops import (
+    Body,
     Reader,
     carry_back,
     carry_of,
     condition_of,
+    form,
+    result_kinds,
+    vary_alike,
 )
 from shardax._transforms.errors import BoundedLoopError
-from shardax._transforms.lift.call import Call, check_operands, retry_captured
-
-# --- Bounded ---
+from shardax._transforms.lift.engine import Call, check_operands, retry_captured
 
 Differentiable = Literal["no", "store", "recompute"]
 
@@ -140,9 +141,6 @@ def _with_dtype(leaf: Any, kind: Any) -> Any:
     return jax.lax.convert_element_type(leaf, kind.dtype)
 
 
-# --- one while, rows in a buffer ------------------------------------------------------------------
-
-
 def _run_buffered(loop: Loop, start: _Progress) -> tuple[_Progress, Any]:
     def proceed(state: Any) -> Any:
         step, progress, _ = state
@@ -206,8 +204,6 @@ def _own_lane_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool
     return active, True
 
 
-# --- scans over blocks of steps -------------------------------------------------------------------
-
 _GOES_IN = "shardax: what goes into a step of a bounded loop"
 
 
@@ -261,8 +257,6 @@ def _step_of(loop: Loop, exact: bool) -> Callable[[_Progress, Any], tuple[_Progr
 
     return named_step
 
-
-# --- Bounded while ---
 
 _HISTORY = 2
 """Position of the history function among the functions of a call."""
@@ -388,9 +382,6 @@ def _row_of(result: Any) -> Any:
         )
 
     return jax.tree_util.tree_map_with_path(as_array, result, is_leaf=is_object)
-
-
-# --- padding --------------------------------------------------------------------------------------
 
 
 def padding_row(padding: Any, kinds: Any) -> Any:

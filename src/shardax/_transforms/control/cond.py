@@ -32,25 +32,26 @@ from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.graph.static import Static
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.control.loop_body import describe_change, form, result_kinds, vary_alike
-from shardax._transforms.errors import BranchError
-from shardax._transforms.lift.call import (
-    Call,
-    Inside,
+from shardax._transforms.control.loops import (
     as_integer,
     as_predicate,
-    check_operands,
-    retry_captured,
+    describe_change,
+    form,
+    result_kinds,
+    vary_alike,
 )
+from shardax._transforms.errors import BranchError
 from shardax._transforms.lift.engine import (
+    Call,
     Carried,
+    Inside,
     Record,
     carry_in,
     check_no_leak,
+    check_operands,
     check_result,
+    retry_captured,
 )
-
-# --- Agree ---
 
 
 class Place(NamedTuple):
@@ -307,9 +308,6 @@ def _container(item: Any, children: dict[Any, Any]) -> str:
     if isinstance(item, dict):
         return f"a {type(item).__name__} with keys {', '.join(map(repr, children)) or '(none)'}"
     return f"a {type(item).__name__} of {len(children)}"
-
-
-# --- Branch ---
 
 
 def cond(

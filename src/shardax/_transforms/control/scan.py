@@ -24,15 +24,17 @@ import jax.numpy as jnp
 
 from shardax._core.graph.flatten import ModuleDef, VariableDef
 from shardax._core.variable import Variable
-from shardax._transforms.control.loop_body import Body, refuse_changes, result_kinds
+from shardax._transforms.control.loops import Body, refuse_changes, result_kinds
 from shardax._transforms.errors import CarryError, PrefixError
-from shardax._transforms.lift.call import (
+from shardax._transforms.lift.engine import (
     Call,
+    Carried,
     Inside,
+    carry_in,
+    check_no_leak,
     retry_captured,
     wraps,
 )
-from shardax._transforms.lift.engine import Carried, carry_in, check_no_leak
 from shardax._transforms.lift.prefix import (
     Carry,
     FilterMapping,
@@ -126,9 +128,6 @@ def scan(
     return scanned
 
 
-# --- the option's form ----------------------------------------------------------------------------
-
-
 def _check_axes(in_axes: Any, out_axes: Any) -> bool:
     """Checks both prefixes and returns whether an argument is carried."""
     check_axes_only(in_axes, "in_axes", carry=True)
@@ -170,9 +169,6 @@ def _count_carry(prefix: Any, name: str) -> bool:
                 "their Module comes in; out_axes says how new ones are stacked."
             )
     return count == 1
-
-
-# --- one call -------------------------------------------------------------------------------------
 
 
 class _ScanBody(Body):

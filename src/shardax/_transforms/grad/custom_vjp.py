@@ -47,6 +47,7 @@ from shardax._core.object import Object
 from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import ClosureError, DifferentiationError, OutputError
+from shardax._transforms.grad.grad import refuse_objects
 from shardax._transforms.grad.targets import (
     DiffState,
     Tangents,
@@ -55,27 +56,22 @@ from shardax._transforms.grad.targets import (
     is_differentiable,
     replaced,
 )
-from shardax._transforms.grad.vjp import refuse_objects
 from shardax._transforms.lift.arguments import put_together, take_apart
-from shardax._transforms.lift.call import (
+from shardax._transforms.lift.engine import (
     Call,
     Captured,
-    Inside,
-    path_of,
-    retry_captured,
-    wraps,
-)
-from shardax._transforms.lift.engine import (
     Carried,
     Graph,
+    Inside,
     Record,
     carry_in,
     check_no_leak,
     check_result,
+    path_of,
+    retry_captured,
+    wraps,
 )
 from shardax._transforms.lift.prefix import expand
-
-# --- Residuals ---
 
 
 class Packed:
@@ -126,9 +122,6 @@ def _unflatten(static: tuple[GraphDef, Any], children: Iterable[Any]) -> Packed:
 jax.tree_util.register_pytree_node(Packed, _flatten, _unflatten)
 
 
-# --- Liveness ---
-
-
 def used_inputs(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
     """Returns, for each input of a program, whether a result may depend on it.
 
@@ -170,9 +163,6 @@ def _same_shape(equation: Any) -> Any:
 
 _REPEATED = frozenset({"scan", "while"})
 """What one round does not use, another may: their results are also inputs."""
-
-
-# --- Custom call ---
 
 
 class Rule(Protocol):
@@ -525,9 +515,6 @@ def still_here(value: Any, name: str) -> Any:
         )
 
     return same(value)
-
-
-# --- Custom vjp ---
 
 
 def custom_vjp(

@@ -11,11 +11,20 @@ Tangents: directions and gradients that a caller gives for Variables and arrays.
 
 They must have the shapes of what they belong to, and its dtypes; integers and random keys have
 none. What was not given is zero, and stands as None.
+
+Errors of JAX about a compiled function, told in terms of the arguments that the user passed.
+
+A plan calls JAX with flat lists of values, so JAX names a *place* like ``flat[0][3]``. Here such a
+place gets its name back: ``model.layers[0].kernel``. Mistakes that are common get an error of their
+own; any other error keeps its type and text, and a note says which argument each place is.
+
+The same for what JAX says of a loop that cannot be differentiated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,12 +38,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.filters import to_predicate
-from shardax._core.state.state import (
-    Origin,
-    State,
-    flatten_mapping,
-    merged_values,
-)
+from shardax._core.state.state import Origin, State, flatten_mapping, merged_values
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import DifferentiationError, InconsistentAliasingError, TangentError
 from shardax._transforms.lift.arguments import (
@@ -45,9 +49,28 @@ from shardax._transforms.lift.arguments import (
     plain_paths,
     root_places,
 )
-from shardax._transforms.lift.call import Call
+from shardax._transforms.lift.engine import Call
 
-# --- Tangents ---
+
+@contextlib.contextmanager
+def explained_reverse_mode() -> Iterator[None]:
+    """Says, where reverse mode meets a while loop, which loops have a reverse-mode derivative.
+
+    Raises:
+        DifferentiationError: If it does.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
+            raise
+        raise DifferentiationError(
+            "What is differentiated goes through a while loop, which has no reverse-mode "
+            "derivative: nobody knows how many steps it would have to remember. Give it a limit, "
+            "sx.bounded_while_loop(..., max_steps=100, differentiable='recompute'); if the number "
+            "of steps is known, use sx.fori_loop with Python integers, or sx.scan; if the gradient "
+            "shall not go through it, jax.lax.stop_gradient."
+        ) from error
 
 
 class Tangents:
@@ -138,9 +161,6 @@ def is_differentiable(leaf: Any) -> bool:
 def dtype_of(leaf: Any) -> Any:
     """Returns the dtype of an array, its shape, or a Python number."""
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-
-
-# --- Targets ---
 
 
 @dataclass(frozen=True)

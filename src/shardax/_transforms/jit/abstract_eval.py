@@ -17,12 +17,8 @@ from shardax._core.frames import Adopted, Frame, owner_here
 from shardax._core.graph.flatten import build
 from shardax._core.init.lazy import LazyValue
 from shardax._transforms.errors import StaticArgumentError
-from shardax._transforms.grad.remat import check_static
-from shardax._transforms.lift.call import Once, wraps
-from shardax._transforms.lift.engine import Graph, abstract, check_result
-from shardax._transforms.lift.functions import resolve_arguments
-
-# --- Shapes ---
+from shardax._transforms.lift.arguments import check_static, resolve_arguments
+from shardax._transforms.lift.engine import Graph, Once, abstract, check_result, wraps
 
 
 class AbstractFrame(Frame):
@@ -91,9 +87,6 @@ def abstract_copy(once: Once) -> Graph:
     """Returns a copy of a call's objects without arrays, for what the function did to them."""
     shapes = jax.eval_shape(lambda values: values, abstract(once.graph.leaves))
     return Graph(build(once.call.graphdef, shapes, owner_here())[0])
-
-
-# --- Jaxprs ---
 
 
 def make_jaxpr(

@@ -26,6 +26,57 @@ What a compiled function remembers: plans, at the cost of a trace, and calls, of
 Both are bounded. A plan that is needed for one thing more takes the place of the one that was used
 least recently, and what that compiled is let go. Calls are forgotten all together, since each is
 found anew without tracing.
+
+Closures: finding the objects that a function uses without being given them.
+
+A *source* is a place outside a function from which it takes an object: a closure cell, or a name in
+its globals. Compiled functions look through their sources at every call, so that a model which was
+rebound to the name is noticed.
+
+Leaves of arguments that are static: which they are, and what they are compared by.
+
+A *leaf* is what is left of an argument when its containers are taken apart. Arrays are dynamic.
+Python's numbers are dynamic unless they are asked to be static. Everything else is static, and
+compared by its *argument key*: the exact key of ``_core.graph.static``, and for an instance that Python
+compares by identity, the keys of its attributes as well. Such an instance is equal to itself
+whatever is assigned to it, so by identity alone a program compiled for its old attributes would
+answer for the new ones.
+
+Arguments that a compiled function treats in a way of their own.
+
+*Static* arguments are compiled for by value, *donated* ones lend their memory. Here is found which
+they are, and what static ones are compared by.
+
+Plain arguments: telling by its type alone that an argument holds no objects.
+
+It makes the steady call of a compiled function quick. JAX's type of concrete arrays is not public;
+it is learned from the first array that comes by.
+
+Arguments of a lifted call, taken apart: the first step of the lift.
+
+An argument is split into *roots* (the objects in it) and a *plain* part, a pytree without objects
+that JAX can take. Its *template* says how to put it together again, with other roots: the copies
+that a transform made.
+
+Callables as roots of a lifted call.
+
+The function of a call is a root of its graph, because it may be a Module, a method of one, or a
+``functools.partial`` with Modules among its arguments. Whatever else it holds is configuration of
+the program, and configuration must be hashable to be compared. A partial with an array, and an
+instance of a class without a hash, are not; such a callable is *held*: compared by identity, its
+objects still in sight.
+
+Names of places in a call: where each root stands, as the user would write it.
+
+The path of a root begins with the name of the parameter it was passed for, so that the Variables of
+two models in one call have different paths: ``.teacher.kernel`` and ``.student.kernel``.
+
+Quick calls where static leaves are found automatically (``static="auto"``).
+
+Every call decides anew which leaves are static. In a steady call that takes one flattening of all
+arguments by JAX, and a look at the type of each leaf: arrays go into a flat list, static leaves
+into the *quick key* by which the call is remembered. What has objects inside of containers, or
+tracers, takes the ordinary way.
 """
 
 from __future__ import annotations
@@ -36,12 +87,16 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from shardax._core import epoch
+from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import local
-from shardax._core.graph.flatten import has_objects, walk_objects
+from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
 from shardax._core.graph.paths import Path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper
@@ -49,6 +104,7 @@ from shardax._core.variable import Variable
 from shardax._transforms.errors import OutputError, StaticArgumentError
 from shardax._transforms.jit import retraces as explain
 from shardax._transforms.jit.abstract_eval import eval_shape
+from shardax._transforms.jit.error_context import explain_error
 from shardax._transforms.jit.specialization import (
     ArgumentLayout,
     Options,
@@ -56,31 +112,155 @@ from shardax._transforms.jit.specialization import (
     Replan,
     with_resolved_donation,
 )
-from shardax._transforms.lift import arguments as automatic
-from shardax._transforms.lift.arguments import Arguments, root_names
-from shardax._transforms.lift.call import Captured
-from shardax._transforms.lift.engine import (
-    Carried,
-    Graph,
-    carry_in,
-    check_no_leak,
-)
-from shardax._transforms.lift.error_context import explain_error
-from shardax._transforms.lift.functions import (
-    ARRAY_TYPES,
+from shardax._transforms.lift.arguments import (
+    Arguments,
+    Mixed,
     Signature,
-    Source,
-    all_dynamic,
+    argument_key,
     argument_path,
-    find_sources,
-    note_types,
-    objects_in,
+    is_dynamic,
     parameter_name,
     resolve_arguments,
+    root_names,
     separate_static,
 )
+from shardax._transforms.lift.closures import Source, find_sources, objects_in
+from shardax._transforms.lift.engine import Captured, Carried, Graph, carry_in, check_no_leak
 
-# --- Bound ---
+ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
+"""Types of arguments that are surely plain; JAX's concrete array type joins when first met."""
+
+
+def note_types(arg: Any) -> bool:
+    """Learns JAX's concrete array type; returns whether the argument holds tracers."""
+    if isinstance(arg, jax.Array) and not isinstance(arg, Tracer):
+        ARRAY_TYPES.add(type(arg))
+        return False
+    leaves = jax.tree.leaves(arg)
+    if ARRAY_TYPES.issuperset(map(type, leaves)):
+        return False
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+            ARRAY_TYPES.add(type(leaf))
+    return any(isinstance(leaf, Tracer) for leaf in leaves)
+
+
+def all_dynamic(args: Sequence[Any], static: frozenset[type]) -> bool:
+    """Whether surely nothing of the arguments is static but what is of the given types."""
+    for arg in args:  # no generator: it would cost as much as a short call
+        kind = type(arg)
+        if (kind not in ARRAY_TYPES or kind in static) and not isinstance(arg, Object):
+            return False
+    return True
+
+
+_COMPARED_BY_VALUE = frozenset({str, bool, int, bytes})
+"""Types whose values are keys by themselves, the type beside them."""
+
+
+class QuickCall(NamedTuple):
+    """A call with its leaves sorted.
+
+    Attributes:
+        key: What the call is remembered by: positions and identities of objects, the containers,
+            and the static leaves.
+        args: The positional arguments, None for objects.
+        dynamic: The dynamic leaves of all arguments.
+    """
+
+    key: list[Any]
+    args: list[Any]
+    dynamic: list[Any]
+
+
+def quick_call(
+    args: Sequence[Any], kwargs: Mapping[str, Any], static_types: frozenset[type]
+) -> QuickCall | None:
+    """Sorts the leaves of a call.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        static_types: Types that are static although JAX takes them: bool, perhaps numbers.
+
+    Returns:
+        The call; None if it has to take the ordinary way, also to explain what is wrong with it.
+    """
+    given = [None if isinstance(arg, Object) else arg for arg in args]
+    key: list[Any] = [id(arg) if isinstance(arg, Object) else 0 for arg in args]
+    flat = flatten_plain((given, kwargs) if kwargs else given)
+    if flat is None:
+        return None
+    leaves, treedef = flat
+    key.append(treedef)
+    dynamic: list[Any] = []
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind in ARRAY_TYPES and kind not in static_types:
+            dynamic.append(leaf)
+        elif kind in _COMPARED_BY_VALUE:
+            key += (len(dynamic), kind, leaf)
+        elif isinstance(leaf, Tracer):
+            return None
+        elif kind not in static_types and is_dynamic(leaf):
+            note_types(leaf)
+            dynamic.append(leaf)
+        else:
+            try:
+                key += (len(dynamic), kind, argument_key(leaf))
+            except TypeError:
+                return None
+    return QuickCall(key, given, dynamic)
+
+
+Spans = tuple[Sequence[slice | None], Sequence[tuple[str, slice | None]]]
+
+
+def spans_of(
+    templates: Sequence[Any],
+    named: Sequence[tuple[str, Any]],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Spans:
+    """Returns where the dynamic leaves of each argument stand among those of the call.
+
+    Args:
+        templates: Template of each positional argument.
+        named: (name, template) of each keyword argument.
+        args: Positional arguments, None for objects.
+        kwargs: Keyword arguments.
+
+    Returns:
+        The slice of each positional argument, and (name, slice) of each keyword argument; None for
+        an argument that is passed as it is.
+    """
+    start = 0
+
+    def span(template: Any, value: Any) -> slice | None:
+        nonlocal start
+        count = jax.tree.structure(value).num_leaves
+        if not isinstance(template, Mixed):
+            start += count
+            return None
+        start += count - len(template.static)
+        return slice(start - count + len(template.static), start)
+
+    positional = [span(template, arg) for template, arg in zip(templates, args, strict=True)]
+    return positional, [(name, span(template, kwargs[name])) for name, template in named]
+
+
+def pack(
+    call: QuickCall, kwargs: Mapping[str, Any], spans: Spans
+) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the plain parts of a call, as ``Arguments`` has them: (positional, by name)."""
+    positional, named = spans
+    plain, dynamic = call.args, call.dynamic
+    for position, span in enumerate(positional):
+        if span is not None:
+            plain[position] = dynamic[span]
+    if not named:
+        return plain, {}
+    return plain, {n: kwargs[n] if span is None else dynamic[span] for n, span in named}
 
 
 class BoundJit(Wrapper):
@@ -122,9 +302,6 @@ class BoundJit(Wrapper):
 
     def __repr__(self) -> str:
         return f"<bound {self.__func__!r}>"
-
-
-# --- Entry ---
 
 
 class CallEntry:
@@ -188,11 +365,11 @@ def _weak(root: Any) -> Callable[[], Any]:
     return weakref.ref(root) if isinstance(root, Object) else lambda: root
 
 
-# --- Memory ---
-
 MAX_PLANS = 512
 """How many plans one compiled function remembers."""
+
 _MAX_CALLS = 4096
+
 _MAX_CALLS_WITH_SOURCES = 64
 """How many calls; fewer where objects from closures, which may be many, are part of the key."""
 
@@ -247,9 +424,6 @@ class Memory:
             plan.clear_cache()
         self.plans.clear()
         self.calls.clear()
-
-
-# --- Jit ---
 
 
 class Jit(PickledByName, Wrapper):
@@ -350,7 +524,7 @@ class Jit(PickledByName, Wrapper):
         if local.frame is not None:
             return self._call_slowly(args, kwargs)
         if self._auto and self._simple:
-            call = automatic.quick_call(args, kwargs, self._static_types)
+            call = quick_call(args, kwargs, self._static_types)
             if call is not None:
                 return self._call_quickly(call, args, kwargs)
         signature = self._separate_static(args, kwargs)
@@ -365,9 +539,7 @@ class Jit(PickledByName, Wrapper):
             return self._call_slowly(args, kwargs, key)
         return self._repeat(entry, list(arguments.plain), arguments.plain_named, args, kwargs)
 
-    def _call_quickly(
-        self, call: automatic.QuickCall, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _call_quickly(self, call: QuickCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls with leaves that are static, found by type."""
         if self.sources or self.captured:
             call.key.extend(map(id, self.hidden_objects()))
@@ -377,8 +549,8 @@ class Jit(PickledByName, Wrapper):
             return self._call_slowly(args, kwargs, key)
         if entry.spans is None:
             plan = entry.plan
-            entry.spans = automatic.spans_of(plan.templates, plan.named, call.args, kwargs)
-        plain, named = automatic.pack(call, kwargs, entry.spans)
+            entry.spans = spans_of(plan.templates, plan.named, call.args, kwargs)
+        plain, named = pack(call, kwargs, entry.spans)
         return self._repeat(entry, plain, named, args, kwargs)
 
     def _repeat(

@@ -26,8 +26,7 @@ from shardax._core.graph.flatten import (
     definition_paths,
 )
 from shardax._core.graph.paths import Path, format_path
-from shardax._transforms.lift.arguments import Mixed, leaf_paths
-from shardax._transforms.lift.functions import parameter_name
+from shardax._transforms.lift.arguments import Mixed, leaf_paths, parameter_name
 
 
 @dataclass(frozen=True)

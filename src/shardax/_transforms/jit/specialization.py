@@ -29,34 +29,20 @@ from shardax._core.variable import Variable
 from shardax._transforms.errors import DonationError, PrefixError, StaticArgumentError
 from shardax._transforms.jit import retraces as explain
 from shardax._transforms.lift.arguments import (
+    NUMBER_TYPES,
+    NUMBERS,
     Arguments,
     Mixed,
     Plain,
     Root,
-    put_together,
-    template_roots,
-)
-from shardax._transforms.lift.call import Captured
-from shardax._transforms.lift.engine import (
-    Carried,
-    Graph,
-    bind,
-    carry_out,
-    check_result,
-)
-from shardax._transforms.lift.functions import (
-    NUMBER_TYPES,
-    NUMBERS,
     as_tuple,
     check_static_option,
+    put_together,
     resolve_arguments,
+    template_roots,
 )
-from shardax._transforms.lift.prefix import (
-    check_plain,
-    check_shardings_only,
-    consistent,
-    expand,
-)
+from shardax._transforms.lift.engine import Captured, Carried, Graph, bind, carry_out, check_result
+from shardax._transforms.lift.prefix import check_plain, check_shardings_only, consistent, expand
 
 
 @dataclasses.dataclass(frozen=True)

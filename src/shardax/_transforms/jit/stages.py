@@ -15,28 +15,22 @@ from typing import Any
 import jax
 
 from shardax._core.frames import local
-from shardax._core.graph.flatten import (
-    GraphDef,
-    Ref,
-    VariableDef,
-    definition_paths,
-    flatten,
-)
+from shardax._core.graph.flatten import GraphDef, Ref, VariableDef, definition_paths, flatten
 from shardax._core.graph.paths import Path, path_step
 from shardax._core.state.state import Origin, State
 from shardax._transforms.errors import StructureMismatchError
+from shardax._transforms.jit.error_context import explain_places, explain_values, in_user_terms
 from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
 from shardax._transforms.jit.specialization import Plan, Replan
 from shardax._transforms.lift.arguments import Arguments, put_together, root_names
-from shardax._transforms.lift.call import Captured
 from shardax._transforms.lift.engine import (
+    Captured,
     Carried,
     Graph,
     abstract,
     carry_in,
     check_no_leak,
 )
-from shardax._transforms.lift.error_context import explain_places, explain_values, in_user_terms
 
 _INPUTS = "flat"
 """What the function that JAX compiles (see ``Plan``) calls its inputs."""

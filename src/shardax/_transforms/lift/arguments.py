@@ -24,31 +24,383 @@ Every call decides anew which leaves are static. In a steady call that takes one
 arguments by JAX, and a look at the type of each leaf: arrays go into a flat list, static leaves
 into the *quick key* by which the call is remembered. What has objects inside of containers, or
 tracers, takes the ordinary way.
+
+Closures: finding the objects that a function uses without being given them.
+
+A *source* is a place outside a function from which it takes an object: a closure cell, or a name in
+its globals. Compiled functions look through their sources at every call, so that a model which was
+rebound to the name is noticed.
+
+Leaves of arguments that are static: which they are, and what they are compared by.
+
+A *leaf* is what is left of an argument when its containers are taken apart. Arrays are dynamic.
+Python's numbers are dynamic unless they are asked to be static. Everything else is static, and
+compared by its *argument key*: the exact key of ``_core.graph.static``, and for an instance that Python
+compares by identity, the keys of its attributes as well. Such an instance is equal to itself
+whatever is assigned to it, so by identity alone a program compiled for its old attributes would
+answer for the new ones.
+
+Arguments that a compiled function treats in a way of their own.
+
+*Static* arguments are compiled for by value, *donated* ones lend their memory. Here is found which
+they are, and what static ones are compared by.
+
+Plain arguments: telling by its type alone that an argument holds no objects.
+
+It makes the steady call of a compiled function quick. JAX's type of concrete arrays is not public;
+it is learned from the first array that comes by.
+
+``remat``: a function over Modules that is run again when it is differentiated.
+
+Between its run and its gradient a function keeps what it computed on the way (its *residuals*).
+Under ``remat`` it keeps its inputs instead, and computes the rest once more. Inputs are all the
+values that it read, random streams among them, so the second run draws the same numbers. It writes
+nothing: what the function does to Variables and structure is carried back once, from the first.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
+import inspect
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import sys
+import types
+import weakref
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from shardax._core._jax import Tracer
-from shardax._core.graph.flatten import flatten_plain, has_objects, has_parts, is_object
-from shardax._core.graph.paths import Path, path_step
-from shardax._core.graph.static import Static
+from shardax._core.errors import ShardaxError
+from shardax._core.graph.flatten import has_objects, has_parts, is_object
+from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.static import Static, exact_key
 from shardax._core.object import Object, Wrapper
-from shardax._transforms.lift.functions import (
-    ARRAY_TYPES,
-    argument_key,
-    is_dynamic,
-    note_types,
-    static_leaf,
-)
+from shardax._transforms.errors import StaticArgumentError
+from shardax._transforms.lift.closures import is_plain_instance
 
-# --- Arguments ---
+
+def parameters_of(function: Any) -> tuple[inspect.Parameter, ...] | None:
+    """Returns a function's parameters, or None if it has no signature."""
+    try:
+        found = _PARAMETERS.get(function, _UNKNOWN)
+    except TypeError:  # without a hash, or without weak references
+        return _find_parameters(function)
+    if found is _UNKNOWN:
+        found = _PARAMETERS[function] = _find_parameters(function)
+    return found
+
+
+_UNKNOWN: Any = object()
+
+_PARAMETERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Parameters by function, which may close over a model: remembering them keeps nothing alive."""
+
+
+def _find_parameters(function: Any) -> tuple[inspect.Parameter, ...] | None:
+    try:
+        return tuple(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def argument_path(function: Any, key: int | str) -> tuple[str, ...]:
+    """Returns the path of an argument by its position or name: the name of the parameter."""
+    return (parameter_name(function, key) if isinstance(key, int) else key,)
+
+
+def parameter_name(function: Any, position: int) -> str:
+    """Returns the name of a function's positional parameter, for messages."""
+    parameters = parameters_of(function) or ()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if position < len(positional):
+        return positional[position].name
+    return f"args[{position}]"
+
+
+AUTO = "auto"
+
+NUMBERS = "numbers"
+"""The values of the option ``static``; under the second Python's numbers are static, too."""
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.Ref)
+
+NUMBER_TYPES = frozenset({int, float, complex})
+
+_TAKEN_WHOLE = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - {"builtins"})
+"""Packages whose instances (meshes, policies, loggers) are compared by identity alone.
+
+A class that was made by ``exec`` without a module name says that it is of ``builtins``.
+"""
+
+
+def is_dynamic(leaf: Any, static_numbers: bool = False) -> bool:
+    """Whether a leaf is passed to the program rather than compiled into it.
+
+    Args:
+        leaf: A leaf that is no Module or Variable.
+        static_numbers: Whether Python's numbers are static.
+    """
+    if type(leaf) in NUMBER_TYPES:
+        return not static_numbers
+    if isinstance(leaf, enum.Enum):
+        return False
+    return isinstance(leaf, _ARRAYS) or hasattr(type(leaf), "__jax_array__")
+
+
+def static_leaf(leaf: Any, where: Callable[[], Path] = tuple) -> Static:
+    """Returns a static leaf with its argument key.
+
+    Args:
+        leaf: The leaf.
+        where: Returns the path of the leaf, beginning with the name of the argument; asked for
+            messages only.
+
+    Raises:
+        StaticArgumentError: If it is not hashable, or has attributes that are not.
+    """
+    try:
+        return Static(leaf, argument_key(leaf))
+    except TypeError as error:
+        path = where()
+        place = f" at {format_path(path)}" if path else ""
+        raise StaticArgumentError(
+            f"What is no array, number or Module is static here (as under static='auto'), but the "
+            f"{type(leaf).__name__}{place} cannot be: {_shortened(leaf)} is not hashable "
+            f"({error}). Use a tuple or frozenset instead of a list or set, a frozen dataclass for "
+            f"configuration, and an sx.Module for what holds arrays or changes."
+        ) from error
+
+
+def argument_key(value: Any) -> Hashable:
+    """Returns what a static argument is compared by: type-exact, and true after an assignment.
+
+    Args:
+        value: The argument, or a leaf of it.
+
+    Raises:
+        TypeError: If it is not hashable, or an attribute of an instance that is compared by
+            identity is not.
+    """
+    return _key(value, ())
+
+
+def _key(value: Any, around: tuple[Any, ...]) -> Hashable:
+    key = exact_key(value)
+    holder = value.__self__ if isinstance(value, types.MethodType) else value
+    if not _is_open(holder) or any(holder is item for item in around):
+        return key
+    return (key, *(_attribute(holder, name, (*around, holder)) for name in vars(holder)))
+
+
+def _attribute(holder: Any, name: str, around: tuple[Any, ...]) -> Hashable:
+    value = vars(holder)[name]
+    if isinstance(value, Object):  # used without being passed, it is an input of the program
+        return (name, _Same(value))
+    try:
+        return (name, _key(value, around))
+    except TypeError as error:
+        raise TypeError(
+            f"it is compared by identity, so a change of its attribute {name!r}, of type "
+            f"{type(value).__name__}, could not be noticed; {error}"
+        ) from error
+
+
+class _Same:
+    """An object by its identity, for as long as it lives."""
+
+    __slots__ = ("_hash", "held")
+
+    def __init__(self, held: Object) -> None:
+        self.held = weakref.ref(held)
+        self._hash = id(held)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        held = self.held()
+        return held is not None and isinstance(other, _Same) and other.held() is held
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a value is an instance that compares by identity and can be assigned to."""
+    kind = type(value)
+    return (
+        kind.__eq__ is object.__eq__
+        and kind.__hash__ is object.__hash__
+        and kind.__module__.partition(".")[0] not in _TAKEN_WHOLE
+        and not isinstance(value, Object)
+        and is_plain_instance(value)
+    )
+
+
+def _shortened(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def resolve_arguments(
+    function: Any, argnums: Any, argnames: Any, kind: str, error: type[ShardaxError]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Resolves positions and names of arguments from each other, as ``jax.jit`` does.
+
+    Args:
+        function: The user's function.
+        argnums: ``static_argnums`` or ``donate_argnums`` as given.
+        argnames: ``static_argnames`` or ``donate_argnames`` as given.
+        kind: ``"static"`` or ``"donate"``, for messages.
+        error: What to raise.
+
+    Returns:
+        (positions, names), sorted; negative positions are counted from the end.
+
+    Raises:
+        ShardaxError: Of the given class, if the function has no such argument.
+    """
+    positions, names = as_tuple(argnums), as_tuple(argnames)
+    parameters = parameters_of(function)
+    if parameters is None or not (positions or names):
+        return positions, names
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    count = len(positional)
+    shown = getattr(function, "__name__", function)
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    for position in positions:
+        if not variadic and not -count <= position < count:
+            raise error(
+                f"{kind}_argnums={position} is out of range: {shown} has {count} positional "
+                f"parameters ({', '.join(positional)})."
+            )
+    known = [p.name for p in parameters]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for name in names:
+            if name not in known:
+                raise error(
+                    f"{kind}_argnames has {name!r}, but {shown} has only ({', '.join(known)})."
+                )
+    positions = tuple(p % count if p < 0 else p for p in positions)
+    all_positions = {
+        *positions,
+        *(positional.index(n) for n in names if n in positional),
+    }
+    all_names = {*names, *(positional[p] for p in positions if p < count)}
+    return tuple(sorted(all_positions)), tuple(sorted(all_names))
+
+
+def check_static_option(static: str | None) -> None:
+    """Raises if the option ``static`` has a value that it does not take.
+
+    Raises:
+        StaticArgumentError: Saying which it takes.
+    """
+    if static not in (None, AUTO, NUMBERS):
+        raise StaticArgumentError(
+            f"static={static!r}: the option takes 'auto', which makes everything static that is no "
+            f"array, number or Module; 'numbers', which makes Python's numbers static, too; or "
+            f"None. To choose arguments, use static_argnums or static_argnames."
+        )
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """Returns an option that may be None, one entry or several, as a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, (int, str)) else tuple(value)
+
+
+def static_argument(value: Any, function: Any, place: int | str) -> Static:
+    """Returns a static argument by its exact key.
+
+    Args:
+        value: What was passed.
+        function: The user's function, for messages.
+        place: Position or name of the argument.
+
+    Raises:
+        StaticArgumentError: If the value is a Module or not hashable.
+    """
+    label = parameter_name(function, place) if isinstance(place, int) else place
+    if isinstance(value, Object):
+        raise StaticArgumentError(
+            f"The argument {label!r} is static, but a {type(value).__name__} was passed: its "
+            f"values would be frozen into the program and "
+            f"changes missed. Pass it as an ordinary argument: a Module's configuration is static "
+            f"by itself."
+        )
+    try:
+        return Static(value, argument_key(value))
+    except TypeError as error:
+        raise StaticArgumentError(
+            f"The static argument {label!r} of {getattr(function, '__name__', function)} is "
+            f"{value!r} of type {type(value).__name__}, which is "
+            f"not hashable ({error}). Pass arrays as ordinary arguments; use tuples instead of "
+            f"lists, frozen dataclasses instead of dicts, and an sx.Module for what holds arrays "
+            f"or changes."
+        ) from error
+
+
+class Signature(NamedTuple):
+    """A call, sorted into what is passed and what identifies it.
+
+    Attributes:
+        args: Positional arguments that are not static.
+        kwargs: Keyword arguments that are not static.
+        static: (position or name, value) of each static argument.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    static: tuple[tuple[Any, Static], ...]
+
+
+def separate_static(
+    function: Any,
+    positions: Sequence[int],
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Signature:
+    """Sorts the arguments of a call.
+
+    Args:
+        function: The user's function, for messages.
+        positions: Which positions are static.
+        names: Which names are static.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Raises:
+        StaticArgumentError: If a static one is a Module or not hashable.
+    """
+    static: list[tuple[Any, Static]] = [
+        (i, static_argument(args[i], function, i)) for i in positions if i < len(args)
+    ]
+    static += [
+        (name, static_argument(kwargs[name], function, name)) for name in names if name in kwargs
+    ]
+    dynamic = tuple(arg for i, arg in enumerate(args) if i not in positions)
+    named = {name: arg for name, arg in kwargs.items() if name not in names}
+    return Signature(dynamic, named, tuple(static))
+
+
+def check_static(
+    function: Any, static: set[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises if a static argument is a Module or not hashable.
+
+    Raises:
+        StaticArgumentError: Naming the argument.
+    """
+    for key in static:
+        if isinstance(key, int) and -len(args) <= key < len(args):
+            static_argument(args[key], function, key)
+        elif isinstance(key, str) and key in kwargs:
+            static_argument(kwargs[key], function, key)
 
 
 class Root(NamedTuple):
@@ -216,9 +568,6 @@ class Arguments:
         return args, kwargs
 
 
-# --- Callables ---
-
-
 def as_root(root: Any) -> Any:
     """Returns a root of a graph that can be compared; everything but a few callables as it is."""
     if isinstance(root, (Object, Wrapper)) or not callable(root):
@@ -294,9 +643,6 @@ class _HeldPartial(_Held):
         return function(*given, *args, **{**named, **kwargs})
 
 
-# --- Naming ---
-
-
 def template_roots(template: Any) -> list[int]:
     """Returns the positions among the roots that an argument's template uses."""
     if isinstance(template, Root):
@@ -333,114 +679,3 @@ def plain_paths(template: Mixed) -> list[Path]:
     others = {leaf for leaf, _ in (*template.roots, *template.static)}
     paths = leaf_paths(template.treedef)
     return [path for leaf, path in enumerate(paths) if leaf not in others]
-
-
-# --- Automatic ---
-
-_COMPARED_BY_VALUE = frozenset({str, bool, int, bytes})
-"""Types whose values are keys by themselves, the type beside them."""
-
-
-class QuickCall(NamedTuple):
-    """A call with its leaves sorted.
-
-    Attributes:
-        key: What the call is remembered by: positions and identities of objects, the containers,
-            and the static leaves.
-        args: The positional arguments, None for objects.
-        dynamic: The dynamic leaves of all arguments.
-    """
-
-    key: list[Any]
-    args: list[Any]
-    dynamic: list[Any]
-
-
-def quick_call(
-    args: Sequence[Any], kwargs: Mapping[str, Any], static_types: frozenset[type]
-) -> QuickCall | None:
-    """Sorts the leaves of a call.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        static_types: Types that are static although JAX takes them: bool, perhaps numbers.
-
-    Returns:
-        The call; None if it has to take the ordinary way, also to explain what is wrong with it.
-    """
-    given = [None if isinstance(arg, Object) else arg for arg in args]
-    key: list[Any] = [id(arg) if isinstance(arg, Object) else 0 for arg in args]
-    flat = flatten_plain((given, kwargs) if kwargs else given)
-    if flat is None:
-        return None
-    leaves, treedef = flat
-    key.append(treedef)
-    dynamic: list[Any] = []
-    for leaf in leaves:
-        kind = type(leaf)
-        if kind in ARRAY_TYPES and kind not in static_types:
-            dynamic.append(leaf)
-        elif kind in _COMPARED_BY_VALUE:
-            key += (len(dynamic), kind, leaf)
-        elif isinstance(leaf, Tracer):
-            return None
-        elif kind not in static_types and is_dynamic(leaf):
-            note_types(leaf)
-            dynamic.append(leaf)
-        else:
-            try:
-                key += (len(dynamic), kind, argument_key(leaf))
-            except TypeError:
-                return None
-    return QuickCall(key, given, dynamic)
-
-
-Spans = tuple[Sequence[slice | None], Sequence[tuple[str, slice | None]]]
-
-
-def spans_of(
-    templates: Sequence[Any],
-    named: Sequence[tuple[str, Any]],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Spans:
-    """Returns where the dynamic leaves of each argument stand among those of the call.
-
-    Args:
-        templates: Template of each positional argument.
-        named: (name, template) of each keyword argument.
-        args: Positional arguments, None for objects.
-        kwargs: Keyword arguments.
-
-    Returns:
-        The slice of each positional argument, and (name, slice) of each keyword argument; None for
-        an argument that is passed as it is.
-    """
-    start = 0
-
-    def span(template: Any, value: Any) -> slice | None:
-        nonlocal start
-        count = jax.tree.structure(value).num_leaves
-        if not isinstance(template, Mixed):
-            start += count
-            return None
-        start += count - len(template.static)
-        return slice(start - count + len(template.static), start)
-
-    positional = [span(template, arg) for template, arg in zip(templates, args, strict=True)]
-    return positional, [(name, span(template, kwargs[name])) for name, template in named]
-
-
-def pack(
-    call: QuickCall, kwargs: Mapping[str, Any], spans: Spans
-) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the plain parts of a call, as ``Arguments`` has them: (positional, by name)."""
-    positional, named = spans
-    plain, dynamic = call.args, call.dynamic
-    for position, span in enumerate(positional):
-        if span is not None:
-            plain[position] = dynamic[span]
-    if not named:
-        return plain, {}
-    return plain, {n: kwargs[n] if span is None else dynamic[span] for n, span in named}

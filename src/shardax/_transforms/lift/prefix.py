@@ -54,19 +54,11 @@ from shardax._core.graph.flatten import (
 )
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.object import Object
-from shardax._core.state.filters import (
-    PathContains,
-    first_match,
-    no_match_error,
-    to_predicates,
-)
+from shardax._core.state.filters import PathContains, first_match, no_match_error, to_predicates
 from shardax._core.state.state import State, flatten_mapping
 from shardax._core.variable import Variable
 from shardax._transforms.errors import InconsistentAliasingError, OutputError, PrefixError
-from shardax._transforms.lift.call import Call, Inside
-from shardax._transforms.lift.engine import Carried, Record, same_value
-
-# --- Aliases ---
+from shardax._transforms.lift.engine import Call, Carried, Inside, Record, same_value
 
 
 def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
@@ -149,9 +141,6 @@ def _objects(child: Any, path: Path) -> Iterator[tuple[int, Path]]:
     elif type(child) in (TupleDef, MappingDef, PartialDef, WrapperDef):
         for key, below in definition_children(child):
             yield from _objects(below, path if key is None else (*path, key))
-
-
-# --- Prefix ---
 
 
 class FilterMapping(Mapping[Any, Any]):
@@ -541,9 +530,6 @@ def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int,
                 f"or untie them with sx.clone."
             )
     return found
-
-
-# --- Layout ---
 
 
 class Layout:

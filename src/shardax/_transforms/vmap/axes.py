@@ -60,8 +60,7 @@ from shardax._transforms.errors import (
     PartitioningUnspecifiedError,
     PrefixError,
 )
-from shardax._transforms.lift.call import Call
-from shardax._transforms.lift.engine import Carried, Record
+from shardax._transforms.lift.engine import Call, Carried, Record
 from shardax._transforms.lift.prefix import (
     Layout,
     Leaving,
@@ -70,8 +69,6 @@ from shardax._transforms.lift.prefix import (
     is_axis,
     map_metadata,
 )
-
-# --- Streams ---
 
 
 @dataclass(frozen=True)
@@ -171,8 +168,6 @@ def _laid_out(array: Any, sharding: Any) -> Any:
     return array if sharding is None else jax.reshard(array, sharding)
 
 
-# --- Axes ---
-
 Row = tuple[Path, Any, Any]
 """(path, array, axis or None) of an array that enters."""
 
@@ -197,9 +192,6 @@ def entering(
     ]
     rows += zip(layout.plain_paths, plain, layout.plain, strict=True)
     return [(path, leaf, entry if is_axis(entry) else None) for path, leaf, entry in rows]
-
-
-# --- sizes ----------------------------------------------------------------------------------------
 
 
 def common_size(rows: Iterable[Row], given: int | None, name: str) -> int:
@@ -266,9 +258,6 @@ def check_new_axis(value: Any, axis: Any, path: Path, name: str) -> None:
                 f"{-rank} to {rank - 1}: in out_axes for a result, in in_axes for what belongs to "
                 f"an argument."
             )
-
-
-# --- meshes ---------------------------------------------------------------------------------------
 
 
 def lane_sharding(rows: Iterable[Row], name: str) -> NamedSharding | None:
@@ -341,9 +330,6 @@ def _specs(leaf: Any) -> Sequence[Any]:
 
 def _as_tuple(spec: Any) -> tuple[Any, ...]:
     return () if spec is None else spec if isinstance(spec, tuple) else (spec,)
-
-
-# --- names ----------------------------------------------------------------------------------------
 
 
 def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
@@ -427,9 +413,6 @@ def name_new_dimensions(
             name = outer.axes[axis] if outer.axes is not None else partition_name
             metadata = definition.metadata.with_axis(axis, name)
             record.updates[index] = definition._replace(metadata=metadata)
-
-
-# --- Boxes ---
 
 
 class MappedBoxes:

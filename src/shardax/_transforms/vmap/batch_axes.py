@@ -43,8 +43,6 @@ from shardax._transforms.errors import AmbiguousBatchError, AxisSizeError, Prefi
 from shardax._transforms.lift.prefix import ExactPath, StateAxes, alias_paths, consistent, is_axis
 from shardax._transforms.vmap.axes import is_box, streams_of
 
-# --- Batch parts ---
-
 Place = int | dict[Path, int] | tuple[State, range]
 """Where the parts of a leaf are: its position; for an object those of its Variables by path; for a
 State those of its entries."""
@@ -224,8 +222,6 @@ def filter_text(kind: type, path: Path) -> str:
         return f"sx.{kind.__name__}" if kind.__module__.startswith("shardax.") else kind.__name__
     return f"sx.PathContains({path[-1]!r})" if path else "..."
 
-
-# --- Batch axes ---
 
 Entry = Any
 """An axis, None, a dimension's logical name, or ``...`` for one to be found."""

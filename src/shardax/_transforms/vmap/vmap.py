@@ -19,13 +19,15 @@ import numpy as np
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import ArrayAttribute
 from shardax._transforms.errors import PrefixError, SharedWriteError
-from shardax._transforms.lift.call import (
+from shardax._transforms.lift.engine import (
     Call,
     Inside,
     SealedFrame,
+    carry_in,
+    check_no_leak,
+    check_result,
     wraps,
 )
-from shardax._transforms.lift.engine import carry_in, check_no_leak, check_result
 from shardax._transforms.lift.prefix import (
     Layout,
     Leaving,

@@ -26,7 +26,7 @@ from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import format_path, path_step
 from shardax._core.object import Object
 from shardax._transforms.jit.jit import BoundJit, Jit, jit
-from shardax._transforms.lift.functions import parameter_name
+from shardax._transforms.lift.arguments import parameter_name
 from shardax.host.errors import ExportError
 from shardax.host.export import artifact
 from shardax.host.export.artifact import check_fixed_sizes, write_snapshot

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.graph.static import PARTITION_NAME, check_axes
 from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
-from shardax._transforms.lift.call import wraps
+from shardax._transforms.lift.engine import wraps
 from shardax.partition.boxes.boxes import (
     AxisMetadata,
     identity_rules,

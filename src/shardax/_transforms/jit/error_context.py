@@ -10,9 +10,8 @@ The same for what JAX says of a loop that cannot be differentiated.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,15 +19,11 @@ import jax
 from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError
 from shardax._core.graph.paths import Path, format_path
-from shardax._transforms.errors import (
-    ArgumentError,
-    DifferentiationError,
-    DonationError,
-    PrefixError,
-)
+from shardax._transforms.errors import ArgumentError, DonationError, PrefixError
 from shardax._transforms.lift.arguments import Mixed, plain_paths
 
 _PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
+
 _TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
 
 
@@ -173,24 +168,3 @@ def _is_deleted(leaf: Any) -> bool:
 def _listed(paths: Sequence[Path]) -> str:
     shown = ", ".join(format_path(path) for path in paths[:8])
     return shown + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
-
-
-@contextlib.contextmanager
-def explained_reverse_mode() -> Iterator[None]:
-    """Says, where reverse mode meets a while loop, which loops have a reverse-mode derivative.
-
-    Raises:
-        DifferentiationError: If it does.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
-            raise
-        raise DifferentiationError(
-            "What is differentiated goes through a while loop, which has no reverse-mode "
-            "derivative: nobody knows how many steps it would have to remember. Give it a limit, "
-            "sx.bounded_while_loop(..., max_steps=100, differentiable='recompute'); if the number "
-            "of steps is known, use sx.fori_loop with Python integers, or sx.scan; if the gradient "
-            "shall not go through it, jax.lax.stop_gradient."
-        ) from error
