@@ -35,7 +35,7 @@ from shardax._core.graph.static import exact_key
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError, StaticArgumentError
 from shardax._transforms.jit.jit import Jit, jit
-from shardax._transforms.jit.specialization import Options, with_resolved_donation
+from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
 from shardax._transforms.lift.arguments import (
     NUMBERS,
     as_tuple,
@@ -43,7 +43,7 @@ from shardax._transforms.lift.arguments import (
     check_static_option,
     resolve_arguments,
 )
-from shardax._transforms.lift.engine import Once, check_operands, check_result, wraps
+from shardax._transforms.lift.engine import SingleRunCall, check_operands, check_result, wraps
 
 
 def remat(
@@ -108,7 +108,7 @@ def remat(
     @wraps(function)
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
         check_static(function, fixed, args, kwargs)
-        once = Once(
+        once = SingleRunCall(
             "remat",
             function,
             args,
@@ -130,27 +130,17 @@ def remat(
 
 
 def split(result: Any) -> tuple[None, Any]:
-    """Everything is the rest, for ``Once.run``."""
+    """Everything is the rest, for ``SingleRunCall.run``."""
     check_result(result, "remat")
     return None, result
 
 
-class Around(Module):
-    """Base of Modules around another one.
+class ModuleWrapper(Module):
+    """Base of Modules around another one."""
 
-    Args:
-        module: The body, a Module that can be called.
-
-    Attributes:
-        body: It itself, not a copy.
-
-    Raises:
-        LayerConfigError: If it is no Module, or cannot be called.
-    """
-
-    body: Any
+    body: Any  # it itself, not a copy
+    # Names of the wrapper's own attributes.
     _own = frozenset({"body"})
-    """Names of the wrapper's own attributes."""
 
     def __init__(self, module: Module) -> None:
         if not isinstance(module, Module) or not callable(module):
@@ -183,11 +173,11 @@ class Around(Module):
             delattr(self.body, name)
 
 
+# Transforms that run a function's operations one by one unless something is compiled inside.
 _UNSTAGED = frozenset({"grad", "jvp", "value_and_grad", "vjp", "vmap"})
-"""Transforms that run a function's operations one by one unless something is compiled inside."""
 
 
-class Jitted(Around):
+class Jitted(ModuleWrapper):
     """A Module whose call is compiled.
 
     Args:
@@ -219,7 +209,7 @@ class Jitted(Around):
 
     def __init__(self, module: Module, **jit_options: Any) -> None:
         super().__init__(module)
-        self.compiler = Compiler({"static": "auto", **jit_options})
+        self.compiler = CallCompiler({"static": "auto", **jit_options})
         self.compiler.check(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,38 +219,24 @@ class Jitted(Around):
         return self.compiler.compiled(type(self.body), len(args))(self.body, *args, **kwargs)
 
 
-class Compiler:
-    """Options of ``jit``, as configuration.
-
-    Args:
-        options: The options.
-
-    Attributes:
-        is_inlined: Whether a call inside another compiled function needs no program of its own,
-            which it does where shardings are declared.
-
-    Raises:
-        StaticArgumentError: If an option is not hashable.
-    """
+class CallCompiler:
+    """Options of ``jit``, as configuration."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
         declared = [self.options.get(name) for name in ("in_shardings", "out_shardings")]
+        # Whether a call inside another compiled function needs no program of its own, which it does
+        # where shardings are declared.
         self.is_inlined = declared == [None, None]
         self._key = tuple((name, _key(name, options[name])) for name in sorted(options))
         self._hash = hash(self._key)
 
     def check(self, body: Any) -> None:
         """Raises if an option does not fit the body's arguments; see ``Jitted``."""
-        with_resolved_donation(Options(**self.options), body)
+        with_resolved_donation(JitOptions(**self.options), body)
 
     def compiled(self, kind: type, count: int) -> Jit:
-        """Returns the compiled call of a class.
-
-        Args:
-            kind: The class.
-            count: The number of positional arguments.
-        """
+        """Returns the compiled call of a class."""
         key = (kind, self, None if self.is_inlined else count)
         found = _compiled.get(key)
         if found is None:
@@ -281,32 +257,30 @@ class Compiler:
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
-            isinstance(other, Compiler) and self._hash == other._hash and self._key == other._key
+            isinstance(other, CallCompiler)
+            and self._hash == other._hash
+            and self._key == other._key
         )
 
     def __hash__(self) -> int:
         return self._hash
 
-    def __deepcopy__(self, memo: Any) -> Compiler:
+    def __deepcopy__(self, memo: Any) -> CallCompiler:
         return self
 
     def __reduce__(self) -> Any:
-        return (Compiler, (self.options,))
+        return (CallCompiler, (self.options,))
 
     def __repr__(self) -> str:
         return f"jit({', '.join(f'{name}={option!r}' for name, option in self.options.items())})"
 
 
+# Compiled calls by class and options. Classes of Modules live on anyway, being pytrees to JAX.
 _compiled: dict[Any, Jit] = {}
-"""Compiled calls by class and options. Classes of Modules live on anyway, being pytrees to JAX."""
 
 
 def _key(name: str, option: Any) -> Any:
-    """Returns what an option compares by.
-
-    Raises:
-        StaticArgumentError: If it is not hashable.
-    """
+    """Returns what an option compares by."""
     try:
         return exact_key(tuple(sorted(option.items())) if isinstance(option, dict) else option)
     except TypeError as error:
@@ -317,10 +291,8 @@ def _key(name: str, option: Any) -> Any:
 
 
 def _is_staged() -> bool:
-    """Whether a program is being made around this call, of which it becomes a part.
-
-    A plain JAX transform counts as such, because it most often is ``jax.jit``.
-    """
+    """Whether a program is being made around this call, of which it becomes a part."""
+    # A plain JAX transform counts as such, because it most often is ``jax.jit``.
     if is_eager():
         return False
     frame = local.frame
@@ -333,7 +305,7 @@ def _is_staged() -> bool:
     return False
 
 
-class Remat(Around):
+class Remat(ModuleWrapper):
     """A Module whose call keeps its inputs for the gradient, and computes the rest anew.
 
     Args:
@@ -361,10 +333,7 @@ class Remat(Around):
     _own = frozenset({"body", "policy", "prevent_cse"})
 
     def __init__(
-        self,
-        module: Module,
-        policy: Callable[..., bool] | None = None,
-        prevent_cse: bool = True,
+        self, module: Module, policy: Callable[..., bool] | None = None, prevent_cse: bool = True
     ) -> None:
         super().__init__(module)
         self.policy = policy

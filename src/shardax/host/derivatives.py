@@ -21,8 +21,8 @@ from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.state.state import State
 from shardax._transforms.control.loops import vary_alike
 from shardax._transforms.errors import DifferentiationError, TangentError
-from shardax._transforms.grad.targets import DiffState, Tangents, Target, is_differentiable
-from shardax._transforms.lift.engine import Call, LateFrame
+from shardax._transforms.grad.targets import DiffArgument, DiffState, Tangents, is_differentiable
+from shardax._transforms.lift.engine import LateFrame, LiftedCall
 from shardax.host.callback import HostProgram
 
 _FLOAT0 = jax.dtypes.float0
@@ -68,7 +68,7 @@ def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any
 
 def forward(
     rule: Callable[..., Any],
-    call: Call,
+    call: LiftedCall,
     program: HostProgram,
     run: Callable[[Sequence[Any]], list[Any]],
     leaves: Sequence[Any],
@@ -82,7 +82,7 @@ def forward(
         run: Runs it on leaves.
         leaves: Its leaves.
     """
-    targets = [Target(call, DiffState(i, ...)) for i in range(len(program.templates))]
+    targets = [DiffArgument(call, DiffState(i, ...)) for i in range(len(program.templates))]
 
     @jax.custom_jvp
     def apply(*leaves: Any) -> list[Any]:
@@ -105,7 +105,7 @@ def _some(tangent: Any) -> Any:
 
 
 def _arranged(
-    targets: Sequence[Target], program: HostProgram, tangents: Sequence[Any]
+    targets: Sequence[DiffArgument], program: HostProgram, tangents: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Returns the tangents of the leaves, one for each positional argument and arranged like it."""
     values, plain, _ = program.treedef.unflatten(tangents)

@@ -25,8 +25,8 @@ from shardax._core.variable import Variable
 from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.grad.custom_vjp import CustomVjp
 from shardax._transforms.grad.targets import is_differentiable
-from shardax._transforms.lift.engine import Call, wraps
 from shardax._transforms.lift.arguments import resolve_arguments, static_argument
+from shardax._transforms.lift.engine import LiftedCall, wraps
 from shardax.host.callback import (
     VMAP_METHODS,
     HostFrame,
@@ -244,7 +244,7 @@ class HostFunction(PickledByName):
         args, kwargs = _with_arrays((args, kwargs))
         keys = [*((i, arg) for i, arg in enumerate(args)), *sorted(kwargs.items())]
         static = [(k, static_argument(v, self.function, k)) for k, v in keys if k in self.static]
-        call = Call(
+        call = LiftedCall(
             "host_function", [self.function], args, kwargs, static=self.static, auto_static=True
         )
         program, leaves, paths = take(self.name, call, static, self.vmap, self.fills)
@@ -260,7 +260,12 @@ class HostFunction(PickledByName):
         return dataclasses.replace(program, out_forms=forms, out_tree=treedef)
 
     def _derived(
-        self, call: Call, program: HostProgram, leaves: Any, paths: Any, run: Callable[..., Any]
+        self,
+        call: LiftedCall,
+        program: HostProgram,
+        leaves: Any,
+        paths: Any,
+        run: Callable[..., Any],
     ) -> list[Any]:
         derivative = self.derivative
         has_derivative = any(map(is_differentiable, program.out_forms))

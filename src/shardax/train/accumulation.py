@@ -22,9 +22,9 @@ import numpy as np
 from shardax._core.graph.flatten import has_objects
 from shardax._core.graph.paths import format_path
 from shardax._core.variable import Param
-from shardax._transforms.control.loops import result_kinds
+from shardax._transforms.control.loops import abstract_eval
 from shardax._transforms.grad.grad import value_and_grad
-from shardax._transforms.lift.engine import Once
+from shardax._transforms.lift.engine import SingleRunCall
 from shardax.train.errors import AccumulationError
 
 
@@ -137,7 +137,7 @@ class _Loop:
     """One accumulation: the lifted gradient function, run in a scan over microbatches."""
 
     def __init__(self, whole: Callable[..., Any], args: Sequence[Any], has_aux: bool) -> None:
-        self.once = Once("accumulate", whole, args, {})
+        self.once = SingleRunCall("accumulate", whole, args, {})
         self.has_aux = has_aux
         self.values = self.once.graph.values()
         # Compiled as a unit so that JAX traces it once, for its shapes and for the loop.
@@ -166,7 +166,7 @@ class _Loop:
 
     def run(self, parts: Any, steps: int, scale: float) -> Any:
         first = jax.tree.map(lambda part: part[0], parts)
-        shapes, _, _ = result_kinds(self.one, self.values, first)
+        shapes, _, _ = abstract_eval(self.one, self.values, first)
         zeros = jax.tree.map(_zeros_for_sum, shapes)
 
         def body(carry: tuple[Any, list[Any]], microbatch: Any) -> tuple[Any, Any]:

@@ -38,17 +38,17 @@ from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.variable import Variable
 from shardax._transforms.control.loops import (
-    Body,
-    Reader,
+    LoopBody,
+    ReadOnlyFunction,
+    abstract_eval,
     carry_back,
-    carry_of,
     condition_of,
     form,
-    result_kinds,
     vary_alike,
+    whole_carry,
 )
 from shardax._transforms.errors import BoundedLoopError
-from shardax._transforms.lift.engine import Call, check_operands, retry_captured
+from shardax._transforms.lift.engine import LiftedCall, check_operands, retry_captured
 
 Differentiable = Literal["no", "store", "recompute"]
 
@@ -77,22 +77,14 @@ class WhileResult(NamedTuple):
     converged: Any
 
 
-class Loop(NamedTuple):
-    """What a bounded loop runs.
+class BoundedLoop(NamedTuple):
+    """What a bounded loop runs."""
 
-    Attributes:
-        condition: Returns, for a carry, whether to go on: a boolean of shape ().
-        body: Returns the next carry.
-        row: Returns a carry's row of the history: a pytree of arrays.
-        max_steps: The most steps to take.
-        padding: A row of padding.
-    """
-
-    condition: Callable[[Any], Any]
-    body: Callable[[Any], Any]
-    row: Callable[[Any], Any]
-    max_steps: int
-    padding: Any
+    condition: Callable[[Any], Any]  # returns, for a carry, whether to go on: a boolean of shape ()
+    body: Callable[[Any], Any]  # returns the next carry
+    row: Callable[[Any], Any]  # returns a carry's row of the history: a pytree of arrays
+    max_steps: int  # the most steps to take
+    padding: Any  # A row of padding
 
 
 class _Progress(NamedTuple):
@@ -103,15 +95,8 @@ class _Progress(NamedTuple):
     carry: Any
 
 
-def run_bounded(loop: Loop, init: Any, differentiable: Differentiable) -> WhileResult:
-    """Runs a bounded loop.
-
-    Args:
-        loop: What to run.
-        init: The first carry, as ``settled`` returns it.
-        differentiable: ``"no"`` for no reverse-mode derivative; ``"store"`` and ``"recompute"`` as
-            in the module's docstring.
-    """
+def run_bounded(loop: BoundedLoop, init: Any, differentiable: Differentiable) -> WhileResult:
+    """Runs a bounded loop."""
     active = loop.condition(init)
     start = _Progress(active, vary_alike(jnp.zeros((), jnp.int32), active), init)
     if loop.max_steps == 0:
@@ -141,14 +126,14 @@ def _with_dtype(leaf: Any, kind: Any) -> Any:
     return jax.lax.convert_element_type(leaf, kind.dtype)
 
 
-def _run_buffered(loop: Loop, start: _Progress) -> tuple[_Progress, Any]:
+def _run_buffered(loop: BoundedLoop, start: _Progress) -> tuple[_Progress, Any]:
     def proceed(state: Any) -> Any:
         step, progress, _ = state
-        return any_lane(progress.active) & (step < loop.max_steps)
+        return any_active(progress.active) & (step < loop.max_steps)
 
     def advance(state: Any) -> Any:
         step, (active, length, carry), buffers = state
-        mine = own_lane(active)
+        mine = element_active(active)
         new = loop.body(carry)
         rows = _select(mine, loop.row(new), loop.padding)
         buffers = jax.tree.map(
@@ -179,35 +164,33 @@ def _repeated(rows: Any, count: int) -> Any:
 
 
 @jax.custom_batching.custom_vmap
-def any_lane(active: Any) -> Any:
+def any_active(active: Any) -> Any:
     """Whether any lane is active, however many ``vmap`` are around: one answer for all."""
     return active
 
 
-@any_lane.def_vmap
-def _any_lane_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
-    return any_lane(active.any(axis=0)), False
+@any_active.def_vmap
+def _any_active_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
+    return any_active(active.any(axis=0)), False
 
 
 @jax.custom_batching.custom_vmap
-def own_lane(active: Any) -> Any:
-    """Whether this lane is active, given that any is.
-
-    Without ``vmap`` there is one lane, so the answer is a constant, and the compiler drops what is
-    selected by it.
-    """
+def element_active(active: Any) -> Any:
+    """Whether this lane is active, given that any is."""
+    # Without ``vmap`` there is one lane, so the answer is a constant, and the compiler drops what
+    # is selected by it.
     return jnp.ones((), jnp.bool_)
 
 
-@own_lane.def_vmap
-def _own_lane_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
+@element_active.def_vmap
+def _element_active_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
     return active, True
 
 
 _GOES_IN = "shardax: what goes into a step of a bounded loop"
 
 
-def _run_blocks(loop: Loop, start: _Progress, store: bool) -> tuple[_Progress, Any]:
+def _run_blocks(loop: BoundedLoop, start: _Progress, store: bool) -> tuple[_Progress, Any]:
     size = math.isqrt(loop.max_steps - 1) + 1
     count = -(-loop.max_steps // size)
     one_step = _step_of(loop, exact=count * size == loop.max_steps)
@@ -219,7 +202,7 @@ def _run_blocks(loop: Loop, start: _Progress, store: bool) -> tuple[_Progress, A
         return progress, _repeated(loop.padding, size)
 
     def one_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
-        return jax.lax.cond(any_lane(progress.active), take_block, skip_block, progress, first)
+        return jax.lax.cond(any_active(progress.active), take_block, skip_block, progress, first)
 
     kept = jax.checkpoint_policies.save_only_these_names(_GOES_IN) if store else None
     checkpointed = jax.checkpoint(one_block, prevent_cse=False, policy=kept)
@@ -230,7 +213,7 @@ def _run_blocks(loop: Loop, start: _Progress, store: bool) -> tuple[_Progress, A
     )
 
 
-def _step_of(loop: Loop, exact: bool) -> Callable[[_Progress, Any], tuple[_Progress, Any]]:
+def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_Progress, Any], tuple[_Progress, Any]]:
     """Returns one step, for a scan; unless ``exact``, some steps are past the limit."""
 
     def take(progress: _Progress) -> tuple[_Progress, Any]:
@@ -244,9 +227,9 @@ def _step_of(loop: Loop, exact: bool) -> Callable[[_Progress, Any], tuple[_Progr
         goes_on = progress.active if exact else progress.active & (step < loop.max_steps)
 
         def take_own(progress: _Progress) -> tuple[_Progress, Any]:
-            return jax.lax.cond(own_lane(goes_on), take, skip, progress)
+            return jax.lax.cond(element_active(goes_on), take, skip, progress)
 
-        return jax.lax.cond(any_lane(goes_on), take_own, skip, progress)
+        return jax.lax.cond(any_active(goes_on), take_own, skip, progress)
 
     # What a checkpointed function keeps is what goes into it; around the choice, not inside, since
     # what is kept inside a branch is kept by every turn of the scan.
@@ -258,8 +241,8 @@ def _step_of(loop: Loop, exact: bool) -> Callable[[_Progress, Any], tuple[_Progr
     return named_step
 
 
+# Position of the history function among the functions of a call.
 _HISTORY = 2
-"""Position of the history function among the functions of a call."""
 
 
 def bounded_while_loop(
@@ -316,21 +299,21 @@ def bounded_while_loop(
     functions = [body_fun, cond_fun] if history is None else [body_fun, cond_fun, history]
 
     def attempt(captured: list[Variable[Any]]) -> WhileResult:
-        call = Call("bounded_while_loop", functions, [init], {}, captured=captured)
+        call = LiftedCall("bounded_while_loop", functions, [init], {}, captured=captured)
         check_operands(call)
-        body = Body(call, carry_of, call.labels[0])
+        body = LoopBody(call, whole_carry, call.labels[0])
         body.discover(body.values, body.plain)
         condition = condition_of(body)
         while body.differ_like(jax.eval_shape(condition, body.start())):
             pass
 
-        def advance(around: Any) -> Any:
-            return body.step(around)[0]
+        def advance(carry: Any) -> Any:
+            return body.step(carry)[0]
 
         start = settled(advance, body.start())
-        row = _no_row if history is None else Reader(body, _HISTORY, "history", _row_of)
-        rows = padding_row(padding, result_kinds(row, start))
-        loop = Loop(condition, advance, row, steps, rows)
+        row = _no_row if history is None else ReadOnlyFunction(body, _HISTORY, "history", _row_of)
+        rows = padding_row(padding, abstract_eval(row, start))
+        loop = BoundedLoop(condition, advance, row, steps, rows)
         result = run_bounded(loop, start, differentiable)
         return result._replace(final=carry_back(body, result.final))
 
@@ -363,7 +346,7 @@ def _check_options(max_steps: Any, history: Any, differentiable: Any) -> int:
     return operator.index(max_steps)
 
 
-def _no_row(around: Any) -> None:
+def _no_row(carry: Any) -> None:
     return None
 
 
@@ -385,15 +368,7 @@ def _row_of(result: Any) -> Any:
 
 
 def padding_row(padding: Any, kinds: Any) -> Any:
-    """Returns a row of padding.
-
-    Args:
-        padding: As given by the caller.
-        kinds: Shapes and dtypes of a row.
-
-    Raises:
-        BoundedLoopError: If the padding does not fit, naming the place.
-    """
+    """Returns a row of padding."""
     given = jax.tree.map(
         lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, padding, is_leaf=is_object
     )

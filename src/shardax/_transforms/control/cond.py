@@ -33,20 +33,20 @@ from shardax._core.graph.static import Static
 from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.control.loops import (
+    abstract_eval,
     as_integer,
     as_predicate,
     describe_change,
     form,
-    result_kinds,
     vary_alike,
 )
 from shardax._transforms.errors import BranchError
 from shardax._transforms.lift.engine import (
-    Call,
-    Carried,
-    Inside,
-    Record,
-    carry_in,
+    Effects,
+    LiftedCall,
+    LiftedOutputs,
+    RunContext,
+    apply_effects,
     check_no_leak,
     check_operands,
     check_result,
@@ -54,52 +54,36 @@ from shardax._transforms.lift.engine import (
 )
 
 
-class Place(NamedTuple):
+class ResultLeaf(NamedTuple):
     """Stands for a leaf of a result: an array, or the object at a position of the graph."""
 
     position: int | None = None
 
 
-class Outcome(NamedTuple):
-    """What one branch leaves.
+class BranchOutcome(NamedTuple):
+    """What one branch leaves."""
 
-    Attributes:
-        label: How the caller knows the branch.
-        record: What it did.
-        outline: Its result with a ``Place`` for every leaf.
-        arrays: Shapes of the arrays in the result.
-        written: Shapes of the values of written Variables, by position.
-        fresh: Shapes of the values of new Variables.
-    """
-
-    label: str
-    record: Record
-    outline: Any
-    arrays: Sequence[Any]
-    written: dict[int, Any]
-    fresh: Sequence[Any]
+    label: str  # how the caller knows the branch
+    effects: Effects
+    outline: Any  # its result with a ``ResultLeaf`` for every leaf
+    arrays: Sequence[Any]  # shapes of the arrays in the result
+    written: dict[int, Any]  # shapes of the values of written Variables, by position
+    fresh: Sequence[Any]  # shapes of the values of new Variables
 
 
-def outline_of(result: Any, record: Record) -> Any:
-    """Returns a result with a ``Place`` for every leaf."""
+def result_outline(result: Any, effects: Effects) -> Any:
+    """Returns a result with a ``ResultLeaf`` for every leaf."""
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_object)
-    roots = () if record.result is None else record.result.roots
+    roots = () if effects.result is None else effects.result.roots
     positions = dict(roots)
-    assert all(place in positions for place, x in enumerate(leaves) if isinstance(x, Object))
-    return treedef.unflatten([Place(positions.get(place)) for place in range(len(leaves))])
+    assert all(leaf in positions for leaf, x in enumerate(leaves) if isinstance(x, Object))
+    return treedef.unflatten([ResultLeaf(positions.get(leaf)) for leaf in range(len(leaves))])
 
 
-def check_agreement(call: Call, outcomes: Sequence[Outcome], before: Sequence[Any]) -> None:
-    """Raises if branches leave different things behind.
-
-    Args:
-        call: The call.
-        outcomes: One per branch.
-        before: The values of the Variables before the choice.
-
-    Raises:
-        BranchError: Naming the place and what each of two branches leaves there.
-    """
+def check_agreement(
+    call: LiftedCall, outcomes: Sequence[BranchOutcome], before: Sequence[Any]
+) -> None:
+    """Raises if branches leave different things behind."""
     first = outcomes[0]
     for other in outcomes[1:]:
         _check_structure(call, first, other)
@@ -108,11 +92,11 @@ def check_agreement(call: Call, outcomes: Sequence[Outcome], before: Sequence[An
         _check_written(call, first, other, before)
 
 
-def _check_structure(call: Call, first: Outcome, other: Outcome) -> None:
+def _check_structure(call: LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
     graphdef, paths = call.graph.flat.graphdef, call.graph.flat.paths
     for position, old in enumerate(graphdef.objects):
-        mine = first.record.updates.get(position, old)
-        theirs = other.record.updates.get(position, old)
+        mine = first.effects.updates.get(position, old)
+        theirs = other.effects.updates.get(position, old)
         if mine == theirs:
             continue
         changes = [
@@ -136,7 +120,7 @@ def _check_structure(call: Call, first: Outcome, other: Outcome) -> None:
         )
 
 
-def _describe_attributes(call: Call, outcome: Outcome, new: Any, against: Any) -> str:
+def _describe_attributes(call: LiftedCall, outcome: BranchOutcome, new: Any, against: Any) -> str:
     """Returns what the attributes are in which the definition of a Module differs from another."""
     mine, theirs = (
         {key: child for key, child in definition_children(item) if isinstance(key, str)}
@@ -154,28 +138,28 @@ def _describe_attributes(call: Call, outcome: Outcome, new: Any, against: Any) -
     return f"the order is {', '.join(mine)}" if mine else "it is another"
 
 
-def _describe_child(call: Call, outcome: Outcome, child: Any) -> str:
+def _describe_child(call: LiftedCall, outcome: BranchOutcome, child: Any) -> str:
     if isinstance(child, Ref):
-        return _describe(call, outcome, Place(child.position))
+        return _describe(call, outcome, ResultLeaf(child.position))
     return repr(child.value)[:40] if isinstance(child, Static) else "another container"
 
 
-def _check_new(call: Call, first: Outcome, other: Outcome) -> None:
+def _check_new(call: LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
     """Compares the objects that were made, whose positions follow those of the given ones."""
     paths = [_paths_after(call, outcome) for outcome in (first, other)]
     count = len(call.graph.flat.graphdef.objects)
     values = [iter(first.fresh), iter(other.fresh)]
-    for position in range(count, count + max(len(first.record.fresh), len(other.record.fresh))):
+    for position in range(count, count + max(len(first.effects.fresh), len(other.effects.fresh))):
         told = []
         for outcome, fresh in zip((first, other), values, strict=True):
-            made = outcome.record.fresh[position - count : position - count + 1]
+            made = outcome.effects.fresh[position - count : position - count + 1]
             kind = f"a {made[0].type.__name__}" if made else "nothing"
-            if position in outcome.record.foreign:
+            if position in outcome.effects.foreign:
                 kind += " from outside"
             elif made and type(made[0]) is VariableDef:
                 kind += f" {form(next(fresh))}"
             told.append((made, kind))
-        same = [o.record.foreign.get(position) for o in (first, other)]
+        same = [o.effects.foreign.get(position) for o in (first, other)]
         if told[0] == told[1] and same[0] is same[1]:
             continue
         where = format_path(paths[0].get(position) or paths[1].get(position) or ())
@@ -187,32 +171,31 @@ def _check_new(call: Call, first: Outcome, other: Outcome) -> None:
         )
 
 
-def _paths_after(call: Call, outcome: Outcome) -> dict[int, Path]:
+def _paths_after(call: LiftedCall, outcome: BranchOutcome) -> dict[int, Path]:
     """Returns the path of every object as it is after a branch; new ones may be in the result."""
-    graphdef, record = call.graph.flat.graphdef, outcome.record
-    objects = [record.updates.get(i, old) for i, old in enumerate(graphdef.objects)]
+    graphdef, effects = call.graph.flat.graphdef, outcome.effects
+    objects = [effects.updates.get(i, old) for i, old in enumerate(graphdef.objects)]
     returned = [
-        (path, place.position)
-        for path, place in _places(outcome.outline)
-        if place.position is not None
+        (path, leaf.position)
+        for path, leaf in _outline_leaves(outcome.outline)
+        if leaf.position is not None
     ]
     whole = GraphDef(
-        (*objects, *record.fresh),
-        (*graphdef.roots, *(Ref(position) for _, position in returned)),
+        (*objects, *effects.fresh), (*graphdef.roots, *(Ref(position) for _, position in returned))
     )
     return definition_paths(whole, [*call.names, *(("result", *path) for path, _ in returned)])
 
 
-def _places(outline: Any) -> list[tuple[Path, Place]]:
-    pairs = jax.tree_util.tree_leaves_with_path(outline, is_leaf=_is_place)
-    return [(tuple(path_step(key) for key in keys), place) for keys, place in pairs]
+def _outline_leaves(outline: Any) -> list[tuple[Path, ResultLeaf]]:
+    pairs = jax.tree_util.tree_leaves_with_path(outline, is_leaf=_is_result_leaf)
+    return [(tuple(path_step(key) for key in keys), leaf) for keys, leaf in pairs]
 
 
-def _is_place(item: Any) -> bool:
-    return isinstance(item, Place)
+def _is_result_leaf(item: Any) -> bool:
+    return isinstance(item, ResultLeaf)
 
 
-def _check_result(call: Call, first: Outcome, other: Outcome) -> None:
+def _check_result(call: LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
     found = _difference(first.outline, other.outline, ())
     if found is not None:
         path, mine, theirs = found
@@ -223,7 +206,7 @@ def _check_result(call: Call, first: Outcome, other: Outcome) -> None:
         )
     arrays = iter(zip(first.arrays, other.arrays, strict=True))
     for (path, mine), (_, theirs) in zip(
-        _places(first.outline), _places(other.outline), strict=True
+        _outline_leaves(first.outline), _outline_leaves(other.outline), strict=True
     ):
         if mine != theirs:
             raise BranchError(
@@ -244,18 +227,20 @@ def _check_result(call: Call, first: Outcome, other: Outcome) -> None:
             )
 
 
-def _describe(call: Call, outcome: Outcome, place: Place) -> str:
-    if place.position is None:
+def _describe(call: LiftedCall, outcome: BranchOutcome, leaf: ResultLeaf) -> str:
+    if leaf.position is None:
         return "an array"
     paths = call.graph.flat.paths
-    if place.position < len(paths):
-        kind = call.graph.flat.graphdef.objects[place.position].type.__name__
-        return f"the {kind} at {format_path(paths[place.position])}"
-    made = outcome.record.fresh[place.position - len(paths)]
+    if leaf.position < len(paths):
+        kind = call.graph.flat.graphdef.objects[leaf.position].type.__name__
+        return f"the {kind} at {format_path(paths[leaf.position])}"
+    made = outcome.effects.fresh[leaf.position - len(paths)]
     return f"a new {made.type.__name__}"
 
 
-def _check_written(call: Call, first: Outcome, other: Outcome, before: Sequence[Any]) -> None:
+def _check_written(
+    call: LiftedCall, first: BranchOutcome, other: BranchOutcome, before: Sequence[Any]
+) -> None:
     for position in sorted({*first.written, *other.written}):
         forms, told = [], []
         for outcome in (first, other):
@@ -278,7 +263,7 @@ def _at(path: Path) -> str:
 
 def _difference(first: Any, other: Any, path: Path) -> tuple[Path, str, str] | None:
     """Returns the outermost place where two outlines have another structure."""
-    trees = [jax.tree.structure(item, is_leaf=_is_place) for item in (first, other)]
+    trees = [jax.tree.structure(item, is_leaf=_is_result_leaf) for item in (first, other)]
     if trees[0] == trees[1]:
         return None
     children = [dict(_one_level(item)) for item in (first, other)]
@@ -294,14 +279,14 @@ def _difference(first: Any, other: Any, path: Path) -> tuple[Path, str, str] | N
 
 
 def _one_level(tree: Any) -> list[tuple[Any, Any]]:
-    if _is_place(tree):
+    if _is_result_leaf(tree):
         return []
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda item: item is not tree)
     return [(path_step(keys[0]), child) for keys, child in pairs]
 
 
 def _container(item: Any, children: dict[Any, Any]) -> str:
-    if _is_place(item):
+    if _is_result_leaf(item):
         return "an array" if item.position is None else "an object"
     if item is None:
         return "None"
@@ -311,10 +296,7 @@ def _container(item: Any, children: dict[Any, Any]) -> str:
 
 
 def cond(
-    pred: Any,
-    true_fun: Callable[..., Any],
-    false_fun: Callable[..., Any],
-    *operands: Any,
+    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
 ) -> Any:
     """Runs one of two functions over Modules, as ``jax.lax.cond`` does.
 
@@ -410,21 +392,21 @@ def _run(
     choose: Callable[..., Any],
 ) -> Any:
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = Call(name, functions, operands, {}, captured=captured)
-        return _Choice(call, labels).run(decision, choose)
+        call = LiftedCall(name, functions, operands, {}, captured=captured)
+        return _BranchingCall(call, labels).run(decision, choose)
 
     return retry_captured(attempt)
 
 
-class _Choice:
+class _BranchingCall:
     """One call of ``cond`` or ``switch``."""
 
-    def __init__(self, call: Call, labels: Sequence[str]) -> None:
+    def __init__(self, call: LiftedCall, labels: Sequence[str]) -> None:
         check_operands(call)
         self.call = call
         self.labels = labels
         self.values = call.graph.values()
-        self.done: dict[int, tuple[Record, Any, Any]] = {}
+        self.done: dict[int, tuple[Effects, Any, Any]] = {}
         self.union: tuple[int, ...] = ()
         # Compiled as a unit so that JAX traces it once, for its shapes and for the choice.
         self.ones = [
@@ -437,22 +419,18 @@ class _Choice:
     def _one(self, which: int, values: list[Any], plain: tuple[Any, ...]) -> Any:
         """Runs a branch; returns (arrays of its result, written values by position, new values)."""
 
-        def leave(inside: Inside) -> Any:
-            inside.require_inputs()
-            check_result(inside.result, self.call.name)
-            carried = inside.carry_out(inside.result)
-            record = carried.record
-            leaves, treedef = jax.tree.flatten(carried.result)
-            self.done[which] = record, outline_of(inside.result, record), treedef
-            return (
-                leaves,
-                dict(zip(record.written, carried.written, strict=True)),
-                carried.fresh,
-            )
+        def leave(context: RunContext) -> Any:
+            context.require_inputs()
+            check_result(context.result, self.call.name)
+            outputs = context.record_effects(context.result)
+            effects = outputs.effects
+            leaves, treedef = jax.tree.flatten(outputs.result)
+            self.done[which] = effects, result_outline(context.result, effects), treedef
+            return (leaves, dict(zip(effects.written, outputs.written, strict=True)), outputs.fresh)
 
         return self.call.run(values, plain, {}, leave, which=which)
 
-    def _branch(self, which: int, targets: Sequence[_Target], values: Any, plain: Any) -> Any:
+    def _branch(self, which: int, targets: Sequence[_OutputType], values: Any, plain: Any) -> Any:
         """Runs a branch and returns, flat, what leaves every branch."""
         leaves, written, fresh = self.ones[which](values, plain)
         everything = self._joined(leaves, written, fresh, values)
@@ -467,27 +445,21 @@ class _Choice:
     # --- outside ---------------------------------------------------------------------------------
 
     def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
-        """Traces the branches, runs the one that is chosen, and carries back what it did.
-
-        Args:
-            decision: What decides. Inside ``shard_map``, where it may differ between shards, so may
-                all that leaves; JAX does not count it in.
-            choose: Runs one of the branches on arrays.
-        """
+        """Traces the branches, runs the one that is chosen, and carries back what it did."""
         differ = functools.partial(vary_alike, other=decision)
         inputs = jax.tree.map(differ, (self.values, self.call.arguments.plain))
         outcomes = []
         for which, label in enumerate(self.labels):
-            leaves, written, fresh = result_kinds(self.ones[which], *inputs)
-            record, outline, _ = self.done[which]
-            outcomes.append(Outcome(label, record, outline, leaves, written, fresh))
+            leaves, written, fresh = abstract_eval(self.ones[which], *inputs)
+            effects, outline, _ = self.done[which]
+            outcomes.append(BranchOutcome(label, effects, outline, leaves, written, fresh))
         check_agreement(self.call, outcomes, self.values)
         self.union = tuple(sorted({position for item in outcomes for position in item.written}))
         rows = [
             self._joined(item.arrays, item.written, item.fresh, self.values) for item in outcomes
         ]
         columns = zip(*map(jax.tree.leaves, rows), strict=True)
-        targets = [_Target(types, decision) for types in columns]
+        targets = [_OutputType(types, decision) for types in columns]
         # Values are closed over, not passed: JAX then takes in those that a branch uses, so that a
         # large model of which little is used costs nothing when the choice is differentiated.
         branches = [
@@ -496,23 +468,18 @@ class _Choice:
         ]
         flat = choose(branches)
         leaves, written, fresh = jax.tree.unflatten(jax.tree.structure(rows[0]), flat)
-        record, _, treedef = self.done[0]
-        record.written = self.union
-        carried = Carried(treedef.unflatten(leaves), written, fresh, record)
-        check_no_leak(self.call.graph, carried)
-        return carry_in(self.call.graph, carried)
+        effects, _, treedef = self.done[0]
+        effects.written = self.union
+        outputs = LiftedOutputs(treedef.unflatten(leaves), written, fresh, effects)
+        check_no_leak(self.call.graph, outputs)
+        return apply_effects(self.call.graph, outputs)
 
 
-class _Target:
-    """The type in which one array leaves every branch.
+class _OutputType:
+    """The type in which one array leaves every branch."""
 
-    Shape and dtype agree. What may differ without meaning anything is whether JAX counts the dtype
-    as weak, and, in ``shard_map``, along which mesh axes the array is known to be the same.
-
-    Args:
-        types: The array, or its shape, as each branch leaves it.
-        decision: What decides.
-    """
+    # Shape and dtype agree. What may differ without meaning anything is whether JAX counts the
+    # dtype as weak, and, in ``shard_map``, along which mesh axes the array is known to be the same.
 
     def __init__(self, types: Sequence[Any], decision: Any) -> None:
         found = [jax.typeof(item) for item in types]

@@ -3,12 +3,12 @@
 
 A *call* takes its arguments apart once. Each *run* of one of its functions happens inside a
 transform, in a frame of its own, and ends with a transform's own rule for what leaves (``leave``),
-which is given an ``Inside``: everything that is known while the frame is open.
+which is given an ``RunContext``: everything that is known while the frame is open.
 
 A Variable that a function uses without being given it is *captured*. Reads see the value of the
 calling frame. For writes a transform has one of three rules:
 
-- hand the value back beside the result (``Inside.captured``): ``grad``, ``remat``;
+- hand the value back beside the result (``RunContext.captured``): ``grad``, ``remat``;
 - make it an input and run again (``retry_captured``): loops and branches, which must know their
   inputs before they run;
 - refuse, where the write has no meaning (``SealedFrame``): ``vmap``, ``shard_map``.
@@ -66,10 +66,10 @@ from shardax._core.variable import Variable
 from shardax._transforms.errors import CarryError, DecisionError
 from shardax._transforms.lift.engine import (
     _NUMBERS,
-    Call,
-    Carried,
-    Inside,
-    carry_in,
+    LiftedCall,
+    LiftedOutputs,
+    RunContext,
+    apply_effects,
     check_no_leak,
     check_operands,
     check_result,
@@ -80,15 +80,7 @@ from shardax._transforms.lift.engine import (
 
 
 def as_predicate(value: Any, what: str) -> Any:
-    """Returns a predicate as a boolean of shape ().
-
-    Args:
-        value: What was given; a number counts as true unless it is zero, as in Python.
-        what: How messages call it.
-
-    Raises:
-        DecisionError: If it is not one boolean or real number.
-    """
+    """Returns a predicate as a boolean of shape ()."""
     number = _one_number(value, what, "one boolean", "Reduce it: x.all(), x.any(), x[0] > 0.")
     kind = jnp.result_type(number)
     if kind == jnp.bool_:
@@ -99,15 +91,7 @@ def as_predicate(value: Any, what: str) -> Any:
 
 
 def as_integer(value: Any, what: str) -> Any:
-    """Returns an index or bound, an integer of shape ().
-
-    Args:
-        value: What was given.
-        what: How messages call it.
-
-    Raises:
-        DecisionError: If it is not one integer.
-    """
+    """Returns an index or bound, an integer of shape ()."""
     number = _one_number(value, what, "one integer", "Take one of them: x[0].")
     kind = jnp.result_type(number)
     if jnp.issubdtype(kind, jnp.integer):
@@ -125,25 +109,12 @@ def _one_number(value: Any, what: str, wanted: str, hint: str) -> Any:
     return number
 
 
-def result_kinds(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns what ``jax.eval_shape`` does, with layouts over Explicit axes also of mixed meshes.
-
-    Args:
-        function: A pure function; if it is a ``jax.jit`` of one, the trace is kept by JAX.
-        *args: Its arguments, or their shapes.
-
-    Returns:
-        A pytree of ``jax.ShapeDtypeStruct``.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> result_kinds(jnp.sin, jnp.ones(3))
-        ShapeDtypeStruct(shape=(3,), dtype=float32)
-    """
+def abstract_eval(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns what ``jax.eval_shape`` does, with layouts over Explicit axes also of mixed meshes."""
     traceable: Any = function if hasattr(function, "trace") else jax.jit(function)
-    traced = traceable.trace(*args)
-    shapes, treedef = jax.tree.flatten(traced.out_info)
-    kinds = [_typed(*pair) for pair in zip(shapes, traced.jaxpr.out_avals, strict=True)]
+    report_trace = traceable.trace(*args)
+    shapes, treedef = jax.tree.flatten(report_trace.out_info)
+    kinds = [_typed(*pair) for pair in zip(shapes, report_trace.jaxpr.out_avals, strict=True)]
     return treedef.unflatten(kinds)
 
 
@@ -155,39 +126,27 @@ def _typed(shape: jax.ShapeDtypeStruct, kind: Any) -> jax.ShapeDtypeStruct:
     return shape.update(sharding=layout) if explicit else shape
 
 
-class Body:
-    """The body of one loop.
-
-    Args:
-        call: The call; its functions take what goes around, and whatever else the loop gives them.
-        carry: Returns, inside, (what was given that goes around, what came back for it).
-        label: How messages call what goes around: the parameter's name.
-        around_plain: Positions, among the plain leaves of the arguments, of those that go around.
-
-    Attributes:
-        graphdef: The structure that one iteration sees, where its metadata differ.
-        plain: All plain leaves of the arguments.
-        around: Positions of the Variables that go around, known after ``discover``.
-        carried: What left the last trace; its record is how to carry back.
-    """
+class LoopBody:
+    """The body of one loop."""
 
     def __init__(
         self,
-        call: Call,
-        carry: Callable[[Inside], tuple[Any, Any]],
+        call: LiftedCall,
+        carry_of: Callable[[RunContext], tuple[Any, Any]],
         label: str,
-        around_plain: Sequence[int] | None = None,
+        carried_plain: Sequence[int] | None = None,
     ) -> None:
         self.call = call
-        self.carry = carry
+        self.carry_of = carry_of
         self.label = label
+        # The structure that one iteration sees, where its metadata differ.
         self.graphdef: GraphDef | None = None
         self.values = call.graph.values()
         self.plain, self.plain_tree = call.arguments.plain_leaves()
-        self.around_plain = range(len(self.plain)) if around_plain is None else around_plain
-        self.around: tuple[int, ...] = ()
-        self.around_paths: list[Path] = []
-        self.carried: Carried | None = None
+        self.carried_plain = range(len(self.plain)) if carried_plain is None else carried_plain
+        self.carried_variables: tuple[int, ...] = ()
+        self.carry_paths: list[Path] = []
+        self.outputs: LiftedOutputs | None = None
         # A unit, so that JAX traces it once, for its shapes and for the loop; put into the program
         # of the loop, which is then smaller and quicker to differentiate.
         self.one = jax.jit(self._one, inline=True)
@@ -195,86 +154,60 @@ class Body:
     # --- inside ----------------------------------------------------------------------------------
 
     def _one(self, values: list[Any], plain: list[Any]) -> tuple[list[Any], dict[int, Any], Any]:
-        """Runs one iteration.
-
-        Returns:
-            (plain leaves that go around, values of written Variables that go around, what else
-            leaves).
-        """
+        """Runs one iteration."""
         positional, named = self.plain_tree.unflatten(plain)
         return self.call.run(values, positional, named, self._leave, graphdef=self.graphdef)
 
-    def _leave(self, inside: Inside) -> tuple[list[Any], dict[int, Any], Any]:
+    def _leave(self, context: RunContext) -> tuple[list[Any], dict[int, Any], Any]:
         name = self.call.name
-        inside.require_inputs()
-        check_result(inside.result, name)
-        given, returned = self.carry(inside)
-        returned = jax.tree.map(inside.here, returned, is_leaf=is_object)
+        context.require_inputs()
+        check_result(context.result, name)
+        given, returned = self.carry_of(context)
+        returned = jax.tree.map(context.here, returned, is_leaf=is_object)
         paths, leaves = matching_leaves(given, returned, self.label, name)
-        self.around_paths = paths
-        carried = inside.carry_out(self.outgoing(inside))
-        self.carried, extra, apart = self.leave_more(inside, carried)
-        written = zip(self.carried.record.written, self.carried.written, strict=True)
+        self.carry_paths = paths
+        outputs = context.record_effects(self.outgoing(context))
+        self.outputs, extra, apart = self.leave_more(context, outputs)
+        written = zip(self.outputs.effects.written, self.outputs.written, strict=True)
         return leaves, {p: v for p, v in written if p not in apart}, extra
 
-    def outgoing(self, inside: Inside) -> Any:
+    def outgoing(self, context: RunContext) -> Any:
         """Returns the result as it leaves the loop: here, as the body returned it."""
-        return inside.result
+        return context.result
 
-    def leave_more(self, inside: Inside, carried: Carried) -> tuple[Carried, Any, Collection[int]]:
-        """Decides what leaves every iteration besides what goes around: here, nothing.
-
-        Args:
-            inside: What is known after the function ran.
-            carried: What it did.
-
-        Returns:
-            (what it did, what else leaves, positions of written Variables that do not go around).
-
-        Raises:
-            CarryError: If the body changed the structure of its Modules.
-        """
-        refuse_changes(self.call, carried, carried.record.updates)
-        refuse_new(self.call, carried)
-        return carried, None, ()
+    def leave_more(
+        self, context: RunContext, outputs: LiftedOutputs
+    ) -> tuple[LiftedOutputs, Any, Collection[int]]:
+        """Decides what leaves every iteration besides what goes around: here, nothing."""
+        refuse_changes(self.call, outputs, outputs.effects.updates)
+        refuse_new(self.call, outputs)
+        return outputs, None, ()
 
     # --- outside ---------------------------------------------------------------------------------
 
     def discover(self, values: Sequence[Any], plain: Sequence[Any]) -> Any:
-        """Finds which Variables go around, and checks that their form stays.
-
-        Args:
-            values: Values as one iteration sees them (or ``jax.ShapeDtypeStruct``).
-            plain: Plain leaves, likewise.
-
-        Returns:
-            Shapes of what else leaves an iteration.
-
-        Raises:
-            CarryError: Naming what changes its form.
-        """
-        leaves, written, extra = result_kinds(self.one, list(values), list(plain))
-        self.around = tuple(sorted(written))
+        """Finds which Variables go around, and checks that their form stays."""
+        leaves, written, extra = abstract_eval(self.one, list(values), list(plain))
+        self.carried_variables = tuple(sorted(written))
         paths = self.call.graph.flat.leaf_paths
-        for position in self.around:
+        for position in self.carried_variables:
             kind = type(self.call.graph.leaves[position]).__name__
             what = f"The {kind} at {format_path(paths[position])}"
             check_form(what, values[position], written[position], self.call.name)
-        for path, index, after in zip(self.around_paths, self.around_plain, leaves, strict=True):
+        for path, index, after in zip(self.carry_paths, self.carried_plain, leaves, strict=True):
             check_form(f"The array at {format_path(path)}", plain[index], after, self.call.name)
-        if self._vary([written[position] for position in self.around], leaves):
+        if self._vary([written[position] for position in self.carried_variables], leaves):
             return self.discover(*self.inputs(self.start(), others=(values, plain)))
         return extra
 
     def _vary(self, written: Sequence[Any], leaves: Sequence[Any]) -> bool:
-        """Makes what goes around differ between shards where the body makes it differ.
-
-        Inside ``shard_map``, JAX counts this to the type, which must be the same in all iterations.
-        """
+        """Makes what goes around differ between shards where the body makes it differ."""
+        # Inside ``shard_map``, JAX counts this to the type, which must be the same in all
+        # iterations.
         changed = False
         for inputs, positions, after in (
-            (self.values, self.around, written),
-            (self.plain, self.around_plain, leaves),
+            (self.values, self.carried_variables, written),
+            (self.plain, self.carried_plain, leaves),
         ):
             for position, kind in zip(positions, after, strict=True):
                 before = inputs[position]
@@ -283,17 +216,9 @@ class Body:
         return changed
 
     def differ_like(self, decision: Any) -> bool:
-        """Makes what goes around differ between shards where what ends the loop does.
-
-        Inside ``shard_map`` shards may then run for different numbers of iterations, which JAX does
-        not count to the types of what comes out.
-
-        Args:
-            decision: What ends the loop, or its shape.
-
-        Returns:
-            Whether anything differs that did not before.
-        """
+        """Makes what goes around differ between shards where what ends the loop does."""
+        # Inside ``shard_map`` shards may then run for different numbers of iterations, which JAX
+        # does not count to the types of what comes out.
         values, plain = jax.tree.map(lambda _: decision, self.start())
         changed = self._vary(values, plain)
         if changed:
@@ -303,67 +228,51 @@ class Body:
     def start(self) -> tuple[list[Any], list[Any]]:
         """Returns what goes into the first iteration: (values of Variables, plain leaves)."""
         return (
-            [self.values[position] for position in self.around],
-            [self.plain[index] for index in self.around_plain],
+            [self.values[position] for position in self.carried_variables],
+            [self.plain[index] for index in self.carried_plain],
         )
 
     def step(
         self,
-        around: tuple[Sequence[Any], Sequence[Any]],
+        carry: tuple[Sequence[Any], Sequence[Any]],
         values: Mapping[int, Any] | None = None,
         plain: Mapping[int, Any] | None = None,
     ) -> tuple[tuple[list[Any], list[Any]], Any]:
-        """Runs one iteration, inside the loop.
-
-        Args:
-            around: What goes around, as ``start`` returns it.
-            values: This iteration's values of other Variables, by position.
-            plain: This iteration's plain leaves, by position.
-
-        Returns:
-            (what goes around, what else leaves).
-        """
-        all_values, all_plain = self.inputs(around, values, plain)
+        """Runs one iteration, inside the loop."""
+        all_values, all_plain = self.inputs(carry, values, plain)
         leaves, written, extra = self.one(all_values, all_plain)
-        after = [written[position] for position in self.around], leaves
-        return jax.tree.map(vary_alike, after, tuple(around)), extra
+        after = [written[position] for position in self.carried_variables], leaves
+        return jax.tree.map(vary_alike, after, tuple(carry)), extra
 
     def inputs(
         self,
-        around: tuple[Sequence[Any], Sequence[Any]],
+        carry: tuple[Sequence[Any], Sequence[Any]],
         values: Mapping[int, Any] | None = None,
         plain: Mapping[int, Any] | None = None,
         others: tuple[Sequence[Any], Sequence[Any]] | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Returns all values and plain leaves that an iteration sees.
-
-        Args:
-            around: As for ``step``.
-            values: As for ``step``.
-            plain: As for ``step``.
-            others: Values and plain leaves for everything else; by default those of the call.
-        """
+        """Returns all values and plain leaves that an iteration sees."""
         all_values, all_plain = map(list, others or (self.values, self.plain))
         for position, value in [
-            *zip(self.around, around[0], strict=True),
+            *zip(self.carried_variables, carry[0], strict=True),
             *(values or {}).items(),
         ]:
             all_values[position] = value
         for index, leaf in [
-            *zip(self.around_plain, around[1], strict=True),
+            *zip(self.carried_plain, carry[1], strict=True),
             *(plain or {}).items(),
         ]:
             all_plain[index] = leaf
         return all_values, all_plain
 
-    def finish(self, around: tuple[Sequence[Any], Sequence[Any]]) -> Carried:
+    def finish(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> LiftedOutputs:
         """Returns what to carry back after a loop whose body returns only what goes around."""
-        assert self.carried is not None
-        record = self.carried.record
-        final = dict(zip(self.around, around[0], strict=True))
-        treedef = jax.tree.structure(self.carried.result)
-        written = [final[position] for position in record.written]
-        return Carried(treedef.unflatten(around[1]), written, [], record)
+        assert self.outputs is not None
+        effects = self.outputs.effects
+        final = dict(zip(self.carried_variables, carry[0], strict=True))
+        treedef = jax.tree.structure(self.outputs.result)
+        written = [final[position] for position in effects.written]
+        return LiftedOutputs(treedef.unflatten(carry[1]), written, [], effects)
 
 
 def vary_alike(leaf: Any, other: Any) -> Any:
@@ -375,20 +284,7 @@ def vary_alike(leaf: Any, other: Any) -> Any:
 def matching_leaves(
     given: Any, returned: Any, label: str, name: str
 ) -> tuple[list[Path], list[Any]]:
-    """Checks that what goes around came back as it was given.
-
-    Args:
-        given: A pytree that may hold objects.
-        returned: What the body returned for it.
-        label: The parameter's name, with which paths begin.
-        name: The transform's name, for messages.
-
-    Returns:
-        (path of every plain leaf, the plain leaves that came back).
-
-    Raises:
-        CarryError: If the pytree structure differs, or an object is another one.
-    """
+    """Checks that what goes around came back as it was given."""
     before = _with_paths(given, label)
     after = _with_paths(returned, label)
     if jax.tree.structure(given, is_leaf=is_object) != jax.tree.structure(
@@ -434,10 +330,8 @@ def _difference(before: Mapping[Path, Any], after: Mapping[Path, Any], given: An
 
 
 def form(value: Any) -> str:
-    """Returns how messages show the form of a value: ``float32[2,3]``, or a pytree of such.
-
-    Over Explicit mesh axes the layout is part of the type, and of the form.
-    """
+    """Returns how messages show the form of a value: ``float32[2,3]``, or a pytree of such."""
+    # Over Explicit mesh axes the layout is part of the type, and of the form.
     shown = jax.tree.map(_leaf_form, value)
     text = shown if isinstance(shown, str) else str(shown).replace("'", "")
     specs = {explicit_spec(leaf) for leaf in jax.tree.leaves(value)} - {""}
@@ -455,17 +349,7 @@ def _leaf_form(leaf: Any) -> str:
 
 
 def check_form(what: str, before: Any, after: Any, name: str) -> None:
-    """Raises if the form of what goes around changed.
-
-    Args:
-        what: What it is, for the message.
-        before: Its value before an iteration.
-        after: Its value (or shape) afterwards.
-        name: The transform's name.
-
-    Raises:
-        CarryError: Naming it and both forms.
-    """
+    """Raises if the form of what goes around changed."""
     if jax.tree.structure(before) == jax.tree.structure(after) and all(
         _same_type(a, b)
         for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
@@ -491,22 +375,13 @@ def _same_type(before: Any, after: Any) -> bool:
 
 
 def refuse_changes(
-    call: Call, carried: Carried, changed: Sequence[int] | Mapping[int, Any]
+    call: LiftedCall, outputs: LiftedOutputs, changed: Sequence[int] | Mapping[int, Any]
 ) -> None:
-    """Raises if a body changed the structure of its Modules.
-
-    Args:
-        call: The call.
-        carried: What the body did.
-        changed: Positions of the objects whose change cannot be carried.
-
-    Raises:
-        CarryError: Naming the first such object and what changed.
-    """
-    record = carried.record
+    """Raises if a body changed the structure of its Modules."""
+    effects = outputs.effects
     for index in changed:
         path = format_path(call.graph.flat.paths[index])
-        old, new = call.graph.flat.graphdef.objects[index], record.updates[index]
+        old, new = call.graph.flat.graphdef.objects[index], effects.updates[index]
         raise CarryError(
             f"The body of sx.{call.name} changes the structure of the {old.type.__name__} at "
             f"{path}: {describe_change(old, new)}. The body is traced once for all iterations, so "
@@ -515,13 +390,9 @@ def refuse_changes(
         )
 
 
-def refuse_new(call: Call, carried: Carried) -> None:
-    """Raises if a body returned new objects.
-
-    Raises:
-        CarryError: Always, if there are any.
-    """
-    if carried.record.fresh:
+def refuse_new(call: LiftedCall, outputs: LiftedOutputs) -> None:
+    """Raises if a body returned new objects."""
+    if outputs.effects.fresh:
         raise CarryError(
             f"The body of sx.{call.name} returned a new object where what goes around must come "
             f"back as it was given. Write into the given Module and return it."
@@ -544,8 +415,8 @@ def describe_change(old: Any, new: Any) -> str:
     return ", ".join(changes) or "its type or order of attributes changes"
 
 
+# Position of the condition among the functions of a call; the body is the first.
 CONDITION = 1
-"""Position of the condition among the functions of a call; the body is the first."""
 
 
 def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init: Any) -> Any:
@@ -580,15 +451,15 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
     """
 
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = Call("while_loop", [body_fun, cond_fun], [init], {}, captured=captured)
+        call = LiftedCall("while_loop", [body_fun, cond_fun], [init], {}, captured=captured)
         check_operands(call)
-        body = Body(call, carry_of, call.labels[0])
+        body = LoopBody(call, whole_carry, call.labels[0])
         body.discover(body.values, body.plain)
         condition = condition_of(body)
         while body.differ_like(jax.eval_shape(condition, body.start())):
             pass
-        around = jax.lax.while_loop(condition, lambda around: body.step(around)[0], body.start())
-        return carry_back(body, around)
+        carry = jax.lax.while_loop(condition, lambda carry: body.step(carry)[0], body.start())
+        return carry_back(body, carry)
 
     return retry_captured(attempt)
 
@@ -634,53 +505,41 @@ def fori_loop(
     index = jnp.zeros((), jnp.result_type(first, stop))
 
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = Call("fori_loop", [body_fun], [index, init], {}, captured=captured)
+        call = LiftedCall("fori_loop", [body_fun], [index, init], {}, captured=captured)
         check_operands(call)
         count = len(jax.tree.leaves(list(call.arguments.plain)))
-        body = Body(
-            call, lambda inside: (inside.args[1], inside.result), call.labels[1], range(1, count)
+        body = LoopBody(
+            call, lambda context: (context.args[1], context.result), call.labels[1], range(1, count)
         )
         body.discover(body.values, body.plain)
         body.differ_like(first)
         body.differ_like(stop)
 
-        def step(i: Any, around: Any) -> Any:
-            return body.step(around, plain={0: jax.lax.convert_element_type(i, index.dtype)})[0]
+        def step(i: Any, carry: Any) -> Any:
+            return body.step(carry, plain={0: jax.lax.convert_element_type(i, index.dtype)})[0]
 
-        around = jax.lax.fori_loop(first, stop, step, body.start(), unroll=unroll)
-        return carry_back(body, around)
+        carry = jax.lax.fori_loop(first, stop, step, body.start(), unroll=unroll)
+        return carry_back(body, carry)
 
     return retry_captured(attempt)
 
 
-def carry_of(inside: Inside) -> tuple[Any, Any]:
+def whole_carry(context: RunContext) -> tuple[Any, Any]:
     """Returns (what was given that goes around, what came back), of a body of the carry alone."""
-    return inside.args[0], inside.result
+    return context.args[0], context.result
 
 
-def carry_back(body: Body, around: tuple[Sequence[Any], Sequence[Any]]) -> Any:
-    """Stores what a loop wrote and returns its last carry.
-
-    Args:
-        body: The loop's body.
-        around: What came out of the last iteration.
-    """
-    carried = body.finish(around)
-    check_no_leak(body.call.graph, carried)
-    return carry_in(body.call.graph, carried)
+def carry_back(body: LoopBody, carry: tuple[Sequence[Any], Sequence[Any]]) -> Any:
+    """Stores what a loop wrote and returns its last carry."""
+    outputs = body.finish(carry)
+    check_no_leak(body.call.graph, outputs)
+    return apply_effects(body.call.graph, outputs)
 
 
-class Reader:
-    """A function of what goes around a loop that only reads: its condition, for one.
+class ReadOnlyFunction:
+    """A function of what goes around a loop that only reads: its condition, for one."""
 
-    Args:
-        body: The body of the loop, after it was discovered.
-        which: Which of the call's functions.
-        role: What the function is to the loop, for messages.
-        finish: Turns its result into arrays, inside.
-    """
-
-    def __init__(self, body: Body, which: int, role: str, finish: Callable[[Any], Any]) -> None:
+    def __init__(self, body: LoopBody, which: int, role: str, finish: Callable[[Any], Any]) -> None:
         self.body = body
         self.which = which
         self.role = role
@@ -688,23 +547,23 @@ class Reader:
         # Compiled as a unit so that JAX traces it once.
         self.one = jax.jit(self._one, inline=True)
 
-    def __call__(self, around: tuple[Sequence[Any], Sequence[Any]]) -> Any:
-        return self.one(*self.body.inputs(around))
+    def __call__(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> Any:
+        return self.one(*self.body.inputs(carry))
 
     def _one(self, values: list[Any], plain: list[Any]) -> Any:
         positional, named = self.body.plain_tree.unflatten(plain)
         return self.body.call.run(values, positional, named, self._leave, which=self.which)
 
-    def _leave(self, inside: Inside) -> Any:
+    def _leave(self, context: RunContext) -> Any:
         call = self.body.call
-        for item in inside.captured():
+        for item in context.captured():
             self._refuse(item.outer, path_of(call.functions, item.outer))
-        record = inside.carry_out(None).record
-        for position in record.written:
+        effects = context.record_effects(None).effects
+        for position in effects.written:
             self._refuse(call.graph.leaves[position], call.graph.flat.leaf_paths[position])
-        for index in record.updates:
+        for index in effects.updates:
             self._refuse(call.graph.objects()[index], call.graph.flat.paths[index])
-        return self.finish(inside.result)
+        return self.finish(context.result)
 
     def _refuse(self, item: Any, path: Path) -> None:
         raise DecisionError(
@@ -715,7 +574,7 @@ class Reader:
         )
 
 
-def condition_of(body: Body) -> Reader:
+def condition_of(body: LoopBody) -> ReadOnlyFunction:
     """Returns the condition of a loop, whose call has it as second function."""
     what = f"What the condition of sx.{body.call.name} returns"
-    return Reader(body, CONDITION, "condition", lambda result: as_predicate(result, what))
+    return ReadOnlyFunction(body, CONDITION, "condition", lambda result: as_predicate(result, what))

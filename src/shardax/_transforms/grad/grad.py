@@ -44,14 +44,14 @@ from shardax._transforms.errors import (
     TangentError,
 )
 from shardax._transforms.grad.targets import (
+    DiffArgument,
     DiffState,
     Tangents,
-    Target,
     check_differentiable,
     explained_reverse_mode,
     replaced,
 )
-from shardax._transforms.lift.engine import Once, check_operands, wraps
+from shardax._transforms.lift.engine import SingleRunCall, check_operands, wraps
 
 
 def _value_and_grad(
@@ -63,8 +63,8 @@ def _value_and_grad(
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any, list[Any]]:
     """Returns (value, aux, one gradient per chosen argument)."""
-    once = Once("grad", function, args, kwargs)
-    targets = [Target(once.call, item) for item in chosen]
+    once = SingleRunCall("grad", function, args, kwargs)
+    targets = [DiffArgument(once.call, item) for item in chosen]
     for target in targets:
         target.check_chosen()
         check_differentiable(once.call, target, options["allow_int"], options["holomorphic"])
@@ -100,11 +100,7 @@ def _value_and_grad(
 
 
 def _scalar(value: Any, holomorphic: bool) -> Any:
-    """Returns the number that is differentiated.
-
-    Raises:
-        DifferentiationError: If the function returned something else.
-    """
+    """Returns the number that is differentiated."""
     number = value.value if isinstance(value, Variable) else value
     if knows_axes(number):
         (number,) = jax.tree.leaves(number)
@@ -253,11 +249,7 @@ def grad(
 
 
 def safe_where(
-    condition: Any,
-    function: Callable[..., Any],
-    *operands: Any,
-    otherwise: Any,
-    stand_in: complex,
+    condition: Any, function: Callable[..., Any], *operands: Any, otherwise: Any, stand_in: complex
 ) -> jax.Array:
     """Applies a function where a condition holds; elsewhere it has no part in value or derivative.
 
@@ -370,7 +362,7 @@ def _vjp(
     has_aux: bool,
     wrt: Any,
 ) -> Any:
-    once = Once("vjp", function, primals, kwargs)
+    once = SingleRunCall("vjp", function, primals, kwargs)
     check_operands(once.call)
     targets = _targets(once, wrt, len(primals))
     values, plain = once.graph.values(), list(once.arguments.plain)
@@ -387,7 +379,7 @@ def _vjp(
     return (out, gradients, aux) if has_aux else (out, gradients)
 
 
-def _targets(once: Once, wrt: Any, count: int) -> list[Target]:
+def _targets(once: SingleRunCall, wrt: Any, count: int) -> list[DiffArgument]:
     """Returns one target per argument."""
     chosen = {i: DiffState(i, wrt) for i in range(count)}
     items = wrt if isinstance(wrt, (tuple, list)) else (wrt,)
@@ -398,11 +390,11 @@ def _targets(once: Once, wrt: Any, count: int) -> list[Target]:
                 f"only DiffStates."
             )
         chosen = {i: DiffState(i) for i in range(count)}
-        for target in [Target(once.call, item) for item in items]:
+        for target in [DiffArgument(once.call, item) for item in items]:
             target.check_chosen()
             chosen[target.position] = DiffState(target.argnum, target.filter)
-    targets = [Target(once.call, item) for item in chosen.values()]
-    holding = [target for target in targets if target.choices]
+    targets = [DiffArgument(once.call, item) for item in chosen.values()]
+    holding = [target for target in targets if target.objects]
     if holding and not any(target.entries or target.has_plain for target in targets):
         holding[0].check_chosen()
     return targets
@@ -411,7 +403,7 @@ def _targets(once: Once, wrt: Any, count: int) -> list[Target]:
 class _Arrange:
     """Arranges the gradients that a pullback gives like the arguments."""
 
-    def __init__(self, targets: Sequence[Target], indices: Sequence[int]) -> None:
+    def __init__(self, targets: Sequence[DiffArgument], indices: Sequence[int]) -> None:
         self.targets = targets
         self.indices = indices
 
@@ -437,11 +429,7 @@ def _split(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
 
 
 def refuse_objects(result: Any, name: str) -> None:
-    """Raises if a result that is differentiated holds objects.
-
-    Raises:
-        DifferentiationError: Naming the place.
-    """
+    """Raises if a result that is differentiated holds objects."""
     for keys, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
         if isinstance(leaf, Object):
             place = ".".join(str(path_step(key)) for key in keys) or "the result itself"
@@ -509,7 +497,7 @@ def _jvp(
     kwargs: Mapping[str, Any],
 ) -> Any:
     _check_pairs(primals, tangents)
-    once = Once("jvp", function, primals, kwargs)
+    once = SingleRunCall("jvp", function, primals, kwargs)
     check_operands(once.call)
     values, plain = once.graph.values(), list(once.arguments.plain)
     leaves, treedef = jax.tree.flatten((values, plain))
@@ -541,12 +529,12 @@ def _check_pairs(primals: Any, tangents: Any) -> None:
         )
 
 
-def _moves(once: Once, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+def _moves(once: SingleRunCall, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """Returns the tangent, or None, of every array of Variables, then of plain parts."""
     given = Tangents("tangent", values, strict=True)
     of_plain: list[Any] = []
     for position, tangent in enumerate(tangents):
-        target = Target(once.call, DiffState(position, ...))
+        target = DiffArgument(once.call, DiffState(position, ...))
         of_plain += target.place(tangent, once.arguments.plain[position], given)
     moves: list[Any] = []
     for index, value in enumerate(values):

@@ -20,78 +20,71 @@ from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError
 from shardax._core.graph.paths import Path, format_path
 from shardax._transforms.errors import ArgumentError, DonationError, PrefixError
-from shardax._transforms.lift.arguments import Mixed, plain_paths
+from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
 
 _PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
 
 _TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
 
 
-def explain_error(error: Exception, plan: Any, graph: Any) -> None:
-    """Raises a clearer error for what JAX says about values, or adds a note to the one it raised.
-
-    Args:
-        error: What JAX, or the user's function, raised.
-        plan: The plan that was called.
-        graph: The objects of the call.
-
-    Raises:
-        AbstractValueError: If Variables hold only shapes.
-        DonationError: If donated arrays are used again, or one is donated twice.
-        ArgumentError: As ``explain_places``.
-        PrefixError: As ``explain_places``.
-    """
-    explain_values(error, plan, graph)
+def explain_error(error: Exception, specialization: Any, graph: Any) -> None:
+    """Raises a clearer error for what JAX says about values, or adds a note to the one it raised."""
+    explain_values(error, specialization, graph)
     if isinstance(error, ValueError):
-        _explain_shardings(error, plan, graph)
-    explain_places(error, plan)
+        _explain_shardings(error, specialization, graph)
+    explain_places(error, specialization)
 
 
-def explain_places(error: Exception, plan: Any) -> None:
-    """Does what ``explain_error`` does where values may be absent on purpose: while tracing.
-
-    Raises:
-        ArgumentError: If an argument is neither arrays nor objects.
-        PrefixError: If a sharding does not fit the array it is for.
-    """
+def explain_places(error: Exception, specialization: Any) -> None:
+    """Does what ``explain_error`` does where values may be absent on purpose: while tracing."""
     text = str(error)
     if "flat[" not in text:
         return
-    told = in_user_terms(text, plan)
+    told = in_user_terms(text, specialization)
     kind = _TYPE.search(text)
     if "Error interpreting argument" in text and kind is not None:
         place = _PLACE.search(text)
-        name = place_name(place, plan) if place else "an argument"
+        name = place_name(place, specialization) if place else "an argument"
         raise ArgumentError(
-            f"{name} of {_shown(plan.function)} is a {kind.group(1)}, which is neither an array or "
+            f"{name} of {_shown(specialization.function)} is a {kind.group(1)}, which is neither an array or "
             f"number nor a Module, Variable or pytree of these. If it is configuration, make it "
             f"static: sx.jit(f, static_argnames=...). If it holds arrays or Modules, register its "
             f"class as a pytree (jax.tree_util.register_dataclass) or make it a sx.Module."
         ) from error
     if "sharding" in text and isinstance(error, ValueError):
         raise PrefixError(told) from error
-    notes = [f"{place.group(0)} is {place_name(place, plan)}" for place in _PLACE.finditer(text)]
-    error.add_note(f"In the call of {_shown(plan.function)}: {', '.join(dict.fromkeys(notes))}.")
+    notes = [
+        f"{place.group(0)} is {place_name(place, specialization)}"
+        for place in _PLACE.finditer(text)
+    ]
+    error.add_note(
+        f"In the call of {_shown(specialization.function)}: {', '.join(dict.fromkeys(notes))}."
+    )
 
 
-def in_user_terms(text: str, plan: Any) -> str:
+def in_user_terms(text: str, specialization: Any) -> str:
     """Replaces every place in a message of JAX by its name."""
-    return _PLACE.sub(lambda place: place_name(place, plan), text)
+    return _PLACE.sub(lambda place: place_name(place, specialization), text)
 
 
-def place_name(place: re.Match[str], plan: Any) -> str:
+def place_name(place: re.Match[str], specialization: Any) -> str:
     """Returns what the user calls a place in the flat arguments, such as ``model.kernel``."""
     group, index, name, leaf = place.groups()
     below = "" if leaf is None else f"[{leaf}]"
     if group in "01":
-        donated = [i in plan.donated_leaves for i in range(len(plan.leaf_paths))]
+        donated = [
+            i in specialization.donated_leaves for i in range(len(specialization.leaf_paths))
+        ]
         own = [i for i, flag in enumerate(donated) if flag == (group == "1")]
-        return format_path(plan.leaf_paths[own[int(index)]]).removeprefix(".") + below
+        return format_path(specialization.leaf_paths[own[int(index)]]).removeprefix(".") + below
     if name is not None:
-        template = dict(plan.named)[name]
+        template = dict(specialization.named)[name]
     else:
-        template, name = plan.templates[int(index)], plan.layout.positional[int(index)][1]
-    if leaf is None or not isinstance(template, Mixed):
+        template, name = (
+            specialization.templates[int(index)],
+            specialization.positions.positional[int(index)][1],
+        )
+    if leaf is None or not isinstance(template, TreeTemplate):
         return name + below
     return name + format_path(plain_paths(template)[int(leaf)])
 
@@ -100,13 +93,8 @@ def _shown(function: Any) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
-def explain_values(error: Exception, plan: Any, graph: Any) -> None:
-    """Raises if the error comes from values that Variables hold: none, deleted, or one twice.
-
-    Raises:
-        AbstractValueError: If Variables hold only shapes.
-        DonationError: If donated arrays are used again, or one is donated twice.
-    """
+def explain_values(error: Exception, specialization: Any, graph: Any) -> None:
+    """Raises if the error comes from values that Variables hold: none, deleted, or one twice."""
     pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
     absent = [path for path, v in pairs if v.is_abstract]
     if absent and isinstance(error, TypeError):
@@ -120,12 +108,11 @@ def explain_values(error: Exception, plan: Any, graph: Any) -> None:
     ]
     if gone and ("delete" in str(error) or "donate" in str(error)):
         raise DonationError(
-            f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. "
-            f"A donated array may be used only once; if two "
-            f"models share arrays (sx.clone does), copy them first: sx.update(copy, "
-            f"jax.tree.map(jnp.copy, sx.state(copy)))."
+            f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. A "
+            f"donated array may be used only once; if two models share arrays (sx.clone does), "
+            f"copy them first: sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
         ) from error
-    if plan.donated_leaves and "donate" in str(error):
+    if specialization.donated_leaves and "donate" in str(error):
         owners: dict[int, list[Path]] = {}
         for path, variable in pairs:
             for leaf in jax.tree.leaves(variable._value):
@@ -139,10 +126,10 @@ def explain_values(error: Exception, plan: Any, graph: Any) -> None:
             ) from error
 
 
-def _explain_shardings(error: ValueError, plan: Any, graph: Any) -> None:
+def _explain_shardings(error: ValueError, specialization: Any, graph: Any) -> None:
     """Raises if declared shardings do not fit the Variables they are for, listing all of them."""
     misfits = []
-    shardings = plan.leaf_shardings
+    shardings = specialization.leaf_shardings
     for path, variable, sharding in zip(
         graph.flat.leaf_paths, graph.leaves, shardings, strict=True
     ):

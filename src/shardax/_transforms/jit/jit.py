@@ -8,7 +8,7 @@ values, calls the plan's function, and stores what the trace wrote.
 
 Two things are found while tracing. *Captured* Variables, which the function uses without being
 given them, become hidden inputs: sources in closures and globals are known beforehand, anything
-else is noticed by the trace, which then runs again. And the ``Record`` of what the function did
+else is noticed by the trace, which then runs again. And the ``Effects`` of what the function did
 leaves the compiled program as a node of its output tree, so that each executable carries its own.
 
 Compiled methods, bound to their object.
@@ -102,20 +102,20 @@ from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper
 from shardax._core.variable import Variable
 from shardax._transforms.errors import OutputError, StaticArgumentError
-from shardax._transforms.jit import retraces as explain
+from shardax._transforms.jit import retraces as retraces
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.error_context import explain_error
 from shardax._transforms.jit.specialization import (
-    ArgumentLayout,
-    Options,
-    Plan,
-    Replan,
+    ArgumentPositions,
+    JitOptions,
+    Specialization,
+    StaleOutputShardings,
     with_resolved_donation,
 )
 from shardax._transforms.lift.arguments import (
     Arguments,
-    Mixed,
-    Signature,
+    SeparatedCall,
+    TreeTemplate,
     argument_key,
     argument_path,
     is_dynamic,
@@ -124,11 +124,17 @@ from shardax._transforms.lift.arguments import (
     root_names,
     separate_static,
 )
-from shardax._transforms.lift.closures import Source, find_sources, objects_in
-from shardax._transforms.lift.engine import Captured, Carried, Graph, carry_in, check_no_leak
+from shardax._transforms.lift.closures import ClosureSource, find_sources, objects_in
+from shardax._transforms.lift.engine import (
+    InputGraph,
+    LiftedOutputs,
+    NewCaptures,
+    apply_effects,
+    check_no_leak,
+)
 
+# Types of arguments that are surely plain; JAX's concrete array type joins when first met.
 ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
-"""Types of arguments that are surely plain; JAX's concrete array type joins when first met."""
 
 
 def note_types(arg: Any) -> bool:
@@ -154,38 +160,24 @@ def all_dynamic(args: Sequence[Any], static: frozenset[type]) -> bool:
     return True
 
 
+# Types whose values are keys by themselves, the type beside them.
 _COMPARED_BY_VALUE = frozenset({str, bool, int, bytes})
-"""Types whose values are keys by themselves, the type beside them."""
 
 
-class QuickCall(NamedTuple):
-    """A call with its leaves sorted.
+class FlatCall(NamedTuple):
+    """A call with its leaves sorted."""
 
-    Attributes:
-        key: What the call is remembered by: positions and identities of objects, the containers,
-            and the static leaves.
-        args: The positional arguments, None for objects.
-        dynamic: The dynamic leaves of all arguments.
-    """
-
+    # What the call is remembered by: positions and identities of objects, the containers, and the
+    # static leaves.
     key: list[Any]
-    args: list[Any]
-    dynamic: list[Any]
+    args: list[Any]  # the positional arguments, None for objects
+    dynamic: list[Any]  # the dynamic leaves of all arguments
 
 
-def quick_call(
+def flatten_call(
     args: Sequence[Any], kwargs: Mapping[str, Any], static_types: frozenset[type]
-) -> QuickCall | None:
-    """Sorts the leaves of a call.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        static_types: Types that are static although JAX takes them: bool, perhaps numbers.
-
-    Returns:
-        The call; None if it has to take the ordinary way, also to explain what is wrong with it.
-    """
+) -> FlatCall | None:
+    """Sorts the leaves of a call."""
     given = [None if isinstance(arg, Object) else arg for arg in args]
     key: list[Any] = [id(arg) if isinstance(arg, Object) else 0 for arg in args]
     flat = flatten_plain((given, kwargs) if kwargs else given)
@@ -210,36 +202,25 @@ def quick_call(
                 key += (len(dynamic), kind, argument_key(leaf))
             except TypeError:
                 return None
-    return QuickCall(key, given, dynamic)
+    return FlatCall(key, given, dynamic)
 
 
 Spans = tuple[Sequence[slice | None], Sequence[tuple[str, slice | None]]]
 
 
-def spans_of(
+def leaf_spans(
     templates: Sequence[Any],
     named: Sequence[tuple[str, Any]],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Spans:
-    """Returns where the dynamic leaves of each argument stand among those of the call.
-
-    Args:
-        templates: Template of each positional argument.
-        named: (name, template) of each keyword argument.
-        args: Positional arguments, None for objects.
-        kwargs: Keyword arguments.
-
-    Returns:
-        The slice of each positional argument, and (name, slice) of each keyword argument; None for
-        an argument that is passed as it is.
-    """
+    """Returns where the dynamic leaves of each argument stand among those of the call."""
     start = 0
 
     def span(template: Any, value: Any) -> slice | None:
         nonlocal start
         count = jax.tree.structure(value).num_leaves
-        if not isinstance(template, Mixed):
+        if not isinstance(template, TreeTemplate):
             start += count
             return None
         start += count - len(template.static)
@@ -249,8 +230,8 @@ def spans_of(
     return positional, [(name, span(template, kwargs[name])) for name, template in named]
 
 
-def pack(
-    call: QuickCall, kwargs: Mapping[str, Any], spans: Spans
+def plain_parts(
+    call: FlatCall, kwargs: Mapping[str, Any], spans: Spans
 ) -> tuple[list[Any], dict[str, Any]]:
     """Returns the plain parts of a call, as ``Arguments`` has them: (positional, by name)."""
     positional, named = spans
@@ -304,53 +285,30 @@ class BoundJit(Wrapper):
         return f"<bound {self.__func__!r}>"
 
 
-class CallEntry:
-    """What a steady call needs, for particular objects.
+class CachedCall:
+    """What a steady call needs, for particular objects."""
 
-    Attributes:
-        epoch: Structure epoch at which this was made.
-        kept: Variables whose values are passed.
-        donated: Variables whose values are passed and donated.
-        leaves: All of them, in graph order.
-        roots: Called, each returns a root; held weakly, so that remembering a call keeps no model
-            alive.
-        plan: The plan.
-        last: The record of the last call and the Variables it wrote.
-        spans: Where the dynamic leaves of each argument stand, in quick calls
-            (``_transforms.lift.arguments``).
-    """
+    __slots__ = ("donated", "epoch", "kept", "last", "leaves", "roots", "spans", "specialization")
 
-    __slots__ = (
-        "donated",
-        "epoch",
-        "kept",
-        "last",
-        "leaves",
-        "plan",
-        "roots",
-        "spans",
-    )
-
-    def __init__(self, plan: Plan, graph: Graph) -> None:
-        self.plan = plan
-        self.epoch = graph.flat.epoch
-        self.leaves: list[Any] = graph.leaves
-        self.kept, self.donated = plan.partition(graph.leaves)
+    def __init__(self, specialization: Specialization, graph: InputGraph) -> None:
+        self.specialization = specialization
+        self.epoch = graph.flat.epoch  # structure epoch at which this was made
+        self.leaves: list[Any] = graph.leaves  # all of them, in graph order
+        self.kept, self.donated = specialization.partition(graph.leaves)
+        # Called, each returns a root; held weakly, so that remembering a call keeps no model alive.
         self.roots = [_weak(root) for root in graph.roots]
+        # The record of the last call and the Variables it wrote.
         self.last: tuple[Any, list[Any]] = (None, [])
+        # Where the dynamic leaves of each argument stand, in quick calls
+        # (``_transforms.lift.arguments``).
         self.spans: Any = None
 
-    def graph(self) -> Graph:
+    def graph(self) -> InputGraph:
         """Flattens the roots anew; for calls that trace or change structure."""
-        return Graph([root() for root in self.roots], self.plan.names)
+        return InputGraph([root() for root in self.roots], self.specialization.names)
 
-    def keep_weakly(self, graph: Graph, forget: Callable[[Any], None]) -> None:
-        """Prepares for being remembered: lets go of everything that the caller may drop.
-
-        Args:
-            graph: The roots of the call.
-            forget: Called when one of them is gone.
-        """
+    def keep_weakly(self, graph: InputGraph, forget: Callable[[Any], None]) -> None:
+        """Prepares for being remembered: lets go of everything that the caller may drop."""
         self.roots = [
             weakref.ref(root, forget) if isinstance(root, Object) else _weak(root)
             for root in graph.roots
@@ -358,55 +316,43 @@ class CallEntry:
         bare = {id(root) for root in graph.roots if isinstance(root, Variable)}
         if bare:  # these have no Module that keeps them alive, and whose end would be noticed
             self.leaves = [weakref.proxy(v) if id(v) in bare else v for v in graph.leaves]
-            self.kept, self.donated = self.plan.partition(self.leaves)
+            self.kept, self.donated = self.specialization.partition(self.leaves)
 
 
 def _weak(root: Any) -> Callable[[], Any]:
     return weakref.ref(root) if isinstance(root, Object) else lambda: root
 
 
-MAX_PLANS = 512
-"""How many plans one compiled function remembers."""
+# How many plans one compiled function remembers.
+MAX_SPECIALIZATIONS = 512
 
 _MAX_CALLS = 4096
 
+# How many calls; fewer where objects from closures, which may be many, are part of the key.
 _MAX_CALLS_WITH_SOURCES = 64
-"""How many calls; fewer where objects from closures, which may be many, are part of the key."""
 
 
-class Memory:
-    """The plans and calls of one compiled function.
-
-    Attributes:
-        plans: Plans by what they are found by.
-        calls: Call entries by what a call is told by.
-        ticks: Counts calls; ``Plan.used`` is the count at a plan's last call.
-    """
+class CompilationCache:
+    """The plans and calls of one compiled function."""
 
     def __init__(self) -> None:
-        self.plans: dict[Any, Plan] = {}
-        self.calls: dict[Any, CallEntry] = {}
+        self.specializations: dict[Any, Specialization] = {}
+        self.calls: dict[Any, CachedCall] = {}  # call entries by what a call is told by
+        # Counts calls; ``Specialization.used`` is the count at a plan's last call.
         self.ticks = itertools.count(1)
 
-    def add(self, plan: Plan) -> None:
+    def add(self, specialization: Specialization) -> None:
         """Remembers a plan; if there are many, forgets the one that was used least recently."""
-        while len(self.plans) >= MAX_PLANS:
-            oldest = min([*self.plans.values()], key=operator.attrgetter("used"))
-            self.plans.pop(oldest.key, None)
+        while len(self.specializations) >= MAX_SPECIALIZATIONS:
+            oldest = min([*self.specializations.values()], key=operator.attrgetter("used"))
+            self.specializations.pop(oldest.key, None)
             for key, entry in [*self.calls.items()]:
-                if entry.plan is oldest:
+                if entry.specialization is oldest:
                     self.calls.pop(key, None)
-        self.plans[plan.key] = plan
+        self.specializations[specialization.key] = specialization
 
-    def remember(self, key: Any, entry: CallEntry, graph: Graph, few: bool) -> None:
-        """Remembers a call until one of its objects is gone.
-
-        Args:
-            key: What it is told by.
-            entry: What it needs.
-            graph: Its roots.
-            few: Whether to remember few calls.
-        """
+    def remember(self, key: Any, entry: CachedCall, graph: InputGraph, few: bool) -> None:
+        """Remembers a call until one of its objects is gone."""
         if len(self.calls) >= (_MAX_CALLS_WITH_SOURCES if few else _MAX_CALLS):
             self.calls.clear()
 
@@ -420,9 +366,9 @@ class Memory:
 
     def clear(self) -> None:
         """Forgets everything."""
-        for plan in self.plans.values():
-            plan.clear_cache()
-        self.plans.clear()
+        for specialization in self.specializations.values():
+            specialization.clear_cache()
+        self.specializations.clear()
         self.calls.clear()
 
 
@@ -440,24 +386,20 @@ class Jit(PickledByName, Wrapper):
     """
 
     def __init__(
-        self, function: Callable[..., Any], options: Options, wrapping: Any = None
+        self, function: Callable[..., Any], options: JitOptions, wrapping: Any = None
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self.__wrapped__ = function
         self.options = with_resolved_donation(options, function)
         self.static_positions, self.static_names = resolve_arguments(
-            function,
-            options.static_argnums,
-            options.static_argnames,
-            "static",
-            StaticArgumentError,
+            function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
         )
-        self.sources: list[Source] | None = (
+        self.sources: list[ClosureSource] | None = (
             None  # looked for at the first call: names may be bound later
         )
         self.captured: list[weakref.ref[Any]] = []
-        self.memory = Memory()
-        self.plans, self.calls = self.memory.plans, self.memory.calls
+        self.memory = CompilationCache()
+        self.specializations, self.calls = self.memory.specializations, self.memory.calls
         self._wrapping_key = wrapping or self.options.key()
         self._simple = not (self.static_positions or self.static_names)
         self._auto = self.options.auto_static
@@ -473,7 +415,7 @@ class Jit(PickledByName, Wrapper):
             return self._call_by_template(args, kwargs)
         key: list[Any] = []
         plain: list[Any] = []
-        traced = False
+        report_trace = False
         for arg in args:
             if type(arg) in ARRAY_TYPES:
                 key.append(0)
@@ -484,7 +426,7 @@ class Jit(PickledByName, Wrapper):
             elif has_objects(arg):
                 return self._call_by_template(args, kwargs)
             else:
-                traced = traced or note_types(arg)
+                report_trace = report_trace or note_types(arg)
                 key.append(0)
                 plain.append(arg)
         if self.sources is None:
@@ -493,13 +435,13 @@ class Jit(PickledByName, Wrapper):
             key.append(-1)
             key.extend([id(item) for item in objects_in(source.read())])
         entry = self.calls.get(tuple(key))
-        if entry is None or traced or entry.epoch != epoch.current:
-            return self._call_slowly(args, kwargs, tuple(key))
+        if entry is None or report_trace or entry.epoch != epoch.current:
+            return self._call_uncached(args, kwargs, tuple(key))
         local.call = entry
-        plan = entry.plan
-        plan.used = next(self._ticks)
+        specialization = entry.specialization
+        specialization.used = next(self._ticks)
         try:
-            result, written, fresh, record = plan.run(
+            result, written, fresh, effects = specialization.run(
                 [v._value for v in entry.kept], [v._value for v in entry.donated], plain
             )
         except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
@@ -507,26 +449,24 @@ class Jit(PickledByName, Wrapper):
         finally:
             local.call = None
         known, targets = entry.last
-        if record is not known:
-            targets = [entry.leaves[position] for position in record.written]
-            entry.last = (record, targets)
-        if not record.simple or (written and type(written[0]) not in ARRAY_TYPES):
-            return self._finish_slowly(entry, Carried(result, written, fresh, record))
+        if effects is not known:
+            targets = [entry.leaves[position] for position in effects.written]
+            entry.last = (effects, targets)
+        if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
+            return self._finish(entry, LiftedOutputs(result, written, fresh, effects))
         for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
             variable._value = value
         return result
 
     def _call_by_template(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls with keywords, static arguments or objects inside containers.
-
-        Takes the arguments apart, which costs something per argument but nothing per Variable.
-        """
+        """Calls with keywords, static arguments or objects inside containers."""
+        # Takes the arguments apart, which costs something per argument but nothing per Variable.
         if local.frame is not None:
-            return self._call_slowly(args, kwargs)
+            return self._call_uncached(args, kwargs)
         if self._auto and self._simple:
-            call = quick_call(args, kwargs, self._static_types)
+            call = flatten_call(args, kwargs, self._static_types)
             if call is not None:
-                return self._call_quickly(call, args, kwargs)
+                return self._call_flat(call, args, kwargs)
         signature = self._separate_static(args, kwargs)
         arguments = self._take_apart(signature)
         key = (
@@ -536,26 +476,28 @@ class Jit(PickledByName, Wrapper):
         )
         entry = self.calls.get(key)
         if entry is None or entry.epoch != epoch.current:
-            return self._call_slowly(args, kwargs, key)
+            return self._call_uncached(args, kwargs, key)
         return self._repeat(entry, list(arguments.plain), arguments.plain_named, args, kwargs)
 
-    def _call_quickly(self, call: QuickCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _call_flat(self, call: FlatCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls with leaves that are static, found by type."""
         if self.sources or self.captured:
             call.key.extend(map(id, self.hidden_objects()))
         key = tuple(call.key)
         entry = self.calls.get(key)
         if entry is None or entry.epoch != epoch.current:
-            return self._call_slowly(args, kwargs, key)
+            return self._call_uncached(args, kwargs, key)
         if entry.spans is None:
-            plan = entry.plan
-            entry.spans = spans_of(plan.templates, plan.named, call.args, kwargs)
-        plain, named = pack(call, kwargs, entry.spans)
+            specialization = entry.specialization
+            entry.spans = leaf_spans(
+                specialization.templates, specialization.named, call.args, kwargs
+            )
+        plain, named = plain_parts(call, kwargs, entry.spans)
         return self._repeat(entry, plain, named, args, kwargs)
 
     def _repeat(
         self,
-        entry: CallEntry,
+        entry: CachedCall,
         plain: list[Any],
         named: Mapping[str, Any],
         args: Sequence[Any],
@@ -563,70 +505,66 @@ class Jit(PickledByName, Wrapper):
     ) -> Any:
         """Makes a call whose like was made before."""
         local.call = entry
-        plan = entry.plan
-        plan.used = next(self._ticks)
+        specialization = entry.specialization
+        specialization.used = next(self._ticks)
         kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
         try:
-            result, written, fresh, record = plan.run(kept, donated, plain, named)
+            result, written, fresh, effects = specialization.run(kept, donated, plain, named)
         except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
             return self._recover(error, entry, args, kwargs)
         finally:
             local.call = None
-        if not record.simple or (written and type(written[0]) not in ARRAY_TYPES):
-            return self._finish_slowly(entry, Carried(result, written, fresh, record))
-        for position, value in zip(record.written, written, strict=True):
+        if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
+            return self._finish(entry, LiftedOutputs(result, written, fresh, effects))
+        for position, value in zip(effects.written, written, strict=True):
             entry.leaves[position]._value = value
         return result
 
-    def _finish_slowly(self, entry: CallEntry, carried: Carried) -> Any:
+    def _finish(self, entry: CachedCall, outputs: LiftedOutputs) -> Any:
         """Carries back structure, pytree values, or notices tracers of a plain JAX transform."""
         graph = entry.graph()
-        if note_types(carried.written):
-            check_no_leak(graph, carried)
-        return carry_in(graph, carried)
+        if note_types(outputs.written):
+            check_no_leak(graph, outputs)
+        return apply_effects(graph, outputs)
 
-    def _call_slowly(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None) -> Any:
+    def _call_uncached(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None
+    ) -> Any:
         """Calls without a remembered entry, and remembers one if ``key`` says under what."""
         while True:
-            plan, graph, arguments = self.prepare(args, kwargs)
-            entry = local.call = self.entry(plan, graph)
+            specialization, graph, arguments = self.prepare(args, kwargs)
+            entry = local.call = self.entry(specialization, graph)
             try:
-                carried = plan.call(graph.values(), arguments)
+                outputs = specialization.call(graph.values(), arguments)
                 break
-            except Captured as found:
+            except NewCaptures as found:
                 self.capture(found.objects)
-            except Replan:
-                self.plans.pop(plan.key, None)
+            except StaleOutputShardings:
+                self.specializations.pop(specialization.key, None)
             except Exception as error:
-                explain_error(error, plan, graph)
+                explain_error(error, specialization, graph)
                 raise
             finally:
                 local.call = None
-        check_no_leak(graph, carried)
+        check_no_leak(graph, outputs)
         if key is not None and local.frame is None:
             self.memory.remember(key, entry, graph, few=bool(self.sources))
-        return carry_in(graph, carried)
+        return apply_effects(graph, outputs)
 
     def _recover(
-        self,
-        error: Exception,
-        entry: CallEntry,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, error: Exception, entry: CachedCall, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Calls again after a retrace found captured objects, or where values became lazy.
-
-        Otherwise explains the error.
-        """
-        if isinstance(error, Captured):
+        """Calls again after a retrace found captured objects, or where values became lazy."""
+        # Otherwise explains the error.
+        if isinstance(error, NewCaptures):
             self.capture(error.objects)
-        elif isinstance(error, Replan):
-            self.plans.pop(entry.plan.key, None)
+        elif isinstance(error, StaleOutputShardings):
+            self.specializations.pop(entry.specialization.key, None)
         elif not any(isinstance(v._value, LazyValue) for v in entry.leaves):
-            explain_error(error, entry.plan, entry.graph())
+            explain_error(error, entry.specialization, entry.graph())
             raise error
         self.calls.clear()
-        return self._call_slowly(args, kwargs)
+        return self._call_uncached(args, kwargs)
 
     def capture(self, objects: Sequence[Any]) -> None:
         """Makes objects that a trace used without being given them hidden inputs of later calls."""
@@ -634,7 +572,7 @@ class Jit(PickledByName, Wrapper):
         self.sources = find_sources(self.__wrapped__)  # names may have been bound since
         self.captured = [ref for ref in self.captured if ref() is not None]
         hidden = self.hidden_objects()
-        reached = {id(item) for item in (*walk_objects(hidden), *Graph(hidden).leaves)}
+        reached = {id(item) for item in (*walk_objects(hidden), *InputGraph(hidden).leaves)}
         missed = [item for item in objects if id(item) not in reached]
         self.captured.extend(weakref.ref(item) for item in missed)
         if not missed and before == {id(item) for item in hidden}:
@@ -648,7 +586,7 @@ class Jit(PickledByName, Wrapper):
 
     def prepare(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Plan, Graph, Arguments]:
+    ) -> tuple[Specialization, InputGraph, Arguments]:
         """Finds or makes the plan for a call.
 
         Returns:
@@ -658,12 +596,10 @@ class Jit(PickledByName, Wrapper):
         arguments = self._take_apart(signature)
         hidden = self.hidden()
         labels = [parameter_name(self.__wrapped__, i) for i in self._dynamic_positions(args)]
-        names = [
-            (),
-            *root_names(labels, arguments),
-            *(name for name, _ in hidden),
-        ]
-        graph = Graph([self.__wrapped__, *arguments.roots, *(item for _, item in hidden)], names)
+        names = [(), *root_names(labels, arguments), *(name for name, _ in hidden)]
+        graph = InputGraph(
+            [self.__wrapped__, *arguments.roots, *(item for _, item in hidden)], names
+        )
         key = (
             graph.flat.graphdef,
             (len(arguments.roots), *(len(list(objects_in(s.read()))) for s in self.sources or ())),
@@ -671,9 +607,9 @@ class Jit(PickledByName, Wrapper):
             arguments.named,
             signature.static,
         )
-        plan = self.plans.get(key)
-        if plan is None:
-            plan = Plan(
+        specialization = self.specializations.get(key)
+        if specialization is None:
+            specialization = Specialization(
                 self.__wrapped__,
                 self.options,
                 key,
@@ -682,14 +618,14 @@ class Jit(PickledByName, Wrapper):
                 self._layout(args, signature),
                 names,
             )
-            explain.planned(self, plan)
-            self.memory.add(plan)
-        plan.used = next(self._ticks)
-        return plan, graph, arguments
+            retraces.report_specialization(self, specialization)
+            self.memory.add(specialization)
+        specialization.used = next(self._ticks)
+        return specialization, graph, arguments
 
-    def entry(self, plan: Plan, graph: Graph) -> CallEntry:
-        """Returns what a call of ``plan`` on these objects needs."""
-        return CallEntry(plan, graph)
+    def entry(self, specialization: Specialization, graph: InputGraph) -> CachedCall:
+        """Returns what a call of ``specialization`` on these objects needs."""
+        return CachedCall(specialization, graph)
 
     def hidden_objects(self) -> list[Any]:
         """Returns the objects that the function uses without being given them, as far as known."""
@@ -713,19 +649,19 @@ class Jit(PickledByName, Wrapper):
         found.extend((("closure", i), item) for i, item in enumerate(alive))
         return found
 
-    def _layout(self, args: Sequence[Any], signature: Signature) -> ArgumentLayout:
+    def _layout(self, args: Sequence[Any], signature: SeparatedCall) -> ArgumentPositions:
         positional = [
             (i, parameter_name(self.__wrapped__, i)) for i in self._dynamic_positions(args)
         ]
         static = [(place, item.value) for place, item in signature.static if isinstance(place, int)]
         named = {place: item.value for place, item in signature.static if isinstance(place, str)}
-        return ArgumentLayout(positional, static, named, self.options)
+        return ArgumentPositions(positional, static, named, self.options)
 
     def _dynamic_positions(self, args: Sequence[Any]) -> list[int]:
         return [i for i in range(len(args)) if i not in self.static_positions]
 
-    def _take_apart(self, signature: Signature) -> Arguments:
-        return self.options.take_apart(signature.args, signature.kwargs, self.path_of)
+    def _take_apart(self, signature: SeparatedCall) -> Arguments:
+        return self.options.split_argument(signature.args, signature.kwargs, self.path_of)
 
     def path_of(self, key: int | str) -> Path:
         """Returns the path of an argument by its name, or by its position among dynamic ones."""
@@ -734,9 +670,9 @@ class Jit(PickledByName, Wrapper):
             key = next(itertools.islice(dynamic, key, None))
         return argument_path(self.__wrapped__, key)
 
-    def _separate_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    def _separate_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SeparatedCall:
         if not (self.static_positions or self.static_names):
-            return Signature(tuple(args), dict(kwargs), ())
+            return SeparatedCall(tuple(args), dict(kwargs), ())
         places = (self.static_positions, self.static_names)
         return separate_static(self.__wrapped__, *places, args, kwargs)
 
@@ -757,12 +693,14 @@ class Jit(PickledByName, Wrapper):
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes and dtypes of the result, computing and changing nothing."""
         signature = self._separate_static(args, kwargs)
-        layout = self._layout(args, signature)
+        positions = self._layout(args, signature)
         given = self._take_apart(signature)
 
         def call(roots: Any, plain: Any, plain_named: Any) -> Any:
             dynamic, named = given.restore(plain, plain_named, roots)
-            return self.__wrapped__(*layout.insert_static(dynamic), **named, **layout.static_named)
+            return self.__wrapped__(
+                *positions.insert_static(dynamic), **named, **positions.static_named
+            )
 
         return eval_shape(call, given.roots, list(given.plain), given.plain_named)
 
@@ -771,7 +709,9 @@ class Jit(PickledByName, Wrapper):
         self.memory.clear()
 
     def _cache_size(self) -> int:
-        return sum(len(plan.signatures) for plan in self.plans.values())
+        return sum(
+            len(specialization.signatures) for specialization in self.specializations.values()
+        )
 
     def _wrapping(self) -> Any:
         return self._wrapping_key
@@ -846,7 +786,7 @@ def jit(
         >>> int(count(counter, 3)), int(counter)
         (6, 3)
     """
-    options = Options(
+    options = JitOptions(
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         static_argnums=static_argnums,

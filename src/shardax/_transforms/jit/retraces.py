@@ -26,7 +26,7 @@ from shardax._core.graph.flatten import (
     definition_paths,
 )
 from shardax._core.graph.paths import Path, format_path
-from shardax._transforms.lift.arguments import Mixed, leaf_paths, parameter_name
+from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths, parameter_name
 
 
 @dataclass(frozen=True)
@@ -92,22 +92,25 @@ def _report(function: Any, reasons: Sequence[str]) -> None:
             print(retrace, file=file)
 
 
-def planned(jit: Any, plan: Any) -> None:
+def report_specialization(jit: Any, specialization: Any) -> None:
     """Told that no plan fits a call and one was made."""
-    if not _listeners.get() or not jit.plans:
+    if not _listeners.get() or not jit.specializations:
         return
-    differences = [plan_differences(old, plan) for old in list(jit.plans.values())]
+    differences = [
+        call_differences(old, specialization) for old in list(jit.specializations.values())
+    ]
     _report(jit.__wrapped__, min(differences, key=len))
 
 
-def traced(
-    plan: Any, values: Sequence[Any], plain: Sequence[Any], named: Mapping[str, Any]
+def report_trace(
+    specialization: Any, values: Sequence[Any], plain: Sequence[Any], named: Mapping[str, Any]
 ) -> None:
     """Told that a plan's function is being traced for these values."""
     entries = [
-        (format_path(path), value) for path, value in zip(plan.leaf_paths, values, strict=True)
+        (format_path(path), value)
+        for path, value in zip(specialization.leaf_paths, values, strict=True)
     ]
-    labels = [label for _, label in plan.layout.positional]
+    labels = [label for _, label in specialization.positions.positional]
     entries += [(f".{label}", item) for label, item in zip(labels, plain, strict=True)]
     entries += [(f".{name}", item) for name, item in named.items()]
     signature = {
@@ -115,10 +118,10 @@ def traced(
         for name, value in entries
         for key, leaf in jax.tree_util.tree_leaves_with_path(value)
     }
-    earlier = plan.signatures
+    earlier = specialization.signatures
     if _listeners.get() and earlier:
         differences = [_signature_differences(old, signature) for old in earlier]
-        _report(plan.function, min(differences, key=len))
+        _report(specialization.function, min(differences, key=len))
     earlier.append(signature)
 
 
@@ -137,15 +140,12 @@ def _signature_differences(old: dict[str, str], new: dict[str, str]) -> list[str
     ]
 
 
-def plan_differences(old: Any, new: Any) -> list[str]:
-    """Describes how the calls that two plans are for differ, by path.
-
-    Args:
-        old: An earlier plan.
-        new: The plan that was made.
-    """
+def call_differences(old: Any, new: Any) -> list[str]:
+    """Describes how the calls that two plans are for differ, by path."""
     reasons = structure_differences(old.graphdef, new.graphdef, old.names, new.names)
-    static = list(static_leaf_differences(old, new, [label for _, label in new.layout.positional]))
+    static = list(
+        static_leaf_differences(old, new, [label for _, label in new.positions.positional])
+    )
     reasons += static
     if old.key[1:4] != new.key[1:4] and not static:
         reasons.append("the arguments have other containers, or objects stand elsewhere in them")
@@ -161,20 +161,17 @@ def plan_differences(old: Any, new: Any) -> list[str]:
 
 
 def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterator[str]:
-    """Yields how the static leaves of two calls differ, where their containers are the same.
-
-    Args:
-        old: Plan or arguments of the earlier call.
-        new: Plan or arguments of the later one.
-        labels: Name of each positional argument.
-    """
+    """Yields how the static leaves of two calls differ, where their containers are the same."""
     if len(old.templates) != len(new.templates):
         return
     pairs = [*zip(labels, old.templates, new.templates, strict=True)]
     before = dict(old.named)
     pairs += [(name, before.get(name), template) for name, template in new.named]
     for label, first, second in pairs:
-        if not (isinstance(first, Mixed) and isinstance(second, Mixed)) or first[:2] != second[:2]:
+        if (
+            not (isinstance(first, TreeTemplate) and isinstance(second, TreeTemplate))
+            or first[:2] != second[:2]
+        ):
             continue
         paths, earlier = leaf_paths(second.treedef), dict(first.static)
         for leaf, value in second.static:
@@ -193,14 +190,7 @@ def _exact(value: Any) -> str:
 def structure_differences(
     old: GraphDef, new: GraphDef, old_names: Sequence[Path] = (), new_names: Sequence[Path] = ()
 ) -> list[str]:
-    """Describes how two structures differ, a line per place, by path.
-
-    Args:
-        old: The earlier structure.
-        new: The later one.
-        old_names: Path of each root of the earlier one.
-        new_names: Path of each root of the later one.
-    """
+    """Describes how two structures differ, a line per place, by path."""
     if old == new:
         return []
     before, after = _by_path(old, old_names), _by_path(new, new_names)

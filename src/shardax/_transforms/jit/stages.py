@@ -21,46 +21,40 @@ from shardax._core.state.state import Origin, State
 from shardax._transforms.errors import StructureMismatchError
 from shardax._transforms.jit.error_context import explain_places, explain_values, in_user_terms
 from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
-from shardax._transforms.jit.specialization import Plan, Replan
-from shardax._transforms.lift.arguments import Arguments, put_together, root_names
+from shardax._transforms.jit.specialization import Specialization, StaleOutputShardings
+from shardax._transforms.lift.arguments import Arguments, join_argument, root_names
 from shardax._transforms.lift.engine import (
-    Captured,
-    Carried,
-    Graph,
+    InputGraph,
+    LiftedOutputs,
+    NewCaptures,
     abstract,
-    carry_in,
+    apply_effects,
     check_no_leak,
 )
 
+# What the function that JAX compiles (see ``Specialization``) calls its inputs.
 _INPUTS = "flat"
-"""What the function that JAX compiles (see ``Plan``) calls its inputs."""
 
 
 def trace_jit(jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-    """Traces a ``Jit`` for some arguments; lazy values stay lazy.
-
-    Args:
-        jit: The compiled function.
-        args: Positional arguments: Modules, arrays or ``jax.ShapeDtypeStruct``.
-        kwargs: Keyword arguments.
-    """
+    """Traces a ``Jit`` for some arguments; lazy values stay lazy."""
     while True:
-        plan, graph, arguments = jit.prepare(args, kwargs)
-        local.call = jit.entry(plan, graph)
+        specialization, graph, arguments = jit.prepare(args, kwargs)
+        local.call = jit.entry(specialization, graph)
         try:
-            full = plan.pack(abstract(graph.leaves), arguments)
+            full = specialization.pack(abstract(graph.leaves), arguments)
             return Traced(
                 jit,
-                plan,
-                plan.jitted(full).trace(*full),
-                _ArgumentView(plan, graph, arguments),
+                specialization,
+                specialization.jitted(full).trace(*full),
+                _ArgumentView(specialization, graph, arguments),
             )
-        except Captured as found:
+        except NewCaptures as found:
             jit.capture(found.objects)
-        except Replan:
-            jit.plans.pop(plan.key, None)
+        except StaleOutputShardings:
+            jit.specializations.pop(specialization.key, None)
         except Exception as error:
-            explain_places(error, plan)
+            explain_places(error, specialization)
             raise
         finally:
             local.call = None
@@ -69,9 +63,11 @@ def trace_jit(jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
 class _ArgumentView:
     """Arranges what JAX reports per flat input as the user passed the arguments."""
 
-    def __init__(self, plan: Plan, graph: Graph, arguments: Arguments) -> None:
+    def __init__(
+        self, specialization: Specialization, graph: InputGraph, arguments: Arguments
+    ) -> None:
         index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
-        self.plan = plan
+        self.specialization = specialization
         self.roots: list[tuple[dict[Path, int], dict[Path, Origin]]] = []
         for root in arguments.roots:
             flat = flatten(root)
@@ -86,66 +82,72 @@ class _ArgumentView:
         kept, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
         named: dict[str, Any] = {}
         if len(tree) > 3:
-            for position in self.plan.layout.donated:
+            for position in self.specialization.positions.donated:
                 plain[position] = tree[3][position]
             named = {**tree[4], **tree[5]}
         values = [
-            next(donated if i in self.plan.donated_leaves else kept)
-            for i in range(len(self.plan.graphdef.leaves))
+            next(donated if i in self.specialization.donated_leaves else kept)
+            for i in range(len(self.specialization.graphdef.leaves))
         ]
         states = [
             State.from_flat({path: values[i] for path, i in indices.items()}, origins)
             for indices, origins in self.roots
         ]
         args = tuple(
-            put_together(t, p, states, with_static=False)
-            for t, p in zip(self.plan.templates, plain, strict=True)
+            join_argument(t, p, states, with_static=False)
+            for t, p in zip(self.specialization.templates, plain, strict=True)
         )
         return args, {
-            name: put_together(t, named[name], states, with_static=False)
-            for name, t in self.plan.named
+            name: join_argument(t, named[name], states, with_static=False)
+            for name, t in self.specialization.named
         }
 
 
-def _result_view(plan: Plan, tree: Any) -> Any:
-    """Returns the user's result from a tree shaped like a ``Carried``.
-
-    A Module appears as the State of what the function returns of it.
-    """
-    result, written, fresh, record = tree
-    if record.result is None:
+def _result_view(specialization: Specialization, tree: Any) -> Any:
+    """Returns the user's result from a tree shaped like a ``LiftedOutputs``."""
+    # A Module appears as the State of what the function returns of it.
+    result, written, fresh, effects = tree
+    if effects.result is None:
         return result
-    objects = [*plan.graphdef.objects, *record.fresh]
-    for position, definition in record.updates.items():
+    objects = [*specialization.graphdef.objects, *effects.fresh]
+    for position, definition in effects.updates.items():
         objects[position] = definition
     values = {
-        plan.graphdef.leaves[p]: value for p, value in zip(record.written, written, strict=True)
+        specialization.graphdef.leaves[p]: value
+        for p, value in zip(effects.written, written, strict=True)
     }
     new = [
-        len(plan.graphdef.objects) + i
-        for i, item in enumerate(record.fresh)
+        len(specialization.graphdef.objects) + i
+        for i, item in enumerate(effects.fresh)
         if type(item) is VariableDef
     ]
     values.update(zip(new, fresh, strict=True))
     leaves = list(result)
-    for place, position in record.result.roots:
+    for place, position in effects.result.roots:
         paths = definition_paths(GraphDef(tuple(objects), (Ref(position),)))
         chosen = {path: i for i, path in paths.items() if i in values}
         origins = {path: Origin(objects[i].type, objects[i].metadata) for path, i in chosen.items()}
         found = State.from_flat({path: values[i] for path, i in chosen.items()}, origins)
         leaves.insert(place, found)
-    return record.result.treedef.unflatten(leaves)
+    return effects.result.treedef.unflatten(leaves)
 
 
 class _Stage:
     """What the stages share: JAX's stage, and the arrangement of arguments and results."""
 
-    def __init__(self, jit: Any, plan: Plan, stage: Any, view: _ArgumentView, record: Any) -> None:
+    def __init__(
+        self,
+        jit: Any,
+        specialization: Specialization,
+        stage: Any,
+        view: _ArgumentView,
+        effects: Any,
+    ) -> None:
         self._jit = jit
-        self._plan = plan
+        self._specialization = specialization
         self._stage = stage
         self._view = view
-        self._record = record
+        self._effects = effects
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -164,11 +166,9 @@ class _Stage:
 
     @property
     def input_paths(self) -> dict[str, Path]:
-        """Where the inputs of the program are among the arguments, by JAX's names of them.
-
-        Compiled programs call their parameters by these names (``flat[0][3]``). A path begins with
-        the position or name of the argument.
-        """
+        """Where the inputs of the program are among the arguments, by JAX's names of them."""
+        # Compiled programs call their parameters by these names (``flat[0][3]``). A path begins
+        # with the position or name of the argument.
         flat = self._stage.in_avals
         names = jax.tree.map_with_path(
             lambda path, _: f"{_INPUTS}{jax.tree_util.keystr(path[1:])}", flat
@@ -206,7 +206,7 @@ class _Stage:
         return tuple(i for i, info in enumerate(leaves) if info.donated)
 
     def _result(self, tree: Any) -> Any:
-        return _result_view(self._plan, (*tree[:3], self._record))
+        return _result_view(self._specialization, (*tree[:3], self._effects))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._jit!r}>"
@@ -222,8 +222,10 @@ class Traced(_Stage):
         ((3,), 1)
     """
 
-    def __init__(self, jit: Any, plan: Plan, stage: Any, view: _ArgumentView) -> None:
-        super().__init__(jit, plan, stage, view, stage.out_info[3])
+    def __init__(
+        self, jit: Any, specialization: Specialization, stage: Any, view: _ArgumentView
+    ) -> None:
+        super().__init__(jit, specialization, stage, view, stage.out_info[3])
 
     @property
     def out_avals(self) -> Any:
@@ -233,11 +235,7 @@ class Traced(_Stage):
     def lower(self, **options: Any) -> Lowered:
         """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
         return Lowered(
-            self._jit,
-            self._plan,
-            self._stage.lower(**options),
-            self._view,
-            self._record,
+            self._jit, self._specialization, self._stage.lower(**options), self._view, self._effects
         )
 
 
@@ -260,10 +258,10 @@ class Lowered(_Stage):
         options = {} if compiler_options is None else {"compiler_options": compiler_options}
         return Compiled(
             self._jit,
-            self._plan,
+            self._specialization,
             self._stage.compile(**options),
             self._view,
-            self._record,
+            self._effects,
         )
 
 
@@ -306,58 +304,50 @@ class Compiled(_Stage):
         return self(*args, **kwargs)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program.
-
-        Args:
-            *args: As for the function, without static arguments; objects may be others than those
-                it was compiled for.
-            **kwargs: Likewise.
-
-        Raises:
-            StructureMismatchError: If the structure of the arguments differs from what was
-                compiled; the message says where.
-        """
-        arguments = self._plan.options.take_apart(args, kwargs, self._jit.path_of)
+        """Runs the program."""
+        arguments = self._specialization.options.split_argument(args, kwargs, self._jit.path_of)
         hidden = self._jit.hidden()
         names = [(), *self._root_names(arguments), *(name for name, _ in hidden)]
         roots = [self._jit.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
-        graph = Graph(roots, names)
+        graph = InputGraph(roots, names)
         self._check(arguments, graph, names)
-        full = self._plan.pack(graph.values(), arguments)
+        full = self._specialization.pack(graph.values(), arguments)
         try:
-            carried = Carried(*self._stage(*full))
+            outputs = LiftedOutputs(*self._stage(*full))
         except Exception as error:
-            explain_values(error, self._plan, graph)
+            explain_values(error, self._specialization, graph)
             if "flat[" not in str(error):
                 raise
-            raise StructureMismatchError(in_user_terms(str(error), self._plan)) from error
-        check_no_leak(graph, carried)
-        return carry_in(graph, carried)
+            raise StructureMismatchError(in_user_terms(str(error), self._specialization)) from error
+        check_no_leak(graph, outputs)
+        return apply_effects(graph, outputs)
 
     def _root_names(self, arguments: Arguments) -> list[Path]:
-        labels = [label for _, label in self._plan.layout.positional]
+        labels = [label for _, label in self._specialization.positions.positional]
         given = len(arguments.templates)
         labels += [f"args[{i}]" for i in range(len(labels), given)]
         return root_names(labels[:given], arguments)
 
-    def _check(self, arguments: Arguments, graph: Graph, names: Sequence[Path]) -> None:
-        plan = self._plan
-        differences = structure_differences(plan.graphdef, graph.flat.graphdef, plan.names, names)
+    def _check(self, arguments: Arguments, graph: InputGraph, names: Sequence[Path]) -> None:
+        specialization = self._specialization
+        differences = structure_differences(
+            specialization.graphdef, graph.flat.graphdef, specialization.names, names
+        )
         if not differences and (arguments.templates, arguments.named) == (
-            plan.templates,
-            plan.named,
+            specialization.templates,
+            specialization.named,
         ):
             return
-        labels = [label for _, label in plan.layout.positional]
-        differences += static_leaf_differences(plan, arguments, labels)
-        if len(arguments.templates) != len(plan.templates) or len(arguments.named) != len(
-            plan.named
+        labels = [label for _, label in specialization.positions.positional]
+        differences += static_leaf_differences(specialization, arguments, labels)
+        if len(arguments.templates) != len(specialization.templates) or len(arguments.named) != len(
+            specialization.named
         ):
             expected = ", ".join(labels) or "no positional arguments"
             differences.insert(
                 0,
                 f"{len(arguments.templates)} positional arguments given, compiled for "
-                f"{len(plan.templates)} ({expected})",
+                f"{len(specialization.templates)} ({expected})",
             )
         listed = (
             "\n".join(f"  {line}" for line in differences)

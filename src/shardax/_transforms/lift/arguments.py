@@ -95,8 +95,8 @@ def parameters_of(function: Any) -> tuple[inspect.Parameter, ...] | None:
 
 _UNKNOWN: Any = object()
 
+# Parameters by function, which may close over a model: remembering them keeps nothing alive.
 _PARAMETERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Parameters by function, which may close over a model: remembering them keeps nothing alive."""
 
 
 def _find_parameters(function: Any) -> tuple[inspect.Parameter, ...] | None:
@@ -122,27 +122,20 @@ def parameter_name(function: Any, position: int) -> str:
 
 AUTO = "auto"
 
+# The values of the option ``static``; under the second Python's numbers are static, too.
 NUMBERS = "numbers"
-"""The values of the option ``static``; under the second Python's numbers are static, too."""
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.Ref)
 
 NUMBER_TYPES = frozenset({int, float, complex})
 
+# Packages whose instances (meshes, policies, loggers) are compared by identity alone. A class that
+# was made by ``exec`` without a module name says that it is of ``builtins``.
 _TAKEN_WHOLE = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - {"builtins"})
-"""Packages whose instances (meshes, policies, loggers) are compared by identity alone.
-
-A class that was made by ``exec`` without a module name says that it is of ``builtins``.
-"""
 
 
 def is_dynamic(leaf: Any, static_numbers: bool = False) -> bool:
-    """Whether a leaf is passed to the program rather than compiled into it.
-
-    Args:
-        leaf: A leaf that is no Module or Variable.
-        static_numbers: Whether Python's numbers are static.
-    """
+    """Whether a leaf is passed to the program rather than compiled into it."""
     if type(leaf) in NUMBER_TYPES:
         return not static_numbers
     if isinstance(leaf, enum.Enum):
@@ -151,16 +144,7 @@ def is_dynamic(leaf: Any, static_numbers: bool = False) -> bool:
 
 
 def static_leaf(leaf: Any, where: Callable[[], Path] = tuple) -> Static:
-    """Returns a static leaf with its argument key.
-
-    Args:
-        leaf: The leaf.
-        where: Returns the path of the leaf, beginning with the name of the argument; asked for
-            messages only.
-
-    Raises:
-        StaticArgumentError: If it is not hashable, or has attributes that are not.
-    """
+    """Returns a static leaf with its argument key."""
     try:
         return Static(leaf, argument_key(leaf))
     except TypeError as error:
@@ -175,32 +159,24 @@ def static_leaf(leaf: Any, where: Callable[[], Path] = tuple) -> Static:
 
 
 def argument_key(value: Any) -> Hashable:
-    """Returns what a static argument is compared by: type-exact, and true after an assignment.
-
-    Args:
-        value: The argument, or a leaf of it.
-
-    Raises:
-        TypeError: If it is not hashable, or an attribute of an instance that is compared by
-            identity is not.
-    """
+    """Returns what a static argument is compared by: type-exact, and true after an assignment."""
     return _key(value, ())
 
 
-def _key(value: Any, around: tuple[Any, ...]) -> Hashable:
+def _key(value: Any, outer: tuple[Any, ...]) -> Hashable:
     key = exact_key(value)
     holder = value.__self__ if isinstance(value, types.MethodType) else value
-    if not _is_open(holder) or any(holder is item for item in around):
+    if not _is_open(holder) or any(holder is item for item in outer):
         return key
-    return (key, *(_attribute(holder, name, (*around, holder)) for name in vars(holder)))
+    return (key, *(_attribute(holder, name, (*outer, holder)) for name in vars(holder)))
 
 
-def _attribute(holder: Any, name: str, around: tuple[Any, ...]) -> Hashable:
+def _attribute(holder: Any, name: str, outer: tuple[Any, ...]) -> Hashable:
     value = vars(holder)[name]
     if isinstance(value, Object):  # used without being passed, it is an input of the program
         return (name, _Same(value))
     try:
-        return (name, _key(value, around))
+        return (name, _key(value, outer))
     except TypeError as error:
         raise TypeError(
             f"it is compared by identity, so a change of its attribute {name!r}, of type "
@@ -245,21 +221,7 @@ def _shortened(value: Any) -> str:
 def resolve_arguments(
     function: Any, argnums: Any, argnames: Any, kind: str, error: type[ShardaxError]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Resolves positions and names of arguments from each other, as ``jax.jit`` does.
-
-    Args:
-        function: The user's function.
-        argnums: ``static_argnums`` or ``donate_argnums`` as given.
-        argnames: ``static_argnames`` or ``donate_argnames`` as given.
-        kind: ``"static"`` or ``"donate"``, for messages.
-        error: What to raise.
-
-    Returns:
-        (positions, names), sorted; negative positions are counted from the end.
-
-    Raises:
-        ShardaxError: Of the given class, if the function has no such argument.
-    """
+    """Resolves positions and names of arguments from each other, as ``jax.jit`` does."""
     positions, names = as_tuple(argnums), as_tuple(argnames)
     parameters = parameters_of(function)
     if parameters is None or not (positions or names):
@@ -284,20 +246,13 @@ def resolve_arguments(
                     f"{kind}_argnames has {name!r}, but {shown} has only ({', '.join(known)})."
                 )
     positions = tuple(p % count if p < 0 else p for p in positions)
-    all_positions = {
-        *positions,
-        *(positional.index(n) for n in names if n in positional),
-    }
+    all_positions = {*positions, *(positional.index(n) for n in names if n in positional)}
     all_names = {*names, *(positional[p] for p in positions if p < count)}
     return tuple(sorted(all_positions)), tuple(sorted(all_names))
 
 
 def check_static_option(static: str | None) -> None:
-    """Raises if the option ``static`` has a value that it does not take.
-
-    Raises:
-        StaticArgumentError: Saying which it takes.
-    """
+    """Raises if the option ``static`` has a value that it does not take."""
     if static not in (None, AUTO, NUMBERS):
         raise StaticArgumentError(
             f"static={static!r}: the option takes 'auto', which makes everything static that is no "
@@ -314,48 +269,31 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def static_argument(value: Any, function: Any, place: int | str) -> Static:
-    """Returns a static argument by its exact key.
-
-    Args:
-        value: What was passed.
-        function: The user's function, for messages.
-        place: Position or name of the argument.
-
-    Raises:
-        StaticArgumentError: If the value is a Module or not hashable.
-    """
+    """Returns a static argument by its exact key."""
     label = parameter_name(function, place) if isinstance(place, int) else place
     if isinstance(value, Object):
         raise StaticArgumentError(
             f"The argument {label!r} is static, but a {type(value).__name__} was passed: its "
-            f"values would be frozen into the program and "
-            f"changes missed. Pass it as an ordinary argument: a Module's configuration is static "
-            f"by itself."
+            f"values would be frozen into the program and changes missed. Pass it as an ordinary "
+            f"argument: a Module's configuration is static by itself."
         )
     try:
         return Static(value, argument_key(value))
     except TypeError as error:
         raise StaticArgumentError(
             f"The static argument {label!r} of {getattr(function, '__name__', function)} is "
-            f"{value!r} of type {type(value).__name__}, which is "
-            f"not hashable ({error}). Pass arrays as ordinary arguments; use tuples instead of "
-            f"lists, frozen dataclasses instead of dicts, and an sx.Module for what holds arrays "
-            f"or changes."
+            f"{value!r} of type {type(value).__name__}, which is not hashable ({error}). Pass "
+            f"arrays as ordinary arguments; use tuples instead of lists, frozen dataclasses "
+            f"instead of dicts, and an sx.Module for what holds arrays or changes."
         ) from error
 
 
-class Signature(NamedTuple):
-    """A call, sorted into what is passed and what identifies it.
+class SeparatedCall(NamedTuple):
+    """A call, sorted into what is passed and what identifies it."""
 
-    Attributes:
-        args: Positional arguments that are not static.
-        kwargs: Keyword arguments that are not static.
-        static: (position or name, value) of each static argument.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    static: tuple[tuple[Any, Static], ...]
+    args: tuple[Any, ...]  # positional arguments that are not static
+    kwargs: dict[str, Any]  # keyword arguments that are not static
+    static: tuple[tuple[Any, Static], ...]  # (position or name, value) of each static argument
 
 
 def separate_static(
@@ -364,19 +302,8 @@ def separate_static(
     names: Sequence[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Signature:
-    """Sorts the arguments of a call.
-
-    Args:
-        function: The user's function, for messages.
-        positions: Which positions are static.
-        names: Which names are static.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-
-    Raises:
-        StaticArgumentError: If a static one is a Module or not hashable.
-    """
+) -> SeparatedCall:
+    """Sorts the arguments of a call."""
     static: list[tuple[Any, Static]] = [
         (i, static_argument(args[i], function, i)) for i in positions if i < len(args)
     ]
@@ -385,17 +312,13 @@ def separate_static(
     ]
     dynamic = tuple(arg for i, arg in enumerate(args) if i not in positions)
     named = {name: arg for name, arg in kwargs.items() if name not in names}
-    return Signature(dynamic, named, tuple(static))
+    return SeparatedCall(dynamic, named, tuple(static))
 
 
 def check_static(
     function: Any, static: set[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises if a static argument is a Module or not hashable.
-
-    Raises:
-        StaticArgumentError: Naming the argument.
-    """
+    """Raises if a static argument is a Module or not hashable."""
     for key in static:
         if isinstance(key, int) and -len(args) <= key < len(args):
             static_argument(args[key], function, key)
@@ -403,66 +326,48 @@ def check_static(
             static_argument(kwargs[key], function, key)
 
 
-class Root(NamedTuple):
+class RootTemplate(NamedTuple):
     """Template of an argument that is an object: its position among the roots."""
 
     position: int
 
 
-class Mixed(NamedTuple):
-    """Template of a pytree argument with objects or static values inside.
+class TreeTemplate(NamedTuple):
+    """Template of a pytree argument with objects or static values inside."""
 
-    Attributes:
-        treedef: Its structure, with objects as leaves.
-        roots: (position among the leaves, position among the roots) of each object.
-        static: (position among the leaves, value) of each static leaf.
-    """
-
-    treedef: Any
+    treedef: Any  # its structure, with objects as leaves
+    # (position among the leaves, position among the roots) of each object.
     roots: tuple[tuple[int, int], ...]
+    # (position among the leaves, value) of each static leaf.
     static: tuple[tuple[int, Static], ...] = ()
 
 
-class Plain(NamedTuple):
+class PlainTemplate(NamedTuple):
     """Template of an argument without objects; JAX flattens it."""
 
 
-PLAIN = Plain()
+PLAIN_TEMPLATE = PlainTemplate()
 
 
-class Fixed(NamedTuple):
+class StaticTemplate(NamedTuple):
     """Template of an argument that is static: its value."""
 
     value: Any
 
 
-def take_apart(
+def split_argument(
     value: Any,
     roots: list[Any],
     auto_static: bool = False,
     static_numbers: bool = False,
     label: Callable[[], Path] = tuple,
 ) -> tuple[Any, Any]:
-    """Splits one argument.
-
-    Args:
-        value: The argument.
-        roots: Collects the objects.
-        auto_static: Whether leaves that are neither arrays nor objects are static.
-        static_numbers: Whether Python's numbers are static, too.
-        label: Returns the path of the argument, for messages.
-
-    Returns:
-        (template, plain part): the plain part is a pytree without objects.
-
-    Raises:
-        StaticArgumentError: If a leaf would be static but is not hashable.
-    """
+    """Splits one argument."""
     if isinstance(value, Object):
         roots.append(value)
-        return Root(len(roots) - 1), None
+        return RootTemplate(len(roots) - 1), None
     if not auto_static and not has_objects(value):
-        return PLAIN, value
+        return PLAIN_TEMPLATE, value
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_object)
 
     def path_of(position: int) -> Path:
@@ -478,8 +383,8 @@ def take_apart(
         else:
             plain.append(leaf)
     if not places and not static:
-        return PLAIN, value
-    return Mixed(treedef, tuple(places), tuple(static)), plain
+        return PLAIN_TEMPLATE, value
+    return TreeTemplate(treedef, tuple(places), tuple(static)), plain
 
 
 @functools.lru_cache(maxsize=512)
@@ -490,13 +395,13 @@ def leaf_paths(treedef: Any) -> Sequence[Path]:
     return [tuple(path_step(key) for key in keys) for keys, _ in pairs]
 
 
-def put_together(template: Any, plain: Any, roots: Sequence[Any], with_static: bool = True) -> Any:
-    """The inverse of ``take_apart``, with other roots; static leaves are left out on request."""
-    if type(template) is Plain:
+def join_argument(template: Any, plain: Any, roots: Sequence[Any], with_static: bool = True) -> Any:
+    """The inverse of ``split_argument``, with other roots; static leaves are left out on request."""
+    if type(template) is PlainTemplate:
         return plain
-    if type(template) is Root:
+    if type(template) is RootTemplate:
         return roots[template.position]
-    if type(template) is Fixed:
+    if type(template) is StaticTemplate:
         return template.value
     places = [(position, roots[root]) for position, root in template.roots]
     places += [(place, item.value if with_static else None) for place, item in template.static]
@@ -507,23 +412,7 @@ def put_together(template: Any, plain: Any, roots: Sequence[Any], with_static: b
 
 
 class Arguments:
-    """The arguments of one lifted call, taken apart.
-
-    Args:
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        auto_static: Whether leaves that are neither arrays nor objects are static.
-        static: Positions and names of arguments that are static as a whole.
-        static_numbers: Whether Python's numbers are static, too.
-        label: Returns the path of the argument of a position or name, for messages.
-
-    Attributes:
-        templates: One per positional argument.
-        named: (name, template) pairs, sorted by name.
-        plain: The plain parts of the positional arguments.
-        plain_named: The plain parts of the keyword arguments.
-        roots: The objects found, in order.
-    """
+    """The arguments of one lifted call, taken apart."""
 
     __slots__ = ("named", "plain", "plain_named", "roots", "templates")
 
@@ -536,19 +425,22 @@ class Arguments:
         static_numbers: bool = False,
         label: Callable[[int | str], Path] = lambda _: (),
     ) -> None:
-        self.roots: list[Any] = []
+        self.roots: list[Any] = []  # the objects found, in order
 
         def apart(key: int | str, value: Any) -> tuple[Any, Any]:
             if key in static:
-                return Fixed(value), None
+                return StaticTemplate(value), None
             where = functools.partial(label, key)
-            return take_apart(value, self.roots, auto_static, static_numbers, where)
+            return split_argument(value, self.roots, auto_static, static_numbers, where)
 
         pairs = [apart(position, arg) for position, arg in enumerate(args)]
-        self.templates = tuple(template for template, _ in pairs)
+        self.templates = tuple(template for template, _ in pairs)  # one per positional argument
+        # The plain parts of the positional arguments.
         self.plain = tuple(plain for _, plain in pairs)
         named = [(name, *apart(name, kwargs[name])) for name in sorted(kwargs)]
+        # (name, template) pairs, sorted by name.
         self.named = tuple((name, template) for name, template, _ in named)
+        # The plain parts of the keyword arguments.
         self.plain_named = {name: plain for name, _, plain in named}
 
     def plain_leaves(self) -> tuple[list[Any], Any]:
@@ -563,8 +455,8 @@ class Arguments:
         self, plain: Sequence[Any], plain_named: Mapping[str, Any], roots: Sequence[Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Puts arguments together from plain parts and roots (a transform's copies, usually)."""
-        args = [put_together(t, p, roots) for t, p in zip(self.templates, plain, strict=True)]
-        kwargs = {name: put_together(t, plain_named[name], roots) for name, t in self.named}
+        args = [join_argument(t, p, roots) for t, p in zip(self.templates, plain, strict=True)]
+        kwargs = {name: join_argument(t, plain_named[name], roots) for name, t in self.named}
         return args, kwargs
 
 
@@ -573,7 +465,7 @@ def as_root(root: Any) -> Any:
     if isinstance(root, (Object, Wrapper)) or not callable(root):
         return root
     if not isinstance(root, functools.partial):
-        return root if _is_hashable(root) else _Held(root)
+        return root if _is_hashable(root) else _ByIdentity(root)
     function = as_root(root.func)
     parts = (*root.args, *root.keywords.values())
     if function is root.func and all(_is_comparable(part) for part in parts):
@@ -582,7 +474,9 @@ def as_root(root: Any) -> Any:
     objects = [leaf for leaf in leaves if is_object(leaf)]
     others = [None if is_object(leaf) else leaf for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if is_object(leaf)]
-    return functools.partial(_HeldPartial(root, treedef, others, places), function, tuple(objects))
+    return functools.partial(
+        _PartialByIdentity(root, treedef, others, places), function, tuple(objects)
+    )
 
 
 def _is_comparable(part: Any) -> bool:
@@ -602,7 +496,7 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-class _Held:
+class _ByIdentity:
     """A callable that is compared by identity."""
 
     def __init__(self, held: Any) -> None:
@@ -618,15 +512,11 @@ class _Held:
         return self.held(*args, **kwargs)
 
 
-class _HeldPartial(_Held):
+class _PartialByIdentity(_ByIdentity):
     """A partial without its function and its objects, which it is called with."""
 
     def __init__(
-        self,
-        held: Any,
-        treedef: Any,
-        others: Sequence[Any],
-        places: Sequence[int],
+        self, held: Any, treedef: Any, others: Sequence[Any], places: Sequence[int]
     ) -> None:
         super().__init__(held)
         self.treedef = treedef
@@ -645,28 +535,23 @@ class _HeldPartial(_Held):
 
 def template_roots(template: Any) -> list[int]:
     """Returns the positions among the roots that an argument's template uses."""
-    if isinstance(template, Root):
+    if isinstance(template, RootTemplate):
         return [template.position]
-    return [root for _, root in template.roots] if isinstance(template, Mixed) else []
+    return [root for _, root in template.roots] if isinstance(template, TreeTemplate) else []
 
 
 def root_places(label: str, template: Any) -> list[tuple[int, Path]]:
     """Returns (position among the roots, path) of each object of an argument."""
-    if isinstance(template, Root):
+    if isinstance(template, RootTemplate):
         return [(template.position, (label,))]
-    if not isinstance(template, Mixed):
+    if not isinstance(template, TreeTemplate):
         return []
     paths = leaf_paths(template.treedef)
     return [(root, (label, *paths[leaf])) for leaf, root in template.roots]
 
 
 def root_names(labels: Iterable[str], arguments: Arguments) -> list[Path]:
-    """Returns the path of each root.
-
-    Args:
-        labels: Name of the parameter of each positional argument.
-        arguments: The arguments.
-    """
+    """Returns the path of each root."""
     names: list[Path] = [()] * len(arguments.roots)
     for label, template in [*zip(labels, arguments.templates, strict=True), *arguments.named]:
         for root, path in root_places(label, template):
@@ -674,7 +559,7 @@ def root_names(labels: Iterable[str], arguments: Arguments) -> list[Path]:
     return names
 
 
-def plain_paths(template: Mixed) -> list[Path]:
+def plain_paths(template: TreeTemplate) -> list[Path]:
     """Returns the paths of the arrays that stand beside the objects of an argument."""
     others = {leaf for leaf, _ in (*template.roots, *template.static)}
     paths = leaf_paths(template.treedef)

@@ -36,43 +36,31 @@ from typing import Any, NamedTuple
 
 from shardax._core.object import Object
 
+# How many calls deep to look for sources in helper functions.
 _MAX_DEPTH = 4
-"""How many calls deep to look for sources in helper functions."""
 
+# Largest holder that is looked into, unless one of its first so many items is an object.
 _MAX_ITEMS = 64
-"""Largest holder that is looked into, unless one of its first so many items is an object."""
 
+# How many holders (containers, instances of user classes) deep to look for objects.
 _MAX_HOLDERS = 3
-"""How many holders (containers, instances of user classes) deep to look for objects."""
 
 
-class Source(NamedTuple):
-    """A place that held an object when it was found.
+class ClosureSource(NamedTuple):
+    """A place that held an object when it was found."""
 
-    Attributes:
-        name: The variable's name, for messages and paths.
-        read: Returns what the place holds now (None if it is empty).
-    """
-
-    name: str
-    read: Callable[[], Any]
+    name: str  # the variable's name, for messages and paths
+    read: Callable[[], Any]  # returns what the place holds now (None if it is empty)
 
 
-def find_sources(function: Any) -> list[Source]:
-    """Finds the places from which a function, or a helper it calls, takes Modules and Variables.
-
-    Args:
-        function: A function, bound method, partial, or wrapper with ``__wrapped__``.
-
-    Returns:
-        One source per place, in order of discovery.
-    """
-    found: dict[Any, Source] = {}
+def find_sources(function: Any) -> list[ClosureSource]:
+    """Finds the places from which a function, or a helper it calls, takes Modules and Variables."""
+    found: dict[Any, ClosureSource] = {}
     _search(function, 0, set(), found)
     return list(found.values())
 
 
-def _search(value: Any, depth: int, seen: set[int], found: dict[Any, Source]) -> None:
+def _search(value: Any, depth: int, seen: set[int], found: dict[Any, ClosureSource]) -> None:
     if depth > _MAX_DEPTH or id(value) in seen:
         return
     seen.add(id(value))
@@ -96,18 +84,18 @@ def _search(value: Any, depth: int, seen: set[int], found: dict[Any, Source]) ->
         _search(type(value).__call__, depth, seen, found)
 
 
-def _add_holder(holder: Any, found: dict[Any, Source]) -> None:
+def _add_holder(holder: Any, found: dict[Any, ClosureSource]) -> None:
     if any(True for _ in objects_in(holder)):
-        found.setdefault(id(holder), Source("self", lambda: holder))
+        found.setdefault(id(holder), ClosureSource("self", lambda: holder))
 
 
-def _places(function: types.FunctionType) -> Iterator[tuple[Any, Source]]:
+def _places(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield id(cell), Source(name, functools.partial(_read_cell, cell))
+        yield id(cell), ClosureSource(name, functools.partial(_read_cell, cell))
     scope = function.__globals__
     for name in _global_names(function.__code__):
         if name in scope:
-            yield (id(scope), name), Source(name, functools.partial(scope.get, name))
+            yield (id(scope), name), ClosureSource(name, functools.partial(scope.get, name))
 
 
 def _read_cell(cell: types.CellType) -> Any:
@@ -131,13 +119,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def objects_in(value: Any, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
-    """Yields the objects that a source holds.
-
-    Args:
-        value: What the source holds: an object, a method of one, or a *holder*, that is a small
-            list, tuple or dict, or an instance of a user's class with objects in its attributes.
-        depth: How many holders deep to look.
-    """
+    """Yields the objects that a source holds."""
     if isinstance(value, Object):
         yield value
         return

@@ -5,11 +5,11 @@ Every lifted call has the same four steps.
 
 1. *Take apart* (``arguments``): the arguments are split into *roots* (the objects in them) and
    *plain* values, with a hashable *template* that says how to put them together again. The roots
-   are flattened together (``Graph``), so sharing between arguments counts.
+   are flattened together (``InputGraph``), so sharing between arguments counts.
 2. *Bind* (``bind``): inside the transform, the graph is rebuilt as a private copy whose Variables
    hold the transform's tracers, owned by a frame.
 3. *Run* the user's function on the copy.
-4. *Carry back* (``carry_out`` inside, ``carry_in`` outside): a ``Record`` says what the function
+4. *Carry back* (``record_effects`` inside, ``apply_effects`` outside): a ``Effects`` says what the function
    did besides returning arrays: which Variables it wrote, how the structure of the given objects
    changed, which objects are new, and where objects stand in the result.
 
@@ -19,12 +19,12 @@ Calls: the arguments of one lifted call, and one run of a function on them.
 
 A *call* takes its arguments apart once. Each *run* of one of its functions happens inside a
 transform, in a frame of its own, and ends with a transform's own rule for what leaves (``leave``),
-which is given an ``Inside``: everything that is known while the frame is open.
+which is given an ``RunContext``: everything that is known while the frame is open.
 
 A Variable that a function uses without being given it is *captured*. Reads see the value of the
 calling frame. For writes a transform has one of three rules:
 
-- hand the value back beside the result (``Inside.captured``): ``grad``, ``remat``;
+- hand the value back beside the result (``RunContext.captured``): ``grad``, ``remat``;
 - make it an input and run again (``retry_captured``): loops and branches, which must know their
   inputs before they run;
 - refuse, where the write has no meaning (``SealedFrame``): ``vmap``, ``shard_map``.
@@ -83,7 +83,7 @@ from shardax._core.variable import Variable
 from shardax._transforms.errors import ArgumentError, ClosureError, OutputError
 from shardax._transforms.lift.arguments import (
     Arguments,
-    Mixed,
+    TreeTemplate,
     argument_path,
     as_root,
     leaf_paths,
@@ -94,22 +94,18 @@ from shardax._transforms.lift.arguments import (
 from shardax._transforms.lift.closures import find_sources, objects_in
 
 
-class Graph:
-    """The roots of one lifted call, flattened together, as seen from the calling frame.
-
-    Attributes:
-        roots: The callable, if it is bound to objects, and all objects in the arguments.
-        flat: Their joint flattening.
-        leaves: The Variables that stand for ``flat.leaves`` in the calling frame; what is read and
-            written.
-    """
+class InputGraph:
+    """The roots of one lifted call, flattened together, as seen from the calling frame."""
 
     __slots__ = ("flat", "leaves", "roots")
 
     def __init__(self, roots: Sequence[Any], names: Sequence[Path] | None = None) -> None:
+        # The callable, if it is bound to objects, and all objects in the arguments.
         self.roots = [as_root(root) for root in roots]
-        self.flat = flatten_roots(self.roots, names)
+        self.flat = flatten_roots(self.roots, names)  # their joint flattening
         frame = local.frame
+        # The Variables that stand for ``flat.leaves`` in the calling frame; what is read and
+        # written.
         self.leaves = (
             self.flat.leaves
             if frame is None
@@ -117,11 +113,7 @@ class Graph:
         )
 
     def values(self) -> list[Any]:
-        """Reads all values, materialising lazy ones.
-
-        Raises:
-            AbstractValueError: If Variables hold only shapes; all are named.
-        """
+        """Reads all values, materialising lazy ones."""
         values = read(self.leaves)
         absent = [
             format_path(path)
@@ -164,18 +156,7 @@ def bind(
     originals: Sequence[Any],
     leaves: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Rebuilds the graph inside a transform; the frame learns which copy stands for what.
-
-    Args:
-        frame: The frame of this run.
-        graphdef: Structure of the roots.
-        values: One value (of tracers) per Variable.
-        originals: The caller's objects in the order of ``graphdef.objects``.
-        leaves: The Variables that stand for the caller's in the calling frame.
-
-    Returns:
-        (roots, objects) of the copy.
-    """
+    """Rebuilds the graph inside a transform; the frame learns which copy stands for what."""
     roots, copies = build(graphdef, values, frame)
     for original, copy in zip(originals, copies, strict=True):
         frame.copies[id(original)] = (original, copy)
@@ -186,21 +167,10 @@ def bind(
     return roots, copies
 
 
-class Record:
-    """What a function did besides returning arrays.
+class Effects:
+    """What a function did besides returning arrays."""
 
-    A pytree without leaves, so that it can leave a compiled function.
-
-    Attributes:
-        written: Positions, among the graph's Variables, of those whose values changed.
-        updates: New definitions of given objects whose structure changed, by position in the graph.
-        fresh: Definitions of new objects; their positions follow the given ones.
-        result: None if the result holds no objects; else its template.
-        foreign: Objects from outside that the function put into its result or arguments, by
-            position.
-        fresh_ids: ``id`` of each new Variable's stand-in while the trace lasts.
-        shardings: Declared shardings of (result, written, fresh), set by transforms that have such.
-    """
+    # A pytree without leaves, so that it can leave a compiled function.
 
     __slots__ = ("foreign", "fresh", "fresh_ids", "result", "shardings", "updates", "written")
 
@@ -212,16 +182,21 @@ class Record:
         result: Any,
         foreign: dict[int, Any],
     ) -> None:
+        # Positions, among the graph's Variables, of those whose values changed.
         self.written = written
+        # New definitions of given objects whose structure changed, by position in the graph.
         self.updates = updates
-        self.fresh = fresh
-        self.result = result
+        self.fresh = fresh  # definitions of new objects; their positions follow the given ones
+        self.result = result  # none if the result holds no objects; else its template
+        # Objects from outside that the function put into its result or arguments, by position.
         self.foreign = foreign
+        # ``id`` of each new Variable's stand-in while the trace lasts.
         self.fresh_ids: tuple[int, ...] = ()
+        # Declared shardings of (result, written, fresh), set by transforms that have such.
         self.shardings: Any = (None, None, None)
 
     @property
-    def layout(self) -> Any:
+    def tree_key(self) -> Any:
         """What determines the tree of arrays that leaves."""
         return self.written, len(self.fresh_ids), self.result
 
@@ -231,39 +206,29 @@ class Record:
         return self.result is None and not self.updates
 
 
-jax.tree_util.register_pytree_node(Record, lambda record: ((), record), lambda record, _: record)
+jax.tree_util.register_pytree_node(
+    Effects, lambda effects: ((), effects), lambda effects, _: effects
+)
 
 
-class Carried(NamedTuple):
+class LiftedOutputs(NamedTuple):
     """What leaves the pure function."""
 
     result: Any
     written: list[Any]
     fresh: list[Any]
-    record: Record
+    effects: Effects
 
 
-def carry_out(
+def record_effects(
     frame: Frame,
     graphdef: GraphDef,
     copies: Sequence[Any],
     bound: Sequence[Any],
     result: Any,
     emit: frozenset[int] = frozenset(),
-) -> Carried:
-    """Records, inside the transform, what the user's function did.
-
-    Args:
-        frame: The frame of this run.
-        graphdef: The structure that was bound.
-        copies: The objects of the copy, in graph order.
-        bound: The values that were bound, to see which changed.
-        result: What the user's function returned.
-        emit: Positions of Variables to hand back even if they were not written.
-
-    Raises:
-        OutputError: If a captured object cannot leave.
-    """
+) -> LiftedOutputs:
+    """Records, inside the transform, what the user's function did."""
     walk = _continue_walk(frame, copies)
     for position, copy in enumerate(copies):
         walk.definitions[position] = copy._describe(lambda child, key: walk.encode(child, ()))
@@ -272,7 +237,7 @@ def carry_out(
     places = tuple(
         (i, walk.visit(leaf, ())) for i, leaf in enumerate(leaves) if isinstance(leaf, Object)
     )
-    template = Mixed(treedef, places) if places else None
+    template = TreeTemplate(treedef, places) if places else None
     for item in walk.objects[len(copies) :]:
         if isinstance(item, Variable) and item._parent is not None:
             raise OutputError(
@@ -299,10 +264,10 @@ def carry_out(
         if position in emit or not same_value(before, after):
             written.append(position)
             values.append(copies[index].value)
-    record = Record(tuple(written), updates, tuple(walk.definitions[count:]), template, foreign)
-    record.fresh_ids = tuple(map(id, made))
+    effects = Effects(tuple(written), updates, tuple(walk.definitions[count:]), template, foreign)
+    effects.fresh_ids = tuple(map(id, made))
     arrays = [leaf for leaf in leaves if not isinstance(leaf, Object)] if places else result
-    return Carried(arrays, values, fresh, record)
+    return LiftedOutputs(arrays, values, fresh, effects)
 
 
 def _continue_walk(frame: Frame, copies: Sequence[Any]) -> Walk:
@@ -331,74 +296,62 @@ def same_value(before: Any, after: Any) -> bool:
     return old_tree == new_tree and all(a is b for a, b in zip(old, new, strict=True))
 
 
-def carry_in(graph: Graph, carried: Carried) -> Any:
-    """Applies, outside the transform, what the function did; returns its result.
-
-    Given objects that come back are the caller's own objects. Nothing is changed if something about
-    it is refused.
-
-    Args:
-        graph: The caller's objects.
-        carried: What left the transform, with arrays in place of tracers.
-    """
-    record = carried.record
-    if record.simple:
-        for position, value in zip(record.written, carried.written, strict=True):
+def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
+    """Applies, outside the transform, what the function did; returns its result."""
+    # Given objects that come back are the caller's own objects. Nothing is changed if something
+    # about it is refused.
+    effects = outputs.effects
+    if effects.simple:
+        for position, value in zip(effects.written, outputs.written, strict=True):
             graph.leaves[position]._value = value
-        return carried.result
+        return outputs.result
     objects = graph.objects()
-    for position in record.updates:
+    for position in effects.updates:
         item = objects[position]
         if isinstance(item, Variable):
             resolve(item, local.frame)._check_metadata_write(f"metadata of a {type(item).__name__}")
         else:
             check_structural_write(item, f"a {type(item).__name__}")
-    _add_fresh(objects, record, carried.fresh)
-    for position, value in zip(record.written, carried.written, strict=True):
+    _add_fresh(objects, effects, outputs.fresh)
+    for position, value in zip(effects.written, outputs.written, strict=True):
         graph.leaves[position]._value = value
     decode = Decoder(objects)
-    for position, definition in record.updates.items():
+    for position, definition in effects.updates.items():
         if type(definition) is VariableDef:
             resolve(objects[position], local.frame)._metadata = definition.metadata
         else:
             objects[position]._fill(definition, decode)
-    if record.updates:
+    if effects.updates:
         epoch.advance()
-    if record.result is None:
-        return carried.result
-    leaves = list(carried.result)
-    for place, position in record.result.roots:
+    if effects.result is None:
+        return outputs.result
+    leaves = list(outputs.result)
+    for place, position in effects.result.roots:
         leaves.insert(place, unboxed(objects[position]))
-    return record.result.treedef.unflatten(leaves)
+    return effects.result.treedef.unflatten(leaves)
 
 
-def _add_fresh(objects: list[Any], record: Record, values: Sequence[Any]) -> None:
+def _add_fresh(objects: list[Any], effects: Effects, values: Sequence[Any]) -> None:
     """Makes the new objects, owned by the calling frame, and appends them in graph order."""
     count, owner = len(objects), local.frame
     remaining = iter(values)
-    for offset, definition in enumerate(record.fresh):
-        if count + offset in record.foreign:
-            objects.append(record.foreign[count + offset])
+    for offset, definition in enumerate(effects.fresh):
+        if count + offset in effects.foreign:
+            objects.append(effects.foreign[count + offset])
         elif type(definition) is VariableDef:
             objects.append(definition.type._make(next(remaining), definition.metadata, owner))
         else:
             objects.append(definition.type._allocate(owner, None))
     decode = Decoder(objects)
-    for offset, definition in enumerate(record.fresh):
-        if count + offset not in record.foreign and type(definition) is not VariableDef:
+    for offset, definition in enumerate(effects.fresh):
+        if count + offset not in effects.foreign and type(definition) is not VariableDef:
             objects[count + offset]._fill(definition, decode)
 
 
-def check_no_leak(graph: Graph, carried: Carried) -> None:
-    """Raises if a transform around this call would lose what was written, or leak tracers.
-
-    Raises:
-        TraceLeakError: Naming the Variable that was about to be written.
-        ForeignMutationError: If it was not passed to a transform around that cannot carry it back.
-        ReadOnlyCopyError: If it is a copy inside a plain JAX transform.
-    """
+def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
+    """Raises if a transform around this call would lose what was written, or leak tracers."""
     here = _jax.trace_state()
-    for position, value in zip(carried.record.written, carried.written, strict=True):
+    for position, value in zip(outputs.effects.written, outputs.written, strict=True):
         variable = graph.leaves[position]
         path = format_path(graph.flat.leaf_paths[position])
         check_unlocked(variable, f"to the {type(variable).__name__} at {path}")
@@ -415,11 +368,7 @@ def check_no_leak(graph: Graph, carried: Carried) -> None:
 
 
 def check_result(result: Any, name: str) -> None:
-    """Raises if a function returned something that is neither arrays nor objects.
-
-    Raises:
-        OutputError: Naming the place in the result.
-    """
+    """Raises if a function returned something that is neither arrays nor objects."""
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
         if (
             isinstance(leaf, Object)
@@ -435,7 +384,7 @@ def check_result(result: Any, name: str) -> None:
         )
 
 
-class Captured(Exception):
+class NewCaptures(Exception):
     """Stops a trace that used objects nobody passed in; it runs again with them as inputs."""
 
     def __init__(self, objects: Sequence[Any]) -> None:
@@ -448,28 +397,8 @@ def wraps(function: Callable[..., Any]) -> Callable[[Any], Any]:
     return functools.wraps(function, updated=())
 
 
-class Call:
-    """The arguments of one lifted call, and the functions that may run on them.
-
-    Args:
-        name: The transform's name, for messages.
-        functions: The user's functions; all take the same arguments.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        make_frame: Makes the frame of a run from the transform's name.
-        captured: Variables that the functions use without being given them, as inputs.
-        static: Positions and names of arguments that are passed on as they are.
-        auto_static: Whether leaves that are neither arrays nor objects are passed on so.
-        static_numbers: Whether Python's numbers are, too.
-
-    Attributes:
-        arguments: The arguments taken apart.
-        labels: The parameter name of each positional argument.
-        graph: Functions, objects in the arguments, and captured Variables, flattened together.
-        graphdef: Their structure.
-        names: The path of each of these roots.
-        enter: Given arguments, returns them as the function shall see them.
-    """
+class LiftedCall:
+    """The arguments of one lifted call, and the functions that may run on them."""
 
     def __init__(
         self,
@@ -486,6 +415,7 @@ class Call:
         self.name = name
         self.functions = tuple(functions)
         self.make_frame = make_frame
+        # The arguments taken apart.
         self.arguments = Arguments(
             args,
             kwargs,
@@ -496,14 +426,18 @@ class Call:
         )
         self.captured_count = len(captured)
         count = len(self.arguments.templates)
+        # The parameter name of each positional argument.
         self.labels = [parameter_name(functions[0], i) for i in range(count)]
+        # The path of each of these roots.
         self.names: list[Path] = [
             *([()] * len(functions)),
             *root_names(self.labels, self.arguments),
             *(path_of(functions, variable) for variable in captured),
         ]
-        self.graph = Graph([*functions, *self.arguments.roots, *captured], self.names)
-        self.graphdef = self.graph.flat.graphdef
+        # Functions, objects in the arguments, and captured Variables, flattened together.
+        self.graph = InputGraph([*functions, *self.arguments.roots, *captured], self.names)
+        self.graphdef = self.graph.flat.graphdef  # their structure
+        # Given arguments, returns them as the function shall see them.
         self.enter: Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
         self.enter = lambda args, kwargs: (args, kwargs)
         self._late: list[tuple[weakref.ref[Any], int]] | None = None
@@ -513,23 +447,11 @@ class Call:
         values: Sequence[Any],
         plain: Sequence[Any],
         plain_named: Mapping[str, Any],
-        leave: Callable[[Inside], Any],
+        leave: Callable[[RunContext], Any],
         which: int = 0,
         graphdef: GraphDef | None = None,
     ) -> Any:
-        """Runs a function inside the transform.
-
-        Args:
-            values: One value per Variable of the graph.
-            plain: Plain parts of the positional arguments.
-            plain_named: Plain parts of the keyword arguments.
-            leave: Called while the frame is open; returns what leaves the transform.
-            which: Which of the functions.
-            graphdef: Structure to bind, if it differs from the caller's in metadata.
-
-        Returns:
-            What ``leave`` returned.
-        """
+        """Runs a function inside the transform."""
         graphdef = graphdef or self.graphdef
         with self.make_frame(self.name) as frame:
             roots, copies = self._bind(frame, graphdef, values)
@@ -543,7 +465,7 @@ class Call:
             args, kwargs = self.enter(args, kwargs)
             result = roots[which](*args, **kwargs)
             args, kwargs = self.arguments.restore(kept, kept_named, given)
-            return leave(Inside(self, frame, graphdef, copies, values, args, kwargs, result))
+            return leave(RunContext(self, frame, graphdef, copies, values, args, kwargs, result))
 
     def _bind(
         self, frame: Frame, graphdef: GraphDef, values: Sequence[Any]
@@ -558,35 +480,19 @@ class Call:
         return roots, copies
 
     def release(self, known: Iterable[tuple[Any, int]]) -> None:
-        """Lets go of the caller's objects and arrays; later runs happen when the call is over.
-
-        Args:
-            known: What those runs shall know: objects with the position, in the structure, of what
-                stands for them (``Inside.known``).
-        """
+        """Lets go of the caller's objects and arrays; later runs happen when the call is over."""
         self._late = [(weakref.ref(original), position) for original, position in known]
         self.arguments.release()
         self.make_frame = LateFrame
         del self.graph
 
 
-class Inside:
-    """What is known while the frame of a run is open.
-
-    Attributes:
-        call: The call.
-        frame: The frame.
-        copies: The objects of the private copy, in the order of ``graphdef.objects``.
-        args: The positional arguments, with copies for objects; plain containers are as they came,
-            though the function may have changed those that it was given.
-        kwargs: The keyword arguments, likewise.
-        result: What the user's function returned.
-        bound: The values that were bound, one per Variable.
-    """
+class RunContext:
+    """What is known while the frame of a run is open."""
 
     def __init__(
         self,
-        call: Call,
+        call: LiftedCall,
         frame: Frame,
         graphdef: GraphDef,
         copies: Sequence[Any],
@@ -595,18 +501,21 @@ class Inside:
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
-        self.call = call
-        self.frame = frame
+        self.call = call  # the call
+        self.frame = frame  # the frame
         self.graphdef = graphdef
+        # The objects of the private copy, in the order of ``graphdef.objects``.
         self.copies = copies
-        self.bound = bound
+        self.bound = bound  # the values that were bound, one per Variable
+        # The positional arguments, with copies for objects; plain containers are as they came,
+        # though the function may have changed those that it was given.
         self.args = args
-        self.kwargs = kwargs
-        self.result = result
+        self.kwargs = kwargs  # the keyword arguments, likewise
+        self.result = result  # what the user's function returned
 
-    def carry_out(self, rest: Any, emit: frozenset[int] = frozenset()) -> Carried:
+    def record_effects(self, rest: Any, emit: frozenset[int] = frozenset()) -> LiftedOutputs:
         """Records what the function did; ``rest`` is the part of the result that leaves with it."""
-        return carry_out(self.frame, self.graphdef, self.copies, self.bound, rest, emit)
+        return record_effects(self.frame, self.graphdef, self.copies, self.bound, rest, emit)
 
     def known(self) -> list[tuple[Any, int]]:
         """Returns every object that something stands for here, with the position of that."""
@@ -633,23 +542,19 @@ class Inside:
         ]
 
     def require_inputs(self) -> None:
-        """Raises ``Captured`` if captured Variables were changed."""
+        """Raises ``NewCaptures`` if captured Variables were changed."""
         changed = self.captured()
         if changed:
-            raise Captured([item.outer for item in changed])
+            raise NewCaptures([item.outer for item in changed])
 
 
 def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
-    """Runs ``attempt`` until no Variable is written that is not an input.
-
-    Args:
-        attempt: Called with the captured Variables that are known so far.
-    """
+    """Runs ``attempt`` until no Variable is written that is not an input."""
     captured: list[Variable[Any]] = []
     while True:
         try:
             return attempt(captured)
-        except Captured as found:
+        except NewCaptures as found:
             known = {id(item) for item in captured}
             new = [item for item in found.objects if id(item) not in known]
             if not new:
@@ -694,20 +599,15 @@ class LateFrame(Frame):
 
 
 class SealedFrame(Frame):
-    """A frame in which captured Variables can be read but not written.
-
-    Attributes:
-        reason: Why a write has no meaning here, and what to do, for the message.
-        functions: The user's functions, to say how they know a Variable.
-    """
+    """A frame in which captured Variables can be read but not written."""
 
     __slots__ = ("functions", "reason")
     carries_captured = False
 
     def __init__(self, name: str, functions: Sequence[Callable[..., Any]], reason: str) -> None:
         super().__init__(name)
-        self.functions = functions
-        self.reason = reason
+        self.functions = functions  # the user's functions, to say how they know a Variable
+        self.reason = reason  # why a write has no meaning here, and what to do, for the message
 
     def adopt(self, outer: Any) -> Any:
         """See ``Frame.adopt``."""
@@ -725,22 +625,8 @@ class SealedFrame(Frame):
         )
 
 
-class Once:
-    """One lifted call.
-
-    Args:
-        name: The transform's name, for messages.
-        function: The user's function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        make_frame: Makes the frame; by default an ordinary one.
-        static: Positions and names of arguments that are passed on as they are.
-        auto_static: Whether leaves that are neither arrays nor objects are passed on so.
-        static_numbers: Whether Python's numbers are, too.
-
-    Attributes:
-        call: The call.
-    """
+class SingleRunCall:
+    """One lifted call."""
 
     def __init__(
         self,
@@ -753,7 +639,8 @@ class Once:
         auto_static: bool = False,
         static_numbers: bool = False,
     ) -> None:
-        self.call = Call(
+        # The call.
+        self.call = LiftedCall(
             name,
             [function],
             args,
@@ -763,7 +650,7 @@ class Once:
             auto_static=auto_static,
             static_numbers=static_numbers,
         )
-        self._record: Record | None = None
+        self._record: Effects | None = None
         self._adopted: list[Adopted] = []
 
     @property
@@ -772,7 +659,7 @@ class Once:
         return self.call.arguments
 
     @property
-    def graph(self) -> Graph:
+    def graph(self) -> InputGraph:
         """The function and the objects in the arguments, flattened together."""
         return self.call.graph
 
@@ -783,81 +670,52 @@ class Once:
         plain_named: Mapping[str, Any],
         split: Callable[[Any], tuple[Any, Any]],
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Runs the user's function inside the transform.
+        """Runs the user's function inside the transform."""
 
-        Args:
-            values: One value per Variable of the graph.
-            plain: Plain parts of the positional arguments.
-            plain_named: Plain parts of the keyword arguments.
-            split: Separates the function's result into a part that the transform itself needs
-                (arrays only) and the rest, which may hold objects.
-
-        Returns:
-            (the transform's part, what else must leave the transform: a tuple of pytrees of
-            arrays).
-        """
-
-        def leave(inside: Inside) -> tuple[Any, tuple[Any, ...]]:
-            head, rest = split(inside.result)
-            carried = inside.carry_out(rest)
-            self._record = carried.record
-            self._adopted = inside.captured()
+        def leave(context: RunContext) -> tuple[Any, tuple[Any, ...]]:
+            head, rest = split(context.result)
+            outputs = context.record_effects(rest)
+            self._record = outputs.effects
+            self._adopted = context.captured()
             captured = [item.stand_in.value for item in self._adopted]
-            return head, (carried.result, carried.written, carried.fresh, captured)
+            return head, (outputs.result, outputs.written, outputs.fresh, captured)
 
         return self.call.run(values, plain, plain_named, leave)
 
     def finish(self, leaving: tuple[Any, ...]) -> Any:
-        """Stores what was written and returns the result, with objects in place.
-
-        Args:
-            leaving: The second part of what ``run`` returned, as it came out of the transform.
-        """
-        carried = self._carried(leaving)
-        check_no_leak(self.graph, carried)
+        """Stores what was written and returns the result, with objects in place."""
+        outputs = self._carried(leaving)
+        check_no_leak(self.graph, outputs)
         for item, value in zip(self._adopted, leaving[3], strict=True):
             item.outer._write(value)
             if item.outer._metadata != item.stand_in._metadata:
                 item.outer._metadata = item.stand_in._metadata
                 epoch.advance()
-        return carry_in(self.graph, carried)
+        return apply_effects(self.graph, outputs)
 
-    def finish_on(self, graph: Graph, leaving: tuple[Any, ...]) -> Any:
-        """Returns the result with the objects of a copy in place of the caller's.
+    def finish_on(self, graph: InputGraph, leaving: tuple[Any, ...]) -> Any:
+        """Returns the result with the objects of a copy in place of the caller's."""
+        return apply_effects(graph, self._carried(leaving))
 
-        Args:
-            graph: A copy of the call's graph; what was written is stored there.
-            leaving: As for ``finish``.
-        """
-        return carry_in(graph, self._carried(leaving))
-
-    def _carried(self, leaving: tuple[Any, ...]) -> Carried:
+    def _carried(self, leaving: tuple[Any, ...]) -> LiftedOutputs:
         assert self._record is not None
         result, written, fresh, _ = leaving
-        return Carried(result, written, fresh, self._record)
+        return LiftedOutputs(result, written, fresh, self._record)
 
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def check_operands(
-    call: Call, advice: str = "give it to the functions by functools.partial or a closure"
+    call: LiftedCall, advice: str = "give it to the functions by functools.partial or a closure"
 ) -> None:
-    """Raises if an argument is neither arrays nor objects.
-
-    Args:
-        call: The call.
-        advice: What to do if it is configuration, for the message.
-
-    Raises:
-        ArgumentError: Naming it.
-    """
+    """Raises if an argument is neither arrays nor objects."""
     arguments = call.arguments
     positional = zip(call.labels, arguments.templates, arguments.plain, strict=True)
     named = ((name, template, arguments.plain_named[name]) for name, template in arguments.named)
     for label, template, plain in (*positional, *named):
         leaves, treedef = jax.tree.flatten(plain)
-        paths = plain_paths(template) if isinstance(template, Mixed) else leaf_paths(treedef)
+        paths = plain_paths(template) if isinstance(template, TreeTemplate) else leaf_paths(treedef)
         for path, leaf in zip(paths, leaves, strict=True):
             if isinstance(leaf, _NUMBERS) or hasattr(leaf, "dtype") or is_object(leaf):
                 continue

@@ -43,31 +43,22 @@ from shardax._transforms.errors import AmbiguousBatchError, AxisSizeError, Prefi
 from shardax._transforms.lift.prefix import ExactPath, StateAxes, alias_paths, consistent, is_axis
 from shardax._transforms.vmap.axes import is_box, streams_of
 
-Place = int | dict[Path, int] | tuple[State, range]
-"""Where the parts of a leaf are: its position; for an object those of its Variables by path; for a
-State those of its entries."""
+# Where the parts of a leaf are: its position; for an object those of its Variables by path; for a
+# State those of its entries.
+PartPosition = int | dict[Path, int] | tuple[State, range]
 
 
-class Part(NamedTuple):
-    """One part of a problem.
+class BatchPart(NamedTuple):
+    """One part of a problem."""
 
-    Attributes:
-        paths: All paths that reach it, the first one first.
-        item: The Variable, box, named array or leaf; of a State, what the entry came from.
-        kind: Its type, or that of the Variable it came from.
-        arrays: Its arrays, as shapes and dtypes; none if it is no array.
-        names: Logical names of its dimensions, or None.
-        is_state: Whether it belongs to a model, and is not an array of data.
-        is_stream: Whether it is the key or the counter of a random stream.
-    """
-
-    paths: tuple[Path, ...]
-    item: Any
-    kind: type
+    paths: tuple[Path, ...]  # all paths that reach it, the first one first
+    item: Any  # the Variable, box, named array or leaf; of a State, what the entry came from
+    kind: type  # its type, or that of the Variable it came from
+    # Its arrays, as shapes and dtypes; none if it is no array.
     arrays: tuple[jax.ShapeDtypeStruct, ...]
-    names: tuple[Any, ...] | None
-    is_state: bool
-    is_stream: bool = False
+    names: tuple[Any, ...] | None  # logical names of its dimensions, or None
+    is_state: bool  # whether it belongs to a model, and is not an array of data
+    is_stream: bool = False  # whether it is the key or the counter of a random stream
 
     @property
     def what(self) -> str:
@@ -94,24 +85,17 @@ class Part(NamedTuple):
         return sorted(axes)
 
 
-class Problem:
-    """Trees taken apart together, so that a Variable that several of them hold is one part.
-
-    Args:
-        trees: (path, pytree of objects, arrays and anything else) of each.
-
-    Attributes:
-        parts: Their parts, in order.
-    """
+class BatchProblem:
+    """Trees taken apart together, so that a Variable that several of them hold is one part."""
 
     def __init__(self, trees: Iterable[tuple[Path, Any]]) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[BatchPart] = []  # their parts, in order
         self._known: dict[int, int] = {}
         self._trees = [self._take_apart(where, tree) for where, tree in trees]
 
-    def _take_apart(self, where: Path, tree: Any) -> tuple[Any, list[Place]]:
+    def _take_apart(self, where: Path, tree: Any) -> tuple[Any, list[PartPosition]]:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_whole)
-        places: list[Place] = []
+        places: list[PartPosition] = []
         for key_path, leaf in pairs:
             path = (*where, *map(path_step, key_path))
             if isinstance(leaf, Object):
@@ -152,18 +136,14 @@ class Problem:
         return range(first, len(self.parts))
 
     def prefixes(self, axes: Sequence[int | None]) -> list[Any]:
-        """Returns a prefix of each tree with the axes of its parts.
-
-        Args:
-            axes: One axis, or None, per part.
-        """
+        """Returns a prefix of each tree with the axes of its parts."""
         return [
             treedef.unflatten(_entry(place, axes) for place in places)
             for treedef, places in self._trees
         ]
 
 
-def _entry(place: Place, axes: Sequence[int | None]) -> Any:
+def _entry(place: PartPosition, axes: Sequence[int | None]) -> Any:
     if isinstance(place, int):
         return axes[place]
     if isinstance(place, tuple):
@@ -184,20 +164,20 @@ def _is_whole(item: Any) -> bool:
     return isinstance(item, (Object, State)) or is_box(item) or _is_named(item)
 
 
-def _part_of_variable(leaf: Variable[Any], paths: tuple[Path, ...], is_stream: bool) -> Part:
+def _part_of_variable(leaf: Variable[Any], paths: tuple[Path, ...], is_stream: bool) -> BatchPart:
     here = resolve(leaf, local.frame)
-    return Part(paths, leaf, type(leaf), _arrays_in(here._value), here.axes, True, is_stream)
+    return BatchPart(paths, leaf, type(leaf), _arrays_in(here._value), here.axes, True, is_stream)
 
 
-def _part_of_entry(value: Any, origin: Origin, path: Path) -> Part:
-    return Part((path,), origin, origin.variable_type, _arrays_in(value), origin.axes, True)
+def _part_of_entry(value: Any, origin: Origin, path: Path) -> BatchPart:
+    return BatchPart((path,), origin, origin.variable_type, _arrays_in(value), origin.axes, True)
 
 
-def _part_of_leaf(leaf: Any, path: Path) -> Part:
+def _part_of_leaf(leaf: Any, path: Path) -> BatchPart:
     names = leaf.partition_axes if _is_named(leaf) else None
     if is_box(leaf):
         names = getattr(leaf, "names", None)
-    return Part((path,), leaf, type(leaf), _arrays_in(leaf), names, is_box(leaf))
+    return BatchPart((path,), leaf, type(leaf), _arrays_in(leaf), names, is_box(leaf))
 
 
 def _arrays_in(value: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -211,23 +191,17 @@ def _arrays_in(value: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def filter_text(kind: type, path: Path) -> str:
-    """Returns a filter that matches something of a type at a path, as the user would write it.
-
-    Example:
-        >>> import jax, shardax as sx
-        >>> filter_text(sx.Param, ("kernel",)), filter_text(jax.Array, ("data", "x"))
-        ('sx.Param', "sx.PathContains('x')")
-    """
+    """Returns a filter that matches something of a type at a path, as the user would write it."""
     if issubclass(kind, Variable) and kind is not ArrayAttribute:
         return f"sx.{kind.__name__}" if kind.__module__.startswith("shardax.") else kind.__name__
     return f"sx.PathContains({path[-1]!r})" if path else "..."
 
 
-Entry = Any
-"""An axis, None, a dimension's logical name, or ``...`` for one to be found."""
+# An axis, None, a dimension's logical name, or ``...`` for one to be found.
+AxisDeclaration = Any
 
 
-class Choice(NamedTuple):
+class AxisChoice(NamedTuple):
     """What was decided: an axis, or None for shared, and why."""
 
     axis: int | None
@@ -336,7 +310,7 @@ class Batch:
         Returns:
             The axes and the reasons.
         """
-        return self._found_in(Problem([((), tree)]), lambda prefixes: prefixes[0])
+        return self._found_in(BatchProblem([((), tree)]), lambda prefixes: prefixes[0])
 
     def find_call(
         self, labels: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -353,14 +327,14 @@ class Batch:
             and the reasons.
         """
         positional = [((label,), arg) for label, arg in zip(labels, args, strict=True)]
-        problem = Problem([*positional, *(((name,), kwargs[name]) for name in kwargs)])
+        problem = BatchProblem([*positional, *(((name,), kwargs[name]) for name in kwargs)])
         count = len(positional)
         return self._found_in(
             problem, lambda found: (found[:count], dict(zip(kwargs, found[count:], strict=True)))
         )
 
-    def _found_in(self, problem: Problem, arrange: Callable[[list[Any]], Any]) -> BatchAxes:
-        chosen = _Decider(self).decide(problem.parts)
+    def _found_in(self, problem: BatchProblem, arrange: Callable[[list[Any]], Any]) -> BatchAxes:
+        chosen = _AxisFinder(self).decide(problem.parts)
         rows = [
             BatchRow(part.paths[0], part.what, *choice)
             for part, choice in zip(problem.parts, chosen, strict=True)
@@ -368,7 +342,7 @@ class Batch:
         axes = arrange(problem.prefixes([choice.axis for choice in chosen]))
         return BatchAxes(self.size, axes, rows)
 
-    def declarations(self) -> list[tuple[Any, Entry]]:
+    def declarations(self) -> list[tuple[Any, AxisDeclaration]]:
         """Returns ``where`` as pairs of filter and entry.
 
         Raises:
@@ -428,11 +402,11 @@ def batch_axes(tree: Any, size: int, where: Any = None, strict: bool = True) -> 
     return Batch(size, where, strict).find(tree)
 
 
-class _Doubt(Exception):
+class _Ambiguity(Exception):
     """Why nothing decides about a part."""
 
 
-class _Decider:
+class _AxisFinder:
     """Decides for each part of a problem; the arguments are those of ``Batch``, taken apart."""
 
     def __init__(self, batch: Batch) -> None:
@@ -443,15 +417,15 @@ class _Decider:
         self.predicates = to_predicates(self.filters)
         self.entries = [entry for _, entry in declared]
 
-    def decide(self, parts: Sequence[Part]) -> list[Choice]:
+    def decide(self, parts: Sequence[BatchPart]) -> list[AxisChoice]:
         """Returns what was decided for each part; see ``batch_axes`` for what it raises."""
         self._check_paths(parts)
-        chosen: list[Choice] = []
-        doubts: list[tuple[Part, str]] = []
+        chosen: list[AxisChoice] = []
+        doubts: list[tuple[BatchPart, str]] = []
         for part in parts:
             try:
                 chosen.append(self._one(part))
-            except _Doubt as doubt:
+            except _Ambiguity as doubt:
                 doubts.append((part, str(doubt)))
         if doubts:
             raise AmbiguousBatchError(self._explain(doubts))
@@ -465,7 +439,7 @@ class _Decider:
             )
         return chosen
 
-    def _check_paths(self, parts: Sequence[Part]) -> None:
+    def _check_paths(self, parts: Sequence[BatchPart]) -> None:
         for item in self.filters:
             if isinstance(item, PathContains) and not any(
                 item(path, part.item) for part in parts for path in part.paths
@@ -476,7 +450,7 @@ class _Decider:
                     f"{', ...' if len(parts) > 8 else ''}. What it was meant for would be guessed."
                 )
 
-    def _declaration(self, part: Part) -> int | None:
+    def _declaration(self, part: BatchPart) -> int | None:
         """Returns the position of the declaration for a part, which holds for all its paths."""
         found = {path: first_match(self.predicates, path, part.item) for path in part.paths}
         given = {path: position for path, position in found.items() if position is not None}
@@ -484,7 +458,7 @@ class _Decider:
         consistent(entries, "entries in where")
         return next(iter(given.values()), None)
 
-    def _one(self, part: Part) -> Choice:
+    def _one(self, part: BatchPart) -> AxisChoice:
         position = self._declaration(part)
         if position is None:
             if part.is_stream:
@@ -493,61 +467,63 @@ class _Decider:
             return self._found(part, declared=False)
         entry, name = self.entries[position], _shown(self.filters[position])
         if entry is None:
-            return Choice(None, f"declared by {name}")
+            return AxisChoice(None, f"declared by {name}")
         if entry is ...:
             return self._found(part, declared=True)
         if isinstance(entry, str):
             return self._named(part, entry)
         return self._checked(part, entry, f"declared by {name}")
 
-    def _named(self, part: Part, name: str) -> Choice:
+    def _named(self, part: BatchPart, name: str) -> AxisChoice:
         """Chooses the dimension that has a logical name."""
         if part.names is None:
             if part.candidates(self.size):
-                raise _Doubt(f"has no axis names among which {name!r} could be")
-            return Choice(None, f"no axis names, no dimension of size {self.size}")
+                raise _Ambiguity(f"has no axis names among which {name!r} could be")
+            return AxisChoice(None, f"no axis names, no dimension of size {self.size}")
         if name not in part.names:
-            return Choice(None, f"its axes {part.names} have no {name!r}")
+            return AxisChoice(None, f"its axes {part.names} have no {name!r}")
         if part.is_named:
-            raise _Doubt(
+            raise _Ambiguity(
                 f"is a NamedArray, and vmap maps its positional dimensions alone: "
                 f"x.untag({name!r}) makes {name!r} one; sx.named.nmap maps names"
             )
         return self._checked(part, part.names.index(name), f"its dimension {name!r}")
 
-    def _checked(self, part: Part, axis: int, reason: str) -> Choice:
+    def _checked(self, part: BatchPart, axis: int, reason: str) -> AxisChoice:
         """Chooses an axis, if every array of the part has it and has the size there."""
         shapes = [tuple(array.shape) for array in part.arrays]
         splits = part.is_stream and shapes == [()]  # vmap makes one key for each lane
         fits = all(-len(s) <= axis < len(s) and s[axis] == self.size for s in shapes)
         if splits or (shapes and fits):
-            return Choice(axis, reason)
+            return AxisChoice(axis, reason)
         raise AxisSizeError(
             f"The {part.what} at {format_path(part.paths[0])} is to be batched along axis {axis} "
             f"({reason}), but has no {self.size} lanes there."
         )
 
-    def _found(self, part: Part, declared: bool) -> Choice:
+    def _found(self, part: BatchPart, declared: bool) -> AxisChoice:
         """Guesses by size; ``declared`` says that the part is known to be batched."""
         if not part.arrays:
-            return Choice(None, "not an array")
+            return AxisChoice(None, "not an array")
         axes = part.candidates(self.size)
         if not axes:
-            return Choice(None, f"no dimension of size {self.size}")
+            return AxisChoice(None, f"no dimension of size {self.size}")
         if self.size == 1:
-            raise _Doubt("has a dimension of size 1, as many arrays do that are no batch")
+            raise _Ambiguity("has a dimension of size 1, as many arrays do that are no batch")
         if part.is_state and not declared:
             if not self.strict:
-                return Choice(None, "state of a model, shared unless declared")
-            raise _Doubt(
+                return AxisChoice(None, "state of a model, shared unless declared")
+            raise _Ambiguity(
                 f"is state of a model, and its axis {axes[0]} may have this size by chance"
             )
         if len(axes) > 1 and self.strict:
-            raise _Doubt(f"has {len(axes)} dimensions of this size, axes {axes}")
+            raise _Ambiguity(f"has {len(axes)} dimensions of this size, axes {axes}")
         several = f"the first of its {len(axes)} dimensions of size {self.size}"
-        return Choice(axes[0], several if axes[1:] else f"its one dimension of size {self.size}")
+        return AxisChoice(
+            axes[0], several if axes[1:] else f"its one dimension of size {self.size}"
+        )
 
-    def _explain(self, doubts: Sequence[tuple[Part, str]]) -> str:
+    def _explain(self, doubts: Sequence[tuple[BatchPart, str]]) -> str:
         lines = [f"  {format_path(p.paths[0])}: {p.what} {text}" for p, text in doubts[:12]]
         if len(doubts) > 12:
             lines.append(f"  and {len(doubts) - 12} more")
@@ -569,16 +545,7 @@ def _shown(item: Any) -> str:
 
 
 def check_automatic(in_axes: str, batch: Any, axis_size: int | None) -> Batch:
-    """Returns how ``vmap`` is to find the axes of its arguments.
-
-    Args:
-        in_axes: The option, a string.
-        batch: The option: a size, a ``Batch``, or None for ``axis_size``.
-        axis_size: The option.
-
-    Raises:
-        PrefixError: If the options do not say it.
-    """
+    """Returns how ``vmap`` is to find the axes of its arguments."""
     if in_axes != "auto":
         raise PrefixError(
             f"in_axes gives {in_axes!r}; an entry is an axis (an int) or None, or all of in_axes "

@@ -20,19 +20,19 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import ArrayAttribute
 from shardax._transforms.errors import PrefixError, SharedWriteError
 from shardax._transforms.lift.engine import (
-    Call,
-    Inside,
+    LiftedCall,
+    RunContext,
     SealedFrame,
-    carry_in,
+    apply_effects,
     check_no_leak,
     check_result,
     wraps,
 )
 from shardax._transforms.lift.prefix import (
-    Layout,
-    Leaving,
-    Parts,
-    Sorted,
+    EntryAssignment,
+    FlatOutputs,
+    GroupedOutputs,
+    OutputEntries,
     add_written,
     appended,
     check_axes_only,
@@ -46,10 +46,10 @@ from shardax._transforms.vmap.axes import (
     SplitStreams,
     check_new_axis,
     common_size,
-    entering,
-    lane_sharding,
-    lane_structure,
+    element_graphdef,
+    entering_arrays,
     mapped_name,
+    mapped_sharding,
     name_new_dimensions,
 )
 from shardax._transforms.vmap.batch_axes import Batch, check_automatic, filter_text
@@ -144,13 +144,13 @@ def vmap(
 
     @wraps(function)
     def vmapped(*args: Any, **kwargs: Any) -> Any:
-        lanes = _Lanes(function, in_axes, out_axes, axis_size, name, args, kwargs)
-        return lanes.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
+        split_keys = _VmapCall(function, in_axes, out_axes, axis_size, name, args, kwargs)
+        return split_keys.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
 
     return vmapped
 
 
-class _Lanes:
+class _VmapCall:
     """One call of a function made by ``vmap``."""
 
     def __init__(
@@ -166,38 +166,38 @@ class _Lanes:
         def make_frame(name: str) -> SealedFrame:
             return SealedFrame(name, [function], _REASON)
 
-        self.call = Call("vmap", [function], args, kwargs, make_frame)
+        self.call = LiftedCall("vmap", [function], args, kwargs, make_frame)
         named: Any = 0
         if isinstance(in_axes, Batch):
             prefixes, named = in_axes.find_call(self.call.labels, args, kwargs).axes
         else:
             prefixes = per_argument(in_axes, self.call.labels, "in_axes")
-        self.layout = Layout(self.call, args, kwargs, prefixes, named, None, "in_axes")
+        self.assignment = EntryAssignment(self.call, args, kwargs, prefixes, named, None, "in_axes")
         self.out_axes = out_axes
         self.partition_name = partition_name
         self.values = self.call.graph.values()
         self.plain, self.plain_tree = self.call.arguments.plain_leaves()
-        axes = self.layout.leaves
+        axes = self.assignment.leaves
         self.streams = SplitStreams(self.call, self.values, lambda p: axes[p] is not None)
-        self.rows = entering(self.layout, self.streams, self.values, self.plain)
+        self.rows = entering_arrays(self.assignment, self.streams, self.values, self.plain)
         self.size = common_size(self.rows, axis_size, "vmap")
-        self.graphdef = lane_structure(self.layout, self.streams, partition_name)
-        self.boxes = MappedBoxes(self.layout, partition_name)
+        self.graphdef = element_graphdef(self.assignment, self.streams, partition_name)
+        self.boxes = MappedBoxes(self.assignment, partition_name)
         self.call.enter = self.boxes.enter
-        self.sorted = Sorted([*entries_in((prefixes, named, out_axes)), 0, None])
+        self.sorted = GroupedOutputs([*entries_in((prefixes, named, out_axes)), 0, None])
         # set inside:
-        self.parts: Parts | None = None
+        self.parts: FlatOutputs | None = None
         self.moved: dict[int, Any] = {}
         self.grown: list[int] = []
 
     def run(self, options: dict[str, Any]) -> Any:
         """Runs all lanes and carries back what they did."""
-        axes = [0 if p in self.streams else axis for p, axis in enumerate(self.layout.leaves)]
-        values = self.streams.lanes(self.values, self.size, lane_sharding(self.rows, "vmap"))
+        axes = [0 if p in self.streams else axis for p, axis in enumerate(self.assignment.leaves)]
+        values = self.streams.split_keys(self.values, self.size, mapped_sharding(self.rows, "vmap"))
         mark, mark_axis = self._mark()
         mapped = jax.vmap(
             self._pure,
-            in_axes=(axes, self.layout.plain, mark_axis),
+            in_axes=(axes, self.assignment.plain, mark_axis),
             out_axes=tuple(self.sorted.entries),
             axis_size=self.size,
             **options,
@@ -205,12 +205,12 @@ class _Lanes:
         left = self.sorted.restore(mapped(values, self.plain, mark))
         assert self.parts is not None
         count = len(self.parts.values)
-        carried = self.parts.assemble(left[:count])
+        outputs = self.parts.assemble(left[:count])
         pairs = zip(self.grown, left[count:], strict=True)
-        carried = add_written(carried, {p: (*self.values[p], *more) for p, more in pairs})
-        carried = self.streams.restore(carried, self.moved)
-        check_no_leak(self.call.graph, carried)
-        return carry_in(self.call.graph, carried)
+        outputs = add_written(outputs, {p: (*self.values[p], *more) for p, more in pairs})
+        outputs = self.streams.restore(outputs, self.moved)
+        check_no_leak(self.call.graph, outputs)
+        return apply_effects(self.call.graph, outputs)
 
     def _mark(self) -> tuple[Any, Any]:
         """Returns an array that differs between lanes, and its axis."""
@@ -222,47 +222,46 @@ class _Lanes:
     def _pure(self, values: list[Any], plain: list[Any], mark: Any) -> tuple[list[Any], ...]:
         positional, named = self.plain_tree.unflatten(plain)
 
-        def leave(inside: Inside) -> tuple[list[Any], ...]:
-            return self._leave(inside, mark)
+        def leave(context: RunContext) -> tuple[list[Any], ...]:
+            return self._leave(context, mark)
 
         return self.call.run(values, positional, named, leave, graphdef=self.graphdef)
 
-    def _leave(self, inside: Inside, mark: Any) -> tuple[list[Any], ...]:
+    def _leave(self, context: RunContext, mark: Any) -> tuple[list[Any], ...]:
         """Sorts what leaves a lane by axis."""
-        check_result(inside.result, "vmap")
-        leaving = self.layout.leaving(inside, self.out_axes, "out_axes")
-        carried, self.moved = self.streams.settle(
-            inside.carry_out(self.boxes.leave(inside.result, leaving))
+        check_result(context.result, "vmap")
+        output_entries = self.assignment.output_entries(context, self.out_axes, "out_axes")
+        outputs, self.moved = self.streams.separate_counts(
+            context.record_effects(self.boxes.leave(context.result, output_entries))
         )
-        record = carried.record
-        refuse_foreign(record, "vmap")
-        sown = appended(inside, record, lambda position: self.layout.leaves[position] is None)
-        carried, self.grown = drop_written(carried, sown), list(sown)
-        self.parts = Parts(carried)
+        effects = outputs.effects
+        refuse_foreign(effects, "vmap")
+        sown = appended(context, effects, lambda position: self.assignment.leaves[position] is None)
+        outputs, self.grown = drop_written(outputs, sown), list(sown)
+        self.parts = FlatOutputs(outputs)
         leaves = [
-            *(Leaf("result", path, axis) for path, axis in leaving.labels),
-            *(self._leaf("written", position) for position in record.written),
-            *(_new_leaf(leaving, key) for key in record.fresh_ids),
+            *(OutputLeaf("result", path, axis) for path, axis in output_entries.labels),
+            *(self._leaf("written", position) for position in effects.written),
+            *(_new_leaf(output_entries, key) for key in effects.fresh_ids),
             *(self._leaf("attached", position) for position in sown),
         ]
         values = [*self.parts.values, *sown.values()]
         leaves = self._checked(leaves, values, mark)
         axes = [leaf.axis for leaf in leaves]
         count = len(self.parts.values)
-        fresh = axes[count - len(record.fresh_ids) : count]
-        name_new_dimensions(self.layout, self.streams, record, fresh, self.partition_name)
+        fresh = axes[count - len(effects.fresh_ids) : count]
+        name_new_dimensions(self.assignment, self.streams, effects, fresh, self.partition_name)
         return self.sorted.sort(zip(axes, values, strict=True))
 
-    def _leaf(self, kind: str, position: int) -> Leaf:
-        return Leaf(kind, self.layout.leaf_paths[position], self.layout.leaves[position])
+    def _leaf(self, kind: str, position: int) -> OutputLeaf:
+        return OutputLeaf(
+            kind, self.assignment.leaf_paths[position], self.assignment.leaves[position]
+        )
 
-    def _checked(self, leaves: list[Leaf], values: Sequence[Any], mark: Any) -> list[Leaf]:
-        """Returns what leaves with its final axes.
-
-        Raises:
-            SharedWriteError: If what all lanes share differs between them.
-            AxisSizeError: If an axis has no place.
-        """
+    def _checked(
+        self, leaves: list[OutputLeaf], values: Sequence[Any], mark: Any
+    ) -> list[OutputLeaf]:
+        """Returns what leaves with its final axes."""
         shared = [i for i, leaf in enumerate(leaves) if leaf.axis is None]
         for i, differs in zip(shared, varies(mark, [values[i] for i in shared]), strict=True):
             if differs and leaves[i].kind == "attached":  # to something shared: one part per lane
@@ -273,7 +272,7 @@ class _Lanes:
             check_new_axis(value, leaf.axis, leaf.path, "vmap")
         return leaves
 
-    def _explain(self, leaf: Leaf) -> str:
+    def _explain(self, leaf: OutputLeaf) -> str:
         where = format_path(leaf.path)
         if leaf.kind == "result":
             return (
@@ -281,10 +280,10 @@ class _Lanes:
                 f"Give it an axis in out_axes, or reduce it over the lanes: "
                 f"jax.lax.pmean(x, axis_name)."
             )
-        position = self.layout.leaf_paths.index(leaf.path)
+        position = self.assignment.leaf_paths.index(leaf.path)
         variable = self.call.graph.flat.leaves[position]
         kind = "array" if isinstance(variable, ArrayAttribute) else type(variable).__name__
-        if id(variable) not in self.layout.by_id:
+        if id(variable) not in self.assignment.by_id:
             return (
                 f"The {kind} at {where} of what sx.vmap was bound to is shared by all lanes, but "
                 f"was written with a value that differs between them. Pass the Module as an "
@@ -299,36 +298,24 @@ class _Lanes:
         )
 
 
-class Leaf(NamedTuple):
-    """Something that leaves a lane.
+class OutputLeaf(NamedTuple):
+    """Something that leaves a lane."""
 
-    Attributes:
-        kind: ``"result"``, ``"written"`` into what was given, or ``"attached"`` to it.
-        path: Where it stands.
-        axis: Its axis, or None.
-    """
-
-    kind: str
-    path: Path
-    axis: Any
+    kind: str  # ``"result"``, ``"written"`` into what was given, or ``"attached"`` to it
+    path: Path  # where it stands
+    axis: Any  # its axis, or None
 
 
-def _new_leaf(leaving: Leaving, key: int) -> Leaf:
+def _new_leaf(output_entries: OutputEntries, key: int) -> OutputLeaf:
     """Returns the leaf of a new Variable; what is not in arguments or result, a Module holds."""
-    path, axis = leaving.by_id.get(key, ((), None))
-    in_result = key in leaving.by_id and key not in leaving.attached
-    return Leaf("result" if in_result else "attached", path, axis)
+    path, axis = output_entries.by_id.get(key, ((), None))
+    in_result = key in output_entries.by_id and key not in output_entries.attached
+    return OutputLeaf("result" if in_result else "attached", path, axis)
 
 
 def varies(mark: Any, values: Sequence[Any]) -> list[bool]:
-    """Returns, inside ``vmap``, whether each value differs between lanes.
-
-    JAX tells a rule for batching which of its operands are batched; this one only listens.
-
-    Args:
-        mark: An array that differs between lanes.
-        values: Pytrees of arrays.
-    """
+    """Returns, inside ``vmap``, whether each value differs between lanes."""
+    # JAX tells a rule for batching which of its operands are batched; this one only listens.
     found = [False] * len(values)
 
     @jax.custom_batching.custom_vmap

@@ -29,9 +29,9 @@ from shardax._core.graph.flatten import GraphDef, VariableDef, definition_paths
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import RngState
 from shardax._transforms.grad.custom_vjp import used_inputs
-from shardax._transforms.jit.specialization import Plan
-from shardax._transforms.lift.arguments import Arguments, Mixed, Plain
-from shardax._transforms.lift.engine import Graph, Record
+from shardax._transforms.jit.specialization import Specialization
+from shardax._transforms.lift.arguments import Arguments, PlainTemplate, TreeTemplate
+from shardax._transforms.lift.engine import Effects, InputGraph
 from shardax.host.errors import ExportError
 from shardax.host.export.signature import (
     ArrayForm,
@@ -46,7 +46,7 @@ from shardax.host.export.signature import (
 # --- Refusals ---
 
 
-def check_random_state(graph: Graph) -> None:
+def check_random_state(graph: InputGraph) -> None:
     """Raises if a random stream has no seed: it is only a shape.
 
     Raises:
@@ -65,18 +65,18 @@ def check_random_state(graph: Graph) -> None:
         )
 
 
-def check_record(record: Record, graphdef: GraphDef) -> None:
+def check_effects(effects: Effects, graphdef: GraphDef) -> None:
     """Raises if a call does more than return arrays and write Variables.
 
     Raises:
         ExportError: Names what it changes or returns.
     """
-    if record.updates:
+    if effects.updates:
         paths = definition_paths(graphdef)
-        changed = ", ".join(format_path(paths[position]) for position in sorted(record.updates))
+        changed = ", ".join(format_path(paths[position]) for position in sorted(effects.updates))
         sown = {
             definition.type.__name__
-            for definition in record.fresh
+            for definition in effects.fresh
             if type(definition) is VariableDef
         }
         made = f" It makes new Variables ({', '.join(sorted(sown))})." if sown else ""
@@ -85,7 +85,7 @@ def check_record(record: Record, graphdef: GraphDef) -> None:
             "only. Let a first call make what is missing (layers that sow or cache), then export; "
             "or export a function that does not change it."
         )
-    if record.result is not None:
+    if effects.result is not None:
         raise ExportError(
             "The function returns Modules or Variables. An exported program returns arrays: return "
             "their values, variable.value or sx.state(module).to_pure_dict()."
@@ -185,21 +185,23 @@ class FlatProgram:
     def __init__(self, jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         check_random_state(jit.prepare(args, kwargs)[1])
         traced = jit.trace(*args, **kwargs)
-        plan, graph, arguments = jit.prepare(args, kwargs)  # again: tracing finds hidden inputs
-        record = traced._record
-        check_record(record, plan.graphdef)
+        specialization, graph, arguments = jit.prepare(
+            args, kwargs
+        )  # again: tracing finds hidden inputs
+        effects = traced._effects
+        check_effects(effects, specialization.graphdef)
         self._jaxpr = check_program(traced.jaxpr)
         self._leaves = arguments.plain_leaves()[0]
-        self.inputs = _inputs(plan, arguments)
+        self.inputs = _inputs(specialization, arguments)
         result, written, _, _ = traced._stage.out_info
         self.output = to_json(jax.tree.structure(result), ("result",))
         self.output_forms = tuple(map(ArrayForm.of, jax.tree.leaves(result)))
         values = graph.values()
-        self._operands = _operands(plan, arguments, values)
+        self._operands = _operands(specialization, arguments, values)
         self._hoisted = [i for i, item in enumerate(self._jaxpr.consts) if jnp.ndim(item) > 0]
         constants = [self._jaxpr.consts[i] for i in self._hoisted]
         everything = [
-            *_entries(graph, values, record.written, written),
+            *_entries(graph, values, effects.written, written),
             *(
                 StateEntry(f"constants[{i}]", ArrayForm.of(constant), CONSTANT, None, False)
                 for i, constant in enumerate(constants)
@@ -252,15 +254,17 @@ class FlatProgram:
         return state, [_shape(leaf) for leaf in self._leaves]
 
 
-def _operands(plan: Plan, arguments: Arguments, values: Sequence[Any]) -> list[int]:
-    """Returns, for each input of a plan's program, its number among the values and the inputs."""
+def _operands(
+    specialization: Specialization, arguments: Arguments, values: Sequence[Any]
+) -> list[int]:
+    """Returns, for each input of a specialization's program, its number among the values and the inputs."""
     leaves, treedef = jax.tree.flatten(values)
     count = len(leaves)
     numbered = copy.copy(arguments)
     inputs, tree = arguments.plain_leaves()
     plain, numbered.plain_named = tree.unflatten(range(count, count + len(inputs)))
     numbered.plain = tuple(plain)
-    return jax.tree.leaves(plan.pack(treedef.unflatten(range(count)), numbered))
+    return jax.tree.leaves(specialization.pack(treedef.unflatten(range(count)), numbered))
 
 
 def _nothing(form: ArrayForm) -> Any:
@@ -276,8 +280,8 @@ def _shape(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=sharding)
 
 
-def _inputs(plan: Plan, arguments: Arguments) -> tuple[Input, ...]:
-    labels = [label for _, label in plan.layout.positional]
+def _inputs(specialization: Specialization, arguments: Arguments) -> tuple[Input, ...]:
+    labels = [label for _, label in specialization.positions.positional]
     given = [
         *zip(labels, arguments.templates, arguments.plain, [False] * len(labels), strict=True),
         *((name, t, arguments.plain_named[name], True) for name, t in arguments.named),
@@ -296,17 +300,17 @@ def _input(name: str, plain: Any, by_name: bool) -> Input:
 
 def _is_passed(name: str, template: Any, plain: Any) -> bool:
     """Whether callers pass an argument: what has no arrays of its own belongs to the artifact."""
-    if isinstance(template, Mixed) and (plain or template.roots):
+    if isinstance(template, TreeTemplate) and (plain or template.roots):
         raise ExportError(
             f"The argument {name} holds arrays or containers together with Modules or static "
             "values. What callers pass and what the artifact holds must be apart: pass each Module "
             "as an argument of its own, or close over it."
         )
-    return isinstance(template, Plain) and bool(jax.tree.leaves(plain))
+    return isinstance(template, PlainTemplate) and bool(jax.tree.leaves(plain))
 
 
 def _entries(
-    graph: Graph, values: Sequence[Any], written: Sequence[int], results: Sequence[Any]
+    graph: InputGraph, values: Sequence[Any], written: Sequence[int], results: Sequence[Any]
 ) -> Iterator[StateEntry]:
     """Describes the arrays of a graph's Variables.
 
