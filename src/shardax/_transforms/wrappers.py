@@ -117,10 +117,10 @@ def remat(
             auto_static=static is not None,
             static_numbers=static == NUMBERS,
         )
-        check_operands(once.call, "make it static: sx.remat(f, static_argnames=...)")
+        check_operands(once, "make it static: sx.remat(f, static_argnames=...)")
 
         def pure(values: Any, plain: Any, plain_named: Any) -> Any:
-            return once.run(values, plain, plain_named, split)[1]
+            return once.run_once(values, plain, plain_named, split)[1]
 
         transformed = jax.checkpoint(pure, policy=policy, prevent_cse=prevent_cse)
         values, plain = once.graph.values(), list(once.arguments.plain)

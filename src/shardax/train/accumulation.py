@@ -147,11 +147,11 @@ class _Loop:
         """Runs one microbatch; returns (value and gradient, aux, all values afterwards)."""
         plain = list(self.once.arguments.plain)
         plain[1] = microbatch
-        head, leaving = self.once.run(values, plain, {}, self._split)
+        head, leaving = self.once.run_once(values, plain, {}, self._split)
         aux, written, fresh, _ = leaving
-        record = self.once._record
+        record = self.once.effects
         assert record is not None
-        if record.updates or fresh or record.result is not None or self.once._adopted:
+        if record.updates or fresh or record.result is not None or self.once.adopted:
             self._refuse()
         after = list(values)
         for position, value in zip(record.written, written, strict=True):
@@ -176,14 +176,14 @@ class _Loop:
             return (total, after), aux
 
         (total, after), aux = jax.lax.scan(body, (zeros, self.values), parts, length=steps)
-        record = self.once._record
+        record = self.once.effects
         assert record is not None
         aux = self.once.finish((aux, [after[i] for i in record.written], [], []))
         value, gradient = jax.tree.map(lambda t, s: (t * scale).astype(s.dtype), total, shapes)
         return ((value, aux) if self.has_aux else value), gradient
 
     def _refuse(self) -> None:
-        if self.once._adopted:
+        if self.once.adopted:
             raise AccumulationError(
                 "The function writes Variables that were not passed in, which cannot go from one "
                 "microbatch to the next. Pass the Module that holds them: function(model, batch, "

@@ -267,6 +267,14 @@ class Flat:
         return self._leaf_paths
 
 
+_COMMON_TYPES = frozenset({bool, int, str, type(None)})
+
+
+@functools.lru_cache(maxsize=4096, typed=True)  # configuration repeats from layer to layer
+def _common_static(value: Any) -> Static:
+    return Static(value)
+
+
 class Walk:
     """One walk over objects; continued from further roots, it sees what they share.
 
@@ -284,6 +292,8 @@ class Walk:
 
     def encode(self, value: Any, path: Path) -> Any:
         """Returns ``value`` as a child, walking into it if it holds objects."""
+        if type(value) in _COMMON_TYPES:
+            return _common_static(value)
         if isinstance(value, Object):
             return Ref(self.visit(value, path))
         if isinstance(value, (tuple, list)) and has_parts(value):

@@ -64,10 +64,10 @@ def _value_and_grad(
 ) -> tuple[Any, Any, list[Any]]:
     """Returns (value, aux, one gradient per chosen argument)."""
     once = SingleRunCall("grad", function, args, kwargs)
-    targets = [DiffArgument(once.call, item) for item in chosen]
+    targets = [DiffArgument(once, item) for item in chosen]
     for target in targets:
         target.check_chosen()
-        check_differentiable(once.call, target, options["allow_int"], options["holomorphic"])
+        check_differentiable(once, target, options["allow_int"], options["holomorphic"])
     values, plain = once.graph.values(), list(once.arguments.plain)
     indices = sorted({entry.leaf for target in targets for entry in target.entries})
     positions = [target.position for target in targets if target.has_plain]
@@ -75,7 +75,7 @@ def _value_and_grad(
     def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
         all_values = replaced(values, indices, some_values)
         all_plain = replaced(plain, positions, some_plain)
-        return once.run(all_values, all_plain, once.arguments.plain_named, split)
+        return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
 
     def split(result: Any) -> tuple[Any, Any]:
         if not has_aux:
@@ -363,7 +363,7 @@ def _vjp(
     wrt: Any,
 ) -> Any:
     once = SingleRunCall("vjp", function, primals, kwargs)
-    check_operands(once.call)
+    check_operands(once)
     targets = _targets(once, wrt, len(primals))
     values, plain = once.graph.values(), list(once.arguments.plain)
     indices = sorted({entry.leaf for target in targets for entry in target.entries})
@@ -371,7 +371,7 @@ def _vjp(
     def pure(some_values: list[Any], all_plain: list[Any]) -> tuple[Any, Any]:
         all_values = replaced(values, indices, some_values)
         named = once.arguments.plain_named
-        return once.run(all_values, all_plain, named, lambda r: _split(r, has_aux, "vjp"))
+        return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "vjp"))
 
     out, pullback, leaving = jax.vjp(pure, [values[i] for i in indices], plain, has_aux=True)
     aux = once.finish(leaving)
@@ -390,10 +390,10 @@ def _targets(once: SingleRunCall, wrt: Any, count: int) -> list[DiffArgument]:
                 f"only DiffStates."
             )
         chosen = {i: DiffState(i) for i in range(count)}
-        for target in [DiffArgument(once.call, item) for item in items]:
+        for target in [DiffArgument(once, item) for item in items]:
             target.check_chosen()
             chosen[target.position] = DiffState(target.argnum, target.filter)
-    targets = [DiffArgument(once.call, item) for item in chosen.values()]
+    targets = [DiffArgument(once, item) for item in chosen.values()]
     holding = [target for target in targets if target.objects]
     if holding and not any(target.entries or target.has_plain for target in targets):
         holding[0].check_chosen()
@@ -498,7 +498,7 @@ def _jvp(
 ) -> Any:
     _check_pairs(primals, tangents)
     once = SingleRunCall("jvp", function, primals, kwargs)
-    check_operands(once.call)
+    check_operands(once)
     values, plain = once.graph.values(), list(once.arguments.plain)
     leaves, treedef = jax.tree.flatten((values, plain))
     moves = _moves(once, values, tangents or ())
@@ -507,7 +507,7 @@ def _jvp(
     def pure(some: list[Any]) -> tuple[Any, Any]:
         all_values, all_plain = treedef.unflatten(replaced(leaves, moving, some))
         named = once.arguments.plain_named
-        return once.run(all_values, all_plain, named, lambda r: _split(r, has_aux, "jvp"))
+        return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "jvp"))
 
     given, directions = [leaves[i] for i in moving], [moves[i] for i in moving]
     out, tangent, leaving = jax.jvp(pure, (given,), (directions,), has_aux=True)
@@ -534,7 +534,7 @@ def _moves(once: SingleRunCall, values: Sequence[Any], tangents: Sequence[Any]) 
     given = Tangents("tangent", values, strict=True)
     of_plain: list[Any] = []
     for position, tangent in enumerate(tangents):
-        target = DiffArgument(once.call, DiffState(position, ...))
+        target = DiffArgument(once, DiffState(position, ...))
         of_plain += target.place(tangent, once.arguments.plain[position], given)
     moves: list[Any] = []
     for index, value in enumerate(values):

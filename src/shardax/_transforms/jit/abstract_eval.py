@@ -71,7 +71,7 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     once = SingleRunCall("eval_shape", function, args, kwargs, AbstractFrame)
 
     def pure(values: Any, plain: Any, plain_named: Any) -> Any:
-        return once.run(values, plain, plain_named, lambda result: (None, result))[1]
+        return once.run_once(values, plain, plain_named, lambda result: (None, result))[1]
 
     leaving = jax.eval_shape(pure, *abstract_inputs(once))
     return once.finish_on(abstract_copy(once), leaving)
@@ -86,7 +86,7 @@ def abstract_inputs(once: SingleRunCall) -> tuple[Any, ...]:
 def abstract_copy(once: SingleRunCall) -> InputGraph:
     """Returns a copy of a call's objects without arrays, for what the function did to them."""
     shapes = jax.eval_shape(lambda values: values, abstract(once.graph.leaves))
-    return InputGraph(build(once.call.graphdef, shapes, owner_here())[0])
+    return InputGraph(build(once.graphdef, shapes, owner_here())[0])
 
 
 def make_jaxpr(
@@ -138,10 +138,10 @@ def make_jaxpr(
     @wraps(function)
     def jaxpr_of(*args: Any, **kwargs: Any) -> Any:
         check_static(function, static, args, kwargs)
-        once = SingleRunCall("make_jaxpr", function, args, kwargs, AbstractFrame, static)
+        once = SingleRunCall("make_jaxpr", function, args, kwargs, AbstractFrame, static=static)
 
         def pure(values: Any, plain: Any, plain_named: Any) -> Any:
-            return once.run(values, plain, plain_named, split)[1]
+            return once.run_once(values, plain, plain_named, split)[1]
 
         def split(result: Any) -> tuple[None, Any]:
             check_result(result, "make_jaxpr")

@@ -102,7 +102,7 @@ from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper
 from shardax._core.variable import Variable
 from shardax._transforms.errors import OutputError, StaticArgumentError
-from shardax._transforms.jit import retraces as retraces
+from shardax._transforms.jit import retraces
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.error_context import explain_error
 from shardax._transforms.jit.specialization import (
@@ -415,7 +415,7 @@ class Jit(PickledByName, Wrapper):
             return self._call_by_template(args, kwargs)
         key: list[Any] = []
         plain: list[Any] = []
-        report_trace = False
+        traced = False
         for arg in args:
             if type(arg) in ARRAY_TYPES:
                 key.append(0)
@@ -426,7 +426,7 @@ class Jit(PickledByName, Wrapper):
             elif has_objects(arg):
                 return self._call_by_template(args, kwargs)
             else:
-                report_trace = report_trace or note_types(arg)
+                traced = traced or note_types(arg)
                 key.append(0)
                 plain.append(arg)
         if self.sources is None:
@@ -435,7 +435,7 @@ class Jit(PickledByName, Wrapper):
             key.append(-1)
             key.extend([id(item) for item in objects_in(source.read())])
         entry = self.calls.get(tuple(key))
-        if entry is None or report_trace or entry.epoch != epoch.current:
+        if entry is None or traced or entry.epoch != epoch.current:
             return self._call_uncached(args, kwargs, tuple(key))
         local.call = entry
         specialization = entry.specialization
@@ -618,7 +618,8 @@ class Jit(PickledByName, Wrapper):
                 self._layout(args, signature),
                 names,
             )
-            retraces.report_specialization(self, specialization)
+            if self.specializations and retraces.listeners.get():
+                retraces.report_specialization(self, specialization)
             self.memory.add(specialization)
         specialization.used = next(self._ticks)
         return specialization, graph, arguments

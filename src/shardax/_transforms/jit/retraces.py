@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,8 @@ class Retrace:
         )
 
 
-_listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = contextvars.ContextVar(
-    "shardax_retrace_listeners", default=()
+listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = contextvars.ContextVar(
+    "shardax_retracelisteners", default=()
 )
 
 
@@ -72,11 +72,11 @@ def explain_retraces(file: Any = None) -> Iterator[list[Retrace]]:
         ('.x: float32[2] -> float32[3]',)
     """
     found: list[Retrace] = []
-    token = _listeners.set((*_listeners.get(), (found, sys.stderr if file is None else file)))
+    token = listeners.set((*listeners.get(), (found, sys.stderr if file is None else file)))
     try:
         yield found
     finally:
-        _listeners.reset(token)
+        listeners.reset(token)
 
 
 def _report(function: Any, reasons: Sequence[str]) -> None:
@@ -86,52 +86,47 @@ def _report(function: Any, reasons: Sequence[str]) -> None:
         tuple(reasons)
         or ("nothing that shardax can see (JAX's own settings, or its cache was cleared)",),
     )
-    for found, file in _listeners.get():
+    for found, file in listeners.get():
         found.append(retrace)
         if file:
             print(retrace, file=file)
 
 
-def report_specialization(jit: Any, specialization: Any) -> None:
-    """Told that no plan fits a call and one was made."""
-    if not _listeners.get() or not jit.specializations:
-        return
-    differences = [
-        call_differences(old, specialization) for old in list(jit.specializations.values())
-    ]
+def report_specialization(jit: Any, new: Any) -> None:
+    """Reports that no earlier specialization fits a call."""
+    differences = [call_differences(old, new) for old in [*jit.specializations.values()]]
     _report(jit.__wrapped__, min(differences, key=len))
 
 
-def report_trace(
-    specialization: Any, values: Sequence[Any], plain: Sequence[Any], named: Mapping[str, Any]
-) -> None:
-    """Told that a plan's function is being traced for these values."""
-    entries = [
-        (format_path(path), value)
-        for path, value in zip(specialization.leaf_paths, values, strict=True)
-    ]
+def report_trace(specialization: Any, earlier: Sequence[Any], signature: Any) -> None:
+    """Reports that a specialization is traced for other types than before."""
+    new = _named_types(specialization, signature)
+    differences = [_type_differences(_named_types(specialization, old), new) for old in earlier]
+    _report(specialization.function, min(differences, key=len))
+
+
+def _named_types(specialization: Any, signature: Any) -> dict[str, str]:
+    """Returns the type of every array by its path, as messages show both."""
+    values, plain, named = signature
     labels = [label for _, label in specialization.positions.positional]
-    entries += [(f".{label}", item) for label, item in zip(labels, plain, strict=True)]
-    entries += [(f".{name}", item) for name, item in named.items()]
-    signature = {
-        name + jax.tree_util.keystr(key): _kind(leaf)
+    entries = [
+        *zip(map(format_path, specialization.leaf_paths), values, strict=True),
+        *((f".{label}", item) for label, item in zip(labels, plain, strict=True)),
+        *((f".{name}", item) for name, item in named.items()),
+    ]
+    return {
+        name + jax.tree_util.keystr(key): _shown_type(aval)
         for name, value in entries
-        for key, leaf in jax.tree_util.tree_leaves_with_path(value)
+        for key, aval in jax.tree_util.tree_leaves_with_path(value)
     }
-    earlier = specialization.signatures
-    if _listeners.get() and earlier:
-        differences = [_signature_differences(old, signature) for old in earlier]
-        _report(specialization.function, min(differences, key=len))
-    earlier.append(signature)
 
 
-def _kind(leaf: Any) -> str:
-    aval = jax.typeof(leaf)
+def _shown_type(aval: Any) -> str:
     weak = " (weakly typed)" if getattr(aval, "weak_type", False) else ""
     return f"{aval.str_short()}{weak}"
 
 
-def _signature_differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
+def _type_differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
     names = list(dict.fromkeys([*old, *new]))
     return [
         f"{n}: {old.get(n, 'absent')} -> {new.get(n, 'absent')}"

@@ -27,7 +27,7 @@ from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import DonationError, PrefixError, StaticArgumentError
-from shardax._transforms.jit import retraces as retraces
+from shardax._transforms.jit import retraces
 from shardax._transforms.lift.arguments import (
     NUMBER_TYPES,
     NUMBERS,
@@ -273,7 +273,10 @@ class Specialization:
         for position in self.positions.donated:
             plain[position] = donated_plain[position]
         named = {**(named or {}), **(donated_named or {})}
-        retraces.report_trace(self, values, plain, named)
+        signature = jax.tree.map(jax.typeof, (values, plain, named))
+        if self.signatures and retraces.listeners.get():
+            retraces.report_trace(self, self.signatures, signature)
+        self.signatures.append(signature)
         with Frame("jit") as frame:
             roots, copies = bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
             result = self._call_user(roots, plain, named)

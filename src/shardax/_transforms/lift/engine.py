@@ -1,51 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lift: the one engine that makes JAX's transforms work on functions over Modules.
+"""The engine that lifts JAX transforms to functions over Modules.
 
 Every lifted call has the same four steps.
 
-1. *Take apart* (``arguments``): the arguments are split into *roots* (the objects in them) and
-   *plain* values, with a hashable *template* that says how to put them together again. The roots
-   are flattened together (``InputGraph``), so sharing between arguments counts.
-2. *Bind* (``bind``): inside the transform, the graph is rebuilt as a private copy whose Variables
+1. *Split* (``lift.arguments``): arguments become *roots* (the objects in them) and *plain* values,
+   with a hashable *template* to join them again. All roots are flattened together
+   (``InputGraph``), so sharing between arguments counts.
+2. *Bind* (``bind``): inside the transform the graph is rebuilt as a private copy whose Variables
    hold the transform's tracers, owned by a frame.
-3. *Run* the user's function on the copy.
-4. *Carry back* (``record_effects`` inside, ``apply_effects`` outside): a ``Effects`` says what the function
-   did besides returning arrays: which Variables it wrote, how the structure of the given objects
-   changed, which objects are new, and where objects stand in the result.
+3. *Run* the user's function on the copy (``LiftedCall.run``). The transform's own rule for what
+   leaves is given a ``RunContext``: all that is known while the frame is open.
+4. *Apply* (``record_effects`` inside, ``apply_effects`` outside): ``Effects`` say what the function
+   did besides returning arrays: the Variables that it wrote, how the structure of the given
+   objects changed, which objects are new, and where objects stand in the result.
 
-A transform adds only what is its own: how values enter and leave the pure function.
-
-Calls: the arguments of one lifted call, and one run of a function on them.
-
-A *call* takes its arguments apart once. Each *run* of one of its functions happens inside a
-transform, in a frame of its own, and ends with a transform's own rule for what leaves (``leave``),
-which is given an ``RunContext``: everything that is known while the frame is open.
+A transform adds only how values enter and leave the pure function.
 
 A Variable that a function uses without being given it is *captured*. Reads see the value of the
 calling frame. For writes a transform has one of three rules:
 
-- hand the value back beside the result (``RunContext.captured``): ``grad``, ``remat``;
+- return the value beside the result (``SingleRunCall``): ``grad``, ``remat``;
 - make it an input and run again (``retry_captured``): loops and branches, which must know their
   inputs before they run;
-- refuse, where the write has no meaning (``SealedFrame``): ``vmap``, ``shard_map``.
-
-Lifted calls that run once: what ``grad``, ``remat``, ``eval_shape`` and the like share.
-
-The user's function is run one time per call, so what it did can be kept in this object instead of
-leaving the transform. Variables that the function uses without being given them are read as they
-are in the calling frame; written values leave beside the result and are stored back.
-
-Checks of what control flow is given: what *decides* how it goes, and what it works on.
-
-A predicate, an index or a bound decides. It is one number: a Python number, an array of shape (),
-or a Variable that holds one.
+- refuse (``SealedFrame``): ``vmap``, ``shard_map``, where one Variable would get many values.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +39,6 @@ import numpy as np
 from shardax._core import _jax, epoch
 from shardax._core._jax import Tracer
 from shardax._core.array_ops import realise_all
-from shardax._core.containers import unboxed
 from shardax._core.errors import AbstractValueError, TraceLeakError
 from shardax._core.frames import (
     Adopted,
@@ -66,7 +50,11 @@ from shardax._core.frames import (
 )
 from shardax._core.graph.flatten import (
     Decoder,
+    DictDef,
     GraphDef,
+    ListDef,
+    ModuleDef,
+    Ref,
     VariableDef,
     Walk,
     build,
@@ -76,10 +64,11 @@ from shardax._core.graph.flatten import (
     walk_objects,
 )
 from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.static import Static
 from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
-from shardax._core.variable import Variable
+from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.errors import ArgumentError, ClosureError, OutputError
 from shardax._transforms.lift.arguments import (
     Arguments,
@@ -167,33 +156,18 @@ def bind(
     return roots, copies
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Effects:
-    """What a function did besides returning arrays."""
+    """What a function did besides returning arrays; a pytree without leaves."""
 
-    # A pytree without leaves, so that it can leave a compiled function.
-
-    __slots__ = ("foreign", "fresh", "fresh_ids", "result", "shardings", "updates", "written")
-
-    def __init__(
-        self,
-        written: tuple[int, ...],
-        updates: dict[int, Any],
-        fresh: tuple[Any, ...],
-        result: Any,
-        foreign: dict[int, Any],
-    ) -> None:
-        # Positions, among the graph's Variables, of those whose values changed.
-        self.written = written
-        # New definitions of given objects whose structure changed, by position in the graph.
-        self.updates = updates
-        self.fresh = fresh  # definitions of new objects; their positions follow the given ones
-        self.result = result  # none if the result holds no objects; else its template
-        # Objects from outside that the function put into its result or arguments, by position.
-        self.foreign = foreign
-        # ``id`` of each new Variable's stand-in while the trace lasts.
-        self.fresh_ids: tuple[int, ...] = ()
-        # Declared shardings of (result, written, fresh), set by transforms that have such.
-        self.shardings: Any = (None, None, None)
+    written: tuple[int, ...]  # positions of the Variables of the graph whose values changed
+    updates: dict[int, Any]  # new definitions of given objects whose structure changed
+    fresh: tuple[Any, ...]  # definitions of new objects; their positions follow the given ones
+    result: Any  # None if the result holds no objects; else its template
+    foreign: dict[int, Any]  # outside objects put into the result or an argument, by position
+    fresh_ids: tuple[int, ...]  # ``id`` of each new Variable inside, while the trace lasts
+    # Declared shardings of (result, written, fresh), set by ``jit``.
+    shardings: Any = (None, None, None)
 
     @property
     def tree_key(self) -> Any:
@@ -230,15 +204,23 @@ def record_effects(
 ) -> LiftedOutputs:
     """Records, inside the transform, what the user's function did."""
     walk = _continue_walk(frame, copies)
-    for position, copy in enumerate(copies):
-        walk.definitions[position] = copy._describe(lambda child, key: walk.encode(child, ()))
+    updates = {}
+    for position, (copy, before) in enumerate(zip(copies, graphdef.objects, strict=True)):
+        if _matches(copy, before, copies):
+            walk.definitions[position] = before
+            continue
+        after = copy._describe(lambda child, key: walk.encode(child, ()))
+        walk.definitions[position] = after
+        if after != before:
+            updates[position] = after
     count = len(copies)
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_object)
     places = tuple(
         (i, walk.visit(leaf, ())) for i, leaf in enumerate(leaves) if isinstance(leaf, Object)
     )
     template = TreeTemplate(treedef, places) if places else None
-    for item in walk.objects[len(copies) :]:
+    new_objects = [*enumerate(walk.objects)][count:]
+    for _, item in new_objects:
         if isinstance(item, Variable) and item._parent is not None:
             raise OutputError(
                 f"sx.{frame.name} was to hand out a view of one layer of a stacked "
@@ -246,26 +228,17 @@ def record_effects(
                 f"transform would no longer be the stack's. Return sx.clone(stack[i]), or take the "
                 f"layer outside."
             )
-    foreign = {
-        i: item for i, item in enumerate(walk.objects) if i >= count and not _belongs(item, frame)
-    }
-    made = [
-        item
-        for i, item in enumerate(walk.objects)
-        if i >= count and i not in foreign and isinstance(item, Variable)
-    ]
+    foreign = {i: item for i, item in new_objects if not _belongs(item, frame)}
+    made = [item for i, item in new_objects if i not in foreign and isinstance(item, Variable)]
     fresh = [item.value for item in made]
-    updates = {
-        i: walk.definitions[i] for i in range(count) if walk.definitions[i] != graphdef.objects[i]
-    }
     written, values = [], []
     for position, (index, before) in enumerate(zip(graphdef.leaves, bound, strict=True)):
         after = copies[index]._value
         if position in emit or not same_value(before, after):
             written.append(position)
             values.append(copies[index].value)
-    effects = Effects(tuple(written), updates, tuple(walk.definitions[count:]), template, foreign)
-    effects.fresh_ids = tuple(map(id, made))
+    new = tuple(walk.definitions[count:])
+    effects = Effects(tuple(written), updates, new, template, foreign, tuple(map(id, made)))
     arrays = [leaf for leaf in leaves if not isinstance(leaf, Object)] if places else result
     return LiftedOutputs(arrays, values, fresh, effects)
 
@@ -280,6 +253,37 @@ def _continue_walk(frame: Frame, copies: Sequence[Any]) -> Walk:
         if id(copy) in walk.index:
             walk.index[key] = walk.index[id(copy)]
     return walk
+
+
+def _matches(item: Any, definition: Any, objects: Sequence[Any]) -> bool:
+    """Whether an object holds the very children that it was built with."""
+    # A quick check by identity, so that only what changed is described again.
+    kind = type(definition)
+    if kind is VariableDef:
+        return item._metadata is definition.metadata
+    if kind is ModuleDef:
+        return _match(item.__dict__.items(), definition.attributes, objects) and _match(
+            item._boxed.items(), definition.boxed, objects
+        )
+    if kind is ListDef:
+        return _match([*enumerate(item._items)], [*enumerate(definition.items)], objects)
+    if kind is DictDef:
+        before = [(key.value, child) for key, child in definition.items]
+        return _match(item._items.items(), before, objects)
+    return False
+
+
+def _match(now: Collection[Any], before: Sequence[Any], objects: Sequence[Any]) -> bool:
+    if len(now) != len(before):
+        return False
+    for (name, value), (key, child) in zip(now, before, strict=True):
+        kind = type(child)
+        expected = (
+            objects[child.position] if kind is Ref else child.value if kind is Static else now
+        )
+        if value is not expected or name != key:
+            return False
+    return True
 
 
 def _belongs(item: Any, frame: Frame) -> bool:
@@ -327,7 +331,8 @@ def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
         return outputs.result
     leaves = list(outputs.result)
     for place, position in effects.result.roots:
-        leaves.insert(place, unboxed(objects[position]))
+        item = objects[position]
+        leaves.insert(place, item.value if isinstance(item, ArrayAttribute) else item)
     return effects.result.treedef.unflatten(leaves)
 
 
@@ -415,28 +420,19 @@ class LiftedCall:
         self.name = name
         self.functions = tuple(functions)
         self.make_frame = make_frame
-        # The arguments taken apart.
-        self.arguments = Arguments(
-            args,
-            kwargs,
-            auto_static,
-            static,
-            static_numbers,
-            functools.partial(argument_path, functions[0]),
-        )
+        label = functools.partial(argument_path, functions[0])
+        self.arguments = Arguments(args, kwargs, auto_static, static, static_numbers, label)
         self.captured_count = len(captured)
         count = len(self.arguments.templates)
         # The parameter name of each positional argument.
         self.labels = [parameter_name(functions[0], i) for i in range(count)]
-        # The path of each of these roots.
-        self.names: list[Path] = [
+        self.names: list[Path] = [  # the path of each root of the graph
             *([()] * len(functions)),
             *root_names(self.labels, self.arguments),
             *(path_of(functions, variable) for variable in captured),
         ]
-        # Functions, objects in the arguments, and captured Variables, flattened together.
         self.graph = InputGraph([*functions, *self.arguments.roots, *captured], self.names)
-        self.graphdef = self.graph.flat.graphdef  # their structure
+        self.graphdef = self.graph.flat.graphdef
         # Given arguments, returns them as the function shall see them.
         self.enter: Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
         self.enter = lambda args, kwargs: (args, kwargs)
@@ -451,7 +447,7 @@ class LiftedCall:
         which: int = 0,
         graphdef: GraphDef | None = None,
     ) -> Any:
-        """Runs a function inside the transform."""
+        """Runs a function inside the transform; returns what ``leave`` returns."""
         graphdef = graphdef or self.graphdef
         with self.make_frame(self.name) as frame:
             roots, copies = self._bind(frame, graphdef, values)
@@ -461,6 +457,7 @@ class LiftedCall:
                 for path, variable in zip(self.names[inputs:], captured, strict=True):
                     frame.seal(variable, path)
             args, kwargs = self.arguments.restore(plain, plain_named, given)
+            # Containers of their own: the function may change those that it is given.
             kept, kept_named = jax.tree.map(lambda leaf: leaf, (list(plain), dict(plain_named)))
             args, kwargs = self.enter(args, kwargs)
             result = roots[which](*args, **kwargs)
@@ -487,31 +484,17 @@ class LiftedCall:
         del self.graph
 
 
-class RunContext:
+class RunContext(NamedTuple):
     """What is known while the frame of a run is open."""
 
-    def __init__(
-        self,
-        call: LiftedCall,
-        frame: Frame,
-        graphdef: GraphDef,
-        copies: Sequence[Any],
-        bound: Sequence[Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Any,
-    ) -> None:
-        self.call = call  # the call
-        self.frame = frame  # the frame
-        self.graphdef = graphdef
-        # The objects of the private copy, in the order of ``graphdef.objects``.
-        self.copies = copies
-        self.bound = bound  # the values that were bound, one per Variable
-        # The positional arguments, with copies for objects; plain containers are as they came,
-        # though the function may have changed those that it was given.
-        self.args = args
-        self.kwargs = kwargs  # the keyword arguments, likewise
-        self.result = result  # what the user's function returned
+    call: LiftedCall
+    frame: Frame
+    graphdef: GraphDef
+    copies: Sequence[Any]  # the private copy, in the order of ``graphdef.objects``
+    bound: Sequence[Any]  # the value that was bound to each Variable
+    args: Sequence[Any]  # with copies for objects, plain containers as they came
+    kwargs: Mapping[str, Any]
+    result: Any  # of the user's function
 
     def record_effects(self, rest: Any, emit: frozenset[int] = frozenset()) -> LiftedOutputs:
         """Records what the function did; ``rest`` is the part of the result that leaves with it."""
@@ -591,7 +574,7 @@ class LateFrame(Frame):
     __slots__ = ()
 
     def adopt(self, outer: Any) -> Any:
-        """See ``Frame.adopt``."""
+        """Refuse: the call is over."""
         raise ClosureError(
             f"A function given to sx.{self.name} uses a {type(outer).__name__} that it did not use "
             f"when it was called, but only now that it is differentiated. Pass it as an argument."
@@ -625,8 +608,8 @@ class SealedFrame(Frame):
         )
 
 
-class SingleRunCall:
-    """One lifted call."""
+class SingleRunCall(LiftedCall):
+    """A call whose function runs once, so that its effects are kept here."""
 
     def __init__(
         self,
@@ -635,58 +618,36 @@ class SingleRunCall:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         make_frame: Callable[[str], Frame] = Frame,
-        static: Container[int | str] = (),
-        auto_static: bool = False,
-        static_numbers: bool = False,
+        **options: Any,
     ) -> None:
-        # The call.
-        self.call = LiftedCall(
-            name,
-            [function],
-            args,
-            kwargs,
-            make_frame,
-            static=static,
-            auto_static=auto_static,
-            static_numbers=static_numbers,
-        )
-        self._record: Effects | None = None
-        self._adopted: list[Adopted] = []
+        super().__init__(name, [function], args, kwargs, make_frame, **options)
+        self.effects: Effects | None = None
+        self.adopted: list[Adopted] = []
 
-    @property
-    def arguments(self) -> Arguments:
-        """The arguments taken apart."""
-        return self.call.arguments
-
-    @property
-    def graph(self) -> InputGraph:
-        """The function and the objects in the arguments, flattened together."""
-        return self.call.graph
-
-    def run(
+    def run_once(
         self,
         values: Sequence[Any],
         plain: Sequence[Any],
         plain_named: Mapping[str, Any],
         split: Callable[[Any], tuple[Any, Any]],
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Runs the user's function inside the transform."""
+        """Runs the function; returns (what the transform itself needs, what else leaves)."""
+        # ``split`` separates these in the function's result; only the rest may hold objects.
 
         def leave(context: RunContext) -> tuple[Any, tuple[Any, ...]]:
             head, rest = split(context.result)
-            outputs = context.record_effects(rest)
-            self._record = outputs.effects
-            self._adopted = context.captured()
-            captured = [item.stand_in.value for item in self._adopted]
-            return head, (outputs.result, outputs.written, outputs.fresh, captured)
+            result, written, fresh, self.effects = context.record_effects(rest)
+            self.adopted = context.captured()
+            captured = [item.stand_in.value for item in self.adopted]
+            return head, (result, written, fresh, captured)
 
-        return self.call.run(values, plain, plain_named, leave)
+        return self.run(values, plain, plain_named, leave)
 
     def finish(self, leaving: tuple[Any, ...]) -> Any:
         """Stores what was written and returns the result, with objects in place."""
-        outputs = self._carried(leaving)
+        outputs = self._outputs(leaving)
         check_no_leak(self.graph, outputs)
-        for item, value in zip(self._adopted, leaving[3], strict=True):
+        for item, value in zip(self.adopted, leaving[3], strict=True):
             item.outer._write(value)
             if item.outer._metadata != item.stand_in._metadata:
                 item.outer._metadata = item.stand_in._metadata
@@ -695,12 +656,12 @@ class SingleRunCall:
 
     def finish_on(self, graph: InputGraph, leaving: tuple[Any, ...]) -> Any:
         """Returns the result with the objects of a copy in place of the caller's."""
-        return apply_effects(graph, self._carried(leaving))
+        return apply_effects(graph, self._outputs(leaving))
 
-    def _carried(self, leaving: tuple[Any, ...]) -> LiftedOutputs:
-        assert self._record is not None
+    def _outputs(self, leaving: tuple[Any, ...]) -> LiftedOutputs:
+        assert self.effects is not None
         result, written, fresh, _ = leaving
-        return LiftedOutputs(result, written, fresh, self._record)
+        return LiftedOutputs(result, written, fresh, self.effects)
 
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
