@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shard_map``: a function over Modules, run once on each part of a mesh.
+"""``shard_map``: a function over Modules, run on each shard of a mesh.
 
-Every run sees its own *shard* of what a spec splits, with the shard's shape, and the whole of what
-no spec splits; runs talk to each other by collectives (``jax.lax.psum`` and the like). A Variable
-has one spec, by which it is taken apart and put together again, so a written one ends where it was
-declared to be. JAX keeps track of the mesh axes over which a value *varies*, that is, over which
-its shards may differ; where a spec does not name such an axis, there would be several values for
-one place, which is refused.
+Every run sees its own *shard* of what a spec splits, and the whole of what no spec splits; runs
+talk to each other by collectives (``jax.lax.psum`` and the like). A Variable has one spec, by which
+it is taken apart and put together again. JAX keeps track of the mesh axes over which a value
+*varies*, that is, over which its shards may differ; where a spec does not name such an axis, there
+would be several values for one place, which is refused.
 
 A Variable that the function captured becomes a hidden input that all shards see whole, because
 ``jax.shard_map`` cannot take all arrays through a closure.
 
-Specs and meshes of ``shard_map``: what is allowed, and bringing arrays to where specs say.
-
-A *region* is what one call of ``shard_map`` runs over: a mesh, and the mesh axes that become
-*manual* in it, which is all of them unless ``axis_names`` says otherwise. A *shard* is the part of
-an array that one place of the region has.
-
-A spec is kept in one form (``canonical``), so that two ways to write the same layout, ``P("data")``
-and ``P("data", None)``, are one entry.
+A *region* is a mesh and the mesh axes that become *manual* in one call: all of them unless
+``axis_names`` says otherwise. Specs are kept in one form (``canonical``), so that ``P("data")`` and
+``P("data", None)`` are one entry.
 """
 
 from __future__ import annotations
@@ -83,7 +77,7 @@ WHOLE = PartitionSpec()
 
 
 def canonical(prefix: Any, name: str) -> Any:
-    """Returns a prefix of specs with every spec in its one form; None is ``P()``."""
+    """Returns a prefix with every spec in its one form."""
 
     def convert(leaf: Any) -> Any:
         if leaf is None:
@@ -162,7 +156,7 @@ class AssignedSpecs(NamedTuple):
 def assign(
     function: Callable[..., Any], specs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> AssignedSpecs:
-    """Finds the entry of every argument: an argument given by name has that of its position."""
+    """Finds the entry of every argument, by position or name."""
     parameters = parameters_of(function)
     if parameters is not None and kwargs:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)
@@ -233,7 +227,7 @@ class ManualRegion(NamedTuple):
     def check_shape(
         self, path: Path, shape: tuple[int, ...], spec: PartitionSpec, name: str
     ) -> None:
-        """Checks that an array of a shape can be taken apart by a spec, as ``check`` does."""
+        """Checks that an array of a shape can be split by a spec."""
         where, parts = format_path(path), dimension_axes(spec)
         if len(parts) > len(shape):
             raise AxisSizeError(
@@ -297,8 +291,8 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
         found = scope_mesh  # the same mesh, seen from inside the shard_map around this call
     else:
         raise MeshError(
-            f"sx.shard_map was given {mesh}, which differs from the mesh in scope here, {scope_mesh}. "
-            f"Pass the same mesh, or none to take the one in scope."
+            f"sx.shard_map was given {mesh}, which differs from the mesh in scope here, "
+            f"{scope_mesh}. Pass the same mesh, or none to take the one in scope."
         )
     pairs = list(zip(found.axis_names, found.axis_types, strict=True))
     free = [axis for axis, kind in pairs if kind is not AxisType.Manual]
@@ -321,7 +315,7 @@ def _with_devices(scope_mesh: AbstractMesh) -> AnyMesh:
 
 
 def check_axes(region: ManualRegion, specs: Iterable[PartitionSpec], name: str) -> None:
-    """Checks that specs name axes that are manual in a region, each once."""
+    """Checks that specs name manual axes of a region, each once."""
     for spec in specs:
         named = axes_of(spec)
         unknown = [axis for axis in named if axis not in region.axes]
@@ -359,7 +353,7 @@ def shard_map(
     axis_names: Iterable[str] = frozenset(),
     check_vma: bool = True,
 ) -> Any:
-    """Makes a function over Modules run once on each part of a mesh.
+    """Makes a function over Modules run on each shard of a mesh.
 
     Arrays and Variables enter by their specs, each run seeing its shard. What is written into a
     Variable is stored back by the spec of that Variable. A random stream whose spec names mesh axes
@@ -447,7 +441,7 @@ class _ShardFrame(SealedFrame):
     __slots__ = ()
 
     def adopt(self, outer: Any) -> Any:
-        """See ``Frame.adopt``; also asks for the Variables that are likely to be read next."""
+        """Asks for the Variable as an input, and for its likely followers."""
         found = {id(outer): outer}
         for source in (source for f in self.functions for source in find_sources(f)):
             for item in objects_in(source.read()):
@@ -496,7 +490,7 @@ class _ShardMapCall:
         return isinstance(entry, PartitionSpec) and bool(axes_of(entry))
 
     def _materialise(self) -> None:
-        """Writes the lazy values of Variables in the arguments straight into their shards."""
+        """Computes lazy values in the arguments straight into their shards."""
         mesh, assignment = self.region.mesh, self.assignment
         if not (isinstance(mesh, Mesh) and _jax.is_eager()):
             return
@@ -541,7 +535,7 @@ class _ShardMapCall:
         return apply_effects(self.call.graph, outputs)
 
     def _entering(self) -> tuple[list[Any], list[PartitionSpec], Any]:
-        """Returns the arrays that enter, in place; their specs; and how to put them together."""
+        """Returns the arrays that enter, their specs, and the treedef."""
         arguments, assignment = self.call.arguments, self.assignment
         plain = (list(arguments.plain), arguments.plain_named)
         rows: list[tuple[Path, Any, PartitionSpec]] = []

@@ -1,24 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``remat``: a function over Modules that is run again when it is differentiated.
+"""Rematerialisation, and Modules that wrap another Module's call.
 
-Between its run and its gradient a function keeps what it computed on the way (its *residuals*).
-Under ``remat`` it keeps its inputs instead, and computes the rest once more. Inputs are all the
-values that it read, random streams among them, so the second run draws the same numbers. It writes
-nothing: what the function does to Variables and structure is carried back once, from the first.
+``remat`` keeps the inputs of a function for its gradient and computes the rest again. Random
+streams are among the inputs, so the second run draws the same numbers.
 
-Modules around another Module, which call it in some way of their own.
-
-The Module inside is the *body*. An attribute that is not the wrapper's own is the body's, read and
-written, so that a wrapper can take a layer's place. Paths lead through it: what was at ``.kernel``
-is at ``.body.kernel``.
-
-``Jitted``: a Module around another one, whose call is compiled.
-
-What is compiled belongs to the body's class and the options, not to one object: layers of one
-structure share their programs, and so do copies of a model. While something else is being compiled
-around it, a ``Jitted`` calls its body directly and becomes part of that program.
-
-``Remat``: a Module around another one, which is run again when it is differentiated.
+``Jitted`` and ``Remat`` wrap the call of a Module, their *body*. An attribute that is not the
+wrapper's own is read from and written to the body, so a wrapper can take a layer's place; the path
+``.kernel`` becomes ``.body.kernel``. A compiled call belongs to the body's class and the options:
+layers of one structure share their programs, and so do copies of a model. Inside another
+compilation a ``Jitted`` calls its body directly.
 """
 
 from __future__ import annotations
@@ -145,7 +135,7 @@ class ModuleWrapper(Module):
     def __init__(self, module: Module) -> None:
         if not isinstance(module, Module) or not callable(module):
             raise LayerConfigError(
-                f"sx.{type(self).__name__} goes around a Module that can be called, but was given "
+                f"sx.{type(self).__name__} wraps a Module that can be called, but was given "
                 f"{module!r} of type {type(module).__name__}. For a function, use sx.jit(f) or "
                 f"sx.remat(f); for a method, put it around the Module that has it."
             )
@@ -213,7 +203,7 @@ class Jitted(ModuleWrapper):
         self.compiler.check(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the body, compiled, or as a part of what is being compiled around it."""
+        """Calls the compiled body, or the body itself inside another compilation."""
         if self.compiler.is_inlined and _is_staged():
             return self.body(*args, **kwargs)
         return self.compiler.compiled(type(self.body), len(args))(self.body, *args, **kwargs)
@@ -244,7 +234,7 @@ class CallCompiler:
         return found
 
     def _shifted(self, count: int) -> dict[str, Any]:
-        """Returns the options for a function that takes the body as its first argument."""
+        """Returns the options of a function whose first argument is the body."""
         shifted = dict(self.options)
         for name in ("static_argnums", "donate_argnums"):
             places = as_tuple(shifted.get(name))
@@ -291,7 +281,7 @@ def _key(name: str, option: Any) -> Any:
 
 
 def _is_staged() -> bool:
-    """Whether a program is being made around this call, of which it becomes a part."""
+    """Whether this call becomes part of a program being traced."""
     # A plain JAX transform counts as such, because it most often is ``jax.jit``.
     if is_eager():
         return False
@@ -306,7 +296,7 @@ def _is_staged() -> bool:
 
 
 class Remat(ModuleWrapper):
-    """A Module whose call keeps its inputs for the gradient, and computes the rest anew.
+    """A Module whose call is recomputed for its gradient.
 
     Args:
         module: The body, a Module that can be called. Strings, functions and flags may be among its

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounded loops over plain pytrees: a while loop with an upper limit on its steps.
+"""While loops with an upper limit on their steps.
 
 The limit makes room for two things that a plain while loop cannot have. One is a *history*: one
-*row* per step, in arrays whose size is known before the program runs; rows past the steps that were
-taken hold *padding*. The other is a reverse-mode derivative, which must know how much it will have
-to remember.
+*row* per step, in arrays whose size is known before the program runs; rows past the last step hold
+*padding*. The other is a reverse-mode derivative, which must know how much it has to remember.
 
 Loops that are not differentiated run as one ``while``. It writes rows into a buffer, so its cost
-follows the steps that are taken. Under ``vmap`` it goes on while any *lane* does, and a lane that
-is finished keeps its state.
+follows the steps that are taken. Under ``vmap`` it goes on while any batch element does, and one
+that is finished keeps its state.
 
 Loops that are differentiated run as a scan over *blocks* of the square root of the limit, and in
-each a scan over its steps; steps and whole blocks after the end are skipped. Of a step only what
-goes in is kept, and the step is run again when its derivative is computed. (Keeping more would cost
+each a scan over its steps; steps and whole blocks after the end are skipped. Of a step only its
+input is kept, and the step is run again when its derivative is computed. (Keeping more would cost
 more: what a branch keeps is kept for every step, also the weights that it uses and does not
-change.) ``"store"`` keeps what goes into every step. ``"recompute"`` keeps what goes into every
-block, and, for the block whose derivative is being computed, what goes into its steps: twice the
-square root of the limit, for one more run of every step.
-
-``bounded_while_loop``: a while loop over Modules that takes at most a given number of steps.
+change.) ``"store"`` keeps the input of every step. ``"recompute"`` keeps that of every block, and,
+for the block whose derivative is being computed, of its steps: twice the square root of the limit,
+for one more run of every step.
 """
 
 from __future__ import annotations
@@ -88,7 +85,7 @@ class BoundedLoop(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """The carry, how many steps led to it, and whether to go on."""
+    """Whether to go on, how many steps were taken, the carry."""
 
     active: Any
     length: Any
@@ -109,7 +106,7 @@ def run_bounded(loop: BoundedLoop, init: Any, differentiable: Differentiable) ->
 
 
 def settled(body: Callable[[Any], Any], init: Any) -> Any:
-    """Returns the first carry as arrays, Python numbers in the dtypes that the body gives them."""
+    """Returns the first carry as arrays of the body's dtypes."""
     arrays = jax.tree.map(jnp.asarray, init)
     for _ in range(len(jax.tree.leaves(arrays)) + 1):  # one number may change what another becomes
         kinds = jax.eval_shape(body, arrays)
@@ -143,7 +140,7 @@ def _run_buffered(loop: BoundedLoop, start: _Progress) -> tuple[_Progress, Any]:
         )
         progress = _Progress(
             active & loop.condition(new),
-            jnp.where(mine, step + 1, length),  # without lanes the counter itself
+            jnp.where(mine, step + 1, length),  # without a batch the counter itself
             _select(mine, new, carry),
         )
         return step + 1, progress, buffers
@@ -165,7 +162,7 @@ def _repeated(rows: Any, count: int) -> Any:
 
 @jax.custom_batching.custom_vmap
 def any_active(active: Any) -> Any:
-    """Whether any lane is active, however many ``vmap`` are around: one answer for all."""
+    """Whether any batch element is active: one answer for all."""
     return active
 
 
@@ -176,9 +173,9 @@ def _any_active_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bo
 
 @jax.custom_batching.custom_vmap
 def element_active(active: Any) -> Any:
-    """Whether this lane is active, given that any is."""
-    # Without ``vmap`` there is one lane, so the answer is a constant, and the compiler drops what
-    # is selected by it.
+    """Whether this batch element is active, given that any is."""
+    # Without ``vmap`` there is one batch element, so the answer is a constant, and the compiler
+    # drops what is selected by it.
     return jnp.ones((), jnp.bool_)
 
 
@@ -214,7 +211,7 @@ def _run_blocks(loop: BoundedLoop, start: _Progress, store: bool) -> tuple[_Prog
 
 
 def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_Progress, Any], tuple[_Progress, Any]]:
-    """Returns one step, for a scan; unless ``exact``, some steps are past the limit."""
+    """Returns one step of a scan."""
 
     def take(progress: _Progress) -> tuple[_Progress, Any]:
         new = loop.body(progress.carry)
@@ -255,10 +252,10 @@ def bounded_while_loop(
     differentiable: Differentiable = "no",
     padding: Any = 0,
 ) -> WhileResult:
-    """Runs a function over Modules while a condition holds, but at most ``max_steps`` times.
+    """Runs a function over Modules at most ``max_steps`` times.
 
-    Carry, condition and body are as for ``while_loop``. Under ``vmap`` each lane has a length of
-    its own.
+    Carry, condition and body are as for ``while_loop``. Under ``vmap`` each batch element has a
+    length of its own.
 
     Args:
         cond_fun: Called as ``cond_fun(carry)``; returns a boolean of shape ().
@@ -407,7 +404,7 @@ def _filled(path: Path, value: Any, kind: Any) -> Any:
 
 
 def _laid_out_alike(row: Any, kind: Any) -> Any:
-    """Returns an array in the layout of another, which Explicit mesh axes count to the type."""
+    """Returns an array in another's layout over Explicit axes."""
     sharding = jax.typeof(kind).sharding
     if all(entry is None for entry in sharding.spec):
         return row
@@ -415,7 +412,7 @@ def _laid_out_alike(row: Any, kind: Any) -> Any:
 
 
 def _holds(array: Any, dtype: Any) -> bool:
-    """Whether an array of the given dtype can hold the padding; floats may round."""
+    """Whether a dtype can hold the padding; floats may round."""
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if is_key or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return array.dtype == dtype

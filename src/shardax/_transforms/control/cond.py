@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cond`` and ``switch``: functions over Modules of which one is run.
+"""``cond`` and ``switch``: conditional execution of functions over Modules.
 
-A *branch* is one of the functions. All are traced, once each, and one is run. A Variable that any
-branch writes leaves all of them; one that does not write it hands on the value it was given.
-
-Agreement of branches: one program comes out of a choice, whichever branch is taken.
-
-The *outcome* of a branch is all that it leaves behind: its result, what it wrote, how it changed
-the structure of the objects it was given, what it made. The outcomes of all branches must agree in
-everything but numbers. What a branch does not write keeps the value it had.
+All branches are traced, once each, and one is run. The *outcome* of a branch is all that it leaves
+behind: its result, the Variables that it wrote, how it changed the structure of the objects it was
+given, and what it made. One program comes out of all branches, so outcomes must agree in everything
+but numbers. A Variable that any branch writes leaves all of them; a branch that does not write it
+returns the value it had.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ from shardax._transforms.lift.engine import (
 
 
 class ResultLeaf(NamedTuple):
-    """Stands for a leaf of a result: an array, or the object at a position of the graph."""
+    """A leaf of a result: an array, or an object's position."""
 
     position: int | None = None
 
@@ -121,7 +118,7 @@ def _check_structure(call: LiftedCall, first: BranchOutcome, other: BranchOutcom
 
 
 def _describe_attributes(call: LiftedCall, outcome: BranchOutcome, new: Any, against: Any) -> str:
-    """Returns what the attributes are in which the definition of a Module differs from another."""
+    """Returns the attributes in which one definition differs from another."""
     mine, theirs = (
         {key: child for key, child in definition_children(item) if isinstance(key, str)}
         if isinstance(item, ModuleDef)
@@ -145,7 +142,7 @@ def _describe_child(call: LiftedCall, outcome: BranchOutcome, child: Any) -> str
 
 
 def _check_new(call: LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
-    """Compares the objects that were made, whose positions follow those of the given ones."""
+    """Compares the objects that branches made."""
     paths = [_paths_after(call, outcome) for outcome in (first, other)]
     count = len(call.graph.flat.graphdef.objects)
     values = [iter(first.fresh), iter(other.fresh)]
@@ -172,7 +169,7 @@ def _check_new(call: LiftedCall, first: BranchOutcome, other: BranchOutcome) -> 
 
 
 def _paths_after(call: LiftedCall, outcome: BranchOutcome) -> dict[int, Path]:
-    """Returns the path of every object as it is after a branch; new ones may be in the result."""
+    """Returns the path of every object after a branch."""
     graphdef, effects = call.graph.flat.graphdef, outcome.effects
     objects = [effects.updates.get(i, old) for i, old in enumerate(graphdef.objects)]
     returned = [
@@ -417,7 +414,7 @@ class _BranchingCall:
     # --- inside ----------------------------------------------------------------------------------
 
     def _one(self, which: int, values: list[Any], plain: tuple[Any, ...]) -> Any:
-        """Runs a branch; returns (arrays of its result, written values by position, new values)."""
+        """Runs a branch; returns result arrays, written and new values."""
 
         def leave(context: RunContext) -> Any:
             context.require_inputs()
@@ -445,7 +442,7 @@ class _BranchingCall:
     # --- outside ---------------------------------------------------------------------------------
 
     def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
-        """Traces the branches, runs the one that is chosen, and carries back what it did."""
+        """Traces all branches, runs the chosen one, and applies its effects."""
         differ = functools.partial(vary_alike, other=decision)
         inputs = jax.tree.map(differ, (self.values, self.call.arguments.plain))
         outcomes = []

@@ -1,52 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls: the arguments of one lifted call, and one run of a function on them.
+"""While loops over Modules, and the body that all loops share.
 
-A *call* takes its arguments apart once. Each *run* of one of its functions happens inside a
-transform, in a frame of its own, and ends with a transform's own rule for what leaves (``leave``),
-which is given an ``RunContext``: everything that is known while the frame is open.
+The *body* is the user's function, run once per *iteration*. The *carry* is what one iteration hands
+to the next: plain arrays that the body returns, and the values of Variables that it writes.
+Variables that it only reads are constants of the loop, which cost no memory per step when the loop
+is differentiated. The carry keeps its *form*: pytree structure, shapes and dtypes.
 
-A Variable that a function uses without being given it is *captured*. Reads see the value of the
-calling frame. For writes a transform has one of three rules:
+Which Variables the body writes is found by tracing it for its shapes. The body is one ``jax.jit``,
+so JAX keeps that trace and the loop does not run the user's code again.
 
-- hand the value back beside the result (``RunContext.captured``): ``grad``, ``remat``;
-- make it an input and run again (``retry_captured``): loops and branches, which must know their
-  inputs before they run;
-- refuse, where the write has no meaning (``SealedFrame``): ``vmap``, ``shard_map``.
-
-Lifted calls that run once: what ``grad``, ``remat``, ``eval_shape`` and the like share.
-
-The user's function is run one time per call, so what it did can be kept in this object instead of
-leaving the transform. Variables that the function uses without being given them are read as they
-are in the calling frame; written values leave beside the result and are stored back.
-
-Checks of what control flow is given: what *decides* how it goes, and what it works on.
-
-A predicate, an index or a bound decides. It is one number: a Python number, an array of shape (),
-or a Variable that holds one.
-
-Repetition: what the loops (``scan``, ``while_loop``, ``fori_loop``, ...) share.
-
-The *body* of a loop is the user's function, run once per *iteration*. What goes *around* from one
-iteration to the next is what the body writes: plain arrays that it returns, and the values of
-Variables. Variables that it only reads are constants of the loop, which cost no memory per step
-when the loop is differentiated.
-
-Which Variables the body writes is found by tracing it for its shapes. The body is compiled as a
-unit (``jax.jit``), so JAX keeps that trace and the loop does not run the user's code again.
-
-What goes around must keep its *form*: its pytree structure, shapes and dtypes.
-
-Kinds: shape, dtype and layout type of what a function would return, inside transforms.
-
-Over *mixed* meshes, with both Auto and Explicit axes, an array's type says how it is laid out over
-the Explicit ones. ``jax.eval_shape`` then says nothing about layouts, since it could not say all.
-Loops and branches compare types, and need what is known.
-
-``while_loop`` and ``fori_loop``: a function over Modules, run again and again.
-
-The *carry* is what goes from one iteration to the next: what the caller gives first and gets back
-last. Modules and Variables in it go around as the objects they are, and so do Variables that the
-body writes through a closure.
+A predicate, an index or a bound is one number: a Python number, an array of shape (), or a Variable
+that holds one.
 """
 
 from __future__ import annotations
@@ -110,7 +74,7 @@ def _one_number(value: Any, what: str, wanted: str, hint: str) -> Any:
 
 
 def abstract_eval(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns what ``jax.eval_shape`` does, with layouts over Explicit axes also of mixed meshes."""
+    """Returns shapes and dtypes, with layouts over Explicit axes."""
     traceable: Any = function if hasattr(function, "trace") else jax.jit(function)
     report_trace = traceable.trace(*args)
     shapes, treedef = jax.tree.flatten(report_trace.out_info)
@@ -172,13 +136,13 @@ class LoopBody:
         return leaves, {p: v for p, v in written if p not in apart}, extra
 
     def outgoing(self, context: RunContext) -> Any:
-        """Returns the result as it leaves the loop: here, as the body returned it."""
+        """Returns the result as it leaves the loop."""
         return context.result
 
     def leave_more(
         self, context: RunContext, outputs: LiftedOutputs
     ) -> tuple[LiftedOutputs, Any, Collection[int]]:
-        """Decides what leaves every iteration besides what goes around: here, nothing."""
+        """Decides what leaves every iteration besides the carry: here, nothing."""
         refuse_changes(self.call, outputs, outputs.effects.updates)
         refuse_new(self.call, outputs)
         return outputs, None, ()
@@ -186,7 +150,7 @@ class LoopBody:
     # --- outside ---------------------------------------------------------------------------------
 
     def discover(self, values: Sequence[Any], plain: Sequence[Any]) -> Any:
-        """Finds which Variables go around, and checks that their form stays."""
+        """Finds which Variables are carried, and checks that their form stays."""
         leaves, written, extra = abstract_eval(self.one, list(values), list(plain))
         self.carried_variables = tuple(sorted(written))
         paths = self.call.graph.flat.leaf_paths
@@ -201,7 +165,7 @@ class LoopBody:
         return extra
 
     def _vary(self, written: Sequence[Any], leaves: Sequence[Any]) -> bool:
-        """Makes what goes around differ between shards where the body makes it differ."""
+        """Makes the carry differ between shards where the body makes it differ."""
         # Inside ``shard_map``, JAX counts this to the type, which must be the same in all
         # iterations.
         changed = False
@@ -216,7 +180,7 @@ class LoopBody:
         return changed
 
     def differ_like(self, decision: Any) -> bool:
-        """Makes what goes around differ between shards where what ends the loop does."""
+        """Makes the carry differ between shards where what ends the loop does."""
         # Inside ``shard_map`` shards may then run for different numbers of iterations, which JAX
         # does not count to the types of what comes out.
         values, plain = jax.tree.map(lambda _: decision, self.start())
@@ -266,7 +230,7 @@ class LoopBody:
         return all_values, all_plain
 
     def finish(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> LiftedOutputs:
-        """Returns what to carry back after a loop whose body returns only what goes around."""
+        """Returns the outputs of a loop that returns only the carry."""
         assert self.outputs is not None
         effects = self.outputs.effects
         final = dict(zip(self.carried_variables, carry[0], strict=True))
@@ -276,7 +240,7 @@ class LoopBody:
 
 
 def vary_alike(leaf: Any, other: Any) -> Any:
-    """Returns an array as one that may differ over every mesh axis over which another one may."""
+    """Returns an array that varies over another's manual mesh axes."""
     missing = varying_axes(other) - varying_axes(leaf)
     return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
@@ -284,14 +248,14 @@ def vary_alike(leaf: Any, other: Any) -> Any:
 def matching_leaves(
     given: Any, returned: Any, label: str, name: str
 ) -> tuple[list[Path], list[Any]]:
-    """Checks that what goes around came back as it was given."""
+    """Checks that the carry came back as it was given."""
     before = _with_paths(given, label)
     after = _with_paths(returned, label)
     if jax.tree.structure(given, is_leaf=is_object) != jax.tree.structure(
         returned, is_leaf=is_object
     ):
         raise CarryError(
-            f"What goes around in sx.{name} must come back with the structure it was given, but "
+            f"What is carried in sx.{name} must come back with the structure it was given, but "
             f"{_difference(dict(before), dict(after), given, returned)}. Return every part of it, "
             f"in the same containers."
         )
@@ -300,8 +264,8 @@ def matching_leaves(
             found = type(other).__name__ if isinstance(other, Object) else "array"
             kind = type(one).__name__ if isinstance(one, Object) else "array"
             raise CarryError(
-                f"The {kind} at {format_path(path)}, which goes around in sx.{name}, came back as "
-                f"another {found}. A Module goes around as the object it is: write "
+                f"The {kind} at {format_path(path)}, which is carried in sx.{name}, came back as "
+                f"another {found}. A Module is carried as the object it is: write "
                 f"into it (v[...] = new, sx.update(model, new)) and return it."
             )
     plain = [
@@ -330,7 +294,7 @@ def _difference(before: Mapping[Path, Any], after: Mapping[Path, Any], given: An
 
 
 def form(value: Any) -> str:
-    """Returns how messages show the form of a value: ``float32[2,3]``, or a pytree of such."""
+    """Returns the form of a value for messages, like ``float32[2,3]``."""
     # Over Explicit mesh axes the layout is part of the type, and of the form.
     shown = jax.tree.map(_leaf_form, value)
     text = shown if isinstance(shown, str) else str(shown).replace("'", "")
@@ -339,7 +303,7 @@ def form(value: Any) -> str:
 
 
 def explicit_spec(leaf: Any) -> str:
-    """Returns how an array is laid out over Explicit mesh axes, "" if it is not."""
+    """Returns an array's spec over Explicit mesh axes, or ""."""
     spec = getattr(getattr(jax.typeof(leaf), "sharding", None), "spec", None)
     return "" if spec is None or all(entry is None for entry in spec) else str(spec)
 
@@ -349,7 +313,7 @@ def _leaf_form(leaf: Any) -> str:
 
 
 def check_form(what: str, before: Any, after: Any, name: str) -> None:
-    """Raises if the form of what goes around changed."""
+    """Raises if the form of the carry changed."""
     if jax.tree.structure(before) == jax.tree.structure(after) and all(
         _same_type(a, b)
         for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
@@ -394,7 +358,7 @@ def refuse_new(call: LiftedCall, outputs: LiftedOutputs) -> None:
     """Raises if a body returned new objects."""
     if outputs.effects.fresh:
         raise CarryError(
-            f"The body of sx.{call.name} returned a new object where what goes around must come "
+            f"The body of sx.{call.name} returned a new object where what is carried must come "
             f"back as it was given. Write into the given Module and return it."
         )
 
@@ -423,8 +387,8 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
     """Runs a function over Modules while a condition holds, as ``jax.lax.while_loop`` does.
 
     The body may write Variables, passed or reached through a closure, and draw random numbers; only
-    those that it writes go around. The condition only reads. As in JAX, the loop has a forward-mode
-    but no reverse-mode derivative; see ``bounded_while_loop``.
+    those that it writes are carried. The condition only reads. As in JAX, the loop has a
+    forward-mode but no reverse-mode derivative; see ``bounded_while_loop``.
 
     Args:
         cond_fun: Called as ``cond_fun(carry)``; returns a boolean of shape ().
@@ -525,7 +489,7 @@ def fori_loop(
 
 
 def whole_carry(context: RunContext) -> tuple[Any, Any]:
-    """Returns (what was given that goes around, what came back), of a body of the carry alone."""
+    """Returns (carry given, carry returned) of a body of the carry alone."""
     return context.args[0], context.result
 
 
@@ -537,7 +501,7 @@ def carry_back(body: LoopBody, carry: tuple[Sequence[Any], Sequence[Any]]) -> An
 
 
 class ReadOnlyFunction:
-    """A function of what goes around a loop that only reads: its condition, for one."""
+    """A function of the carry that only reads, such as a condition."""
 
     def __init__(self, body: LoopBody, which: int, role: str, finish: Callable[[Any], Any]) -> None:
         self.body = body
@@ -575,6 +539,6 @@ class ReadOnlyFunction:
 
 
 def condition_of(body: LoopBody) -> ReadOnlyFunction:
-    """Returns the condition of a loop, whose call has it as second function."""
+    """Returns the condition of a loop."""
     what = f"What the condition of sx.{body.call.name} returns"
     return ReadOnlyFunction(body, CONDITION, "condition", lambda result: as_predicate(result, what))

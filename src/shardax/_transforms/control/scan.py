@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``scan``: a function over Modules, run once per slice of its arguments, as one small program.
+"""``scan``: a function over Modules, run on slices of its arguments.
 
 Each argument has an *entry* that says what an iteration sees of it:
 
@@ -69,7 +69,7 @@ def scan(
     unroll: int | bool = 1,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Makes a function over Modules run once per slice of its arguments, as ``jax.lax.scan`` does.
+    """Makes a function over Modules run once per slice.
 
     The function is traced once, whatever the number of iterations. What is sown
     (``Module.sow``) leaves stacked, with one row per iteration.
@@ -149,13 +149,13 @@ def _check_axes(in_axes: Any, out_axes: Any) -> bool:
 
 
 def _count_carry(prefix: Any, name: str) -> bool:
-    """Returns whether ``Carry`` stands at the top level of a prefix; it stands nowhere else."""
+    """Returns whether ``Carry`` stands at a prefix's top level."""
     top = list(prefix) if isinstance(prefix, (tuple, list)) else [prefix]
     count = sum(entry is Carry for entry in top)
     if count > 1:
         raise CarryError(
-            f"{name} of sx.scan has sx.Carry {count} times. One argument is carried; put what goes "
-            f"around together in a tuple or dict."
+            f"{name} of sx.scan has sx.Carry {count} times. One argument is carried; put what is "
+            f"carried together in a tuple or dict."
         )
     for entry in top:
         if entry is not Carry and any(leaf is Carry for leaf in jax.tree.leaves(entry)):
@@ -172,7 +172,7 @@ def _count_carry(prefix: Any, name: str) -> bool:
 
 
 class _ScanBody(LoopBody):
-    """The body of a scan: besides what goes around, slices and results leave every iteration."""
+    """The body of a scan, which slices and results leave, too."""
 
     def __init__(self, scan: _Scan, carried_plain: Sequence[int]) -> None:
         label = "" if scan.carry_position is None else scan.call.labels[scan.carry_position]
@@ -186,7 +186,7 @@ class _ScanBody(LoopBody):
     def leave_more(
         self, context: RunContext, outputs: LiftedOutputs
     ) -> tuple[LiftedOutputs, Any, Collection[int]]:
-        """Lets rows of the result leave every iteration, and of sliced, sown and new Variables."""
+        """Returns the rows of results and of sliced, sown, new Variables."""
         outputs, rows = self.scan.rows_of(context, outputs)
         return outputs, rows, {*self.scan.sliced, *self.scan.grown}
 
@@ -294,7 +294,7 @@ class _Scan:
     def _check_changes(
         self, context: RunContext, outputs: LiftedOutputs, new: Sequence[Any]
     ) -> None:
-        """Raises if the body changed structure in a way that differs from a loop in Python."""
+        """Raises if the body changed structure other than by sowing."""
         effects = outputs.effects
         objects = context.graphdef.objects
         count = len(objects)

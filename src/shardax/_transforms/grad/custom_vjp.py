@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``custom_vjp``: functions over Modules with a derivative that their author gives.
+"""``custom_vjp``: functions over Modules with a derivative of their author's.
 
 A *rule* is two functions. ``fwd`` takes the arguments of the function and returns (result,
 residuals); it runs in place of the function when that is differentiated. ``bwd`` takes the
@@ -8,22 +8,12 @@ residuals and the cotangent of the result and returns one gradient per argument.
 JAX may run ``fwd`` and ``bwd`` long after the call, when the transforms around it are over: a
 compiled function is differentiated when its trace has ended. What they use must be known by then.
 So ``fwd`` is *explored* first, that is, traced once for what it captures and writes. Captured
-Variables become inputs of the call; ``bwd`` gets what it needs from ``fwd``, as residuals.
+Variables become inputs of the call; ``bwd`` gets what it needs from ``fwd``, as residuals: arrays,
+Modules, Variables and static values, packed as one pytree node with the structure as static data.
 
-One call of a function with a derivative of its author's.
-
-The call's inputs are of two kinds. *Moving* ones have a gradient by the rule: chosen Variables, and
-the plain parts of differentiable arguments. *Still* ones do not: other Variables, captured ones,
-arguments in ``nondiff_argnums``. If a transform around the call differentiates one of the latter,
-its gradient would be lost, so that is an error (``forbid_gradient``).
-
-Residuals: what a forward rule hands to its backward rule.
-
-They may hold Modules and Variables beside arrays, and static values (numbers of Python, strings).
-On the way from one rule to the other only arrays exist; structure and static values go with them as
-the static part of one pytree node, ``PackedResiduals``. The backward rule gets copies of its own.
-
-Liveness: which inputs of a program its results depend on.
+*Differentiable* inputs have a gradient by the rule: chosen Variables, and the plain parts of
+differentiable arguments. Other Variables, captured ones, and arguments in ``nondiff_argnums`` do
+not; differentiating one of these is an error, since its gradient would be lost.
 """
 
 from __future__ import annotations
@@ -75,7 +65,7 @@ from shardax._transforms.lift.prefix import expand
 
 
 class PackedResiduals:
-    """Anything made of arrays, objects and static values, as a pytree of its arrays."""
+    """Arrays, objects and static values, as a pytree of arrays."""
 
     __slots__ = ("graphdef", "plain", "template", "values")
 
@@ -92,7 +82,7 @@ class PackedResiduals:
 
 
 def pack_residuals(item: Any) -> PackedResiduals:
-    """Packs an item with the values that its Variables have in the current frame."""
+    """Packs an item with the present values of its Variables."""
     roots: list[Any] = []
     template, plain = split_argument(item, roots, auto_static=True, static_numbers=True)
     graph = InputGraph(roots)
@@ -112,7 +102,7 @@ jax.tree_util.register_pytree_node(PackedResiduals, _flatten, _unflatten)
 
 
 def used_inputs(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
-    """Returns, for each input of a program, whether a result may depend on it."""
+    """Returns which inputs of a program its results depend on."""
     # Programs inside an equation are looked into where their inputs and outputs are those of the
     # equation, as for compiled, rematerialised and custom functions.
     flags = [True] * len(jaxpr.outvars) if wanted is None else wanted
@@ -130,7 +120,7 @@ def used_inputs(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
 
 
 def _inner_program(equation: Any) -> Any:
-    """Returns the one program inside an equation that has its inputs and outputs, or None."""
+    """Returns the one program inside an equation with its signature."""
     if equation.primitive.name in _REPEATED:
         return None
     found = []
@@ -149,7 +139,7 @@ _REPEATED = frozenset({"scan", "while"})
 
 
 class VjpRule(Protocol):
-    """What is to be known of the function and its derivative; see ``custom_vjp.CustomVjp``."""
+    """A function and its derivative, as ``CustomVjp`` has them."""
 
     function: Callable[..., Any]
     nondiff_argnums: Any
@@ -160,7 +150,7 @@ class VjpRule(Protocol):
 
 
 class VjpFrame(Frame):
-    """The frame of a function or its ``fwd``; knows the rule, so that it is not explored anew."""
+    """The frame of a function or its ``fwd``."""
 
     __slots__ = ("rule",)
 
@@ -170,7 +160,7 @@ class VjpFrame(Frame):
 
 
 class BackwardFrame(Frame):
-    """The frame of ``bwd``, which runs when the call is over and sees nothing of around it."""
+    """The frame of ``bwd``, which runs when the call is over."""
 
     __slots__ = ("function",)
 
@@ -273,7 +263,7 @@ class CustomVjpCall:
         return used[len(used) - count :]
 
     def _guarded(self, nondifferentiable: Any, used: Sequence[bool]) -> Any:
-        """Returns the still inputs such that differentiating a used one is an error."""
+        """Forbids gradients of the nondifferentiable inputs that are used."""
         values, plain, named = nondifferentiable
         leaves, treedef = jax.tree.flatten(nondifferentiable)
         names: list[str] = []
@@ -335,7 +325,7 @@ class CustomVjpCall:
         return context.record_effects(result, self.emit)
 
     def _check_same_effects(self, context: RunContext, effects: Effects) -> None:
-        """Takes the first run as what happened; later ones must do the same."""
+        """Checks that every run has the effects of the first."""
         first = self.effects
         if first is None:
             self.effects, self.emit = effects, frozenset(effects.written)
@@ -448,7 +438,7 @@ def _like(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
-    """Returns a gradient that varies over the manual mesh axes over which its input does."""
+    """Returns a gradient that varies over its input's manual axes."""
     # An input that all shards share has one gradient, the sum of what they give.
     if gradient is None:
         return None
@@ -461,7 +451,7 @@ def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
 
 
 def _fresh_paths(context: RunContext, effects: Effects) -> list[Path]:
-    """Returns the path of each new Variable, from the name of the argument it is attached to."""
+    """Returns the path of each new Variable."""
     names = [*zip(context.call.labels, context.args, strict=True), *sorted(context.kwargs.items())]
     found = {
         id(leaf): path
@@ -630,7 +620,7 @@ class CustomVjp(PickledByName):
 def by_position(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call with as many as possible by position, defaults among them."""
+    """Returns a call's arguments by position, defaults included."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -1,25 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of functions over Modules.
+"""Derivatives of functions over Modules: ``grad``, ``vjp``, ``jvp``.
 
-What is differentiated is chosen by argument and, for a Module, by filter (``targets``): its
-``Param`` Variables unless told otherwise.
+What is differentiated is chosen by argument and, for a Module, by filter (``grad.targets``): its
+``Param`` Variables unless told otherwise. What a function writes into Variables is carried back,
+but is no part of its result: it has no tangent, and no cotangent arrives at it.
 
-``safe_where``: a choice for each element, whose derivative is that of the chosen side alone.
-
-``jnp.where(x > 0, jnp.log(x), 0.0)`` computes the logarithm of every element, and its derivative,
-too. Where an element is left out, the derivative is multiplied by zero; but at zero that of the
-logarithm is infinite, and zero times infinity is NaN. The cure is old: choose before the function
-as well as after it, so that it never sees the elements that are left out. It sees a *stand-in*
-there, a number at which it is harmless.
-
-``vjp`` and ``jvp``: derivatives of functions over Modules that return arrays.
-
-``vjp`` goes backward: from a *cotangent* of the result, which says how much each of its numbers
-counts, to one gradient per argument. ``jvp`` goes forward: from a *tangent* of the arguments, which
-says in what direction they move, to that of the result.
-
-What a function writes into Variables is carried back, but is no part of its result: no cotangent
-arrives at it, and it has no tangent.
+``safe_where`` differentiates a choice per element. ``jnp.where(x > 0, jnp.log(x), 0.0)`` computes
+the logarithm of every element, and zero times its infinite derivative at zero is NaN. The cure is
+to choose before the function as well as after it, by a *stand-in* at which it is harmless.
 """
 
 from __future__ import annotations
@@ -121,7 +109,7 @@ def _scalar(value: Any, holomorphic: bool) -> Any:
 
 
 def _chosen(argnums: Any, wrt: Any) -> tuple[list[DiffState], bool]:
-    """Returns the arguments to differentiate and whether the caller gave a sequence of them."""
+    """Returns the arguments to differentiate, and whether several were asked for."""
     many = isinstance(argnums, (tuple, list))
     items = [
         item if isinstance(item, DiffState) else DiffState(int(item), wrt)
@@ -145,7 +133,7 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Any:
-    """Makes a function that returns the value and the gradient of a scalar function over Modules.
+    """Makes a function that returns value and gradient of a function.
 
     Values that the function writes into Variables are carried back, as by every lifted transform.
 
@@ -205,7 +193,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Any:
-    """Makes a function that returns the gradient of a scalar function; see ``value_and_grad``.
+    """Makes a function that returns the gradient of a scalar function.
 
     Args:
         function: As for ``value_and_grad``.
@@ -251,7 +239,7 @@ def grad(
 def safe_where(
     condition: Any, function: Callable[..., Any], *operands: Any, otherwise: Any, stand_in: complex
 ) -> jax.Array:
-    """Applies a function where a condition holds; elsewhere it has no part in value or derivative.
+    """Applies a function per element where a condition holds.
 
     The function is computed for all elements, as by ``jnp.where``, but on the stand-in where the
     condition does not hold. To leave the computation out, use ``cond``.
@@ -312,7 +300,7 @@ def vjp(
     has_aux: bool = False,
     wrt: Any = Param,
 ) -> Any:
-    """Runs a function over Modules and returns how gradients go back through it.
+    """Runs a function over Modules and returns its pullback.
 
     Values that the function writes into Variables are carried back when it runs, here and now.
 
@@ -447,7 +435,7 @@ def jvp(
     tangents: Sequence[Any] | None = None,
     has_aux: bool = False,
 ) -> Any:
-    """Runs a function over Modules and returns how its result moves with its arguments.
+    """Runs a function over Modules and returns result and tangent.
 
     Values that the function writes into Variables are carried back; they have no tangent.
 
@@ -530,7 +518,7 @@ def _check_pairs(primals: Any, tangents: Any) -> None:
 
 
 def _moves(once: SingleRunCall, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """Returns the tangent, or None, of every array of Variables, then of plain parts."""
+    """Returns the tangent of every array, or None."""
     given = Tangents("tangent", values, strict=True)
     of_plain: list[Any] = []
     for position, tangent in enumerate(tangents):

@@ -1,24 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets: what of an argument is differentiated, and how gradients stand for it.
+"""Differentiated arguments, and the arrangement of their tangents.
 
-What is differentiated is chosen by argument and, for a Module, by filter. Its *tangents*
-(gradients, directions) are arranged like the argument: a ``State`` for a Module, with the paths of
-the chosen Variables; an array for a Variable; for anything else, the same pytree.
-
-A Variable that is reached twice is one, so it has one gradient: the sum over all its uses.
-
-Tangents: directions and gradients that a caller gives for Variables and arrays.
-
-They must have the shapes of what they belong to, and its dtypes; integers and random keys have
-none. What was not given is zero, and stands as None.
-
-Errors of JAX about a compiled function, told in terms of the arguments that the user passed.
-
-A plan calls JAX with flat lists of values, so JAX names a *place* like ``flat[0][3]``. Here such a
-place gets its name back: ``model.layers[0].kernel``. Mistakes that are common get an error of their
-own; any other error keeps its type and text, and a note says which argument each place is.
-
-The same for what JAX says of a loop that cannot be differentiated.
+Arguments are chosen by position and, for a Module, by filter. *Tangents* (gradients, directions)
+are arranged like the argument: a ``State`` for a Module, with the paths of the chosen Variables; an
+array for a Variable; for anything else the same pytree. A Variable that is reached twice has one
+gradient, the sum over all its uses. Tangents have the shapes and dtypes of what they belong to;
+integers and random keys have none. What was not given is zero, and stands as None.
 """
 
 from __future__ import annotations
@@ -54,7 +41,7 @@ from shardax._transforms.lift.engine import LiftedCall
 
 @contextlib.contextmanager
 def explained_reverse_mode() -> Iterator[None]:
-    """Says, where reverse mode meets a while loop, which loops have a reverse-mode derivative."""
+    """Explains which loops have a reverse-mode derivative."""
     try:
         yield
     except ValueError as error:
@@ -133,7 +120,7 @@ class Tangents:
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """Whether an array, or its shape and dtype, is of numbers that have derivatives."""
+    """Whether the dtype of an array has derivatives."""
     return jnp.issubdtype(dtype_of(leaf), jnp.inexact)
 
 
@@ -170,7 +157,7 @@ def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) ->
 
 
 class DiffVariable(NamedTuple):
-    """A chosen Variable: its path below the object, its place in the graph, what it is."""
+    """A chosen Variable: path below its object, position, origin."""
 
     path: Path
     leaf: int
@@ -228,7 +215,7 @@ class DiffArgument:
         )
 
     def plain_places(self, plain: Any) -> list[Path]:
-        """Returns the path of each leaf of the plain part, from the argument's name on."""
+        """Returns the path of each leaf of the plain part."""
         if isinstance(self.template, TreeTemplate):
             paths: Sequence[Path] = plain_paths(self.template)
         else:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``eval_shape``: what a function would return, computing and changing nothing.
+"""Abstract evaluation: ``eval_shape`` and ``make_jaxpr``.
 
-``make_jaxpr``: the program that a function over Modules stands for, without running it.
+Both trace a function without running it; the given Modules keep their values and structure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardax._transforms.lift.engine import InputGraph, SingleRunCall, abstract,
 
 
 class AbstractFrame(Frame):
-    """A frame that makes up values for Variables without any that were not passed in."""
+    """A frame that fills abstract Variables that were not passed in."""
 
     # Lazy values are computed and abstract ones filled as part of the trace, which allocates
     # nothing.
@@ -84,7 +84,7 @@ def abstract_inputs(once: SingleRunCall) -> tuple[Any, ...]:
 
 
 def abstract_copy(once: SingleRunCall) -> InputGraph:
-    """Returns a copy of a call's objects without arrays, for what the function did to them."""
+    """Returns a copy of a call's objects without arrays."""
     shapes = jax.eval_shape(lambda values: values, abstract(once.graph.leaves))
     return InputGraph(build(once.graphdef, shapes, owner_here())[0])
 

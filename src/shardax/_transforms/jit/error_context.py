@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of JAX about a compiled function, told in terms of the arguments that the user passed.
+"""JAX's errors about a compiled function, in terms of the user's arguments.
 
-A plan calls JAX with flat lists of values, so JAX names a *place* like ``flat[0][3]``. Here such a
-place gets its name back: ``model.layers[0].kernel``. Mistakes that are common get an error of their
-own; any other error keeps its type and text, and a note says which argument each place is.
-
-The same for what JAX says of a loop that cannot be differentiated.
+A specialization calls JAX with flat lists of values, so JAX names a place like ``flat[0][3]``. Here
+it gets its name back: ``model.layers[0].kernel``. Common mistakes get an error of their own; any
+other error keeps its type and text, and a note names the argument.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
 
 
 def explain_error(error: Exception, specialization: Any, graph: Any) -> None:
-    """Raises a clearer error for what JAX says about values, or adds a note to the one it raised."""
+    """Raises a clearer error than JAX, or adds a note."""
     explain_values(error, specialization, graph)
     if isinstance(error, ValueError):
         _explain_shardings(error, specialization, graph)
@@ -36,7 +34,7 @@ def explain_error(error: Exception, specialization: Any, graph: Any) -> None:
 
 
 def explain_places(error: Exception, specialization: Any) -> None:
-    """Does what ``explain_error`` does where values may be absent on purpose: while tracing."""
+    """Explains or annotates an error that names flat arguments."""
     text = str(error)
     if "flat[" not in text:
         return
@@ -46,10 +44,11 @@ def explain_places(error: Exception, specialization: Any) -> None:
         place = _PLACE.search(text)
         name = place_name(place, specialization) if place else "an argument"
         raise ArgumentError(
-            f"{name} of {_shown(specialization.function)} is a {kind.group(1)}, which is neither an array or "
-            f"number nor a Module, Variable or pytree of these. If it is configuration, make it "
-            f"static: sx.jit(f, static_argnames=...). If it holds arrays or Modules, register its "
-            f"class as a pytree (jax.tree_util.register_dataclass) or make it a sx.Module."
+            f"{name} of {_shown(specialization.function)} is a {kind.group(1)}, which is neither "
+            f"an array or number nor a Module, Variable or pytree of these. If it is "
+            f"configuration, make it static: sx.jit(f, static_argnames=...). If it holds arrays or "
+            f"Modules, register its class as a pytree (jax.tree_util.register_dataclass) or make "
+            f"it a sx.Module."
         ) from error
     if "sharding" in text and isinstance(error, ValueError):
         raise PrefixError(told) from error
@@ -68,7 +67,7 @@ def in_user_terms(text: str, specialization: Any) -> str:
 
 
 def place_name(place: re.Match[str], specialization: Any) -> str:
-    """Returns what the user calls a place in the flat arguments, such as ``model.kernel``."""
+    """Returns the user's name of a flat argument, like ``model.kernel``."""
     group, index, name, leaf = place.groups()
     below = "" if leaf is None else f"[{leaf}]"
     if group in "01":
@@ -94,7 +93,7 @@ def _shown(function: Any) -> str:
 
 
 def explain_values(error: Exception, specialization: Any, graph: Any) -> None:
-    """Raises if the error comes from values that Variables hold: none, deleted, or one twice."""
+    """Explains errors of absent, deleted or twice donated values."""
     pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
     absent = [path for path, v in pairs if v.is_abstract]
     if absent and isinstance(error, TypeError):
@@ -127,7 +126,7 @@ def explain_values(error: Exception, specialization: Any, graph: Any) -> None:
 
 
 def _explain_shardings(error: ValueError, specialization: Any, graph: Any) -> None:
-    """Raises if declared shardings do not fit the Variables they are for, listing all of them."""
+    """Raises if declared shardings do not fit, listing all Variables."""
     misfits = []
     shardings = specialization.leaf_shardings
     for path, variable, sharding in zip(

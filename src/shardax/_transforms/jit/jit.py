@@ -1,82 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``jit``: compiled functions over Modules, at the cost of ``jax.jit`` on bare arrays.
+"""Compiled functions over Modules, at the cost of ``jax.jit`` on bare arrays.
 
-A *plan* is what one structure of arguments compiles to: a ``jax.jit`` of the pure function on flat
-lists of values. A *call entry* remembers, for particular objects, the plan and the flat list of
-their Variables, valid while the structure epoch stays. So a steady call checks one integer, gathers
-values, calls the plan's function, and stores what the trace wrote.
+A ``Specialization`` is what one structure of arguments compiles to: a ``jax.jit`` of a pure
+function of flat lists of values. A ``CachedCall`` remembers, for particular objects, the
+specialization and the flat list of their Variables; it is valid while the structure epoch stays. A
+steady call checks one integer, gathers values, calls the specialization's program, and stores what
+the trace wrote.
 
-Two things are found while tracing. *Captured* Variables, which the function uses without being
-given them, become hidden inputs: sources in closures and globals are known beforehand, anything
-else is noticed by the trace, which then runs again. And the ``Effects`` of what the function did
-leaves the compiled program as a node of its output tree, so that each executable carries its own.
+Two things are found while tracing. *Captured* Variables, used without being passed in, become
+hidden inputs: sources in closures and globals are known beforehand, anything else is noticed by the
+trace, which then runs again. And the ``Effects`` of the function leave the compiled program as a
+node of its output tree, so that each executable carries its own.
 
-Compiled methods, bound to their object.
+Under ``static="auto"`` every call decides anew which leaves are static: one flattening of all
+arguments by JAX and a look at the type of each leaf (``flatten_call``).
 
-``jax.jit`` binds its methods too, but loses ``lower`` and the like on the way; a ``BoundJit`` keeps
-everything that the compiled function offers.
-
-Call entries: what a compiled function remembers about a call, to repeat it at no cost.
-
-An entry belongs to particular objects, and is valid while the structure epoch stays
-(``_core.epoch``).
-
-What a compiled function remembers: plans, at the cost of a trace, and calls, of a flattening.
-
-Both are bounded. A plan that is needed for one thing more takes the place of the one that was used
-least recently, and what that compiled is let go. Calls are forgotten all together, since each is
-found anew without tracing.
-
-Closures: finding the objects that a function uses without being given them.
-
-A *source* is a place outside a function from which it takes an object: a closure cell, or a name in
-its globals. Compiled functions look through their sources at every call, so that a model which was
-rebound to the name is noticed.
-
-Leaves of arguments that are static: which they are, and what they are compared by.
-
-A *leaf* is what is left of an argument when its containers are taken apart. Arrays are dynamic.
-Python's numbers are dynamic unless they are asked to be static. Everything else is static, and
-compared by its *argument key*: the exact key of ``_core.graph.static``, and for an instance that Python
-compares by identity, the keys of its attributes as well. Such an instance is equal to itself
-whatever is assigned to it, so by identity alone a program compiled for its old attributes would
-answer for the new ones.
-
-Arguments that a compiled function treats in a way of their own.
-
-*Static* arguments are compiled for by value, *donated* ones lend their memory. Here is found which
-they are, and what static ones are compared by.
-
-Plain arguments: telling by its type alone that an argument holds no objects.
-
-It makes the steady call of a compiled function quick. JAX's type of concrete arrays is not public;
-it is learned from the first array that comes by.
-
-Arguments of a lifted call, taken apart: the first step of the lift.
-
-An argument is split into *roots* (the objects in it) and a *plain* part, a pytree without objects
-that JAX can take. Its *template* says how to put it together again, with other roots: the copies
-that a transform made.
-
-Callables as roots of a lifted call.
-
-The function of a call is a root of its graph, because it may be a Module, a method of one, or a
-``functools.partial`` with Modules among its arguments. Whatever else it holds is configuration of
-the program, and configuration must be hashable to be compared. A partial with an array, and an
-instance of a class without a hash, are not; such a callable is *held*: compared by identity, its
-objects still in sight.
-
-Names of places in a call: where each root stands, as the user would write it.
-
-The path of a root begins with the name of the parameter it was passed for, so that the Variables of
-two models in one call have different paths: ``.teacher.kernel`` and ``.student.kernel``.
-
-Quick calls where static leaves are found automatically (``static="auto"``).
-
-Every call decides anew which leaves are static. In a steady call that takes one flattening of all
-arguments by JAX, and a look at the type of each leaf: arrays go into a flat list, static leaves
-into the *quick key* by which the call is remembered. What has objects inside of containers, or
-tracers, takes the ordinary way.
+Both memories are bounded. A specialization costs a trace, so the least recently used one is
+dropped; a cached call costs a flattening, so all are dropped together.
 """
 
 from __future__ import annotations
@@ -152,7 +92,7 @@ def note_types(arg: Any) -> bool:
 
 
 def all_dynamic(args: Sequence[Any], static: frozenset[type]) -> bool:
-    """Whether surely nothing of the arguments is static but what is of the given types."""
+    """Whether all arguments are known to be dynamic."""
     for arg in args:  # no generator: it would cost as much as a short call
         kind = type(arg)
         if (kind not in ARRAY_TYPES or kind in static) and not isinstance(arg, Object):
@@ -214,7 +154,7 @@ def leaf_spans(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Spans:
-    """Returns where the dynamic leaves of each argument stand among those of the call."""
+    """Returns the span of each argument among the dynamic leaves."""
     start = 0
 
     def span(template: Any, value: Any) -> slice | None:
@@ -233,7 +173,7 @@ def leaf_spans(
 def plain_parts(
     call: FlatCall, kwargs: Mapping[str, Any], spans: Spans
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the plain parts of a call, as ``Arguments`` has them: (positional, by name)."""
+    """Returns the plain parts of a call: (positional, by name)."""
     positional, named = spans
     plain, dynamic = call.args, call.dynamic
     for position, span in enumerate(positional):
@@ -245,7 +185,7 @@ def plain_parts(
 
 
 class BoundJit(Wrapper):
-    """A jitted method bound to its object: a ``Jit`` with its first argument given."""
+    """A jitted method bound to its object."""
 
     __slots__ = ("__func__", "__self__")
 
@@ -297,7 +237,7 @@ class CachedCall:
         self.kept, self.donated = specialization.partition(graph.leaves)
         # Called, each returns a root; held weakly, so that remembering a call keeps no model alive.
         self.roots = [_weak(root) for root in graph.roots]
-        # The record of the last call and the Variables it wrote.
+        # The effects of the last call and the Variables it wrote.
         self.last: tuple[Any, list[Any]] = (None, [])
         # Where the dynamic leaves of each argument stand, in quick calls
         # (``_transforms.lift.arguments``).
@@ -308,7 +248,7 @@ class CachedCall:
         return InputGraph([root() for root in self.roots], self.specialization.names)
 
     def keep_weakly(self, graph: InputGraph, forget: Callable[[Any], None]) -> None:
-        """Prepares for being remembered: lets go of everything that the caller may drop."""
+        """Lets go of everything that the caller may drop."""
         self.roots = [
             weakref.ref(root, forget) if isinstance(root, Object) else _weak(root)
             for root in graph.roots
@@ -323,7 +263,7 @@ def _weak(root: Any) -> Callable[[], Any]:
     return weakref.ref(root) if isinstance(root, Object) else lambda: root
 
 
-# How many plans one compiled function remembers.
+# How many specializations one compiled function remembers.
 MAX_SPECIALIZATIONS = 512
 
 _MAX_CALLS = 4096
@@ -333,16 +273,16 @@ _MAX_CALLS_WITH_SOURCES = 64
 
 
 class CompilationCache:
-    """The plans and calls of one compiled function."""
+    """The specializations and cached calls of one compiled function."""
 
     def __init__(self) -> None:
         self.specializations: dict[Any, Specialization] = {}
-        self.calls: dict[Any, CachedCall] = {}  # call entries by what a call is told by
-        # Counts calls; ``Specialization.used`` is the count at a plan's last call.
+        self.calls: dict[Any, CachedCall] = {}  # by what identifies a call
+        # Counts calls; ``Specialization.used`` is the count at the last use.
         self.ticks = itertools.count(1)
 
     def add(self, specialization: Specialization) -> None:
-        """Remembers a plan; if there are many, forgets the one that was used least recently."""
+        """Adds a specialization; a full cache drops the least recently used."""
         while len(self.specializations) >= MAX_SPECIALIZATIONS:
             oldest = min([*self.specializations.values()], key=operator.attrgetter("used"))
             self.specializations.pop(oldest.key, None)
@@ -356,7 +296,7 @@ class CompilationCache:
         if len(self.calls) >= (_MAX_CALLS_WITH_SOURCES if few else _MAX_CALLS):
             self.calls.clear()
 
-        calls = self.calls  # not self: the callback must keep no plan alive
+        calls = self.calls  # not self: the callback must keep no program alive
 
         def forget(_: Any) -> None:
             calls.pop(key, None)
@@ -373,7 +313,7 @@ class CompilationCache:
 
 
 class Jit(PickledByName, Wrapper):
-    """A compiled function over Modules; made by ``jit``. See there for what it does.
+    """A compiled function over Modules; made by ``jit``.
 
     Attributes:
         __wrapped__: The original function.
@@ -521,7 +461,7 @@ class Jit(PickledByName, Wrapper):
         return result
 
     def _finish(self, entry: CachedCall, outputs: LiftedOutputs) -> Any:
-        """Carries back structure, pytree values, or notices tracers of a plain JAX transform."""
+        """Applies structural effects, checking for tracers of plain transforms."""
         graph = entry.graph()
         if note_types(outputs.written):
             check_no_leak(graph, outputs)
@@ -530,7 +470,7 @@ class Jit(PickledByName, Wrapper):
     def _call_uncached(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None
     ) -> Any:
-        """Calls without a remembered entry, and remembers one if ``key`` says under what."""
+        """Calls without a cached call, and caches one under ``key``."""
         while True:
             specialization, graph, arguments = self.prepare(args, kwargs)
             entry = local.call = self.entry(specialization, graph)
@@ -554,7 +494,7 @@ class Jit(PickledByName, Wrapper):
     def _recover(
         self, error: Exception, entry: CachedCall, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Calls again after a retrace found captured objects, or where values became lazy."""
+        """Calls again after new captures, or explains the error."""
         # Otherwise explains the error.
         if isinstance(error, NewCaptures):
             self.capture(error.objects)
@@ -567,7 +507,7 @@ class Jit(PickledByName, Wrapper):
         return self._call_uncached(args, kwargs)
 
     def capture(self, objects: Sequence[Any]) -> None:
-        """Makes objects that a trace used without being given them hidden inputs of later calls."""
+        """Makes objects that a trace used hidden inputs of later calls."""
         before = {id(item) for item in self.hidden_objects()}
         self.sources = find_sources(self.__wrapped__)  # names may have been bound since
         self.captured = [ref for ref in self.captured if ref() is not None]
@@ -587,10 +527,10 @@ class Jit(PickledByName, Wrapper):
     def prepare(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Specialization, InputGraph, Arguments]:
-        """Finds or makes the plan for a call.
+        """Finds or makes the specialization for a call.
 
         Returns:
-            (plan, the roots flattened together, the arguments taken apart).
+            (specialization, the roots flattened together, the arguments taken apart).
         """
         signature = self._separate_static(args, kwargs)
         arguments = self._take_apart(signature)
@@ -629,7 +569,7 @@ class Jit(PickledByName, Wrapper):
         return CachedCall(specialization, graph)
 
     def hidden_objects(self) -> list[Any]:
-        """Returns the objects that the function uses without being given them, as far as known."""
+        """Returns the objects that the function uses from outside."""
         return [item for _, item in self.hidden()]
 
     def hidden(self) -> list[tuple[Path, Any]]:
@@ -665,7 +605,7 @@ class Jit(PickledByName, Wrapper):
         return self.options.split_argument(signature.args, signature.kwargs, self.path_of)
 
     def path_of(self, key: int | str) -> Path:
-        """Returns the path of an argument by its name, or by its position among dynamic ones."""
+        """Returns an argument's path by name or position among dynamic ones."""
         if isinstance(key, int):
             dynamic = (i for i in itertools.count() if i not in self.static_positions)
             key = next(itertools.islice(dynamic, key, None))
@@ -741,7 +681,7 @@ def jit(
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
-    """Compiles a function over Modules; what it writes into Variables is stored back.
+    """Compiles a function over Modules and carries back its writes.
 
     Modules and Variables may stand anywhere in the arguments, in the result, or be used through
     closures. Structural changes (attributes added, removed, swapped) are carried back too, and

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explaining retraces: why a compiled function was traced again.
+"""Explanations of retraces.
 
 A function is traced anew when the structure of its arguments, a static value, or a shape or dtype
-differs from every earlier call. ``explain_retraces`` tells which, by path, compared with the most
+differs from every earlier call. ``explain_retraces`` says which, by path, compared with the most
 similar earlier call.
 """
 
@@ -106,7 +106,7 @@ def report_trace(specialization: Any, earlier: Sequence[Any], signature: Any) ->
 
 
 def _named_types(specialization: Any, signature: Any) -> dict[str, str]:
-    """Returns the type of every array by its path, as messages show both."""
+    """Returns the type of every array by its path, for messages."""
     values, plain, named = signature
     labels = [label for _, label in specialization.positions.positional]
     entries = [
@@ -136,7 +136,7 @@ def _type_differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
 
 
 def call_differences(old: Any, new: Any) -> list[str]:
-    """Describes how the calls that two plans are for differ, by path."""
+    """Describes how the calls that two specializations are for differ, by path."""
     reasons = structure_differences(old.graphdef, new.graphdef, old.names, new.names)
     static = list(
         static_leaf_differences(old, new, [label for _, label in new.positions.positional])
@@ -156,7 +156,7 @@ def call_differences(old: Any, new: Any) -> list[str]:
 
 
 def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterator[str]:
-    """Yields how the static leaves of two calls differ, where their containers are the same."""
+    """Yields how the static leaves of two calls differ."""
     if len(old.templates) != len(new.templates):
         return
     pairs = [*zip(labels, old.templates, new.templates, strict=True)]
@@ -210,7 +210,7 @@ def _entry(value: Any) -> str:
 
 
 def _by_path(graphdef: GraphDef, names: Sequence[Path]) -> dict[Any, Any]:
-    """Returns what stands at each path: (type, metadata) of objects, static values as they are."""
+    """Returns types and metadata of objects, and static values, by path."""
     paths = definition_paths(graphdef, names)
     found: dict[Any, Any] = {}
     for index, path in paths.items():

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: what one structure of arguments compiles to.
+"""The compiled program of one structure of arguments.
 
-A plan wraps one ``jax.jit`` of the *pure function*, whose arguments are flat lists: the values of
-the Variables that are kept, of those that are donated, and the plain arguments likewise. It returns
-a ``LiftedOutputs``: result, written values, values of new Variables, and the record. When shardings are
-declared, the shape of that result must be known before compiling, so the function is traced once
-first (JAX keeps the trace, so it is not traced again).
+A ``Specialization`` wraps one ``jax.jit`` of the *pure function*, whose arguments are flat lists:
+values of the Variables that are kept, of those that are donated, and plain arguments likewise. It
+returns ``LiftedOutputs``. Declared shardings need the tree of that result before compiling, so the
+function is then traced once first; JAX keeps the trace.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from shardax._transforms.lift.prefix import check_plain, check_shardings_only, c
 
 @dataclasses.dataclass(frozen=True)
 class JitOptions:
-    """What the user asked of ``jit``; the fields have the names and meanings of ``jax.jit``'s."""
+    """Options of ``jit``, named as those of ``jax.jit``."""
 
     in_shardings: Any = None
     out_shardings: Any = None
@@ -97,7 +96,7 @@ class JitOptions:
     def split_argument(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], label: Callable[[int | str], Path]
     ) -> Arguments:
-        """Takes the arguments of a call apart, without those that are static as a whole."""
+        """Splits the arguments of a call, without static ones."""
         numbers = self.static_numbers
         return Arguments(args, kwargs, self.auto_static, static_numbers=numbers, label=label)
 
@@ -111,7 +110,7 @@ class JitOptions:
 
 
 def with_resolved_donation(options: JitOptions, function: Callable[..., Any]) -> JitOptions:
-    """Returns the options with every donated argument listed both by position and by name."""
+    """Returns the options with donated arguments by position and name."""
     positions, names = resolve_arguments(
         function, options.donate_argnums, options.donate_argnames, "donate", DonationError
     )
@@ -169,7 +168,7 @@ class Specialization:
     # --- calling ---------------------------------------------------------------------------------
 
     def partition(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Separates the Variables (or values) that are kept from those that are donated."""
+        """Separates kept Variables (or values) from donated ones."""
         donated = self.donated_leaves
         if not donated:
             return list(leaves), []

@@ -4,7 +4,7 @@
 Each wraps JAX's own stage and offers everything that it does. What JAX reports per argument is
 arranged as the user passed it: a Module appears as a ``State`` with one entry per Variable. A
 ``Compiled`` is called like the function (without static arguments), on any objects of the structure
-it was compiled for, and writes state back.
+that it was compiled for, and writes state back.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def trace_jit(jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
 
 
 class _ArgumentView:
-    """Arranges what JAX reports per flat input as the user passed the arguments."""
+    """Arranges what JAX reports per flat input like the arguments."""
 
     def __init__(
         self, specialization: Specialization, graph: InputGraph, arguments: Arguments
@@ -133,7 +133,7 @@ def _result_view(specialization: Specialization, tree: Any) -> Any:
 
 
 class _Stage:
-    """What the stages share: JAX's stage, and the arrangement of arguments and results."""
+    """JAX's stage, with arguments and results arranged for the user."""
 
     def __init__(
         self,
@@ -156,17 +156,17 @@ class _Stage:
 
     @property
     def args_info(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) as the user passed them, with JAX's ``ArgInfo`` for each array."""
+        """(args, kwargs) with JAX's ``ArgInfo`` for each array."""
         return self._view(self._stage.args_info)
 
     @property
     def in_avals(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) as the user passed them, with an abstract value for each array."""
+        """(args, kwargs) with an abstract value for each array."""
         return self._view(self._stage.in_avals)
 
     @property
     def input_paths(self) -> dict[str, Path]:
-        """Where the inputs of the program are among the arguments, by JAX's names of them."""
+        """Paths of the program's inputs, by JAX's names of them."""
         # Compiled programs call their parameters by these names (``flat[0][3]``). A path begins
         # with the position or name of the argument.
         flat = self._stage.in_avals
@@ -213,7 +213,7 @@ class _Stage:
 
 
 class Traced(_Stage):
-    """A traced function: its program as a jaxpr, not lowered yet. Made by ``jit(f).trace(...)``.
+    """A traced function: its program as a jaxpr, not lowered yet.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -281,7 +281,7 @@ class Compiled(_Stage):
 
     @property
     def input_shardings(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) as the user passed them, with a sharding for each array."""
+        """(args, kwargs) with a sharding for each array."""
         return self._view(self._stage.input_shardings)
 
     @property
@@ -291,7 +291,7 @@ class Compiled(_Stage):
 
     @property
     def input_formats(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) as the user passed them, with layout and sharding of each array."""
+        """(args, kwargs) with layout and sharding of each array."""
         return self._view(self._stage.input_formats)
 
     @property

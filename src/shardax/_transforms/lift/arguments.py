@@ -1,61 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of a lifted call, taken apart: the first step of the lift.
+"""Arguments of lifted calls: splitting, joining, static values, names.
 
 An argument is split into *roots* (the objects in it) and a *plain* part, a pytree without objects
-that JAX can take. Its *template* says how to put it together again, with other roots: the copies
-that a transform made.
+that JAX can take. Its *template* says how to join it again with other roots: the copies that a
+transform made. The path of a root begins with the name of its parameter, so that two models in one
+call have different paths.
 
-Callables as roots of a lifted call.
+Arrays are dynamic, and Python's numbers unless asked otherwise. Everything else is static, and
+compared by its *argument key*: the exact key of ``_core.graph.static``, and for an instance that
+Python compares by identity, the keys of its attributes as well, because a program that was compiled
+for the old attributes would answer for the new ones.
 
-The function of a call is a root of its graph, because it may be a Module, a method of one, or a
-``functools.partial`` with Modules among its arguments. Whatever else it holds is configuration of
-the program, and configuration must be hashable to be compared. A partial with an array, and an
-instance of a class without a hash, are not; such a callable is *held*: compared by identity, its
-objects still in sight.
-
-Names of places in a call: where each root stands, as the user would write it.
-
-The path of a root begins with the name of the parameter it was passed for, so that the Variables of
-two models in one call have different paths: ``.teacher.kernel`` and ``.student.kernel``.
-
-Quick calls where static leaves are found automatically (``static="auto"``).
-
-Every call decides anew which leaves are static. In a steady call that takes one flattening of all
-arguments by JAX, and a look at the type of each leaf: arrays go into a flat list, static leaves
-into the *quick key* by which the call is remembered. What has objects inside of containers, or
-tracers, takes the ordinary way.
-
-Closures: finding the objects that a function uses without being given them.
-
-A *source* is a place outside a function from which it takes an object: a closure cell, or a name in
-its globals. Compiled functions look through their sources at every call, so that a model which was
-rebound to the name is noticed.
-
-Leaves of arguments that are static: which they are, and what they are compared by.
-
-A *leaf* is what is left of an argument when its containers are taken apart. Arrays are dynamic.
-Python's numbers are dynamic unless they are asked to be static. Everything else is static, and
-compared by its *argument key*: the exact key of ``_core.graph.static``, and for an instance that Python
-compares by identity, the keys of its attributes as well. Such an instance is equal to itself
-whatever is assigned to it, so by identity alone a program compiled for its old attributes would
-answer for the new ones.
-
-Arguments that a compiled function treats in a way of their own.
-
-*Static* arguments are compiled for by value, *donated* ones lend their memory. Here is found which
-they are, and what static ones are compared by.
-
-Plain arguments: telling by its type alone that an argument holds no objects.
-
-It makes the steady call of a compiled function quick. JAX's type of concrete arrays is not public;
-it is learned from the first array that comes by.
-
-``remat``: a function over Modules that is run again when it is differentiated.
-
-Between its run and its gradient a function keeps what it computed on the way (its *residuals*).
-Under ``remat`` it keeps its inputs instead, and computes the rest once more. Inputs are all the
-values that it read, random streams among them, so the second run draws the same numbers. It writes
-nothing: what the function does to Variables and structure is carried back once, from the first.
+The function of a call is a root, too: a Module, a method of one, or a ``functools.partial`` with
+Modules among its arguments. A callable without a hash is compared by identity.
 """
 
 from __future__ import annotations
@@ -107,7 +64,7 @@ def _find_parameters(function: Any) -> tuple[inspect.Parameter, ...] | None:
 
 
 def argument_path(function: Any, key: int | str) -> tuple[str, ...]:
-    """Returns the path of an argument by its position or name: the name of the parameter."""
+    """Returns the path of an argument: its parameter's name."""
     return (parameter_name(function, key) if isinstance(key, int) else key,)
 
 
@@ -135,7 +92,7 @@ _TAKEN_WHOLE = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - 
 
 
 def is_dynamic(leaf: Any, static_numbers: bool = False) -> bool:
-    """Whether a leaf is passed to the program rather than compiled into it."""
+    """Whether a leaf is an input of the program."""
     if type(leaf) in NUMBER_TYPES:
         return not static_numbers
     if isinstance(leaf, enum.Enum):
@@ -159,7 +116,7 @@ def static_leaf(leaf: Any, where: Callable[[], Path] = tuple) -> Static:
 
 
 def argument_key(value: Any) -> Hashable:
-    """Returns what a static argument is compared by: type-exact, and true after an assignment."""
+    """Returns the type-exact key of a static argument."""
     return _key(value, ())
 
 
@@ -202,7 +159,7 @@ class _Same:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether a value is an instance that compares by identity and can be assigned to."""
+    """Whether a value compares by identity and can be changed."""
     kind = type(value)
     return (
         kind.__eq__ is object.__eq__
@@ -252,7 +209,7 @@ def resolve_arguments(
 
 
 def check_static_option(static: str | None) -> None:
-    """Raises if the option ``static`` has a value that it does not take."""
+    """Raises if the option ``static`` has an unknown value."""
     if static not in (None, AUTO, NUMBERS):
         raise StaticArgumentError(
             f"static={static!r}: the option takes 'auto', which makes everything static that is no "
@@ -262,7 +219,7 @@ def check_static_option(static: str | None) -> None:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """Returns an option that may be None, one entry or several, as a tuple."""
+    """Returns None, one entry or several as a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, (int, str)) else tuple(value)
@@ -327,7 +284,7 @@ def check_static(
 
 
 class RootTemplate(NamedTuple):
-    """Template of an argument that is an object: its position among the roots."""
+    """Template of an object: its position among the roots."""
 
     position: int
 
@@ -396,7 +353,7 @@ def leaf_paths(treedef: Any) -> Sequence[Path]:
 
 
 def join_argument(template: Any, plain: Any, roots: Sequence[Any], with_static: bool = True) -> Any:
-    """The inverse of ``split_argument``, with other roots; static leaves are left out on request."""
+    """The inverse of ``split_argument``, with other roots."""
     if type(template) is PlainTemplate:
         return plain
     if type(template) is RootTemplate:
@@ -444,11 +401,11 @@ class Arguments:
         self.plain_named = {name: plain for name, _, plain in named}
 
     def plain_leaves(self) -> tuple[list[Any], Any]:
-        """Returns the leaves of all plain parts, and the treedef of (positional, by name)."""
+        """Returns the plain leaves, and their treedef."""
         return jax.tree.flatten((list(self.plain), self.plain_named))
 
     def release(self) -> None:
-        """Lets go of the objects and plain values; what remains is how to put them together."""
+        """Lets go of objects and plain values; templates remain."""
         self.roots, self.plain, self.plain_named = [], (), {}
 
     def restore(
@@ -461,7 +418,7 @@ class Arguments:
 
 
 def as_root(root: Any) -> Any:
-    """Returns a root of a graph that can be compared; everything but a few callables as it is."""
+    """Returns a root that can be compared."""
     if isinstance(root, (Object, Wrapper)) or not callable(root):
         return root
     if not isinstance(root, functools.partial):
@@ -480,7 +437,7 @@ def as_root(root: Any) -> Any:
 
 
 def _is_comparable(part: Any) -> bool:
-    """Whether part of a partial can stand in a structure: objects, and what is hashable."""
+    """Whether part of a partial is an object or hashable."""
     if not has_parts(part):
         return _is_hashable(part)
     if isinstance(part, (tuple, list)):
@@ -513,7 +470,7 @@ class _ByIdentity:
 
 
 class _PartialByIdentity(_ByIdentity):
-    """A partial without its function and its objects, which it is called with."""
+    """A partial without its function and its objects."""
 
     def __init__(
         self, held: Any, treedef: Any, others: Sequence[Any], places: Sequence[int]
@@ -560,7 +517,7 @@ def root_names(labels: Iterable[str], arguments: Arguments) -> list[Path]:
 
 
 def plain_paths(template: TreeTemplate) -> list[Path]:
-    """Returns the paths of the arrays that stand beside the objects of an argument."""
+    """Returns the paths of the arrays beside an argument's objects."""
     others = {leaf for leaf, _ in (*template.roots, *template.static)}
     paths = leaf_paths(template.treedef)
     return [path for leaf, path in enumerate(paths) if leaf not in others]

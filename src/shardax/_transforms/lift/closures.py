@@ -1,28 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closures: finding the objects that a function uses without being given them.
+"""Objects that a function uses without being given them.
 
 A *source* is a place outside a function from which it takes an object: a closure cell, or a name in
 its globals. Compiled functions look through their sources at every call, so that a model which was
 rebound to the name is noticed.
-
-Leaves of arguments that are static: which they are, and what they are compared by.
-
-A *leaf* is what is left of an argument when its containers are taken apart. Arrays are dynamic.
-Python's numbers are dynamic unless they are asked to be static. Everything else is static, and
-compared by its *argument key*: the exact key of ``_core.graph.static``, and for an instance that Python
-compares by identity, the keys of its attributes as well. Such an instance is equal to itself
-whatever is assigned to it, so by identity alone a program compiled for its old attributes would
-answer for the new ones.
-
-Arguments that a compiled function treats in a way of their own.
-
-*Static* arguments are compiled for by value, *donated* ones lend their memory. Here is found which
-they are, and what static ones are compared by.
-
-Plain arguments: telling by its type alone that an argument holds no objects.
-
-It makes the steady call of a compiled function quick. JAX's type of concrete arrays is not public;
-it is learned from the first array that comes by.
 """
 
 from __future__ import annotations
@@ -54,7 +35,7 @@ class ClosureSource(NamedTuple):
 
 
 def find_sources(function: Any) -> list[ClosureSource]:
-    """Finds the places from which a function, or a helper it calls, takes Modules and Variables."""
+    """Finds where a function or its helpers take objects from."""
     found: dict[Any, ClosureSource] = {}
     _search(function, 0, set(), found)
     return list(found.values())

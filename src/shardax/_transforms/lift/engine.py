@@ -84,7 +84,7 @@ from shardax._transforms.lift.closures import find_sources, objects_in
 
 
 class InputGraph:
-    """The roots of one lifted call, flattened together, as seen from the calling frame."""
+    """The roots of one lifted call, flattened together."""
 
     __slots__ = ("flat", "leaves", "roots")
 
@@ -145,7 +145,7 @@ def bind(
     originals: Sequence[Any],
     leaves: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Rebuilds the graph inside a transform; the frame learns which copy stands for what."""
+    """Rebuilds the graph inside a transform; returns (roots, objects)."""
     roots, copies = build(graphdef, values, frame)
     for original, copy in zip(originals, copies, strict=True):
         frame.copies[id(original)] = (original, copy)
@@ -292,7 +292,7 @@ def _belongs(item: Any, frame: Frame) -> bool:
 
 
 def same_value(before: Any, after: Any) -> bool:
-    """Whether a Variable still holds the very arrays that were bound to it."""
+    """Whether a Variable holds the arrays that were bound."""
     if before is after:
         return True
     old, old_tree = jax.tree.flatten(before)
@@ -337,7 +337,7 @@ def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
 
 
 def _add_fresh(objects: list[Any], effects: Effects, values: Sequence[Any]) -> None:
-    """Makes the new objects, owned by the calling frame, and appends them in graph order."""
+    """Appends the new objects, owned by the calling frame."""
     count, owner = len(objects), local.frame
     remaining = iter(values)
     for offset, definition in enumerate(effects.fresh):
@@ -354,7 +354,7 @@ def _add_fresh(objects: list[Any], effects: Effects, values: Sequence[Any]) -> N
 
 
 def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
-    """Raises if a transform around this call would lose what was written, or leak tracers."""
+    """Raises if a write would be lost or leak a tracer."""
     here = _jax.trace_state()
     for position, value in zip(outputs.effects.written, outputs.written, strict=True):
         variable = graph.leaves[position]
@@ -390,7 +390,7 @@ def check_result(result: Any, name: str) -> None:
 
 
 class NewCaptures(Exception):
-    """Stops a trace that used objects nobody passed in; it runs again with them as inputs."""
+    """Stops a trace that used objects which nobody passed in."""
 
     def __init__(self, objects: Sequence[Any]) -> None:
         super().__init__(objects)
@@ -403,7 +403,7 @@ def wraps(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 class LiftedCall:
-    """The arguments of one lifted call, and the functions that may run on them."""
+    """The arguments of one lifted call, and its functions."""
 
     def __init__(
         self,
@@ -477,7 +477,7 @@ class LiftedCall:
         return roots, copies
 
     def release(self, known: Iterable[tuple[Any, int]]) -> None:
-        """Lets go of the caller's objects and arrays; later runs happen when the call is over."""
+        """Lets go of the caller's objects; later runs are late ones."""
         self._late = [(weakref.ref(original), position) for original, position in known]
         self.arguments.release()
         self.make_frame = LateFrame
@@ -497,22 +497,22 @@ class RunContext(NamedTuple):
     result: Any  # of the user's function
 
     def record_effects(self, rest: Any, emit: frozenset[int] = frozenset()) -> LiftedOutputs:
-        """Records what the function did; ``rest`` is the part of the result that leaves with it."""
+        """Records the function's effects; only ``rest`` of the result leaves."""
         return record_effects(self.frame, self.graphdef, self.copies, self.bound, rest, emit)
 
     def known(self) -> list[tuple[Any, int]]:
-        """Returns every object that something stands for here, with the position of that."""
+        """Returns every original that has a copy, with its position."""
         position = {id(copy): index for index, copy in enumerate(self.copies)}
         pairs = self.frame.copies.values()
         return [(item, position[id(copy)]) for item, copy in pairs if id(copy) in position]
 
     def here(self, item: Any) -> Any:
-        """Returns the object that stands here for one of the caller's; anything else as it is."""
+        """Returns the copy of an original; anything else as it is."""
         known = self.frame.copies.get(id(item))
         return item if known is None else known[1]
 
     def variable(self, position: int) -> Variable[Any]:
-        """Returns the copy of a Variable, by its position among the graph's Variables."""
+        """Returns the copy of the Variable at a position."""
         return self.copies[self.graphdef.leaves[position]]
 
     def captured(self) -> list[Adopted]:
@@ -546,7 +546,7 @@ def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
 
 
 def path_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) -> Path:
-    """Returns the path of a captured Variable, beginning with the name that a function uses."""
+    """Returns the path of a captured Variable, for messages."""
     for function in functions:
         for source in find_sources(function):
             for item in objects_in(source.read()):
@@ -558,7 +558,7 @@ def path_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) ->
 
 
 def stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:
-    """Whether a Variable is what a frame around has in place of an original."""
+    """Whether a Variable is an outer frame's copy of an original."""
     frame = local.frame
     while frame is not None:
         known = frame.copies.get(id(original))
@@ -569,7 +569,7 @@ def stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:
 
 
 class LateFrame(Frame):
-    """The frame of a run that happens when its call is over, so that nothing new can be found."""
+    """The frame of a run that happens when its call is over."""
 
     __slots__ = ()
 
@@ -599,7 +599,7 @@ class SealedFrame(Frame):
         return stand_in
 
     def seal(self, stand_in: Any, path: Path) -> None:
-        """Makes the stand-in of a captured Variable refuse writes; ``path`` is for the message."""
+        """Makes the copy of a captured Variable refuse writes."""
         label = f"{type(stand_in).__name__} {format_path(path).removeprefix('.')}"
         label = label.replace("{", "{{").replace("}", "}}")
         stand_in._lock = (
@@ -609,7 +609,7 @@ class SealedFrame(Frame):
 
 
 class SingleRunCall(LiftedCall):
-    """A call whose function runs once, so that its effects are kept here."""
+    """A call that runs once, and keeps its effects."""
 
     def __init__(
         self,
@@ -655,7 +655,7 @@ class SingleRunCall(LiftedCall):
         return apply_effects(self.graph, outputs)
 
     def finish_on(self, graph: InputGraph, leaving: tuple[Any, ...]) -> Any:
-        """Returns the result with the objects of a copy in place of the caller's."""
+        """Returns the result with the objects of a copied graph."""
         return apply_effects(graph, self._outputs(leaving))
 
     def _outputs(self, leaving: tuple[Any, ...]) -> LiftedOutputs:

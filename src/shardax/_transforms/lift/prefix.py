@@ -1,33 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes: one entry of a caller's option, spread over every Variable it covers.
+"""Prefixes: entries of a caller's option, spread over Variables and arrays.
 
-Options such as ``in_shardings`` and ``in_axes`` are given per argument. For an argument that is a
-Module, an *entry* may be one value for all its Variables, a ``State`` or nested mapping with one
-value per path, or a *filter mapping* (``StateSharding``, ``StateAxes``): an ordered mapping from
-filters to values, of which the first that matches a Variable gives its value.
+Options such as ``in_shardings`` and ``in_axes`` are given per argument. For a Module an *entry* may
+be one value for all its Variables, a ``State`` or nested mapping with one value per path, or a
+*filter mapping* (``StateSharding``, ``StateAxes``), of which the first filter that matches gives
+the value. A Variable that is reached twice is one Variable, so it must get one value; two different
+entries are an error with both paths. A choice by path holds for all paths of a Variable
+(``alias_paths``).
 
-A Variable that is reached twice is one Variable, so it must get one value; if two entries disagree,
-that is an error.
-
-Aliases: the further paths of Variables that one model reaches in several ways.
-
-Flattening gives every Variable the path by which it was met first. Whoever chooses by path must
-hear of the others, too: a choice by ``.head.kernel`` means the tied ``.embed.kernel`` as well.
-
-Layouts of mapped calls: which entry each Variable and each plain array of a call got.
-
-A *mapped* call runs its function on parts of its arguments: ``vmap`` on lanes, ``scan`` on
-iterations, ``shard_map`` on shards. The caller's prefixes say how each argument is taken apart and
-how results are put together, one *entry* per array: an axis, a spec, ``None``, ``Carry``.
-
-Before the run, ``EntryAssignment`` spreads the in-prefix over the arguments. In the run, ``output_entries`` spreads
-both prefixes over what the function left behind, so that a new Variable, too, has an entry: that of
-its place in the result, or of the argument that it was attached to. A Variable that stands in
-arguments and result must get one entry; two different ones are an error with both paths.
-
-JAX's transforms want out-entries before the run, when what leaves is not known yet. But which
-entries can occur is known: those of the two prefixes. So values leave sorted by entry
-(``GroupedOutputs``), one list for each entry that can occur.
+A *mapped* call runs its function on parts of its arguments: ``vmap`` on batch elements, ``scan`` on
+iterations, ``shard_map`` on shards. Before the run, ``EntryAssignment`` spreads the in-prefix over
+the arguments. In the run, ``output_entries`` spreads both prefixes over what the function left
+behind, so that a new Variable, too, has the entry of its place in the result, or of the argument
+that it was attached to. JAX wants out-entries before the run, when it is only known which entries
+can occur; so values leave grouped by entry, one list for each (``GroupedOutputs``).
 """
 
 from __future__ import annotations
@@ -112,7 +98,7 @@ class _AliasWalk:
             self.visit(below, way, (*above, position))
 
     def ways(self, position: int, path: Path, met: set[int]) -> Iterator[tuple[int, Path]]:
-        """Yields each object that can be reached from one, itself first, with a way there."""
+        """Yields every object reachable from one, with a path."""
         if position in met:
             return
         met.add(position)
@@ -122,7 +108,7 @@ class _AliasWalk:
 
 
 def _objects_in(graphdef: GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the objects that an object holds, also in immutable containers, and their paths."""
+    """Yields the objects that an object holds, and their paths."""
     for key, child in definition_children(graphdef.objects[position]):
         yield from _objects(child, path if key is None else (*path, key))
 
@@ -139,7 +125,7 @@ def _objects(child: Any, path: Path) -> Iterator[tuple[int, Path]]:
 
 
 class FilterMapping(Mapping[Any, Any]):
-    """An ordered mapping from filters to values; the first match gives a Variable's value."""
+    """An ordered mapping from filters to values; the first match wins."""
 
     __slots__ = ("_filters", "_predicates", "_values")
 
@@ -227,8 +213,8 @@ Carry = _CarryType()
 class StateAxes(FilterMapping):
     """Axes of a Module argument by filter, for ``vmap`` and ``scan``.
 
-    An entry is an axis (an int), ``None`` for one value that all lanes share, or, in ``scan``,
-    ``Carry``.
+    An entry is an axis (an int), ``None`` for one value that the whole batch shares, or, in
+    ``scan``, ``Carry``.
 
     Raises:
         PrefixError: If an entry is something else.
@@ -250,7 +236,7 @@ class StateAxes(FilterMapping):
             if value is not None and value is not Carry and not is_axis(value):
                 raise PrefixError(
                     f"StateAxes gives {value!r} for {_name(item)}; an entry is an axis (an int), "
-                    f"None for what all lanes share, or sx.Carry in sx.scan."
+                    f"None for what the whole batch shares, or sx.Carry in sx.scan."
                 )
 
 
@@ -355,7 +341,7 @@ def expand(
 
 
 def _place(name: str, where: Path) -> tuple[str, str]:
-    """Returns what an option is about, by its name, and where in it, for messages."""
+    """Returns (argument or result, where), for messages."""
     kind = "result" if name.startswith("out_") else "argument"
     return kind, f" at {format_path(where)}" if where else ""
 
@@ -365,7 +351,7 @@ def _is_entry(prefix: Any) -> bool:
 
 
 def refuse_filters(prefix: Any, name: str, where: Path) -> None:
-    """Checks that the prefix of something that holds no objects has no filter mapping in it."""
+    """Refuses filter mappings for what holds no objects."""
     for leaf in jax.tree.leaves(prefix):
         if isinstance(leaf, FilterMapping):
             kind, at = _place(name, where)
@@ -408,7 +394,7 @@ def _expand_object(
 
 
 def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Path, Any], Any]:
-    """Returns the function that gives a Variable below an object, with its path, its entry."""
+    """Returns the function from (path, Variable) to entry."""
     kind, at = _place(name, where)
     if isinstance(prefix, FilterMapping):
 
@@ -440,7 +426,7 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
 
 
 def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int, tuple[Path, Any]]:
-    """Checks that every Variable got one entry, and returns (path, entry) by ``id`` of Variable."""
+    """Returns (path, entry) by ``id`` of Variable, one each."""
     found: dict[int, tuple[Path, Any]] = {}
     for path, leaf, entry in entries:
         if not isinstance(leaf, Variable):
@@ -564,7 +550,7 @@ class GroupedOutputs:
 
 
 class FlatOutputs:
-    """The three kinds of values in a ``LiftedOutputs``, as one flat list and back."""
+    """The values of ``LiftedOutputs`` as one flat list."""
 
     def __init__(self, outputs: LiftedOutputs) -> None:
         self.effects = outputs.effects
@@ -600,9 +586,9 @@ def add_written(outputs: LiftedOutputs, more: Mapping[int, Any]) -> LiftedOutput
 def appended(
     context: RunContext, effects: Effects, is_shared: Callable[[int], bool]
 ) -> dict[int, tuple[Any, ...]]:
-    """Returns what was appended to the tuples of shared Variables, as ``Module.sow`` does."""
-    # Such values have a part per lane or iteration, though the tuple that was there before has
-    # none.
+    """Returns what was sown into the tuples of shared Variables."""
+    # Such values have a part per batch element or iteration, though the tuple that was there before
+    # has none.
     found: dict[int, tuple[Any, ...]] = {}
     for position in effects.written:
         before, after = context.bound[position], context.variable(position)._value

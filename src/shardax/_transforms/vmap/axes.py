@@ -1,38 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mapped axes: what ``vmap`` and ``scan`` ask of the arrays that they take apart.
+"""Mapped dimensions: sizes, layouts, names, boxes and random streams.
 
 All arrays that are mapped together have one size along their axes, and the dimension that this
 makes, the *mapped dimension*, is the same for all of them. Inside the function it is gone, from the
 values and from the names in ``Variable.axes``; on what leaves it is back, at the axis of each. Its
 name is the one that the Variable came with, or, for a new Variable, that of the caller's
-``metadata``, or none.
+``metadata``, or none. Over Explicit mesh axes it is split alike in all arrays.
 
-Over a mesh with Explicit axes the mapped dimension may be split; then it is split alike in all
-arrays, those that a transform makes itself included.
+A *box* is a pytree node that describes the dimensions of what is in it, known by its methods and
+not by its class: ``add_axis(index, params)`` and ``remove_axis(index, params)``, where ``params``
+is ``{PARTITION_NAME: name}``. The function sees boxes without the mapped dimension, and boxes in
+its result have it again.
 
-Boxes in mapped calls: names beside a value lose and gain the mapped dimension, as Variables' do.
-
-A *box* is a pytree node that says something of the dimensions of what is in it. Here it is known by
-what it can do, not by its class: ``add_axis(index, params)`` and ``remove_axis(index, params)``
-return the box of values put together along a new dimension, and of one slice, where ``params`` is
-``{PARTITION_NAME: name}``. Those of ``shardax.partition`` can, and so can those of other libraries
-that follow the same protocol.
-
-The function sees boxes without the mapped dimension, and boxes in its result have it again. Its
-name is that of the caller's ``metadata``; else the one with which boxes of the same class came;
-else None. A box whose kind must have a name refuses None, and the message says where it is.
-
-Random streams in transforms that run a function several times at once.
-
-A random stream (``_core.init.rng``) with one key, under an entry that maps it (an axis, a spec that names
-mesh axes), is *split*: one draw is taken from it, and every lane gets a stream of its own, whose
-key is made of that draw and the lane's number. So lanes draw different numbers, and the same ones
-whatever else is mapped. Under an entry that shares it (``None``), all lanes draw the same numbers.
-
-A stream that already has one key per lane (``rngs.fork(split=n)``, a model made by ``vmap``) is
-mapped like any array.
-
-After the call a split stream has moved on by one draw, if any lane drew from it.
+A random stream with one key, under an entry that maps it, is *split*: one draw is taken from it,
+and every batch element gets a stream whose key is made of that draw and its number. So elements
+draw different numbers, and the same ones whatever else is mapped. After the call the stream has
+moved on by one draw, if any element drew from it. Under an entry that shares it (``None``), all
+elements draw the same numbers. A stream that has one key per element already is mapped as any
+array.
 """
 
 from __future__ import annotations
@@ -112,14 +97,14 @@ class SplitStreams:
         return position in self.keys or position in self.before
 
     def draw(self, values: Sequence[Any]) -> dict[int, Any]:
-        """Takes one draw from each stream; returns a key of shape () by position."""
+        """Takes one draw from each stream; returns keys by position."""
         return {
             stream.key: jax.random.fold_in(values[stream.key], values[stream.count])
             for stream in self.streams
         }
 
     def split_keys(self, values: Sequence[Any], size: int, sharding: Any = None) -> list[Any]:
-        """Returns the values with one key and count per lane on a leading axis."""
+        """Returns the values with a key and count per batch element."""
         split = list(values)
         for position, key in self.draw(values).items():
             split[position] = _laid_out(jax.random.split(key, size), sharding)
@@ -133,9 +118,9 @@ class SplitStreams:
         for position in self.keys.intersection(written):
             raise OutputError(
                 f"The random stream at {format_path(self.call.graph.flat.leaf_paths[position])} "
-                f"was given another key inside sx.{self.call.name}, which splits it: every lane "
-                f"has a key of its own, so there is not one to keep. Reseed it outside, or make a "
-                f"stream of its own inside (sx.Rngs)."
+                f"was given another key inside sx.{self.call.name}, which splits it: every batch "
+                f"element has a key of its own, so there is not one to keep. Reseed it outside, or "
+                f"make a stream of its own inside (sx.Rngs)."
             )
         moved = {position: self.before[position] for position in written if position in self.before}
         return drop_written(outputs, moved), moved
@@ -157,7 +142,7 @@ EnteringArray = tuple[Path, Any, Any]
 def entering_arrays(
     assignment: EntryAssignment, streams: SplitStreams, values: Sequence[Any], plain: Sequence[Any]
 ) -> list[EnteringArray]:
-    """Returns the arrays that enter, except those of split streams, which the transform makes."""
+    """Returns the arrays that enter, except those of split streams."""
     variables = zip(assignment.leaf_paths, values, assignment.leaves, strict=True)
     rows = [
         (path, leaf, entry)
@@ -204,7 +189,7 @@ def common_size(rows: Iterable[EnteringArray], given: int | None, name: str) -> 
 
 
 def check_new_axis(value: Any, axis: Any, path: Path, name: str) -> None:
-    """Raises if what leaves one lane has no place for a mapped dimension at an axis."""
+    """Raises if a value has no place for a mapped dimension."""
     for leaf in jax.tree.leaves(value) if is_axis(axis) else []:
         rank = jnp.ndim(leaf) + 1
         if not -rank <= axis < rank:
@@ -217,7 +202,7 @@ def check_new_axis(value: Any, axis: Any, path: Path, name: str) -> None:
 
 
 def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding | None:
-    """Returns how the mapped dimension is split over the Explicit axes of a mesh."""
+    """Returns the sharding of the mapped dimension over Explicit axes."""
     rows = [row for row in rows if isinstance(row[1], jax.Array)]
     mapped = [(path, leaf, _specs(leaf)[axis]) for path, leaf, axis in rows if axis is not None]
     if not any(over is not None for _, _, over in mapped):
@@ -236,8 +221,8 @@ def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding |
         if axis is None and used & set(over):
             raise MappedShardingError(
                 f"sx.{name} maps a dimension that is split over the mesh axes {over}, but the "
-                f"array at {format_path(path)}, which all lanes share, is split over them too: "
-                f"{jax.typeof(leaf)}. Use jax.reshard to take it off them, or map it as well."
+                f"array at {format_path(path)}, which the whole batch shares, is split over them "
+                f"too: {jax.typeof(leaf)}. Use jax.reshard to take it off them, or map it as well."
             )
     leaf = first[1]
     mesh = jax.typeof(leaf).sharding.mesh if isinstance(leaf, Tracer) else leaf.sharding.mesh
@@ -245,7 +230,7 @@ def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding |
 
 
 def refuse_split(rows: Iterable[EnteringArray], name: str) -> None:
-    """Raises if a dimension to be gone through in turn is split over Explicit mesh axes."""
+    """Raises if a scanned dimension is split over Explicit mesh axes."""
     for path, leaf, axis in rows:
         if not is_axis(axis) or not isinstance(leaf, jax.Array):
             continue
@@ -269,7 +254,7 @@ def _as_tuple(spec: Any) -> tuple[Any, ...]:
 
 
 def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
-    """Returns the name of the mapped dimension that a caller gave, or None."""
+    """Returns the name that ``metadata`` gives the mapped dimension."""
     others = [key for key in metadata or {} if key != PARTITION_NAME]
     if others:
         raise PrefixError(
@@ -282,7 +267,7 @@ def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
 def element_graphdef(
     assignment: EntryAssignment, streams: SplitStreams, partition_name: Any
 ) -> GraphDef:
-    """Returns the structure of one lane: mapped Variables without the name of their axis."""
+    """Returns the structure of one batch element: mapped axes have no name."""
 
     def change(position: int, definition: VariableDef) -> VariableDef:
         axis = assignment.leaves[position]
@@ -339,7 +324,7 @@ class MappedBoxes:
     def enter(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments as the function sees them: boxes without the mapped dimension."""
+        """Returns the arguments with boxes without the mapped dimension."""
         assignment = self.assignment
         axes = dict(zip(assignment.plain_paths, assignment.plain, strict=True))
         labelled = zip(assignment.call.labels, args, strict=True)
@@ -379,8 +364,8 @@ class MappedBoxes:
             if len(found) > 1:
                 raise PrefixError(
                     f"The arrays in the box at {format_path(path)} have the axes {found} in "
-                    f"sx.{self.assignment.call.name}, but its names hold for all of them. Give the box "
-                    "one axis."
+                    f"sx.{self.assignment.call.name}, but its names hold for all of them. Give the "
+                    f"box one axis."
                 )
             axis: Any = next(iter(found), None)
             return _changed(path, leaf, lambda box: change(box, axis)) if is_axis(axis) else leaf
@@ -391,7 +376,7 @@ class MappedBoxes:
 
 
 def is_box(value: Any) -> bool:
-    """Whether a value can be told of dimensions that come and go."""
+    """Whether a value has methods that add and remove a dimension."""
     kind = type(value)
     return (
         hasattr(kind, "add_axis")

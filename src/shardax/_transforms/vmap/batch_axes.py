@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Automatic batching: which axes of a nested problem are its batch.
+"""Automatic batching: the batch axes of a nested problem, found by size.
 
-A *problem* is a tree of arrays, Modules and configuration, in which some arrays hold one part for
-each of *size* lanes, and others are shared. Given the size, ``batch_axes`` finds the axis of each
-array, and says of each why.
-
-A *declaration* (``where``) comes first: a filter and an entry, which is an axis, ``None`` for what
-lanes share, the logical name of the batched dimension, or ``...`` for "batched, find the axis".
-What nobody declared is *guessed*: an array with exactly one dimension of that size is batched
-along it. A size is weak evidence, so a guess is refused where it may well be wrong: two dimensions
-of that size; a batch of one; the state of a model (Variables, boxes, a State), whose sizes are
-about the model and match by chance. Random streams are no guess: every lane gets its own, as in
-``vmap``.
-
-Parts of a problem: what can have an axis of its own in ``vmap``, found before anything runs.
+A *problem* is a tree of arrays, Modules and configuration, in which some arrays hold one part per
+batch element, and others are shared. Given the size of the batch, ``batch_axes`` finds the axis of
+each array, and says why. A *declaration* (``where``) comes first: a filter and an axis, ``None``
+for what is shared, the logical name of the batched dimension, or ``...`` for an axis to be found.
+Anything else is *guessed*: an array with exactly one dimension of that size is batched along it. A
+size is weak evidence, so a guess is refused where it may well be wrong: two dimensions of that
+size; a batch of one; the state of a model (Variables, boxes, a State), whose sizes match by chance.
 
 A *part* is a Variable (once, with all paths that reach it), an entry of a State, a box or a named
-array with what is in it, or any other leaf of a tree. A part knows shapes and names but no values:
-lazy Variables stay lazy, and trees of ``jax.ShapeDtypeStruct`` do as well as arrays.
+array with what is in it, or any other leaf. It knows shapes and names but no values, so lazy
+Variables stay lazy, and ``jax.ShapeDtypeStruct`` does as well as an array.
 """
 
 from __future__ import annotations
@@ -71,11 +65,11 @@ class BatchPart(NamedTuple):
 
     @property
     def is_named(self) -> bool:
-        """Whether it is an array with named dimensions, of which ``vmap`` maps none."""
+        """Whether it is an array with named dimensions."""
         return _is_named(self.item)
 
     def candidates(self, size: int) -> list[int]:
-        """Returns the axes along which every array in it has a size and may be mapped."""
+        """Returns the mappable axes on which every array has a size."""
         found = [
             {axis for axis, each in enumerate(array.shape) if each == size} for array in self.arrays
         ]
@@ -86,7 +80,7 @@ class BatchPart(NamedTuple):
 
 
 class BatchProblem:
-    """Trees taken apart together, so that a Variable that several of them hold is one part."""
+    """Trees split together, so that a shared Variable is one part."""
 
     def __init__(self, trees: Iterable[tuple[Path, Any]]) -> None:
         self.parts: list[BatchPart] = []  # their parts, in order
@@ -108,7 +102,7 @@ class BatchProblem:
         return treedef, places
 
     def _add_object(self, root: Object, where: Path) -> dict[Path, int]:
-        """Adds the Variables of an object; returns the position of the part by path below it."""
+        """Adds the Variables of an object; returns positions by path."""
         flat = flatten(root)
         streams = {at for s in streams_of(flat.graphdef) for at in (s.key, s.count)}
         further: dict[int, list[Path]] = {}
@@ -191,7 +185,7 @@ def _arrays_in(value: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def filter_text(kind: type, path: Path) -> str:
-    """Returns a filter that matches something of a type at a path, as the user would write it."""
+    """Returns a filter for a type at a path, as source text."""
     if issubclass(kind, Variable) and kind is not ArrayAttribute:
         return f"sx.{kind.__name__}" if kind.__module__.startswith("shardax.") else kind.__name__
     return f"sx.PathContains({path[-1]!r})" if path else "..."
@@ -209,7 +203,7 @@ class AxisChoice(NamedTuple):
 
 
 class BatchRow(NamedTuple):
-    """What was decided for one array, Variable or other leaf of a problem.
+    """The axis of one part of a problem, with the reason.
 
     Attributes:
         path: Where it stands.
@@ -230,10 +224,10 @@ class BatchRow(NamedTuple):
 
 
 class BatchAxes:
-    """The axes that were found for a problem, with the reasons; printing it shows them as a table.
+    """The batch axes of a problem, with reasons; prints as a table.
 
     Attributes:
-        size: The number of lanes.
+        size: The size of the batch.
         axes: A prefix of the problem: an axis, or None, for each array, ``StateAxes`` for each
             Module. For a tuple of arguments it is what ``in_axes`` of ``sx.vmap`` takes; without
             Modules also what that of ``jax.vmap`` takes.
@@ -268,10 +262,10 @@ class BatchAxes:
 
 @dataclass(frozen=True)
 class Batch:
-    """How to find the batch of a problem: the arguments of ``batch_axes``, for ``sx.vmap``.
+    """The arguments of ``batch_axes``, for ``sx.vmap``.
 
     Attributes:
-        size: The number of lanes.
+        size: The size of the batch.
         where: As for ``batch_axes``.
         strict: As for ``batch_axes``.
 
@@ -296,8 +290,7 @@ class Batch:
     def __post_init__(self) -> None:
         if not is_axis(self.size) or self.size < 0:
             raise AxisSizeError(
-                f"A batch has a number of lanes, but was given {self.size!r}: "
-                f"sx.batch_axes(problem, 8)."
+                f"A batch has a size, but was given {self.size!r}: sx.batch_axes(problem, 8)."
             )
         to_predicates([item for item, _ in self.declarations()])
 
@@ -357,23 +350,23 @@ class Batch:
             if not (entry is None or entry is ... or isinstance(entry, str) or is_axis(entry)):
                 raise PrefixError(
                     f"where gives {entry!r} for {_shown(item)}; an entry is an axis (an int), None "
-                    f"for what lanes share, the logical name of a dimension, or ... for an axis to "
+                    f"for what is shared, the logical name of a dimension, or ... for an axis to "
                     f"be found."
                 )
         return list(where.items())
 
 
 def batch_axes(tree: Any, size: int, where: Any = None, strict: bool = True) -> BatchAxes:
-    """Finds the axes along which the arrays of a nested problem are batched.
+    """Finds the batch axes of the arrays of a nested problem.
 
     Args:
         tree: A pytree of arrays, Modules, and anything else. Lazy and abstract values stay so.
-        size: The number of lanes. Of a batch of 1 nothing is guessed: declare it.
+        size: The size of the batch. Of a batch of 1 nothing is guessed: declare it.
         where: What is declared. A mapping from filters to entries, the first match counts: an axis;
-            ``None`` for what all lanes share; a name, for the dimension that has it among the
-            ``axes`` of a Variable or box, which is shared if none has; ``...`` for an axis to be
-            found. Filters are asked about arrays, too, by path. Or one filter: what it matches is
-            batched, all else is shared. None: everything is guessed.
+            ``None`` for what the whole batch shares; a name, for the dimension that has it among
+            the ``axes`` of a Variable or box, which is shared if none has; ``...`` for an axis to
+            be found. Filters are asked about arrays, too, by path. Or one filter: what it matches
+            is batched, all else is shared. None: everything is guessed.
         strict: Whether doubt is an error. If not, the first of several dimensions is taken, and
             state of a model that nobody declared is shared; the report says where.
 
@@ -407,7 +400,7 @@ class _Ambiguity(Exception):
 
 
 class _AxisFinder:
-    """Decides for each part of a problem; the arguments are those of ``Batch``, taken apart."""
+    """Finds the axis of each part of a problem."""
 
     def __init__(self, batch: Batch) -> None:
         self.size = batch.size
@@ -418,7 +411,7 @@ class _AxisFinder:
         self.entries = [entry for _, entry in declared]
 
     def decide(self, parts: Sequence[BatchPart]) -> list[AxisChoice]:
-        """Returns what was decided for each part; see ``batch_axes`` for what it raises."""
+        """Returns the axis of each part."""
         self._check_paths(parts)
         chosen: list[AxisChoice] = []
         doubts: list[tuple[BatchPart, str]] = []
@@ -434,8 +427,8 @@ class _AxisFinder:
             shown = ", ".join(f"{format_path(p.paths[0])} {p.what}" for p in arrays[:6])
             raise AxisSizeError(
                 f"Nothing is batched: no array that may be has a dimension of size {self.size} "
-                f"({shown}{', ...' if len(arrays) > 6 else ''}). Check the size; if all lanes "
-                f"really share everything, say strict=False."
+                f"({shown}{', ...' if len(arrays) > 6 else ''}). Check the size; if all batch "
+                f"elements really share everything, say strict=False."
             )
         return chosen
 
@@ -451,7 +444,7 @@ class _AxisFinder:
                 )
 
     def _declaration(self, part: BatchPart) -> int | None:
-        """Returns the position of the declaration for a part, which holds for all its paths."""
+        """Returns the position of the declaration for a part."""
         found = {path: first_match(self.predicates, path, part.item) for path in part.paths}
         given = {path: position for path, position in found.items() if position is not None}
         entries = [(path, part.item, self.entries[position]) for path, position in given.items()]
@@ -462,7 +455,7 @@ class _AxisFinder:
         position = self._declaration(part)
         if position is None:
             if part.is_stream:
-                reason = "a random stream: every lane draws its own numbers"
+                reason = "a random stream: every batch element draws its own numbers"
                 return self._checked(part, 0, reason)
             return self._found(part, declared=False)
         entry, name = self.entries[position], _shown(self.filters[position])
@@ -490,19 +483,19 @@ class _AxisFinder:
         return self._checked(part, part.names.index(name), f"its dimension {name!r}")
 
     def _checked(self, part: BatchPart, axis: int, reason: str) -> AxisChoice:
-        """Chooses an axis, if every array of the part has it and has the size there."""
+        """Chooses an axis that every array of the part has."""
         shapes = [tuple(array.shape) for array in part.arrays]
-        splits = part.is_stream and shapes == [()]  # vmap makes one key for each lane
+        splits = part.is_stream and shapes == [()]  # vmap makes one key for each batch element
         fits = all(-len(s) <= axis < len(s) and s[axis] == self.size for s in shapes)
         if splits or (shapes and fits):
             return AxisChoice(axis, reason)
         raise AxisSizeError(
             f"The {part.what} at {format_path(part.paths[0])} is to be batched along axis {axis} "
-            f"({reason}), but has no {self.size} lanes there."
+            f"({reason}), but has no size {self.size} there."
         )
 
     def _found(self, part: BatchPart, declared: bool) -> AxisChoice:
-        """Guesses by size; ``declared`` says that the part is known to be batched."""
+        """Chooses an axis by size."""
         if not part.arrays:
             return AxisChoice(None, "not an array")
         axes = part.candidates(self.size)
@@ -530,7 +523,7 @@ class _AxisFinder:
         keys = dict.fromkeys(filter_text(part.kind, part.paths[0]) for part, _ in doubts[:12])
         return (
             f"A batch of {self.size} cannot be found by sizes alone:\n" + "\n".join(lines) + "\n"
-            f"Declare them in where, each with its axis, or None for what lanes share: "
+            f"Declare them in where, each with its axis, or None for what is shared: "
             f"where={{{', '.join(f'{key}: None' for key in keys)}}}."
         )
 
@@ -549,16 +542,16 @@ def check_automatic(in_axes: str, batch: Any, axis_size: int | None) -> Batch:
     if in_axes != "auto":
         raise PrefixError(
             f"in_axes gives {in_axes!r}; an entry is an axis (an int) or None, or all of in_axes "
-            f"is 'auto', with batch= the number of lanes."
+            f"is 'auto', with batch= the size of the batch."
         )
     if batch is None:
         batch = axis_size
     if batch is None:
         raise PrefixError(
-            "in_axes='auto' finds arrays by the number of lanes: sx.vmap(f, in_axes='auto', "
+            "in_axes='auto' finds arrays by the size of the batch: sx.vmap(f, in_axes='auto', "
             "batch=8), or batch=sx.Batch(8, where={...}) with declarations."
         )
     batch = batch if isinstance(batch, Batch) else Batch(batch)
     if axis_size not in (None, batch.size):
-        raise PrefixError(f"axis_size={axis_size}, but batch has {batch.size} lanes; give one.")
+        raise PrefixError(f"axis_size={axis_size}, but batch has the size {batch.size}; give one.")
     return batch

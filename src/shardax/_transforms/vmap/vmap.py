@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vmap``: a function over Modules, run on many lanes at once.
+"""``vmap``: a function over Modules, run on a batch of inputs.
 
-A *lane* is one of the runs. An array with an axis as its entry has one part per lane; an array
-with ``None`` is *shared*: all lanes see it whole. A shared Variable stays one, so lanes may write
-it only with a value that does not differ between them. What lanes attach to a shared Module, or sow
-into it, has one part per lane (axis 0) if it differs between them.
+An array with an axis as its entry has one part per *batch element*; an array with ``None`` is
+*shared*: all elements see it whole. A shared Variable stays one, so it may be written only with a
+value that is equal in all elements. What is attached to a shared Module, or sown into it, has one
+part per element (axis 0) if it differs between them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ from shardax._transforms.vmap.axes import (
 from shardax._transforms.vmap.batch_axes import Batch, check_automatic, filter_text
 
 _REASON = (
-    "so all lanes would write the one Variable. Pass the Module that holds it as an argument, with "
-    "an axis in in_axes for one value per lane, or None if all lanes write the same."
+    "so all batch elements would write the one Variable. Pass the Module that holds it as an "
+    "argument, with an axis in in_axes for one value per batch element, or None if all batch "
+    "elements write the same."
 )
 
 
@@ -71,27 +72,27 @@ def vmap(
     metadata: Mapping[str, Any] | None = None,
     batch: int | Batch | None = None,
 ) -> Any:
-    """Makes a function over Modules run on many lanes at once.
+    """Makes a function over Modules run on a batch of inputs.
 
-    Every Variable, and every plain array, has an axis along which lanes are taken apart and put
-    together, or ``None`` if it is shared. What lanes write into a Variable is stored back along its
-    axis. A random stream with an axis is split, so that lanes draw different numbers; under
-    ``None`` all lanes draw the same ones.
+    Every Variable, and every plain array, has an axis along which the batch is taken apart and put
+    together, or ``None`` if it is shared. What batch elements write into a Variable is stored back
+    along its axis. A random stream with an axis is split, so that batch elements draw different
+    numbers; under ``None`` all batch elements draw the same ones.
 
     Args:
         function: A function, method or callable Module. Left out: returns a decorator.
         in_axes: One entry for all positional arguments, or a tuple of one each. An entry is an axis
             (negative counts from the end), ``None``, for a Module also ``StateAxes`` or a ``State``
             of axes, for a container the same container with entries. Keyword arguments have axis 0.
-            Or ``"auto"``: the axes of all arguments are found by the number of lanes, as
+            Or ``"auto"``: the axes of all arguments are found by the size of the batch, as
             ``batch_axes`` does.
         out_axes: A prefix of the result, likewise.
         axis_name: A name for collectives inside, such as ``jax.lax.pmean(x, "batch")``.
-        axis_size: The number of lanes, if no argument has an axis.
+        axis_size: The size of the batch, if no argument has an axis.
         spmd_axis_name: As in ``jax.vmap``.
         metadata: ``{sx.partition.PARTITION_NAME: "layers"}`` names the mapped dimension in the
             ``axes`` of Variables and in boxes. Without it, a new dimension is unnamed.
-        batch: With ``in_axes="auto"``, the number of lanes, or a ``Batch`` that also declares.
+        batch: With ``in_axes="auto"``, the size of the batch, or a ``Batch`` that also declares.
 
     Returns:
         A function of the same arguments.
@@ -100,8 +101,8 @@ def vmap(
         PrefixError: If an entry is no axis; when called, if a prefix does not fit.
         AxisSizeError: When called, if an array has no such axis, or sizes differ.
         AmbiguousBatchError: When called, if axes are to be found and sizes do not say which.
-        SharedWriteError: When called, if lanes write different values into a shared Variable, or a
-            result without an axis differs between them.
+        SharedWriteError: When called, if batch elements write different values into a shared
+            Variable, or a result without an axis differs between them.
         InconsistentAliasingError: When called, if a Variable gets two different axes.
         ForeignMutationError: When called, if a Variable that was not passed in is written.
         MetadataError: When called, if a mapped dimension has another name than ``metadata`` gives.
@@ -191,7 +192,7 @@ class _VmapCall:
         self.grown: list[int] = []
 
     def run(self, options: dict[str, Any]) -> Any:
-        """Runs all lanes and carries back what they did."""
+        """Runs all batch elements and carries back what they did."""
         axes = [0 if p in self.streams else axis for p, axis in enumerate(self.assignment.leaves)]
         values = self.streams.split_keys(self.values, self.size, mapped_sharding(self.rows, "vmap"))
         mark, mark_axis = self._mark()
@@ -213,7 +214,7 @@ class _VmapCall:
         return apply_effects(self.call.graph, outputs)
 
     def _mark(self) -> tuple[Any, Any]:
-        """Returns an array that differs between lanes, and its axis."""
+        """Returns an array that differs between batch elements, and its axis."""
         for _, leaf, axis in self.rows:
             if axis is not None and isinstance(leaf, (jax.Array, np.ndarray)):
                 return leaf, axis  # not an array of our own: it is split over the mesh as it must
@@ -228,7 +229,7 @@ class _VmapCall:
         return self.call.run(values, positional, named, leave, graphdef=self.graphdef)
 
     def _leave(self, context: RunContext, mark: Any) -> tuple[list[Any], ...]:
-        """Sorts what leaves a lane by axis."""
+        """Sorts what leaves a batch element by axis."""
         check_result(context.result, "vmap")
         output_entries = self.assignment.output_entries(context, self.out_axes, "out_axes")
         outputs, self.moved = self.streams.separate_counts(
@@ -264,7 +265,9 @@ class _VmapCall:
         """Returns what leaves with its final axes."""
         shared = [i for i, leaf in enumerate(leaves) if leaf.axis is None]
         for i, differs in zip(shared, varies(mark, [values[i] for i in shared]), strict=True):
-            if differs and leaves[i].kind == "attached":  # to something shared: one part per lane
+            if (
+                differs and leaves[i].kind == "attached"
+            ):  # to something shared: one part per batch element
                 leaves[i] = leaves[i]._replace(axis=0)
             elif differs:
                 raise SharedWriteError(self._explain(leaves[i]))
@@ -276,8 +279,8 @@ class _VmapCall:
         where = format_path(leaf.path)
         if leaf.kind == "result":
             return (
-                f"out_axes of sx.vmap gives None for {where}, but its value differs between lanes. "
-                f"Give it an axis in out_axes, or reduce it over the lanes: "
+                f"out_axes of sx.vmap gives None for {where}, but its value differs between batch "
+                f"elements. Give it an axis in out_axes, or reduce it over the batch: "
                 f"jax.lax.pmean(x, axis_name)."
             )
         position = self.assignment.leaf_paths.index(leaf.path)
@@ -285,21 +288,22 @@ class _VmapCall:
         kind = "array" if isinstance(variable, ArrayAttribute) else type(variable).__name__
         if id(variable) not in self.assignment.by_id:
             return (
-                f"The {kind} at {where} of what sx.vmap was bound to is shared by all lanes, but "
-                f"was written with a value that differs between them. Pass the Module as an "
-                f"argument with an axis, sx.vmap(lambda module, x: module(x))(module, x), or write "
-                f"a value that is equal in all lanes: jax.lax.pmean(x, axis_name)."
+                f"The {kind} at {where} of what sx.vmap was bound to is shared by all batch "
+                f"elements, but was written with a value that differs between them. Pass the "
+                f"Module as an argument with an axis, sx.vmap(lambda module, x: module(x))(module, "
+                f"x), or write a value that is equal in all batch elements: jax.lax.pmean(x, "
+                f"axis_name)."
             )
         return (
-            f"The {kind} at {where} is shared by all lanes of sx.vmap (its entry in in_axes is "
-            f"None), but was written with a value that differs between them. Give it an axis, "
-            f"sx.StateAxes({{{filter_text(type(variable), leaf.path)}: 0, ...: None}}), or write a "
-            f"value that is equal in all lanes: jax.lax.pmean(x, axis_name)."
+            f"The {kind} at {where} is shared by all batch elements of sx.vmap (its entry in "
+            f"in_axes is None), but was written with a value that differs between them. Give it an "
+            f"axis, sx.StateAxes({{{filter_text(type(variable), leaf.path)}: 0, ...: None}}), or "
+            f"write a value that is equal in all batch elements: jax.lax.pmean(x, axis_name)."
         )
 
 
 class OutputLeaf(NamedTuple):
-    """Something that leaves a lane."""
+    """Something that leaves a batch element."""
 
     kind: str  # ``"result"``, ``"written"`` into what was given, or ``"attached"`` to it
     path: Path  # where it stands
@@ -307,14 +311,14 @@ class OutputLeaf(NamedTuple):
 
 
 def _new_leaf(output_entries: OutputEntries, key: int) -> OutputLeaf:
-    """Returns the leaf of a new Variable; what is not in arguments or result, a Module holds."""
+    """Returns the leaf of a new Variable."""
     path, axis = output_entries.by_id.get(key, ((), None))
     in_result = key in output_entries.by_id and key not in output_entries.attached
     return OutputLeaf("result" if in_result else "attached", path, axis)
 
 
 def varies(mark: Any, values: Sequence[Any]) -> list[bool]:
-    """Returns, inside ``vmap``, whether each value differs between lanes."""
+    """Returns, inside ``vmap``, whether each value differs between batch elements."""
     # JAX tells a rule for batching which of its operands are batched; this one only listens.
     found = [False] * len(values)
 
