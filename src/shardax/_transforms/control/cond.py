@@ -411,8 +411,6 @@ class _BranchingCall:
             for which in range(len(labels))
         ]
 
-    # --- inside ----------------------------------------------------------------------------------
-
     def _one(self, which: int, values: list[Any], plain: tuple[Any, ...]) -> Any:
         """Runs a branch; returns result arrays, written and new values."""
 
@@ -438,8 +436,6 @@ class _BranchingCall:
 
     def _joined(self, leaves: Any, written: dict[int, Any], fresh: Any, values: Any) -> Any:
         return leaves, [written.get(p, values[p]) for p in self.union], fresh
-
-    # --- outside ---------------------------------------------------------------------------------
 
     def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
         """Traces all branches, runs the chosen one, and applies its effects."""

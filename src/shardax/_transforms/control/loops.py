@@ -115,8 +115,6 @@ class LoopBody:
         # of the loop, which is then smaller and quicker to differentiate.
         self.one = jax.jit(self._one, inline=True)
 
-    # --- inside ----------------------------------------------------------------------------------
-
     def _one(self, values: list[Any], plain: list[Any]) -> tuple[list[Any], dict[int, Any], Any]:
         """Runs one iteration."""
         positional, named = self.plain_tree.unflatten(plain)
@@ -146,8 +144,6 @@ class LoopBody:
         refuse_changes(self.call, outputs, outputs.effects.updates)
         refuse_new(self.call, outputs)
         return outputs, None, ()
-
-    # --- outside ---------------------------------------------------------------------------------
 
     def discover(self, values: Sequence[Any], plain: Sequence[Any]) -> Any:
         """Finds which Variables are carried, and checks that their form stays."""

@@ -230,8 +230,6 @@ class _Scan:
         self.result_axes: list[Any] = []
         self.axes_of_new: list[int] = []
 
-    # --- inside ----------------------------------------------------------------------------------
-
     def carry_of(self, context: RunContext) -> tuple[Any, Any]:
         """Returns what was given for the carried argument, and what came back."""
         if self.carry_position is None:
@@ -314,8 +312,6 @@ class _Scan:
         ]
         if refused:
             refuse_changes(self.call, outputs, refused)
-
-    # --- outside ---------------------------------------------------------------------------------
 
     def run(self, length: int | None, reverse: bool, unroll: int | bool) -> Any:
         """Runs the loop and carries back what it did."""

@@ -22,7 +22,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,23 +138,12 @@ def _inner_program(equation: Any) -> Any:
 _REPEATED = frozenset({"scan", "while"})
 
 
-class VjpRule(Protocol):
-    """A function and its derivative, as ``CustomVjp`` has them."""
-
-    function: Callable[..., Any]
-    nondiff_argnums: Any
-    wrt: Any
-    fwd: Callable[..., Any] | None
-    bwd: Callable[..., Any] | None
-    state_cotangents: bool
-
-
 class VjpFrame(Frame):
     """The frame of a function or its ``fwd``."""
 
     __slots__ = ("rule",)
 
-    def __init__(self, rule: VjpRule, name: str) -> None:
+    def __init__(self, rule: CustomVjp, name: str) -> None:
         super().__init__(name)
         self.rule = rule
 
@@ -183,7 +172,7 @@ class CustomVjpCall:
 
     def __init__(
         self,
-        rule: VjpRule,
+        rule: CustomVjp,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         captured: Sequence[Variable[Any]],
@@ -209,8 +198,6 @@ class CustomVjpCall:
         self.fresh_paths: list[Path] = []
         self.like: Any = None
         self.varying: Any = None
-
-    # --- the call ---------------------------------------------------------------------------------
 
     def run(self) -> Any:
         values, arguments = self.call.graph.values(), self.call.arguments
@@ -281,8 +268,6 @@ class CustomVjpCall:
             ]
         )
 
-    # --- inside -----------------------------------------------------------------------------------
-
     def _run(
         self,
         which: int,
@@ -349,8 +334,6 @@ class CustomVjpCall:
                 f"Let fwd call the function, or write the same Variables in both."
             )
 
-    # --- backward ---------------------------------------------------------------------------------
-
     def _backward(self, packed: PackedResiduals, cotangents: Any) -> Any:
         bwd, (of_result, of_written, of_fresh) = self.rule.bwd, cotangents
         assert bwd is not None
@@ -402,7 +385,7 @@ class CustomVjpCall:
         )
 
 
-def _arguments(rule: VjpRule, count: int) -> tuple[list[int], list[DiffState]]:
+def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[DiffState]]:
     """Returns the positions without gradient, and what is differentiated in the others."""
     given = rule.nondiff_argnums
     items = list(given) if isinstance(given, (tuple, list)) else [given]

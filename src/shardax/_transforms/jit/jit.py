@@ -149,10 +149,7 @@ Spans = tuple[Sequence[slice | None], Sequence[tuple[str, slice | None]]]
 
 
 def leaf_spans(
-    templates: Sequence[Any],
-    named: Sequence[tuple[str, Any]],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    specialization: Specialization, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Spans:
     """Returns the span of each argument among the dynamic leaves."""
     start = 0
@@ -166,8 +163,8 @@ def leaf_spans(
         start += count - len(template.static)
         return slice(start - count + len(template.static), start)
 
-    positional = [span(template, arg) for template, arg in zip(templates, args, strict=True)]
-    return positional, [(name, span(template, kwargs[name])) for name, template in named]
+    positional = [span(*pair) for pair in zip(specialization.templates, args, strict=True)]
+    return positional, [(name, span(t, kwargs[name])) for name, t in specialization.named]
 
 
 def plain_parts(
@@ -334,9 +331,8 @@ class Jit(PickledByName, Wrapper):
         self.static_positions, self.static_names = resolve_arguments(
             function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
         )
-        self.sources: list[ClosureSource] | None = (
-            None  # looked for at the first call: names may be bound later
-        )
+        # Looked for at the first call: names may be bound later.
+        self.sources: list[ClosureSource] | None = None
         self.captured: list[weakref.ref[Any]] = []
         self.memory = CompilationCache()
         self.specializations, self.calls = self.memory.specializations, self.memory.calls
@@ -345,8 +341,6 @@ class Jit(PickledByName, Wrapper):
         self._auto = self.options.auto_static
         self._static_types = self.options.static_types
         self._ticks = self.memory.ticks
-
-    # --- calling ---------------------------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self._simple or kwargs or local.frame is not None:
@@ -428,10 +422,7 @@ class Jit(PickledByName, Wrapper):
         if entry is None or entry.epoch != epoch.current:
             return self._call_uncached(args, kwargs, key)
         if entry.spans is None:
-            specialization = entry.specialization
-            entry.spans = leaf_spans(
-                specialization.templates, specialization.named, call.args, kwargs
-            )
+            entry.spans = leaf_spans(entry.specialization, call.args, kwargs)
         plain, named = plain_parts(call, kwargs, entry.spans)
         return self._repeat(entry, plain, named, args, kwargs)
 
@@ -473,7 +464,7 @@ class Jit(PickledByName, Wrapper):
         """Calls without a cached call, and caches one under ``key``."""
         while True:
             specialization, graph, arguments = self.prepare(args, kwargs)
-            entry = local.call = self.entry(specialization, graph)
+            entry = local.call = CachedCall(specialization, graph)
             try:
                 outputs = specialization.call(graph.values(), arguments)
                 break
@@ -495,7 +486,6 @@ class Jit(PickledByName, Wrapper):
         self, error: Exception, entry: CachedCall, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Calls again after new captures, or explains the error."""
-        # Otherwise explains the error.
         if isinstance(error, NewCaptures):
             self.capture(error.objects)
         elif isinstance(error, StaleOutputShardings):
@@ -522,16 +512,10 @@ class Jit(PickledByName, Wrapper):
                 f"Pass them as arguments."
             )
 
-    # --- preparing -------------------------------------------------------------------------------
-
     def prepare(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Specialization, InputGraph, Arguments]:
-        """Finds or makes the specialization for a call.
-
-        Returns:
-            (specialization, the roots flattened together, the arguments taken apart).
-        """
+        """Finds or makes the specialization for a call."""
         signature = self._separate_static(args, kwargs)
         arguments = self._take_apart(signature)
         hidden = self.hidden()
@@ -549,14 +533,9 @@ class Jit(PickledByName, Wrapper):
         )
         specialization = self.specializations.get(key)
         if specialization is None:
+            positions = self._positions(args, signature)
             specialization = Specialization(
-                self.__wrapped__,
-                self.options,
-                key,
-                graph,
-                arguments,
-                self._layout(args, signature),
-                names,
+                self.__wrapped__, self.options, key, graph, arguments, positions, names
             )
             if self.specializations and retraces.listeners.get():
                 retraces.report_specialization(self, specialization)
@@ -564,19 +543,12 @@ class Jit(PickledByName, Wrapper):
         specialization.used = next(self._ticks)
         return specialization, graph, arguments
 
-    def entry(self, specialization: Specialization, graph: InputGraph) -> CachedCall:
-        """Returns what a call of ``specialization`` on these objects needs."""
-        return CachedCall(specialization, graph)
-
     def hidden_objects(self) -> list[Any]:
         """Returns the objects that the function uses from outside."""
         return [item for _, item in self.hidden()]
 
     def hidden(self) -> list[tuple[Path, Any]]:
-        """Returns (path, object) of what the function uses without being given it.
-
-        The path begins with the name by which the function knows the object.
-        """
+        """Returns (path, object) of what the function uses from outside."""
         if self.sources is None:
             self.sources = find_sources(self.__wrapped__)
         found: list[tuple[Path, Any]] = []
@@ -590,7 +562,7 @@ class Jit(PickledByName, Wrapper):
         found.extend((("closure", i), item) for i, item in enumerate(alive))
         return found
 
-    def _layout(self, args: Sequence[Any], signature: SeparatedCall) -> ArgumentPositions:
+    def _positions(self, args: Sequence[Any], signature: SeparatedCall) -> ArgumentPositions:
         positional = [
             (i, parameter_name(self.__wrapped__, i)) for i in self._dynamic_positions(args)
         ]
@@ -602,7 +574,7 @@ class Jit(PickledByName, Wrapper):
         return [i for i in range(len(args)) if i not in self.static_positions]
 
     def _take_apart(self, signature: SeparatedCall) -> Arguments:
-        return self.options.split_argument(signature.args, signature.kwargs, self.path_of)
+        return self.options.split_arguments(signature.args, signature.kwargs, self.path_of)
 
     def path_of(self, key: int | str) -> Path:
         """Returns an argument's path by name or position among dynamic ones."""
@@ -617,13 +589,9 @@ class Jit(PickledByName, Wrapper):
         places = (self.static_positions, self.static_names)
         return separate_static(self.__wrapped__, *places, args, kwargs)
 
-    # --- the rest of the interface ----------------------------------------------------------------
-
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """Traces the function for these arguments without compiling; returns a ``Traced``."""
-        from shardax._transforms.jit.stages import (
-            trace_jit,  # stages use Jit, so they stand above it
-        )
+        from shardax._transforms.jit.stages import trace_jit  # stages stand above ``Jit``
 
         return trace_jit(self, args, kwargs)
 
@@ -634,7 +602,7 @@ class Jit(PickledByName, Wrapper):
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes and dtypes of the result, computing and changing nothing."""
         signature = self._separate_static(args, kwargs)
-        positions = self._layout(args, signature)
+        positions = self._positions(args, signature)
         given = self._take_apart(signature)
 
         def call(roots: Any, plain: Any, plain_named: Any) -> Any:
@@ -650,9 +618,7 @@ class Jit(PickledByName, Wrapper):
         self.memory.clear()
 
     def _cache_size(self) -> int:
-        return sum(
-            len(specialization.signatures) for specialization in self.specializations.values()
-        )
+        return sum(len(program.signatures) for program in self.specializations.values())
 
     def _wrapping(self) -> Any:
         return self._wrapping_key

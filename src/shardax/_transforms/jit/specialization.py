@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -93,7 +93,7 @@ class JitOptions:
         except TypeError:
             return object()
 
-    def split_argument(
+    def split_arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], label: Callable[[int | str], Path]
     ) -> Arguments:
         """Splits the arguments of a call, without static ones."""
@@ -164,8 +164,6 @@ class Specialization:
         self._full = bool(
             arguments.named or self.positions.donated or self._in_shardings is not None
         )
-
-    # --- calling ---------------------------------------------------------------------------------
 
     def partition(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Separates kept Variables (or values) from donated ones."""
@@ -256,8 +254,6 @@ class Specialization:
         if self._jitted is not None:
             self._jitted.clear_cache()
 
-    # --- the pure function ------------------------------------------------------------------------
-
     def _pure(
         self,
         kept: list[Any],
@@ -268,7 +264,7 @@ class Specialization:
         donated_named: Any = None,
     ) -> tuple[Any, ...]:
         graph = local.call.graph()
-        values = self._join(kept, donated)
+        values = self.join(kept, donated)
         for position in self.positions.donated:
             plain[position] = donated_plain[position]
         named = {**(named or {}), **(donated_named or {})}
@@ -289,7 +285,8 @@ class Specialization:
             self._declare_shardings(outputs, copies, result)
         return tuple(outputs)
 
-    def _join(self, kept: Sequence[Any], donated: Sequence[Any]) -> list[Any]:
+    def join(self, kept: Iterable[Any], donated: Iterable[Any]) -> list[Any]:
+        """The inverse of ``partition``."""
         remaining, given = iter(kept), iter(donated)
         return [
             next(given if i in self.donated_leaves else remaining)
@@ -303,8 +300,6 @@ class Specialization:
         return function(
             *self.positions.insert_static(args), **kwargs, **self.positions.static_named
         )
-
-    # --- donation ---------------------------------------------------------------------------------
 
     def _find_donated(self, graph: InputGraph, arguments: Arguments) -> frozenset[int]:
         roots: list[int] = []
@@ -334,8 +329,6 @@ class Specialization:
             i for i, index in enumerate(self.graphdef.leaves) if id(copies[index]) in returned_ids
         )
         return self.donated_leaves | frozenset(returned)
-
-    # --- shardings --------------------------------------------------------------------------------
 
     def _spread_in_shardings(self, graph: InputGraph, arguments: Arguments) -> Any:
         if self.options.in_shardings is None:

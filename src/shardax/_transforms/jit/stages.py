@@ -10,7 +10,7 @@ that it was compiled for, and writes state back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,10 +20,12 @@ from shardax._core.graph.paths import Path, path_step
 from shardax._core.state.state import Origin, State
 from shardax._transforms.errors import StructureMismatchError
 from shardax._transforms.jit.error_context import explain_places, explain_values, in_user_terms
+from shardax._transforms.jit.jit import CachedCall, Jit
 from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
 from shardax._transforms.jit.specialization import Specialization, StaleOutputShardings
 from shardax._transforms.lift.arguments import Arguments, join_argument, root_names
 from shardax._transforms.lift.engine import (
+    Effects,
     InputGraph,
     LiftedOutputs,
     NewCaptures,
@@ -36,71 +38,49 @@ from shardax._transforms.lift.engine import (
 _INPUTS = "flat"
 
 
-def trace_jit(jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+def trace_jit(jit: Jit, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
     """Traces a ``Jit`` for some arguments; lazy values stay lazy."""
     while True:
-        specialization, graph, arguments = jit.prepare(args, kwargs)
-        local.call = jit.entry(specialization, graph)
+        program, graph, arguments = jit.prepare(args, kwargs)
+        local.call = CachedCall(program, graph)
         try:
-            full = specialization.pack(abstract(graph.leaves), arguments)
+            full = program.pack(abstract(graph.leaves), arguments)
+            traced = program.jitted(full).trace(*full)
             return Traced(
-                jit,
-                specialization,
-                specialization.jitted(full).trace(*full),
-                _ArgumentView(specialization, graph, arguments),
+                _Origin(jit, program, _states(graph, arguments), traced.out_info[3]), traced
             )
         except NewCaptures as found:
             jit.capture(found.objects)
         except StaleOutputShardings:
-            jit.specializations.pop(specialization.key, None)
+            jit.specializations.pop(program.key, None)
         except Exception as error:
-            explain_places(error, specialization)
+            explain_places(error, program)
             raise
         finally:
             local.call = None
 
 
-class _ArgumentView:
-    """Arranges what JAX reports per flat input like the arguments."""
+class _Origin(NamedTuple):
+    """What a stage was made from."""
 
-    def __init__(
-        self, specialization: Specialization, graph: InputGraph, arguments: Arguments
-    ) -> None:
-        index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
-        self.specialization = specialization
-        self.roots: list[tuple[dict[Path, int], dict[Path, Origin]]] = []
-        for root in arguments.roots:
-            flat = flatten(root)
-            pairs = list(zip(flat.leaf_paths, flat.leaves, strict=True))
-            origins = {path: Origin(type(leaf), leaf._metadata) for path, leaf in pairs}
-            self.roots.append(({path: index[id(leaf)] for path, leaf in pairs}, origins))
+    jit: Jit
+    program: Specialization
+    # Of each object in the arguments: positions of its Variables, and what they are, by path.
+    states: list[tuple[dict[Path, int], dict[Path, Origin]]]
+    effects: Effects
 
-    def __call__(self, tree: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (args, kwargs) from a tree shaped like the pure function's arguments."""
-        if len(tree) == 2 and isinstance(tree[1], dict):
-            tree = tree[0]
-        kept, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
-        named: dict[str, Any] = {}
-        if len(tree) > 3:
-            for position in self.specialization.positions.donated:
-                plain[position] = tree[3][position]
-            named = {**tree[4], **tree[5]}
-        values = [
-            next(donated if i in self.specialization.donated_leaves else kept)
-            for i in range(len(self.specialization.graphdef.leaves))
-        ]
-        states = [
-            State.from_flat({path: values[i] for path, i in indices.items()}, origins)
-            for indices, origins in self.roots
-        ]
-        args = tuple(
-            join_argument(t, p, states, with_static=False)
-            for t, p in zip(self.specialization.templates, plain, strict=True)
-        )
-        return args, {
-            name: join_argument(t, named[name], states, with_static=False)
-            for name, t in self.specialization.named
-        }
+
+def _states(
+    graph: InputGraph, arguments: Arguments
+) -> list[tuple[dict[Path, int], dict[Path, Origin]]]:
+    index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
+    found = []
+    for root in arguments.roots:
+        flat = flatten(root)
+        pairs = list(zip(flat.leaf_paths, flat.leaves, strict=True))
+        origins = {path: Origin(type(leaf), leaf._metadata) for path, leaf in pairs}
+        found.append(({path: index[id(leaf)] for path, leaf in pairs}, origins))
+    return found
 
 
 def _result_view(specialization: Specialization, tree: Any) -> Any:
@@ -135,19 +115,9 @@ def _result_view(specialization: Specialization, tree: Any) -> Any:
 class _Stage:
     """JAX's stage, with arguments and results arranged for the user."""
 
-    def __init__(
-        self,
-        jit: Any,
-        specialization: Specialization,
-        stage: Any,
-        view: _ArgumentView,
-        effects: Any,
-    ) -> None:
-        self._jit = jit
-        self._specialization = specialization
+    def __init__(self, origin: _Origin, stage: Any) -> None:
+        self._origin = origin
         self._stage = stage
-        self._view = view
-        self._effects = effects
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -205,11 +175,40 @@ class _Stage:
         leaves = jax.tree.leaves(self.args_info)
         return tuple(i for i, info in enumerate(leaves) if info.donated)
 
+    def _view(self, tree: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) from a tree shaped like the pure function's arguments."""
+        program = self._origin.program
+        if len(tree) == 2 and isinstance(tree[1], dict):
+            tree = tree[0]
+        kept, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
+        named: dict[str, Any] = {}
+        if len(tree) > 3:
+            for position in program.positions.donated:
+                plain[position] = tree[3][position]
+            named = {**tree[4], **tree[5]}
+        values = program.join(kept, donated)
+        states = [
+            State.from_flat({path: values[i] for path, i in indices.items()}, origins)
+            for indices, origins in self._origin.states
+        ]
+        args = [
+            join_argument(t, p, states, with_static=False)
+            for t, p in zip(program.templates, plain, strict=True)
+        ]
+        kwargs = {
+            n: join_argument(t, named[n], states, with_static=False) for n, t in program.named
+        }
+        return tuple(args), kwargs
+
     def _result(self, tree: Any) -> Any:
-        return _result_view(self._specialization, (*tree[:3], self._effects))
+        return _result_view(self._origin.program, (*tree[:3], self._effects))
+
+    @property
+    def _effects(self) -> Effects:
+        return self._origin.effects
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._jit!r}>"
+        return f"<{type(self).__name__} of {self._origin.jit!r}>"
 
 
 class Traced(_Stage):
@@ -222,11 +221,6 @@ class Traced(_Stage):
         ((3,), 1)
     """
 
-    def __init__(
-        self, jit: Any, specialization: Specialization, stage: Any, view: _ArgumentView
-    ) -> None:
-        super().__init__(jit, specialization, stage, view, stage.out_info[3])
-
     @property
     def out_avals(self) -> Any:
         """The result with an abstract value for each array."""
@@ -234,9 +228,7 @@ class Traced(_Stage):
 
     def lower(self, **options: Any) -> Lowered:
         """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
-        return Lowered(
-            self._jit, self._specialization, self._stage.lower(**options), self._view, self._effects
-        )
+        return Lowered(self._origin, self._stage.lower(**options))
 
 
 class Lowered(_Stage):
@@ -256,13 +248,7 @@ class Lowered(_Stage):
             compiler_options: As JAX's ``Lowered.compile``.
         """
         options = {} if compiler_options is None else {"compiler_options": compiler_options}
-        return Compiled(
-            self._jit,
-            self._specialization,
-            self._stage.compile(**options),
-            self._view,
-            self._effects,
-        )
+        return Compiled(self._origin, self._stage.compile(**options))
 
 
 class Compiled(_Stage):
@@ -304,59 +290,60 @@ class Compiled(_Stage):
         return self(*args, **kwargs)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program."""
-        arguments = self._specialization.options.split_argument(args, kwargs, self._jit.path_of)
-        hidden = self._jit.hidden()
-        names = [(), *self._root_names(arguments), *(name for name, _ in hidden)]
-        roots = [self._jit.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
+        """Runs the program.
+
+        Args:
+            *args: As for the function, without static arguments; objects may be others than those
+                that it was compiled for.
+            **kwargs: Likewise.
+
+        Raises:
+            StructureMismatchError: If the structure of the arguments differs from what was
+                compiled; the message says where.
+        """
+        jit, program = self._origin.jit, self._origin.program
+        arguments = program.options.split_arguments(args, kwargs, jit.path_of)
+        labels = [label for _, label in program.positions.positional]
+        given = len(arguments.templates)
+        named = [*labels, *(f"args[{i}]" for i in range(len(labels), given))][:given]
+        hidden = jit.hidden()
+        names = [(), *root_names(named, arguments), *(name for name, _ in hidden)]
+        roots = [jit.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
         graph = InputGraph(roots, names)
-        self._check(arguments, graph, names)
-        full = self._specialization.pack(graph.values(), arguments)
+        self._check(arguments, graph, names, labels)
+        full = program.pack(graph.values(), arguments)
         try:
             outputs = LiftedOutputs(*self._stage(*full))
         except Exception as error:
-            explain_values(error, self._specialization, graph)
+            explain_values(error, program, graph)
             if "flat[" not in str(error):
                 raise
-            raise StructureMismatchError(in_user_terms(str(error), self._specialization)) from error
+            raise StructureMismatchError(in_user_terms(str(error), program)) from error
         check_no_leak(graph, outputs)
         return apply_effects(graph, outputs)
 
-    def _root_names(self, arguments: Arguments) -> list[Path]:
-        labels = [label for _, label in self._specialization.positions.positional]
-        given = len(arguments.templates)
-        labels += [f"args[{i}]" for i in range(len(labels), given)]
-        return root_names(labels[:given], arguments)
-
-    def _check(self, arguments: Arguments, graph: InputGraph, names: Sequence[Path]) -> None:
-        specialization = self._specialization
-        differences = structure_differences(
-            specialization.graphdef, graph.flat.graphdef, specialization.names, names
-        )
-        if not differences and (arguments.templates, arguments.named) == (
-            specialization.templates,
-            specialization.named,
-        ):
+    def _check(
+        self, arguments: Arguments, graph: InputGraph, names: Sequence[Path], labels: Sequence[str]
+    ) -> None:
+        program, graphdef = self._origin.program, graph.flat.graphdef
+        differences = structure_differences(program.graphdef, graphdef, program.names, names)
+        templates = (arguments.templates, arguments.named)
+        if not differences and templates == (program.templates, program.named):
             return
-        labels = [label for _, label in specialization.positions.positional]
-        differences += static_leaf_differences(specialization, arguments, labels)
-        if len(arguments.templates) != len(specialization.templates) or len(arguments.named) != len(
-            specialization.named
-        ):
+        differences += static_leaf_differences(program, arguments, labels)
+        counts = [(len(item.templates), len(item.named)) for item in (arguments, program)]
+        if counts[0] != counts[1]:
             expected = ", ".join(labels) or "no positional arguments"
             differences.insert(
                 0,
-                f"{len(arguments.templates)} positional arguments given, compiled for "
-                f"{len(specialization.templates)} ({expected})",
+                f"{counts[0][0]} positional arguments given, compiled for {counts[1][0]} "
+                f"({expected})",
             )
-        listed = (
-            "\n".join(f"  {line}" for line in differences)
-            or "  the arguments have other containers"
-        )
+        lines = differences or ["the arguments have other containers"]
         raise StructureMismatchError(
-            f"This Compiled of {self._jit!r} was called with arguments of another structure than "
-            f"it was compiled for (compiled -> "
-            f"given):\n{listed}\nStatic arguments are not passed to a Compiled. To accept any "
-            f"structure, call the jitted function instead; it "
-            f"compiles again when needed."
+            f"This Compiled of {self._origin.jit!r} was called with arguments of another structure "
+            f"than it was compiled for (compiled -> given):\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nStatic arguments are not passed to a Compiled. To accept any structure, call the "
+            "jitted function instead; it compiles again when needed."
         )

@@ -60,51 +60,42 @@ def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
     # way has one here. No way leads back to an object that it came through. Remembered on the
     # structure.
     if graphdef._aliases is None:
-        graphdef._aliases = _find(graphdef)
+        graphdef._aliases = _find_alias_paths(graphdef)
     return graphdef._aliases
 
 
-def _find(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
-    walk = _AliasWalk(graphdef)
-    positions = {index: position for position, index in enumerate(graphdef.leaves)}
-    found: list[tuple[int, Path]] = []
-    for target, path, came_through in walk.edges:
-        reached = dict(walk.ways(target, path, set(came_through)))
-        found += sorted((positions[i], way) for i, way in reached.items() if i in positions)
-    return tuple(found)
+def _find_alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
+    met: set[int] = set()
+    # (object, path, objects on the way) of each way to an object that was met before.
+    edges: list[tuple[int, Path, tuple[int, ...]]] = []
 
-
-class _AliasWalk:
-    """One walk over definitions, in the order in which objects were walked."""
-
-    def __init__(self, graphdef: GraphDef) -> None:
-        self.graphdef = graphdef
-        self.met: set[int] = set()
-        # (object, path, objects on the way) of each way to an object that is not the first, but for
-        # ways back to an object that they came through.
-        self.edges: list[tuple[int, Path, tuple[int, ...]]] = []
-        for root in graphdef.roots:
-            for position, path in _objects(root, ()):
-                self.visit(position, path, ())
-
-    def visit(self, position: int, path: Path, above: tuple[int, ...]) -> None:
-        """Visits an object, reached through those above."""
-        if position in self.met:
-            if position not in above:
-                self.edges.append((position, path, above))
-            return
-        self.met.add(position)
-        for below, way in _objects_in(self.graphdef, position, path):
-            self.visit(below, way, (*above, position))
-
-    def ways(self, position: int, path: Path, met: set[int]) -> Iterator[tuple[int, Path]]:
-        """Yields every object reachable from one, with a path."""
+    def visit(position: int, path: Path, above: tuple[int, ...]) -> None:
         if position in met:
+            if position not in above:
+                edges.append((position, path, above))
             return
         met.add(position)
+        for below, way in _objects_in(graphdef, position, path):
+            visit(below, way, (*above, position))
+
+    def reach(position: int, path: Path, known: set[int]) -> Iterator[tuple[int, Path]]:
+        """Yields every object reachable from one, itself first, with a path."""
+        if position in known:
+            return
+        known.add(position)
         yield position, path
-        for below, way in _objects_in(self.graphdef, position, path):
-            yield from self.ways(below, way, met)
+        for below, way in _objects_in(graphdef, position, path):
+            yield from reach(below, way, known)
+
+    for root in graphdef.roots:
+        for position, path in _objects(root, ()):
+            visit(position, path, ())
+    leaf_of = {index: position for position, index in enumerate(graphdef.leaves)}
+    found: list[tuple[int, Path]] = []
+    for target, path, came_through in edges:
+        reached = reach(target, path, set(came_through))
+        found += sorted((leaf_of[i], way) for i, way in reached if i in leaf_of)
+    return tuple(found)
 
 
 def _objects_in(graphdef: GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
