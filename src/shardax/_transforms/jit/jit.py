@@ -568,7 +568,7 @@ class Jit(PickledByName, Wrapper):
         ]
         static = [(place, item.value) for place, item in signature.static if isinstance(place, int)]
         named = {place: item.value for place, item in signature.static if isinstance(place, str)}
-        return ArgumentPositions(positional, static, named, self.options)
+        return ArgumentPositions(positional, static, named)
 
     def _dynamic_positions(self, args: Sequence[Any]) -> list[int]:
         return [i for i in range(len(args)) if i not in self.static_positions]

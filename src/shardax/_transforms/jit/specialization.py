@@ -9,13 +9,12 @@ function is then traced once first; JAX keeps the trace.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import jax
 
@@ -48,7 +47,13 @@ from shardax._transforms.lift.engine import (
     check_result,
     record_effects,
 )
-from shardax._transforms.lift.prefix import check_plain, check_shardings_only, consistent, expand
+from shardax._transforms.lift.prefix import (
+    check_plain,
+    check_shardings_only,
+    consistent,
+    expand,
+    is_one_entry,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,12 +152,19 @@ class Specialization:
         self.options = options
         self.key = key
         self.names = names
-        self.positions = positions.without_roots(arguments.templates)
+        self.positions = positions
         self.graphdef = graph.flat.graphdef
         self.leaf_paths = graph.flat.leaf_paths
         self.templates = arguments.templates
         self.named = arguments.named
         self.root_count = len(arguments.roots)
+        # Donated plain arguments, by index; of objects, their Variables are (``donated_leaves``).
+        self.donated = frozenset(
+            i
+            for i, (position, label) in enumerate(positions.positional)
+            if options.donates(position, label)
+            and not isinstance(arguments.templates[i], RootTemplate)
+        )
         self.used = 0  # when it was last called, by the count of calls of its ``Jit``
         self.signatures: list[Any] = []
         self.donated_leaves = self._find_donated(graph, arguments)
@@ -161,9 +173,7 @@ class Specialization:
         self._expected: Any = None
         self._program = self._named_program()
         self._jitted: Any = None
-        self._full = bool(
-            arguments.named or self.positions.donated or self._in_shardings is not None
-        )
+        self._full = bool(arguments.named or self.donated or self._in_shardings is not None)
 
     def partition(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Separates kept Variables (or values) from donated ones."""
@@ -198,11 +208,13 @@ class Specialization:
         return (kept, donated, *self._separate_plain(list(arguments.plain), arguments.plain_named))
 
     def _separate_plain(self, plain: list[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        given = [None if p in self.positions.donated else item for p, item in enumerate(plain)]
-        donated = [item if p in self.positions.donated else None for p, item in enumerate(plain)]
         kept_named = {name: v for name, v in named.items() if not self.options.donates_name(name)}
         donated_named = {name: v for name, v in named.items() if self.options.donates_name(name)}
-        return given, donated, kept_named, donated_named
+        return *self._split_donated(plain), kept_named, donated_named
+
+    def _split_donated(self, plain: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        kept = [None if i in self.donated else item for i, item in enumerate(plain)]
+        return kept, [item if i in self.donated else None for i, item in enumerate(plain)]
 
     def jitted(self, full: tuple[Any, ...]) -> Any:
         """Returns the ``jax.jit`` of the pure function, making it on first use."""
@@ -217,19 +229,18 @@ class Specialization:
         return self._jitted
 
     def _make(self, out_shardings: Any) -> Any:
-        options: dict[str, Any] = {
-            "keep_unused": self.options.keep_unused,
-            "inline": self.options.inline,
+        options = self.options
+        given: dict[str, Any] = {
+            "in_shardings": self._in_shardings,
+            "out_shardings": out_shardings,
+            "compiler_options": options.compiler_options,
         }
-        if self.donated_leaves or self.positions.donated or self.options.donate_argnames:
-            options["donate_argnums"] = (1, 3, 5) if self._full else (1,)
-        if self._in_shardings is not None:
-            options["in_shardings"] = self._in_shardings
-        if out_shardings is not None:
-            options["out_shardings"] = out_shardings
-        if self.options.compiler_options is not None:
-            options["compiler_options"] = self.options.compiler_options
-        return jax.jit(self._program, **options)
+        if self.donated_leaves or self.donated or options.donate_argnames:
+            given["donate_argnums"] = (1, 3, 5) if self._full else (1,)
+        given = {name: value for name, value in given.items() if value is not None}
+        return jax.jit(
+            self._program, keep_unused=options.keep_unused, inline=options.inline, **given
+        )
 
     def _named_program(self) -> Callable[..., Any]:
         """Returns the pure function under the user's name and source line."""
@@ -265,7 +276,7 @@ class Specialization:
     ) -> tuple[Any, ...]:
         graph = local.call.graph()
         values = self.join(kept, donated)
-        for position in self.positions.donated:
+        for position in self.donated:
             plain[position] = donated_plain[position]
         named = {**(named or {}), **(donated_named or {})}
         signature = jax.tree.map(jax.typeof, (values, plain, named))
@@ -354,13 +365,7 @@ class Specialization:
         by_id = consistent(entries, "in_shardings")
         self.leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
         kept, donated = self.partition(self.leaf_shardings)
-        given_plain = [
-            None if p in self.positions.donated else item for p, item in enumerate(plain)
-        ]
-        donated_plain = [
-            item if p in self.positions.donated else None for p, item in enumerate(plain)
-        ]
-        return kept, donated, given_plain, donated_plain, None, None
+        return kept, donated, *self._split_donated(plain), None, None
 
     def _declare_shardings(
         self, outputs: LiftedOutputs, copies: Sequence[Any], result: Any
@@ -388,33 +393,13 @@ class Specialization:
         effects.shardings = (arrays, written, fresh)
 
 
-class ArgumentPositions:
+class ArgumentPositions(NamedTuple):
     """Where the dynamic and static arguments of a call stand."""
 
-    def __init__(
-        self,
-        positional: Sequence[tuple[int, str]],
-        static: Sequence[tuple[int, Any]],
-        static_named: dict[str, Any],
-        options: JitOptions,
-    ) -> None:
-        # (position in the user's signature, parameter name) of each dynamic positional argument.
-        self.positional = list(positional)
-        self.static = list(static)  # (position, value) of static positional arguments
-        self.static_named = static_named  # static keyword arguments
-        # Which of these (by index) are donated.
-        self.donated = frozenset(
-            i for i, (p, label) in enumerate(positional) if options.donates(p, label)
-        )
-
-    def without_roots(self, templates: Sequence[Any]) -> Self:
-        """Returns the layout with nothing donated for arguments that are objects."""
-        # What is donated of these are their Variables (``Specialization.donated_leaves``).
-        positions = copy.copy(self)
-        positions.donated = frozenset(
-            i for i in self.donated if not isinstance(templates[i], RootTemplate)
-        )
-        return positions
+    # (position in the user's signature, parameter name) of each dynamic positional argument.
+    positional: list[tuple[int, str]]
+    static: list[tuple[int, Any]]  # (position, value) of static positional arguments
+    static_named: dict[str, Any]  # static keyword arguments
 
     def insert_static(self, args: list[Any]) -> list[Any]:
         """Returns the user's positional arguments, static ones included."""
@@ -425,11 +410,7 @@ class ArgumentPositions:
     def per_argument(self, prefix: Any, name: str) -> list[Any]:
         """Returns one prefix per dynamic positional argument."""
         count = len(self.positional)
-        if (
-            not isinstance(prefix, (tuple, list))
-            or hasattr(prefix, "_fields")
-            or isinstance(prefix, jax.sharding.PartitionSpec)
-        ):
+        if is_one_entry(prefix):
             return [prefix] * count
         if len(prefix) == count:
             return list(prefix)
@@ -439,6 +420,6 @@ class ArgumentPositions:
         labels = ", ".join(label for _, label in self.positional)
         raise PrefixError(
             f"{name} has {len(prefix)} entries, but the call has {count} non-static positional "
-            f"arguments ({labels}). Give one entry per "
-            f"argument; keyword arguments take the sharding of what is passed."
+            f"arguments ({labels}). Give one entry per argument; keyword arguments take the "
+            f"sharding of what is passed."
         )

@@ -183,7 +183,7 @@ class _Stage:
         kept, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
         named: dict[str, Any] = {}
         if len(tree) > 3:
-            for position in program.positions.donated:
+            for position in program.donated:
                 plain[position] = tree[3][position]
             named = {**tree[4], **tree[5]}
         values = program.join(kept, donated)

@@ -276,13 +276,18 @@ def check_plain(prefix: Any, tree: Any, name: str, where: Path = ()) -> None:
         pass
 
 
-def per_argument(prefix: Any, labels: Sequence[str], name: str) -> list[Any]:
-    """Returns one prefix per positional argument."""
-    if (
+def is_one_entry(prefix: Any) -> bool:
+    """Whether a prefix is one entry for all arguments, not a sequence of entries."""
+    return (
         not isinstance(prefix, (tuple, list))
         or hasattr(prefix, "_fields")  # a NamedTuple describes an argument of its own type
         or isinstance(prefix, jax.sharding.PartitionSpec)
-    ):
+    )
+
+
+def per_argument(prefix: Any, labels: Sequence[str], name: str) -> list[Any]:
+    """Returns one prefix per positional argument."""
+    if is_one_entry(prefix):
         return [prefix] * len(labels)
     if len(prefix) == len(labels):
         return list(prefix)

@@ -23,8 +23,7 @@ array.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,12 +55,11 @@ from shardax._transforms.lift.prefix import (
 )
 
 
-@dataclass(frozen=True)
-class StreamPositions:
+class StreamPositions(NamedTuple):
     """Where a stream stands among the graph's Variables."""
 
     key: int
-    count: int
+    counter: int
 
 
 def streams_of(graphdef: GraphDef) -> list[StreamPositions]:
@@ -90,7 +88,7 @@ class SplitStreams:
             for stream in streams_of(call.graph.flat.graphdef)
             if is_mapped(stream.key) and jnp.ndim(values[stream.key]) == 0
         ]
-        self.before = {stream.count: values[stream.count] for stream in self.streams}
+        self.before = {stream.counter: values[stream.counter] for stream in self.streams}
         self.keys = {stream.key for stream in self.streams}
 
     def __contains__(self, position: int) -> bool:
@@ -99,7 +97,7 @@ class SplitStreams:
     def draw(self, values: Sequence[Any]) -> dict[int, Any]:
         """Takes one draw from each stream; returns keys by position."""
         return {
-            stream.key: jax.random.fold_in(values[stream.key], values[stream.count])
+            stream.key: jax.random.fold_in(values[stream.key], values[stream.counter])
             for stream in self.streams
         }
 

@@ -104,7 +104,7 @@ class BatchProblem:
     def _add_object(self, root: Object, where: Path) -> dict[Path, int]:
         """Adds the Variables of an object; returns positions by path."""
         flat = flatten(root)
-        streams = {at for s in streams_of(flat.graphdef) for at in (s.key, s.count)}
+        streams = {at for s in streams_of(flat.graphdef) for at in s}
         further: dict[int, list[Path]] = {}
         for position, path in alias_paths(flat.graphdef):
             further.setdefault(position, []).append(path)
