@@ -463,9 +463,7 @@ class _ShardMapCall:
         given: AssignedSpecs,
         captured: Sequence[Variable[Any]],
     ) -> None:
-        def make_frame(name: str) -> _ShardFrame:
-            return _ShardFrame(name, [function], _REASON)
-
+        make_frame = functools.partial(_ShardFrame, functions=[function], reason=_REASON)
         self.options = options
         self.region = region
         self.call = LiftedCall(
@@ -477,11 +475,11 @@ class _ShardMapCall:
         self._materialise()
         self.values = self.call.graph.values()
         self.streams = SplitStreams(self.call, self.values, self._splits)
-        self.sorted = GroupedOutputs(
+        self.grouped = GroupedOutputs(
             [*specs_in(options.in_specs), *specs_in(options.out_specs), WHOLE]
         )
-        # set inside:
-        self.parts: FlatOutputs | None = None
+        # Known after the function ran:
+        self.flat: FlatOutputs | None = None
         self.trees: list[Any] = []
         self.moved: dict[int, Any] = {}
 
@@ -519,15 +517,15 @@ class _ShardMapCall:
             functools.partial(self._pure, treedef),
             mesh=self.region.mesh,
             in_specs=(specs,),
-            out_specs=tuple(self.sorted.entries),
+            out_specs=tuple(self.grouped.entries),
             axis_names=frozenset(self.options.axis_names),
             check_vma=self.options.check_vma,
         )
         if self.region.is_inner:  # JAX does not run one shard_map in another without compiling
             mapped = jax.jit(mapped)
-        left = iter(self.sorted.restore(mapped(entering_arrays)))
-        assert self.parts is not None
-        outputs = self.parts.assemble(
+        left = iter(self.grouped.restore(mapped(entering_arrays)))
+        assert self.flat is not None
+        outputs = self.flat.assemble(
             [tree.unflatten([next(left) for _ in range(tree.num_leaves)]) for tree in self.trees]
         )
         outputs = self.streams.restore(outputs, self.moved)
@@ -565,23 +563,23 @@ class _ShardMapCall:
         return self.call.run(values, positional, named, self._leave)
 
     def _leave(self, context: RunContext) -> tuple[list[Any], ...]:
-        """Sorts what leaves a shard by spec."""
+        """Groups what leaves a shard by spec."""
         check_result(context.result, "shard_map")
         output_entries = self.assignment.output_entries(
             context, self.options.out_specs, "out_specs"
         )
         outputs, self.moved = self.streams.separate_counts(context.record_effects(context.result))
         refuse_foreign(outputs.effects, "shard_map")
-        self.parts = FlatOutputs(outputs)
-        self.trees = [jax.tree.structure(value) for value in self.parts.values]
+        self.flat = FlatOutputs(outputs)
+        self.trees = [jax.tree.structure(value) for value in self.flat.values]
         pairs: list[tuple[PartitionSpec, Any]] = []
         places = self._places(outputs.effects, output_entries)
-        for (kind, path, entry), value in zip(places, self.parts.values, strict=True):
+        for (kind, path, entry), value in zip(places, self.flat.values, strict=True):
             specs = spread(entry, value, path, "in_specs or out_specs")
             for leaf, spec in zip(jax.tree.leaves(value), specs, strict=True):
                 self._check_leaving(kind, path, leaf, spec)
                 pairs.append((spec, leaf))
-        return self.sorted.sort(pairs)
+        return self.grouped.group(pairs)
 
     def _places(
         self, effects: Effects, output_entries: OutputEntries

@@ -27,7 +27,6 @@ from shardax._core.graph.flatten import (
 )
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.graph.static import Static
-from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.control.loops import (
     abstract_eval,
@@ -49,6 +48,7 @@ from shardax._transforms.lift.engine import (
     check_result,
     retry_captured,
 )
+from shardax._transforms.lift.prefix import one_level
 
 
 class ResultLeaf(NamedTuple):
@@ -68,190 +68,177 @@ class BranchOutcome(NamedTuple):
     fresh: Sequence[Any]  # shapes of the values of new Variables
 
 
-def result_outline(result: Any, effects: Effects) -> Any:
-    """Returns a result with a ``ResultLeaf`` for every leaf."""
+def _result_outline(result: Any, effects: Effects) -> Any:
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_object)
-    roots = () if effects.result is None else effects.result.roots
-    positions = dict(roots)
-    assert all(leaf in positions for leaf, x in enumerate(leaves) if isinstance(x, Object))
-    return treedef.unflatten([ResultLeaf(positions.get(leaf)) for leaf in range(len(leaves))])
+    positions = {} if effects.result is None else dict(effects.result.roots)
+    return treedef.unflatten([ResultLeaf(positions.get(place)) for place in range(len(leaves))])
 
 
-def check_agreement(
-    call: LiftedCall, outcomes: Sequence[BranchOutcome], before: Sequence[Any]
-) -> None:
-    """Raises if branches leave different things behind."""
-    first = outcomes[0]
-    for other in outcomes[1:]:
-        _check_structure(call, first, other)
-        _check_result(call, first, other)
-        _check_new(call, first, other)
-        _check_written(call, first, other, before)
+class _Comparison:
+    """Outcomes of two branches, which must agree in all but numbers."""
 
+    def __init__(self, call: LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
+        self.call, self.first, self.other = call, first, other
+        self.graphdef, self.paths = call.graph.flat.graphdef, call.graph.flat.paths
 
-def _check_structure(call: LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
-    graphdef, paths = call.graph.flat.graphdef, call.graph.flat.paths
-    for position, old in enumerate(graphdef.objects):
-        mine = first.effects.updates.get(position, old)
-        theirs = other.effects.updates.get(position, old)
-        if mine == theirs:
-            continue
-        changes = [
-            describe_change(old, new) if new != old else "nothing changes" for new in (mine, theirs)
-        ]
-        if changes[0] == changes[1]:
-            changes = [
-                _describe_attributes(call, outcome, new, against)
-                for outcome, new, against in ((first, mine, theirs), (other, theirs, mine))
+    def check(self, before: Sequence[Any]) -> None:
+        """Raises if they differ, given the values before the choice."""
+        self._check_structure()
+        self._check_result()
+        self._check_new()
+        self._check_written(before)
+
+    def _check_structure(self) -> None:
+        first, other = self.first, self.other
+        for position, old in enumerate(self.graphdef.objects):
+            mine = first.effects.updates.get(position, old)
+            theirs = other.effects.updates.get(position, old)
+            if mine == theirs:
+                continue
+            shown = [
+                describe_change(old, new) if new != old else "nothing changes"
+                for new in (mine, theirs)
             ]
-        told = [
-            f"in {outcome.label} {change}"
-            for outcome, change in zip((first, other), changes, strict=True)
+            if shown[0] == shown[1]:
+                shown = [
+                    self._describe_attributes(first, mine, theirs),
+                    self._describe_attributes(other, theirs, mine),
+                ]
+            raise BranchError(
+                f"The branches of sx.{self.call.name} change the {old.type.__name__} at "
+                f"{format_path(self.paths[position])} differently: in {first.label} {shown[0]}; in "
+                f"{other.label} {shown[1]}. One program comes out of both, so they must leave one "
+                f"structure. Make the same change in every branch (sow the same names, set the "
+                f"same attributes in the same order), or change it before the choice and only "
+                f"write values inside."
+            )
+
+    def _describe_attributes(self, outcome: BranchOutcome, new: Any, against: Any) -> str:
+        """Returns the attributes in which one definition differs from another."""
+        mine, theirs = (
+            {key: child for key, child in definition_children(item) if isinstance(key, str)}
+            if isinstance(item, ModuleDef)
+            else {}
+            for item in (new, against)
+        )
+        shown = []
+        for name, child in mine.items():
+            if child == theirs.get(name):
+                continue
+            what = "another container"
+            if isinstance(child, Ref):
+                what = self._describe(outcome, ResultLeaf(child.position))
+            elif isinstance(child, Static):
+                what = repr(child.value)[:40]
+            shown.append(f".{name} is {what}")
+        if shown:
+            return ", ".join(shown)
+        return f"the order is {', '.join(mine)}" if mine else "it is another"
+
+    def _check_result(self) -> None:
+        first, other, name = self.first, self.other, f"sx.{self.call.name}"
+        found = _difference(first.outline, other.outline, ())
+        if found is not None:
+            path, mine, theirs = found
+            raise BranchError(
+                f"The branches of {name} return different structures{_at(path)}: {first.label} "
+                f"{mine}, {other.label} {theirs}. Return the same containers with the same keys "
+                f"from every branch."
+            )
+        arrays = iter(zip(first.arrays, other.arrays, strict=True))
+        leaves = [_outline_leaves(outcome.outline) for outcome in (first, other)]
+        for (path, mine), (_, theirs) in zip(*leaves, strict=True):
+            if mine != theirs:
+                raise BranchError(
+                    f"The branches of {name} return different objects{_at(path)}: {first.label} "
+                    f"{self._describe(first, mine)}, {other.label} "
+                    f"{self._describe(other, theirs)}. An object is chosen while tracing, before "
+                    f"it is known which branch is taken. Return the same object from every branch "
+                    f"and write values into it, or return arrays."
+                )
+            if mine.position is not None:
+                continue
+            one, two = map(form, next(arrays))
+            if one != two:
+                raise BranchError(
+                    f"The branches of {name} return different types{_at(path)}: {first.label} "
+                    f"{one}, {other.label} {two}. Convert in one of them: x.astype(dtype), "
+                    f"x.reshape(shape)."
+                )
+
+    def _describe(self, outcome: BranchOutcome, leaf: ResultLeaf) -> str:
+        if leaf.position is None:
+            return "an array"
+        if leaf.position < len(self.paths):
+            kind = self.graphdef.objects[leaf.position].type.__name__
+            return f"the {kind} at {format_path(self.paths[leaf.position])}"
+        return f"a new {outcome.effects.fresh[leaf.position - len(self.paths)].type.__name__}"
+
+    def _check_new(self) -> None:
+        """Compares the objects that branches made, whose positions follow the given ones."""
+        both, count = (self.first, self.other), len(self.graphdef.objects)
+        values = [iter(outcome.fresh) for outcome in both]
+        for offset in range(max(len(outcome.effects.fresh) for outcome in both)):
+            made, shown = [], []
+            for outcome, fresh in zip(both, values, strict=True):
+                definitions = outcome.effects.fresh[offset : offset + 1]
+                kind = f"a {definitions[0].type.__name__}" if definitions else "nothing"
+                if count + offset in outcome.effects.foreign:
+                    kind += " from outside"
+                elif definitions and type(definitions[0]) is VariableDef:
+                    kind += f" {form(next(fresh))}"
+                made.append((definitions, kind, id(outcome.effects.foreign.get(count + offset))))
+                shown.append(f"{outcome.label} {kind}")
+            if made[0] == made[1]:
+                continue
+            paths = [self._paths_after(outcome).get(count + offset) for outcome in both]
+            also = ", but another one" if made[0][1] == made[1][1] else ""
+            raise BranchError(
+                f"The branches of sx.{self.call.name} leave different objects at "
+                f"{format_path(paths[0] or paths[1] or ())}: {shown[0]}, {shown[1]}{also}. Make "
+                f"the same in every branch, with the same shapes, dtypes and metadata, or make it "
+                f"before the choice."
+            )
+
+    def _paths_after(self, outcome: BranchOutcome) -> dict[int, Path]:
+        """Returns the path of every object after a branch."""
+        objects = [
+            outcome.effects.updates.get(i, old) for i, old in enumerate(self.graphdef.objects)
         ]
-        raise BranchError(
-            f"The branches of sx.{call.name} change the {old.type.__name__} at "
-            f"{format_path(paths[position])} differently: {told[0]}; {told[1]}. One program comes "
-            f"out of both, so they must leave one structure. Make the same change in every branch "
-            f"(sow the same names, set the same attributes in the same order), or change it before "
-            f"the choice and only write values inside."
-        )
+        returned = [
+            (("result", *path), Ref(leaf.position))
+            for path, leaf in _outline_leaves(outcome.outline)
+            if leaf.position is not None
+        ]
+        roots = (*self.graphdef.roots, *(ref for _, ref in returned))
+        names = [*self.call.names, *(path for path, _ in returned)]
+        return definition_paths(GraphDef((*objects, *outcome.effects.fresh), roots), names)
 
-
-def _describe_attributes(call: LiftedCall, outcome: BranchOutcome, new: Any, against: Any) -> str:
-    """Returns the attributes in which one definition differs from another."""
-    mine, theirs = (
-        {key: child for key, child in definition_children(item) if isinstance(key, str)}
-        if isinstance(item, ModuleDef)
-        else {}
-        for item in (new, against)
-    )
-    shown = [
-        f".{name} is {_describe_child(call, outcome, child)}"
-        for name, child in mine.items()
-        if child != theirs.get(name)
-    ]
-    if shown:
-        return ", ".join(shown)
-    return f"the order is {', '.join(mine)}" if mine else "it is another"
-
-
-def _describe_child(call: LiftedCall, outcome: BranchOutcome, child: Any) -> str:
-    if isinstance(child, Ref):
-        return _describe(call, outcome, ResultLeaf(child.position))
-    return repr(child.value)[:40] if isinstance(child, Static) else "another container"
-
-
-def _check_new(call: LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
-    """Compares the objects that branches made."""
-    paths = [_paths_after(call, outcome) for outcome in (first, other)]
-    count = len(call.graph.flat.graphdef.objects)
-    values = [iter(first.fresh), iter(other.fresh)]
-    for position in range(count, count + max(len(first.effects.fresh), len(other.effects.fresh))):
-        told = []
-        for outcome, fresh in zip((first, other), values, strict=True):
-            made = outcome.effects.fresh[position - count : position - count + 1]
-            kind = f"a {made[0].type.__name__}" if made else "nothing"
-            if position in outcome.effects.foreign:
-                kind += " from outside"
-            elif made and type(made[0]) is VariableDef:
-                kind += f" {form(next(fresh))}"
-            told.append((made, kind))
-        same = [o.effects.foreign.get(position) for o in (first, other)]
-        if told[0] == told[1] and same[0] is same[1]:
-            continue
-        where = format_path(paths[0].get(position) or paths[1].get(position) or ())
-        raise BranchError(
-            f"The branches of sx.{call.name} leave different objects at {where}: {first.label} "
-            f"{told[0][1]}, {other.label} {told[1][1]}"
-            f"{'' if told[0][1] != told[1][1] else ', but another one'}. Make the same in every "
-            f"branch, with the same shapes, dtypes and metadata, or make it before the choice."
-        )
-
-
-def _paths_after(call: LiftedCall, outcome: BranchOutcome) -> dict[int, Path]:
-    """Returns the path of every object after a branch."""
-    graphdef, effects = call.graph.flat.graphdef, outcome.effects
-    objects = [effects.updates.get(i, old) for i, old in enumerate(graphdef.objects)]
-    returned = [
-        (path, leaf.position)
-        for path, leaf in _outline_leaves(outcome.outline)
-        if leaf.position is not None
-    ]
-    whole = GraphDef(
-        (*objects, *effects.fresh), (*graphdef.roots, *(Ref(position) for _, position in returned))
-    )
-    return definition_paths(whole, [*call.names, *(("result", *path) for path, _ in returned)])
+    def _check_written(self, before: Sequence[Any]) -> None:
+        flat = self.call.graph.flat
+        for position in sorted({*self.first.written, *self.other.written}):
+            forms, shown = [], []
+            for outcome in (self.first, self.other):
+                is_written = position in outcome.written
+                forms.append(form(outcome.written[position] if is_written else before[position]))
+                verb = "writes" if is_written else "leaves it as"
+                shown.append(f"{outcome.label} {verb} {forms[-1]}")
+            if forms[0] != forms[1]:
+                kind = type(self.call.graph.leaves[position]).__name__
+                raise BranchError(
+                    f"The {kind} at {format_path(flat.leaf_paths[position])} leaves the branches "
+                    f"of sx.{self.call.name} in different forms: {shown[0]}, {shown[1]}. Keep one "
+                    f"structure, shape and dtype: v[...] = new.astype(v.dtype)."
+                )
 
 
 def _outline_leaves(outline: Any) -> list[tuple[Path, ResultLeaf]]:
     pairs = jax.tree_util.tree_leaves_with_path(outline, is_leaf=_is_result_leaf)
-    return [(tuple(path_step(key) for key in keys), leaf) for keys, leaf in pairs]
+    return [(tuple(map(path_step, keys)), leaf) for keys, leaf in pairs]
 
 
 def _is_result_leaf(item: Any) -> bool:
     return isinstance(item, ResultLeaf)
-
-
-def _check_result(call: LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
-    found = _difference(first.outline, other.outline, ())
-    if found is not None:
-        path, mine, theirs = found
-        raise BranchError(
-            f"The branches of sx.{call.name} return different structures{_at(path)}: {first.label} "
-            f"{mine}, {other.label} {theirs}. Return the same containers with the same keys from "
-            f"every branch."
-        )
-    arrays = iter(zip(first.arrays, other.arrays, strict=True))
-    for (path, mine), (_, theirs) in zip(
-        _outline_leaves(first.outline), _outline_leaves(other.outline), strict=True
-    ):
-        if mine != theirs:
-            raise BranchError(
-                f"The branches of sx.{call.name} return different objects{_at(path)}: "
-                f"{first.label} {_describe(call, first, mine)}, {other.label} "
-                f"{_describe(call, other, theirs)}. An object is chosen while tracing, before it "
-                f"is known which branch is taken. Return the same object from every branch and "
-                f"write values into it, or return arrays."
-            )
-        if mine.position is not None:
-            continue
-        one, two = (form(item) for item in next(arrays))
-        if one != two:
-            raise BranchError(
-                f"The branches of sx.{call.name} return different types{_at(path)}: {first.label} "
-                f"{one}, {other.label} {two}. Convert in one of them: x.astype(dtype), x.reshape("
-                f"shape)."
-            )
-
-
-def _describe(call: LiftedCall, outcome: BranchOutcome, leaf: ResultLeaf) -> str:
-    if leaf.position is None:
-        return "an array"
-    paths = call.graph.flat.paths
-    if leaf.position < len(paths):
-        kind = call.graph.flat.graphdef.objects[leaf.position].type.__name__
-        return f"the {kind} at {format_path(paths[leaf.position])}"
-    made = outcome.effects.fresh[leaf.position - len(paths)]
-    return f"a new {made.type.__name__}"
-
-
-def _check_written(
-    call: LiftedCall, first: BranchOutcome, other: BranchOutcome, before: Sequence[Any]
-) -> None:
-    for position in sorted({*first.written, *other.written}):
-        forms, told = [], []
-        for outcome in (first, other):
-            is_written = position in outcome.written
-            shown = form(outcome.written[position] if is_written else before[position])
-            forms.append(shown)
-            told.append(f"{outcome.label} {'writes' if is_written else 'leaves it as'} {shown}")
-        if forms[0] != forms[1]:
-            kind = type(call.graph.leaves[position]).__name__
-            raise BranchError(
-                f"The {kind} at {format_path(call.graph.flat.leaf_paths[position])} leaves the "
-                f"branches of sx.{call.name} in different forms: {told[0]}, {told[1]}. Keep one "
-                f"structure, shape and dtype: v[...] = new.astype(v.dtype)."
-            )
 
 
 def _at(path: Path) -> str:
@@ -263,23 +250,17 @@ def _difference(first: Any, other: Any, path: Path) -> tuple[Path, str, str] | N
     trees = [jax.tree.structure(item, is_leaf=_is_result_leaf) for item in (first, other)]
     if trees[0] == trees[1]:
         return None
-    children = [dict(_one_level(item)) for item in (first, other)]
+    both = (first, other)
+    children = [{} if _is_result_leaf(item) else dict(one_level(item)) for item in both]
     if type(first) is type(other) and list(children[0]) == list(children[1]):
         for key, child in children[0].items():
             found = _difference(child, children[1][key], (*path, key))
             if found is not None:
                 return found
-    told = [_container(item, below) for item, below in zip((first, other), children, strict=True)]
-    if told[0] == told[1]:
-        told[1] += " with other static fields"
-    return path, told[0], told[1]
-
-
-def _one_level(tree: Any) -> list[tuple[Any, Any]]:
-    if _is_result_leaf(tree):
-        return []
-    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda item: item is not tree)
-    return [(path_step(keys[0]), child) for keys, child in pairs]
+    shown = [_container(item, below) for item, below in zip(both, children, strict=True)]
+    if shown[0] == shown[1]:
+        shown[1] += " with other static fields"
+    return path, shown[0], shown[1]
 
 
 def _container(item: Any, children: dict[Any, Any]) -> str:
@@ -420,7 +401,7 @@ class _BranchingCall:
             outputs = context.record_effects(context.result)
             effects = outputs.effects
             leaves, treedef = jax.tree.flatten(outputs.result)
-            self.done[which] = effects, result_outline(context.result, effects), treedef
+            self.done[which] = effects, _result_outline(context.result, effects), treedef
             return (leaves, dict(zip(effects.written, outputs.written, strict=True)), outputs.fresh)
 
         return self.call.run(values, plain, {}, leave, which=which)
@@ -446,7 +427,8 @@ class _BranchingCall:
             leaves, written, fresh = abstract_eval(self.ones[which], *inputs)
             effects, outline, _ = self.done[which]
             outcomes.append(BranchOutcome(label, effects, outline, leaves, written, fresh))
-        check_agreement(self.call, outcomes, self.values)
+        for other in outcomes[1:]:
+            _Comparison(self.call, outcomes[0], other).check(self.values)
         self.union = tuple(sorted({position for item in outcomes for position in item.written}))
         rows = [
             self._joined(item.arrays, item.written, item.fresh, self.values) for item in outcomes

@@ -66,14 +66,8 @@ def _value_and_grad(
         return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
 
     def split(result: Any) -> tuple[Any, Any]:
-        if not has_aux:
-            return _scalar(result, options["holomorphic"]), None
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise DifferentiationError(
-                f"With has_aux=True the function must return (value, aux), but it returned "
-                f"{type(result).__name__}."
-            )
-        return _scalar(result[0], options["holomorphic"]), result[1]
+        value, aux = _separate_aux(result, has_aux, "grad")
+        return _scalar(value, options["holomorphic"]), aux
 
     transformed = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **options)
     with explained_reverse_mode():
@@ -224,14 +218,19 @@ def grad(
             holomorphic=holomorphic,
             allow_int=allow_int,
         )
-    chosen, many = _chosen(argnums, wrt)
-    options = {"holomorphic": holomorphic, "allow_int": allow_int}
+    both = value_and_grad(
+        function,
+        argnums=argnums,
+        has_aux=has_aux,
+        wrt=wrt,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+    )
 
     @wraps(function)
     def grad_function(*args: Any, **kwargs: Any) -> Any:
-        _, aux, gradients = _value_and_grad(function, chosen, has_aux, options, args, kwargs)
-        gradient = tuple(gradients) if many else gradients[0]
-        return (gradient, aux) if has_aux else gradient
+        value, gradient = both(*args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
 
     return grad_function
 
@@ -402,16 +401,20 @@ class _Arrange:
         return tuple(target.gradient(by_index, plain[target.position]) for target in self.targets)
 
 
+def _separate_aux(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+    """Returns (what is differentiated, aux) of what a function returned."""
+    if not has_aux:
+        return result, None
+    if isinstance(result, tuple) and len(result) == 2:
+        return result
+    raise DifferentiationError(
+        f"With has_aux=True the function given to sx.{name} must return (result, aux), but it "
+        f"returned a {type(result).__name__}."
+    )
+
+
 def _split(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
-    """Separates what is differentiated from the rest of what a function returned."""
-    aux = None
-    if has_aux:
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise DifferentiationError(
-                f"With has_aux=True the function given to sx.{name} must return (result, aux), but "
-                f"it returned a {type(result).__name__}."
-            )
-        result, aux = result
+    result, aux = _separate_aux(result, has_aux, name)
     refuse_objects(result, name)
     return result, aux
 

@@ -323,8 +323,8 @@ def expand(
                 refuse_filters(prefix, name, below)
                 yield below, leaf, prefix
         return
-    children = _one_level(tree)
-    parts = dict(_one_level(prefix))
+    children = one_level(tree)
+    parts = dict(one_level(prefix))
     if type(prefix) is not type(tree) or [key for key, _ in children] != list(parts):
         kind, at = _place(name, where)
         raise PrefixError(
@@ -358,7 +358,8 @@ def refuse_filters(prefix: Any, name: str, where: Path) -> None:
             )
 
 
-def _one_level(tree: Any) -> list[tuple[Hashable, Any]]:
+def one_level(tree: Any) -> list[tuple[Hashable, Any]]:
+    """Returns (path step, child) of each child of a pytree node."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
     return [(path_step(path[0]), child) for path, child in pairs if path]
 
@@ -529,8 +530,8 @@ class GroupedOutputs:
         self.entries = list(dict.fromkeys(entries))
         self.order: list[int] = []
 
-    def sort(self, pairs: Iterable[tuple[Hashable, Any]]) -> tuple[list[Any], ...]:
-        """Sorts (entry, value) pairs, inside the transform."""
+    def group(self, pairs: Iterable[tuple[Hashable, Any]]) -> tuple[list[Any], ...]:
+        """Groups (entry, value) pairs, inside the transform."""
         place = {entry: position for position, entry in enumerate(self.entries)}
         lists: tuple[list[Any], ...] = tuple([] for _ in self.entries)
         self.order = []

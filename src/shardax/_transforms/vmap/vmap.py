@@ -145,8 +145,8 @@ def vmap(
 
     @wraps(function)
     def vmapped(*args: Any, **kwargs: Any) -> Any:
-        split_keys = _VmapCall(function, in_axes, out_axes, axis_size, name, args, kwargs)
-        return split_keys.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
+        call = _VmapCall(function, in_axes, out_axes, axis_size, name, args, kwargs)
+        return call.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
 
     return vmapped
 
@@ -164,9 +164,7 @@ class _VmapCall:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        def make_frame(name: str) -> SealedFrame:
-            return SealedFrame(name, [function], _REASON)
-
+        make_frame = functools.partial(SealedFrame, functions=[function], reason=_REASON)
         self.call = LiftedCall("vmap", [function], args, kwargs, make_frame)
         named: Any = 0
         if isinstance(in_axes, Batch):
@@ -185,9 +183,9 @@ class _VmapCall:
         self.graphdef = element_graphdef(self.assignment, self.streams, partition_name)
         self.boxes = MappedBoxes(self.assignment, partition_name)
         self.call.enter = self.boxes.enter
-        self.sorted = GroupedOutputs([*entries_in((prefixes, named, out_axes)), 0, None])
-        # set inside:
-        self.parts: FlatOutputs | None = None
+        self.grouped = GroupedOutputs([*entries_in((prefixes, named, out_axes)), 0, None])
+        # Known after the function ran:
+        self.flat: FlatOutputs | None = None
         self.moved: dict[int, Any] = {}
         self.grown: list[int] = []
 
@@ -199,14 +197,14 @@ class _VmapCall:
         mapped = jax.vmap(
             self._pure,
             in_axes=(axes, self.assignment.plain, mark_axis),
-            out_axes=tuple(self.sorted.entries),
+            out_axes=tuple(self.grouped.entries),
             axis_size=self.size,
             **options,
         )
-        left = self.sorted.restore(mapped(values, self.plain, mark))
-        assert self.parts is not None
-        count = len(self.parts.values)
-        outputs = self.parts.assemble(left[:count])
+        left = self.grouped.restore(mapped(values, self.plain, mark))
+        assert self.flat is not None
+        count = len(self.flat.values)
+        outputs = self.flat.assemble(left[:count])
         pairs = zip(self.grown, left[count:], strict=True)
         outputs = add_written(outputs, {p: (*self.values[p], *more) for p, more in pairs})
         outputs = self.streams.restore(outputs, self.moved)
@@ -229,7 +227,7 @@ class _VmapCall:
         return self.call.run(values, positional, named, leave, graphdef=self.graphdef)
 
     def _leave(self, context: RunContext, mark: Any) -> tuple[list[Any], ...]:
-        """Sorts what leaves a batch element by axis."""
+        """Groups what leaves a batch element by axis."""
         check_result(context.result, "vmap")
         output_entries = self.assignment.output_entries(context, self.out_axes, "out_axes")
         outputs, self.moved = self.streams.separate_counts(
@@ -239,25 +237,21 @@ class _VmapCall:
         refuse_foreign(effects, "vmap")
         sown = appended(context, effects, lambda position: self.assignment.leaves[position] is None)
         outputs, self.grown = drop_written(outputs, sown), list(sown)
-        self.parts = FlatOutputs(outputs)
+        self.flat = FlatOutputs(outputs)
+        paths = self.assignment.leaf_paths
         leaves = [
             *(OutputLeaf("result", path, axis) for path, axis in output_entries.labels),
-            *(self._leaf("written", position) for position in effects.written),
+            *(OutputLeaf("written", paths[p], self.assignment.leaves[p]) for p in effects.written),
             *(_new_leaf(output_entries, key) for key in effects.fresh_ids),
-            *(self._leaf("attached", position) for position in sown),
+            *(OutputLeaf("attached", paths[p], None) for p in sown),
         ]
-        values = [*self.parts.values, *sown.values()]
+        values = [*self.flat.values, *sown.values()]
         leaves = self._checked(leaves, values, mark)
         axes = [leaf.axis for leaf in leaves]
-        count = len(self.parts.values)
+        count = len(self.flat.values)
         fresh = axes[count - len(effects.fresh_ids) : count]
         name_new_dimensions(self.assignment, self.streams, effects, fresh, self.partition_name)
-        return self.sorted.sort(zip(axes, values, strict=True))
-
-    def _leaf(self, kind: str, position: int) -> OutputLeaf:
-        return OutputLeaf(
-            kind, self.assignment.leaf_paths[position], self.assignment.leaves[position]
-        )
+        return self.grouped.group(zip(axes, values, strict=True))
 
     def _checked(
         self, leaves: list[OutputLeaf], values: Sequence[Any], mark: Any
@@ -265,9 +259,7 @@ class _VmapCall:
         """Returns what leaves with its final axes."""
         shared = [i for i, leaf in enumerate(leaves) if leaf.axis is None]
         for i, differs in zip(shared, varies(mark, [values[i] for i in shared]), strict=True):
-            if (
-                differs and leaves[i].kind == "attached"
-            ):  # to something shared: one part per batch element
+            if differs and leaves[i].kind == "attached":  # to what is shared: one part per element
                 leaves[i] = leaves[i]._replace(axis=0)
             elif differs:
                 raise SharedWriteError(self._explain(leaves[i]))
