@@ -52,8 +52,6 @@ from shardax._transforms.lift.engine import (
     NewCaptures,
     RunContext,
     SealedFrame,
-    apply_effects,
-    check_no_leak,
     check_result,
     retry_captured,
     stands_for,
@@ -529,8 +527,7 @@ class _ShardMapCall:
             [tree.unflatten([next(left) for _ in range(tree.num_leaves)]) for tree in self.trees]
         )
         outputs = self.streams.restore(outputs, self.moved)
-        check_no_leak(self.call.graph, outputs)
-        return apply_effects(self.call.graph, outputs)
+        return self.call.apply(outputs)
 
     def _entering(self) -> tuple[list[Any], list[PartitionSpec], Any]:
         """Returns the arrays that enter, their specs, and the treedef."""

@@ -35,17 +35,14 @@ from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.variable import Variable
 from shardax._transforms.control.loops import (
-    LoopBody,
     ReadOnlyFunction,
     abstract_eval,
-    carry_back,
-    condition_of,
+    body_and_condition,
     form,
     vary_alike,
-    whole_carry,
 )
 from shardax._transforms.errors import BoundedLoopError
-from shardax._transforms.lift.engine import LiftedCall, check_operands, retry_captured
+from shardax._transforms.lift.engine import LiftedCall, retry_captured
 
 Differentiable = Literal["no", "store", "recompute"]
 
@@ -84,7 +81,7 @@ class BoundedLoop(NamedTuple):
     padding: Any  # A row of padding
 
 
-class _Progress(NamedTuple):
+class _LoopState(NamedTuple):
     """Whether to go on, how many steps were taken, the carry."""
 
     active: Any
@@ -95,7 +92,7 @@ class _Progress(NamedTuple):
 def run_bounded(loop: BoundedLoop, init: Any, differentiable: Differentiable) -> WhileResult:
     """Runs a bounded loop."""
     active = loop.condition(init)
-    start = _Progress(active, vary_alike(jnp.zeros((), jnp.int32), active), init)
+    start = _LoopState(active, vary_alike(jnp.zeros((), jnp.int32), active), init)
     if loop.max_steps == 0:
         last, history = start, _repeated(loop.padding, 0)
     elif differentiable == "no":
@@ -123,7 +120,7 @@ def _with_dtype(leaf: Any, kind: Any) -> Any:
     return jax.lax.convert_element_type(leaf, kind.dtype)
 
 
-def _run_buffered(loop: BoundedLoop, start: _Progress) -> tuple[_Progress, Any]:
+def _run_buffered(loop: BoundedLoop, start: _LoopState) -> tuple[_LoopState, Any]:
     def proceed(state: Any) -> Any:
         step, progress, _ = state
         return any_active(progress.active) & (step < loop.max_steps)
@@ -138,7 +135,7 @@ def _run_buffered(loop: BoundedLoop, start: _Progress) -> tuple[_Progress, Any]:
             buffers,
             rows,
         )
-        progress = _Progress(
+        progress = _LoopState(
             active & loop.condition(new),
             jnp.where(mine, step + 1, length),  # without a batch the counter itself
             _select(mine, new, carry),
@@ -187,18 +184,18 @@ def _element_active_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any
 _GOES_IN = "shardax: what goes into a step of a bounded loop"
 
 
-def _run_blocks(loop: BoundedLoop, start: _Progress, store: bool) -> tuple[_Progress, Any]:
+def _run_blocks(loop: BoundedLoop, start: _LoopState, store: bool) -> tuple[_LoopState, Any]:
     size = math.isqrt(loop.max_steps - 1) + 1
     count = -(-loop.max_steps // size)
     one_step = _step_of(loop, exact=count * size == loop.max_steps)
 
-    def take_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
+    def take_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
         return jax.lax.scan(one_step, progress, first + jnp.arange(size, dtype=jnp.int32))
 
-    def skip_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
+    def skip_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
         return progress, _repeated(loop.padding, size)
 
-    def one_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
+    def one_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
         return jax.lax.cond(any_active(progress.active), take_block, skip_block, progress, first)
 
     kept = jax.checkpoint_policies.save_only_these_names(_GOES_IN) if store else None
@@ -210,20 +207,20 @@ def _run_blocks(loop: BoundedLoop, start: _Progress, store: bool) -> tuple[_Prog
     )
 
 
-def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_Progress, Any], tuple[_Progress, Any]]:
+def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_LoopState, Any], tuple[_LoopState, Any]]:
     """Returns one step of a scan."""
 
-    def take(progress: _Progress) -> tuple[_Progress, Any]:
+    def take(progress: _LoopState) -> tuple[_LoopState, Any]:
         new = loop.body(progress.carry)
-        return _Progress(loop.condition(new), progress.length + 1, new), loop.row(new)
+        return _LoopState(loop.condition(new), progress.length + 1, new), loop.row(new)
 
-    def skip(progress: _Progress) -> tuple[_Progress, Any]:
+    def skip(progress: _LoopState) -> tuple[_LoopState, Any]:
         return progress, loop.padding
 
-    def one_step(progress: _Progress, step: Any) -> tuple[_Progress, Any]:
+    def one_step(progress: _LoopState, step: Any) -> tuple[_LoopState, Any]:
         goes_on = progress.active if exact else progress.active & (step < loop.max_steps)
 
-        def take_own(progress: _Progress) -> tuple[_Progress, Any]:
+        def take_own(progress: _LoopState) -> tuple[_LoopState, Any]:
             return jax.lax.cond(element_active(goes_on), take, skip, progress)
 
         return jax.lax.cond(any_active(goes_on), take_own, skip, progress)
@@ -232,7 +229,7 @@ def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_Progress, Any], tuple
     # what is kept inside a branch is kept by every turn of the scan.
     checkpointed = jax.checkpoint(one_step, prevent_cse=False)
 
-    def named_step(progress: _Progress, step: Any) -> tuple[_Progress, Any]:
+    def named_step(progress: _LoopState, step: Any) -> tuple[_LoopState, Any]:
         return checkpointed(checkpoint_name(progress, _GOES_IN), step)
 
     return named_step
@@ -297,12 +294,7 @@ def bounded_while_loop(
 
     def attempt(captured: list[Variable[Any]]) -> WhileResult:
         call = LiftedCall("bounded_while_loop", functions, [init], {}, captured=captured)
-        check_operands(call)
-        body = LoopBody(call, whole_carry, call.labels[0])
-        body.discover(body.values, body.plain)
-        condition = condition_of(body)
-        while body.differ_like(jax.eval_shape(condition, body.start())):
-            pass
+        body, condition = body_and_condition(call)
 
         def advance(carry: Any) -> Any:
             return body.step(carry)[0]
@@ -312,7 +304,7 @@ def bounded_while_loop(
         rows = padding_row(padding, abstract_eval(row, start))
         loop = BoundedLoop(condition, advance, row, steps, rows)
         result = run_bounded(loop, start, differentiable)
-        return result._replace(final=carry_back(body, result.final))
+        return result._replace(final=call.apply(body.finish(result.final)))
 
     return retry_captured(attempt)
 

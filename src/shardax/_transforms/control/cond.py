@@ -42,8 +42,6 @@ from shardax._transforms.lift.engine import (
     LiftedCall,
     LiftedOutputs,
     RunContext,
-    apply_effects,
-    check_no_leak,
     check_operands,
     check_result,
     retry_captured,
@@ -446,8 +444,7 @@ class _BranchingCall:
         effects, _, treedef = self.done[0]
         effects.written = self.union
         outputs = LiftedOutputs(treedef.unflatten(leaves), written, fresh, effects)
-        check_no_leak(self.call.graph, outputs)
-        return apply_effects(self.call.graph, outputs)
+        return self.call.apply(outputs)
 
 
 class _OutputType:

@@ -29,12 +29,10 @@ from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import CarryError, DecisionError
 from shardax._transforms.lift.engine import (
-    _NUMBERS,
+    ARRAY_OR_NUMBER,
     LiftedCall,
     LiftedOutputs,
     RunContext,
-    apply_effects,
-    check_no_leak,
     check_operands,
     check_result,
     path_of,
@@ -66,7 +64,7 @@ def as_integer(value: Any, what: str) -> Any:
 
 def _one_number(value: Any, what: str, wanted: str, hint: str) -> Any:
     number = value.value if isinstance(value, Variable) else value
-    if not isinstance(number, _NUMBERS):
+    if not isinstance(number, ARRAY_OR_NUMBER):
         raise DecisionError(f"{what} must be {wanted}, but is a {type(value).__name__}.")
     if jnp.shape(number) != ():
         raise DecisionError(f"{what} must be {wanted}, but has shape {jnp.shape(number)}. {hint}")
@@ -142,7 +140,11 @@ class LoopBody:
     ) -> tuple[LiftedOutputs, Any, Collection[int]]:
         """Decides what leaves every iteration besides the carry: here, nothing."""
         refuse_changes(self.call, outputs, outputs.effects.updates)
-        refuse_new(self.call, outputs)
+        if outputs.effects.fresh:
+            raise CarryError(
+                f"The body of sx.{self.call.name} returned a new object where what is carried must "
+                f"come back as it was given. Write into the given Module and return it."
+            )
         return outputs, None, ()
 
     def discover(self, values: Sequence[Any], plain: Sequence[Any]) -> Any:
@@ -350,15 +352,6 @@ def refuse_changes(
         )
 
 
-def refuse_new(call: LiftedCall, outputs: LiftedOutputs) -> None:
-    """Raises if a body returned new objects."""
-    if outputs.effects.fresh:
-        raise CarryError(
-            f"The body of sx.{call.name} returned a new object where what is carried must come "
-            f"back as it was given. Write into the given Module and return it."
-        )
-
-
 def describe_change(old: Any, new: Any) -> str:
     """Returns, for messages, how the definition of an object changed."""
     before, after = getattr(old, "attributes", None), getattr(new, "attributes", None)
@@ -373,10 +366,6 @@ def describe_change(old: Any, new: Any) -> str:
         *(f".{name} is set" for name in first if name in second and first[name] != second[name]),
     ]
     return ", ".join(changes) or "its type or order of attributes changes"
-
-
-# Position of the condition among the functions of a call; the body is the first.
-CONDITION = 1
 
 
 def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init: Any) -> Any:
@@ -412,14 +401,9 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
 
     def attempt(captured: list[Variable[Any]]) -> Any:
         call = LiftedCall("while_loop", [body_fun, cond_fun], [init], {}, captured=captured)
-        check_operands(call)
-        body = LoopBody(call, whole_carry, call.labels[0])
-        body.discover(body.values, body.plain)
-        condition = condition_of(body)
-        while body.differ_like(jax.eval_shape(condition, body.start())):
-            pass
+        body, condition = body_and_condition(call)
         carry = jax.lax.while_loop(condition, lambda carry: body.step(carry)[0], body.start())
-        return carry_back(body, carry)
+        return call.apply(body.finish(carry))
 
     return retry_captured(attempt)
 
@@ -479,21 +463,9 @@ def fori_loop(
             return body.step(carry, plain={0: jax.lax.convert_element_type(i, index.dtype)})[0]
 
         carry = jax.lax.fori_loop(first, stop, step, body.start(), unroll=unroll)
-        return carry_back(body, carry)
+        return call.apply(body.finish(carry))
 
     return retry_captured(attempt)
-
-
-def whole_carry(context: RunContext) -> tuple[Any, Any]:
-    """Returns (carry given, carry returned) of a body of the carry alone."""
-    return context.args[0], context.result
-
-
-def carry_back(body: LoopBody, carry: tuple[Sequence[Any], Sequence[Any]]) -> Any:
-    """Stores what a loop wrote and returns its last carry."""
-    outputs = body.finish(carry)
-    check_no_leak(body.call.graph, outputs)
-    return apply_effects(body.call.graph, outputs)
 
 
 class ReadOnlyFunction:
@@ -534,7 +506,13 @@ class ReadOnlyFunction:
         )
 
 
-def condition_of(body: LoopBody) -> ReadOnlyFunction:
-    """Returns the condition of a loop."""
-    what = f"What the condition of sx.{body.call.name} returns"
-    return ReadOnlyFunction(body, CONDITION, "condition", lambda result: as_predicate(result, what))
+def body_and_condition(call: LiftedCall) -> tuple[LoopBody, ReadOnlyFunction]:
+    """Returns the first two functions of a call, the form of the carry settled."""
+    check_operands(call)
+    body = LoopBody(call, lambda context: (context.args[0], context.result), call.labels[0])
+    body.discover(body.values, body.plain)
+    what = f"What the condition of sx.{call.name} returns"
+    condition = ReadOnlyFunction(body, 1, "condition", lambda result: as_predicate(result, what))
+    while body.differ_like(jax.eval_shape(condition, body.start())):
+        pass
+    return body, condition

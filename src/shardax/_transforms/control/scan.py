@@ -30,8 +30,6 @@ from shardax._transforms.lift.engine import (
     LiftedCall,
     LiftedOutputs,
     RunContext,
-    apply_effects,
-    check_no_leak,
     retry_captured,
     wraps,
 )
@@ -316,7 +314,9 @@ class _Scan:
     def run(self, length: int | None, reverse: bool, unroll: int | bool) -> Any:
         """Runs the loop and carries back what it did."""
         body = self.body
-        size = self._find_size(length)
+        arrays = entering_arrays(self.assignment, self.streams, body.values, body.plain)
+        size = common_size(arrays, length, "scan")
+        refuse_split(arrays, "scan")
         values = self.streams.split_keys(body.values, size)
         slices = (
             {p: _to_front(values[p], axis) for p, axis in self.sliced.items()},
@@ -332,14 +332,7 @@ class _Scan:
             one, body.start(), slices, length=size, reverse=reverse, unroll=unroll
         )
         outputs = self._assemble(carry, rows)
-        check_no_leak(self.call.graph, outputs)
-        return apply_effects(self.call.graph, outputs)
-
-    def _find_size(self, length: int | None) -> int:
-        rows = entering_arrays(self.assignment, self.streams, self.body.values, self.body.plain)
-        size = common_size(rows, length, "scan")
-        refuse_split(rows, "scan")
-        return size
+        return self.call.apply(outputs)
 
     def _assemble(self, carry: Any, rows: Any) -> LiftedOutputs:
         """Puts together what went around and what left every iteration."""

@@ -54,8 +54,6 @@ from shardax._transforms.lift.engine import (
     LiftedOutputs,
     NewCaptures,
     RunContext,
-    apply_effects,
-    check_no_leak,
     check_result,
     path_of,
     retry_captured,
@@ -218,8 +216,7 @@ class CustomVjpCall:
             written, fresh = jax.lax.stop_gradient((written, fresh))
         assert self.effects is not None
         outputs = LiftedOutputs(result, written, fresh, self.effects)
-        check_no_leak(self.call.graph, outputs)
-        out = apply_effects(self.call.graph, outputs)
+        out = self.call.apply(outputs)
         known, self.known = self.known, []
         self.call.release(known)
         return out

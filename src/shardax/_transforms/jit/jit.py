@@ -53,8 +53,8 @@ from shardax._transforms.jit.specialization import (
     with_resolved_donation,
 )
 from shardax._transforms.lift.arguments import (
-    Arguments,
     SeparatedCall,
+    SplitArguments,
     TreeTemplate,
     argument_key,
     argument_path,
@@ -514,7 +514,7 @@ class Jit(PickledByName, Wrapper):
 
     def prepare(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Specialization, InputGraph, Arguments]:
+    ) -> tuple[Specialization, InputGraph, SplitArguments]:
         """Finds or makes the specialization for a call."""
         signature = self._separate_static(args, kwargs)
         arguments = self._take_apart(signature)
@@ -573,7 +573,7 @@ class Jit(PickledByName, Wrapper):
     def _dynamic_positions(self, args: Sequence[Any]) -> list[int]:
         return [i for i in range(len(args)) if i not in self.static_positions]
 
-    def _take_apart(self, signature: SeparatedCall) -> Arguments:
+    def _take_apart(self, signature: SeparatedCall) -> SplitArguments:
         return self.options.split_arguments(signature.args, signature.kwargs, self.path_of)
 
     def path_of(self, key: int | str) -> Path:

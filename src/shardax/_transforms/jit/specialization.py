@@ -29,9 +29,9 @@ from shardax._transforms.jit import retraces
 from shardax._transforms.lift.arguments import (
     NUMBER_TYPES,
     NUMBERS,
-    Arguments,
     PlainTemplate,
     RootTemplate,
+    SplitArguments,
     TreeTemplate,
     as_tuple,
     check_static_option,
@@ -100,10 +100,10 @@ class JitOptions:
 
     def split_arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], label: Callable[[int | str], Path]
-    ) -> Arguments:
+    ) -> SplitArguments:
         """Splits the arguments of a call, without static ones."""
         numbers = self.static_numbers
-        return Arguments(args, kwargs, self.auto_static, static_numbers=numbers, label=label)
+        return SplitArguments(args, kwargs, self.auto_static, static_numbers=numbers, label=label)
 
     def donates(self, position: int, name: str) -> bool:
         """Whether the positional argument (by position or parameter name) is donated."""
@@ -144,7 +144,7 @@ class Specialization:
         options: JitOptions,
         key: Any,
         graph: InputGraph,
-        arguments: Arguments,
+        arguments: SplitArguments,
         positions: ArgumentPositions,
         names: Sequence[Path],
     ) -> None:
@@ -195,12 +195,12 @@ class Specialization:
             return self._jitted(kept, donated, *self._separate_plain(plain, named))
         return self._jitted(kept, donated, plain)
 
-    def call(self, values: Sequence[Any], arguments: Arguments) -> LiftedOutputs:
+    def call(self, values: Sequence[Any], arguments: SplitArguments) -> LiftedOutputs:
         """Calls the compiled function with values and arguments taken apart."""
         full = self.pack(values, arguments)
         return LiftedOutputs(*self.jitted(full)(*full))
 
-    def pack(self, values: Sequence[Any], arguments: Arguments) -> tuple[Any, ...]:
+    def pack(self, values: Sequence[Any], arguments: SplitArguments) -> tuple[Any, ...]:
         """Arranges values and plain arguments as the pure function takes them."""
         kept, donated = self.partition(values)
         if not self._full:
@@ -312,7 +312,7 @@ class Specialization:
             *self.positions.insert_static(args), **kwargs, **self.positions.static_named
         )
 
-    def _find_donated(self, graph: InputGraph, arguments: Arguments) -> frozenset[int]:
+    def _find_donated(self, graph: InputGraph, arguments: SplitArguments) -> frozenset[int]:
         roots: list[int] = []
         for (position, label), template in zip(
             self.positions.positional, self.templates, strict=True
@@ -341,7 +341,7 @@ class Specialization:
         )
         return self.donated_leaves | frozenset(returned)
 
-    def _spread_in_shardings(self, graph: InputGraph, arguments: Arguments) -> Any:
+    def _spread_in_shardings(self, graph: InputGraph, arguments: SplitArguments) -> Any:
         if self.options.in_shardings is None:
             return None
         given = self.positions.per_argument(self.options.in_shardings, "in_shardings")

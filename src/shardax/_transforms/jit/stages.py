@@ -23,7 +23,7 @@ from shardax._transforms.jit.error_context import explain_places, explain_values
 from shardax._transforms.jit.jit import CachedCall, Jit
 from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
 from shardax._transforms.jit.specialization import Specialization, StaleOutputShardings
-from shardax._transforms.lift.arguments import Arguments, join_argument, root_names
+from shardax._transforms.lift.arguments import SplitArguments, join_argument, root_names
 from shardax._transforms.lift.engine import (
     Effects,
     InputGraph,
@@ -47,7 +47,7 @@ def trace_jit(jit: Jit, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
             full = program.pack(abstract(graph.leaves), arguments)
             traced = program.jitted(full).trace(*full)
             return Traced(
-                _Origin(jit, program, _states(graph, arguments), traced.out_info[3]), traced
+                _StageSource(jit, program, _states(graph, arguments), traced.out_info[3]), traced
             )
         except NewCaptures as found:
             jit.capture(found.objects)
@@ -60,7 +60,7 @@ def trace_jit(jit: Jit, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
             local.call = None
 
 
-class _Origin(NamedTuple):
+class _StageSource(NamedTuple):
     """What a stage was made from."""
 
     jit: Jit
@@ -71,7 +71,7 @@ class _Origin(NamedTuple):
 
 
 def _states(
-    graph: InputGraph, arguments: Arguments
+    graph: InputGraph, arguments: SplitArguments
 ) -> list[tuple[dict[Path, int], dict[Path, Origin]]]:
     index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
     found = []
@@ -115,8 +115,8 @@ def _result_view(specialization: Specialization, tree: Any) -> Any:
 class _Stage:
     """JAX's stage, with arguments and results arranged for the user."""
 
-    def __init__(self, origin: _Origin, stage: Any) -> None:
-        self._origin = origin
+    def __init__(self, origin: _StageSource, stage: Any) -> None:
+        self._source = origin
         self._stage = stage
 
     def __getattr__(self, name: str) -> Any:
@@ -177,7 +177,7 @@ class _Stage:
 
     def _view(self, tree: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) from a tree shaped like the pure function's arguments."""
-        program = self._origin.program
+        program = self._source.program
         if len(tree) == 2 and isinstance(tree[1], dict):
             tree = tree[0]
         kept, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
@@ -189,7 +189,7 @@ class _Stage:
         values = program.join(kept, donated)
         states = [
             State.from_flat({path: values[i] for path, i in indices.items()}, origins)
-            for indices, origins in self._origin.states
+            for indices, origins in self._source.states
         ]
         args = [
             join_argument(t, p, states, with_static=False)
@@ -201,14 +201,14 @@ class _Stage:
         return tuple(args), kwargs
 
     def _result(self, tree: Any) -> Any:
-        return _result_view(self._origin.program, (*tree[:3], self._effects))
+        return _result_view(self._source.program, (*tree[:3], self._effects))
 
     @property
     def _effects(self) -> Effects:
-        return self._origin.effects
+        return self._source.effects
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._origin.jit!r}>"
+        return f"<{type(self).__name__} of {self._source.jit!r}>"
 
 
 class Traced(_Stage):
@@ -228,7 +228,7 @@ class Traced(_Stage):
 
     def lower(self, **options: Any) -> Lowered:
         """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
-        return Lowered(self._origin, self._stage.lower(**options))
+        return Lowered(self._source, self._stage.lower(**options))
 
 
 class Lowered(_Stage):
@@ -248,7 +248,7 @@ class Lowered(_Stage):
             compiler_options: As JAX's ``Lowered.compile``.
         """
         options = {} if compiler_options is None else {"compiler_options": compiler_options}
-        return Compiled(self._origin, self._stage.compile(**options))
+        return Compiled(self._source, self._stage.compile(**options))
 
 
 class Compiled(_Stage):
@@ -301,7 +301,7 @@ class Compiled(_Stage):
             StructureMismatchError: If the structure of the arguments differs from what was
                 compiled; the message says where.
         """
-        jit, program = self._origin.jit, self._origin.program
+        jit, program = self._source.jit, self._source.program
         arguments = program.options.split_arguments(args, kwargs, jit.path_of)
         labels = [label for _, label in program.positions.positional]
         given = len(arguments.templates)
@@ -323,9 +323,13 @@ class Compiled(_Stage):
         return apply_effects(graph, outputs)
 
     def _check(
-        self, arguments: Arguments, graph: InputGraph, names: Sequence[Path], labels: Sequence[str]
+        self,
+        arguments: SplitArguments,
+        graph: InputGraph,
+        names: Sequence[Path],
+        labels: Sequence[str],
     ) -> None:
-        program, graphdef = self._origin.program, graph.flat.graphdef
+        program, graphdef = self._source.program, graph.flat.graphdef
         differences = structure_differences(program.graphdef, graphdef, program.names, names)
         templates = (arguments.templates, arguments.named)
         if not differences and templates == (program.templates, program.named):
@@ -341,7 +345,7 @@ class Compiled(_Stage):
             )
         lines = differences or ["the arguments have other containers"]
         raise StructureMismatchError(
-            f"This Compiled of {self._origin.jit!r} was called with arguments of another structure "
+            f"This Compiled of {self._source.jit!r} was called with arguments of another structure "
             f"than it was compiled for (compiled -> given):\n"
             + "\n".join(f"  {line}" for line in lines)
             + "\nStatic arguments are not passed to a Compiled. To accept any structure, call the "

@@ -368,7 +368,7 @@ def join_argument(template: Any, plain: Any, roots: Sequence[Any], with_static: 
     return template.treedef.unflatten(leaves)
 
 
-class Arguments:
+class SplitArguments:
     """The arguments of one lifted call, taken apart."""
 
     __slots__ = ("named", "plain", "plain_named", "roots", "templates")
@@ -507,7 +507,7 @@ def root_places(label: str, template: Any) -> list[tuple[int, Path]]:
     return [(root, (label, *paths[leaf])) for leaf, root in template.roots]
 
 
-def root_names(labels: Iterable[str], arguments: Arguments) -> list[Path]:
+def root_names(labels: Iterable[str], arguments: SplitArguments) -> list[Path]:
     """Returns the path of each root."""
     names: list[Path] = [()] * len(arguments.roots)
     for label, template in [*zip(labels, arguments.templates, strict=True), *arguments.named]:

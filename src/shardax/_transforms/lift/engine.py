@@ -71,7 +71,7 @@ from shardax._core.object import Object
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.errors import ArgumentError, ClosureError, OutputError
 from shardax._transforms.lift.arguments import (
-    Arguments,
+    SplitArguments,
     TreeTemplate,
     argument_path,
     as_root,
@@ -421,7 +421,7 @@ class LiftedCall:
         self.functions = tuple(functions)
         self.make_frame = make_frame
         label = functools.partial(argument_path, functions[0])
-        self.arguments = Arguments(args, kwargs, auto_static, static, static_numbers, label)
+        self.arguments = SplitArguments(args, kwargs, auto_static, static, static_numbers, label)
         self.captured_count = len(captured)
         count = len(self.arguments.templates)
         # The parameter name of each positional argument.
@@ -475,6 +475,11 @@ class LiftedCall:
             if original is not None:
                 frame.copies[id(original)] = (original, copies[position])
         return roots, copies
+
+    def apply(self, outputs: LiftedOutputs) -> Any:
+        """Applies, outside the transform, what a run did; returns its result."""
+        check_no_leak(self.graph, outputs)
+        return apply_effects(self.graph, outputs)
 
     def release(self, known: Iterable[tuple[Any, int]]) -> None:
         """Lets go of the caller's objects; later runs are late ones."""
@@ -664,7 +669,7 @@ class SingleRunCall(LiftedCall):
         return LiftedOutputs(result, written, fresh, self.effects)
 
 
-_NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+ARRAY_OR_NUMBER = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def check_operands(
@@ -678,7 +683,7 @@ def check_operands(
         leaves, treedef = jax.tree.flatten(plain)
         paths = plain_paths(template) if isinstance(template, TreeTemplate) else leaf_paths(treedef)
         for path, leaf in zip(paths, leaves, strict=True):
-            if isinstance(leaf, _NUMBERS) or hasattr(leaf, "dtype") or is_object(leaf):
+            if isinstance(leaf, ARRAY_OR_NUMBER) or hasattr(leaf, "dtype") or is_object(leaf):
                 continue
             raise ArgumentError(
                 f"{format_path((label, *path))} of sx.{call.name} is a {type(leaf).__name__}, "

@@ -23,8 +23,6 @@ from shardax._transforms.lift.engine import (
     LiftedCall,
     RunContext,
     SealedFrame,
-    apply_effects,
-    check_no_leak,
     check_result,
     wraps,
 )
@@ -208,8 +206,7 @@ class _VmapCall:
         pairs = zip(self.grown, left[count:], strict=True)
         outputs = add_written(outputs, {p: (*self.values[p], *more) for p, more in pairs})
         outputs = self.streams.restore(outputs, self.moved)
-        check_no_leak(self.call.graph, outputs)
-        return apply_effects(self.call.graph, outputs)
+        return self.call.apply(outputs)
 
     def _mark(self) -> tuple[Any, Any]:
         """Returns an array that differs between batch elements, and its axis."""

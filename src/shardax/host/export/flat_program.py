@@ -30,7 +30,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import RngState
 from shardax._transforms.grad.custom_vjp import used_inputs
 from shardax._transforms.jit.specialization import Specialization
-from shardax._transforms.lift.arguments import Arguments, PlainTemplate, TreeTemplate
+from shardax._transforms.lift.arguments import PlainTemplate, SplitArguments, TreeTemplate
 from shardax._transforms.lift.engine import Effects, InputGraph
 from shardax.host.errors import ExportError
 from shardax.host.export.signature import (
@@ -255,7 +255,7 @@ class FlatProgram:
 
 
 def _operands(
-    specialization: Specialization, arguments: Arguments, values: Sequence[Any]
+    specialization: Specialization, arguments: SplitArguments, values: Sequence[Any]
 ) -> list[int]:
     """Returns, for each input of a specialization's program, its number among the values and the inputs."""
     leaves, treedef = jax.tree.flatten(values)
@@ -280,7 +280,7 @@ def _shape(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=sharding)
 
 
-def _inputs(specialization: Specialization, arguments: Arguments) -> tuple[Input, ...]:
+def _inputs(specialization: Specialization, arguments: SplitArguments) -> tuple[Input, ...]:
     labels = [label for _, label in specialization.positions.positional]
     given = [
         *zip(labels, arguments.templates, arguments.plain, [False] * len(labels), strict=True),
