@@ -18,10 +18,11 @@ not; differentiating one of these is an error, since its gradient would be lost.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,16 +63,19 @@ from shardax._transforms.lift.engine import (
 from shardax._transforms.lift.prefix import expand
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "plain"],
+    meta_fields=["graphdef", "template"],
+)
+@dataclasses.dataclass(eq=False)
 class PackedResiduals:
     """Arrays, objects and static values, as a pytree of arrays."""
 
-    __slots__ = ("graphdef", "plain", "template", "values")
-
-    def __init__(self, values: Any, plain: Any, graphdef: GraphDef, template: Any) -> None:
-        self.values = values  # the values of all Variables
-        self.plain = plain  # the other arrays
-        self.graphdef = graphdef  # the structure of the objects
-        self.template = template  # how objects, arrays and static values stand together
+    values: Any  # of all Variables
+    plain: Any  # the other arrays
+    graphdef: GraphDef  # the structure of the objects
+    template: Any  # how objects, arrays and static values stand together
 
     def unpack(self, frame: Frame) -> Any:
         """Returns what was packed, with new objects that a frame owns."""
@@ -85,18 +89,6 @@ def pack_residuals(item: Any) -> PackedResiduals:
     template, plain = split_argument(item, roots, auto_static=True, static_numbers=True)
     graph = InputGraph(roots)
     return PackedResiduals(graph.values(), plain, graph.flat.graphdef, template)
-
-
-def _flatten(packed: PackedResiduals) -> tuple[tuple[Any, Any], tuple[GraphDef, Any]]:
-    return (packed.values, packed.plain), (packed.graphdef, packed.template)
-
-
-def _unflatten(static: tuple[GraphDef, Any], children: Iterable[Any]) -> PackedResiduals:
-    values, plain = children
-    return PackedResiduals(values, plain, *static)
-
-
-jax.tree_util.register_pytree_node(PackedResiduals, _flatten, _unflatten)
 
 
 def used_inputs(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
@@ -156,7 +148,7 @@ class BackwardFrame(Frame):
         self.function = function
 
     def adopt(self, outer: Any) -> Any:
-        """See ``Frame.adopt``."""
+        """Refuses what ``bwd`` was not given."""
         known = format_path(path_of([self.function], outer)).removeprefix(".")
         raise ClosureError(
             f"bwd of sx.custom_vjp uses the {type(outer).__name__} {known}, which it was not "
@@ -222,7 +214,7 @@ class CustomVjpCall:
         return out
 
     def _explore(self, differentiable: Any, nondifferentiable: Any) -> list[bool]:
-        """Learns what ``fwd`` captures and writes; returns which still arrays it uses."""
+        """Explores ``fwd``; returns which nondifferentiable arrays it uses."""
         count = len(jax.tree.leaves(nondifferentiable))
         frame = local.frame
         while frame is not None:
@@ -258,12 +250,11 @@ class CustomVjpCall:
         labelled = [*zip(self.call.labels, plain, strict=True), *sorted(named.items())]
         for label, part in labelled:
             names += [f"the argument {label!r}"] * len(jax.tree.leaves(part))
-        return treedef.unflatten(
-            [
-                forbid_gradient(leaf, name) if needed else leaf
-                for leaf, name, needed in zip(leaves, names, used, strict=True)
-            ]
-        )
+        guarded = [
+            forbid_gradient(leaf, name) if needed else leaf
+            for leaf, name, needed in zip(leaves, names, used, strict=True)
+        ]
+        return treedef.unflatten(guarded)
 
     def _run(
         self,
@@ -313,12 +304,8 @@ class CustomVjpCall:
             self.effects, self.emit = effects, frozenset(effects.written)
             self.fresh_paths = _fresh_paths(context, effects)
             return
-        same = (first.written, first.updates, first.fresh) == (
-            effects.written,
-            effects.updates,
-            effects.fresh,
-        )
-        if not same:
+        did, does = ((e.written, e.updates, e.fresh) for e in (first, effects))
+        if did != does:
             extra = [
                 format_path(self.written_paths[position])
                 for position in effects.written

@@ -25,63 +25,56 @@ _PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
 _TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
 
 
-def explain_error(error: Exception, specialization: Any, graph: Any) -> None:
+def explain_error(error: Exception, program: Any, graph: Any) -> None:
     """Raises a clearer error than JAX, or adds a note."""
-    explain_values(error, specialization, graph)
+    explain_values(error, program, graph)
     if isinstance(error, ValueError):
-        _explain_shardings(error, specialization, graph)
-    explain_places(error, specialization)
+        _explain_shardings(error, program, graph)
+    explain_places(error, program)
 
 
-def explain_places(error: Exception, specialization: Any) -> None:
+def explain_places(error: Exception, program: Any) -> None:
     """Explains or annotates an error that names flat arguments."""
     text = str(error)
     if "flat[" not in text:
         return
-    told = in_user_terms(text, specialization)
+    explained = in_user_terms(text, program)
     kind = _TYPE.search(text)
     if "Error interpreting argument" in text and kind is not None:
         place = _PLACE.search(text)
-        name = place_name(place, specialization) if place else "an argument"
+        name = place_name(place, program) if place else "an argument"
         raise ArgumentError(
-            f"{name} of {_shown(specialization.function)} is a {kind.group(1)}, which is neither "
+            f"{name} of {_shown(program.function)} is a {kind.group(1)}, which is neither "
             f"an array or number nor a Module, Variable or pytree of these. If it is "
             f"configuration, make it static: sx.jit(f, static_argnames=...). If it holds arrays or "
             f"Modules, register its class as a pytree (jax.tree_util.register_dataclass) or make "
             f"it a sx.Module."
         ) from error
     if "sharding" in text and isinstance(error, ValueError):
-        raise PrefixError(told) from error
-    notes = [
-        f"{place.group(0)} is {place_name(place, specialization)}"
-        for place in _PLACE.finditer(text)
-    ]
-    error.add_note(
-        f"In the call of {_shown(specialization.function)}: {', '.join(dict.fromkeys(notes))}."
-    )
+        raise PrefixError(explained) from error
+    notes = [f"{place.group(0)} is {place_name(place, program)}" for place in _PLACE.finditer(text)]
+    error.add_note(f"In the call of {_shown(program.function)}: {', '.join(dict.fromkeys(notes))}.")
 
 
-def in_user_terms(text: str, specialization: Any) -> str:
+def in_user_terms(text: str, program: Any) -> str:
     """Replaces every place in a message of JAX by its name."""
-    return _PLACE.sub(lambda place: place_name(place, specialization), text)
+    return _PLACE.sub(lambda place: place_name(place, program), text)
 
 
-def place_name(place: re.Match[str], specialization: Any) -> str:
+def place_name(place: re.Match[str], program: Any) -> str:
     """Returns the user's name of a flat argument, like ``model.kernel``."""
     group, index, name, leaf = place.groups()
     below = "" if leaf is None else f"[{leaf}]"
     if group in "01":
-        donated = [
-            i in specialization.donated_leaves for i in range(len(specialization.leaf_paths))
-        ]
+        donated = [i in program.donated_leaves for i in range(len(program.leaf_paths))]
         own = [i for i, flag in enumerate(donated) if flag == (group == "1")]
-        return format_path(specialization.leaf_paths[own[int(index)]]).removeprefix(".") + below
+        return format_path(program.leaf_paths[own[int(index)]]).removeprefix(".") + below
     if name is not None:
-        template = dict(specialization.named)[name]
+        template = dict(program.named)[name]
     else:
         template, name = (
-            specialization.templates[int(index)],
-            specialization.positions.positional[int(index)][1],
+            program.templates[int(index)],
+            program.positions.positional[int(index)][1],
         )
     if leaf is None or not isinstance(template, TreeTemplate):
         return name + below
@@ -92,7 +85,7 @@ def _shown(function: Any) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
-def explain_values(error: Exception, specialization: Any, graph: Any) -> None:
+def explain_values(error: Exception, program: Any, graph: Any) -> None:
     """Explains errors of absent, deleted or twice donated values."""
     pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
     absent = [path for path, v in pairs if v.is_abstract]
@@ -111,7 +104,7 @@ def explain_values(error: Exception, specialization: Any, graph: Any) -> None:
             f"donated array may be used only once; if two models share arrays (sx.clone does), "
             f"copy them first: sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
         ) from error
-    if specialization.donated_leaves and "donate" in str(error):
+    if program.donated_leaves and "donate" in str(error):
         owners: dict[int, list[Path]] = {}
         for path, variable in pairs:
             for leaf in jax.tree.leaves(variable._value):
@@ -125,10 +118,10 @@ def explain_values(error: Exception, specialization: Any, graph: Any) -> None:
             ) from error
 
 
-def _explain_shardings(error: ValueError, specialization: Any, graph: Any) -> None:
+def _explain_shardings(error: ValueError, program: Any, graph: Any) -> None:
     """Raises if declared shardings do not fit, listing all Variables."""
     misfits = []
-    shardings = specialization.leaf_shardings
+    shardings = program.leaf_shardings
     for path, variable, sharding in zip(
         graph.flat.leaf_paths, graph.leaves, shardings, strict=True
     ):

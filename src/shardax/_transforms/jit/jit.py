@@ -148,9 +148,7 @@ def flatten_call(
 Spans = tuple[Sequence[slice | None], Sequence[tuple[str, slice | None]]]
 
 
-def leaf_spans(
-    specialization: Specialization, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Spans:
+def leaf_spans(program: Specialization, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Spans:
     """Returns the span of each argument among the dynamic leaves."""
     start = 0
 
@@ -163,8 +161,8 @@ def leaf_spans(
         start += count - len(template.static)
         return slice(start - count + len(template.static), start)
 
-    positional = [span(*pair) for pair in zip(specialization.templates, args, strict=True)]
-    return positional, [(name, span(t, kwargs[name])) for name, t in specialization.named]
+    positional = [span(*pair) for pair in zip(program.templates, args, strict=True)]
+    return positional, [(name, span(t, kwargs[name])) for name, t in program.named]
 
 
 def plain_parts(
@@ -227,17 +225,16 @@ class CachedCall:
 
     __slots__ = ("donated", "epoch", "kept", "last", "leaves", "roots", "spans", "specialization")
 
-    def __init__(self, specialization: Specialization, graph: InputGraph) -> None:
-        self.specialization = specialization
+    def __init__(self, program: Specialization, graph: InputGraph) -> None:
+        self.specialization = program
         self.epoch = graph.flat.epoch  # structure epoch at which this was made
         self.leaves: list[Any] = graph.leaves  # all of them, in graph order
-        self.kept, self.donated = specialization.partition(graph.leaves)
+        self.kept, self.donated = program.partition(graph.leaves)
         # Called, each returns a root; held weakly, so that remembering a call keeps no model alive.
         self.roots = [_weak(root) for root in graph.roots]
         # The effects of the last call and the Variables it wrote.
         self.last: tuple[Any, list[Any]] = (None, [])
-        # Where the dynamic leaves of each argument stand, in quick calls
-        # (``_transforms.lift.arguments``).
+        # Where the dynamic leaves of each argument stand, under ``static="auto"``.
         self.spans: Any = None
 
     def graph(self) -> InputGraph:
@@ -278,7 +275,7 @@ class CompilationCache:
         # Counts calls; ``Specialization.used`` is the count at the last use.
         self.ticks = itertools.count(1)
 
-    def add(self, specialization: Specialization) -> None:
+    def add(self, program: Specialization) -> None:
         """Adds a specialization; a full cache drops the least recently used."""
         while len(self.specializations) >= MAX_SPECIALIZATIONS:
             oldest = min([*self.specializations.values()], key=operator.attrgetter("used"))
@@ -286,7 +283,7 @@ class CompilationCache:
             for key, entry in [*self.calls.items()]:
                 if entry.specialization is oldest:
                     self.calls.pop(key, None)
-        self.specializations[specialization.key] = specialization
+        self.specializations[program.key] = program
 
     def remember(self, key: Any, entry: CachedCall, graph: InputGraph, few: bool) -> None:
         """Remembers a call until one of its objects is gone."""
@@ -303,8 +300,8 @@ class CompilationCache:
 
     def clear(self) -> None:
         """Forgets everything."""
-        for specialization in self.specializations.values():
-            specialization.clear_cache()
+        for program in self.specializations.values():
+            program.clear_cache()
         self.specializations.clear()
         self.calls.clear()
 
@@ -372,10 +369,10 @@ class Jit(PickledByName, Wrapper):
         if entry is None or traced or entry.epoch != epoch.current:
             return self._call_uncached(args, kwargs, tuple(key))
         local.call = entry
-        specialization = entry.specialization
-        specialization.used = next(self._ticks)
+        program = entry.specialization
+        program.used = next(self._ticks)
         try:
-            result, written, fresh, effects = specialization.run(
+            result, written, fresh, effects = program.run(
                 [v._value for v in entry.kept], [v._value for v in entry.donated], plain
             )
         except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
@@ -436,11 +433,11 @@ class Jit(PickledByName, Wrapper):
     ) -> Any:
         """Makes a call whose like was made before."""
         local.call = entry
-        specialization = entry.specialization
-        specialization.used = next(self._ticks)
+        program = entry.specialization
+        program.used = next(self._ticks)
         kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
         try:
-            result, written, fresh, effects = specialization.run(kept, donated, plain, named)
+            result, written, fresh, effects = program.run(kept, donated, plain, named)
         except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
             return self._recover(error, entry, args, kwargs)
         finally:
@@ -463,17 +460,17 @@ class Jit(PickledByName, Wrapper):
     ) -> Any:
         """Calls without a cached call, and caches one under ``key``."""
         while True:
-            specialization, graph, arguments = self.prepare(args, kwargs)
-            entry = local.call = CachedCall(specialization, graph)
+            program, graph, arguments = self.prepare(args, kwargs)
+            entry = local.call = CachedCall(program, graph)
             try:
-                outputs = specialization.call(graph.values(), arguments)
+                outputs = program.call(graph.values(), arguments)
                 break
             except NewCaptures as found:
                 self.capture(found.objects)
             except StaleOutputShardings:
-                self.specializations.pop(specialization.key, None)
+                self.specializations.pop(program.key, None)
             except Exception as error:
-                explain_error(error, specialization, graph)
+                explain_error(error, program, graph)
                 raise
             finally:
                 local.call = None
@@ -531,17 +528,17 @@ class Jit(PickledByName, Wrapper):
             arguments.named,
             signature.static,
         )
-        specialization = self.specializations.get(key)
-        if specialization is None:
+        program = self.specializations.get(key)
+        if program is None:
             positions = self._positions(args, signature)
-            specialization = Specialization(
+            program = Specialization(
                 self.__wrapped__, self.options, key, graph, arguments, positions, names
             )
             if self.specializations and retraces.listeners.get():
-                retraces.report_specialization(self, specialization)
-            self.memory.add(specialization)
-        specialization.used = next(self._ticks)
-        return specialization, graph, arguments
+                retraces.report_specialization(self, program)
+            self.memory.add(program)
+        program.used = next(self._ticks)
+        return program, graph, arguments
 
     def hidden_objects(self) -> list[Any]:
         """Returns the objects that the function uses from outside."""

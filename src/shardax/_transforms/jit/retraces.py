@@ -98,19 +98,19 @@ def report_specialization(jit: Any, new: Any) -> None:
     _report(jit.__wrapped__, min(differences, key=len))
 
 
-def report_trace(specialization: Any, earlier: Sequence[Any], signature: Any) -> None:
+def report_trace(program: Any, earlier: Sequence[Any], signature: Any) -> None:
     """Reports that a specialization is traced for other types than before."""
-    new = _named_types(specialization, signature)
-    differences = [_type_differences(_named_types(specialization, old), new) for old in earlier]
-    _report(specialization.function, min(differences, key=len))
+    new = _named_types(program, signature)
+    differences = [_type_differences(_named_types(program, old), new) for old in earlier]
+    _report(program.function, min(differences, key=len))
 
 
-def _named_types(specialization: Any, signature: Any) -> dict[str, str]:
+def _named_types(program: Any, signature: Any) -> dict[str, str]:
     """Returns the type of every array by its path, for messages."""
     values, plain, named = signature
-    labels = [label for _, label in specialization.positions.positional]
+    labels = [label for _, label in program.positions.positional]
     entries = [
-        *zip(map(format_path, specialization.leaf_paths), values, strict=True),
+        *zip(map(format_path, program.leaf_paths), values, strict=True),
         *((f".{label}", item) for label, item in zip(labels, plain, strict=True)),
         *((f".{name}", item) for name, item in named.items()),
     ]

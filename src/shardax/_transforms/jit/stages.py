@@ -83,21 +83,20 @@ def _states(
     return found
 
 
-def _result_view(specialization: Specialization, tree: Any) -> Any:
+def _result_view(program: Specialization, tree: Any) -> Any:
     """Returns the user's result from a tree shaped like a ``LiftedOutputs``."""
     # A Module appears as the State of what the function returns of it.
     result, written, fresh, effects = tree
     if effects.result is None:
         return result
-    objects = [*specialization.graphdef.objects, *effects.fresh]
+    objects = [*program.graphdef.objects, *effects.fresh]
     for position, definition in effects.updates.items():
         objects[position] = definition
     values = {
-        specialization.graphdef.leaves[p]: value
-        for p, value in zip(effects.written, written, strict=True)
+        program.graphdef.leaves[p]: value for p, value in zip(effects.written, written, strict=True)
     }
     new = [
-        len(specialization.graphdef.objects) + i
+        len(program.graphdef.objects) + i
         for i, item in enumerate(effects.fresh)
         if type(item) is VariableDef
     ]

@@ -598,7 +598,7 @@ class SealedFrame(Frame):
         self.reason = reason  # why a write has no meaning here, and what to do, for the message
 
     def adopt(self, outer: Any) -> Any:
-        """See ``Frame.adopt``."""
+        """Copies the Variable, sealed."""
         stand_in = super().adopt(outer)
         self.seal(stand_in, path_of(self.functions, outer))
         return stand_in

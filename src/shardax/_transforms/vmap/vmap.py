@@ -19,13 +19,7 @@ import numpy as np
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import ArrayAttribute
 from shardax._transforms.errors import PrefixError, SharedWriteError
-from shardax._transforms.lift.engine import (
-    LiftedCall,
-    RunContext,
-    SealedFrame,
-    check_result,
-    wraps,
-)
+from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, check_result, wraps
 from shardax._transforms.lift.prefix import (
     EntryAssignment,
     FlatOutputs,
