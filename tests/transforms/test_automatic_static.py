@@ -231,7 +231,7 @@ def test_one_trace_serves_calls_under_every_transform() -> None:
         jax.grad(call)(jnp.float32(1)) + 1,
     ]
     assert [float(r) for r in results] == [3.0] * 4
-    assert len(run.plans) == 1
+    assert len(run.specializations) == 1
 
 
 def test_donation_and_stages_work_with_static_leaves() -> None:
@@ -312,7 +312,7 @@ def test_retraces_are_explained_by_path_and_value() -> None:
 def test_the_program_that_was_used_least_recently_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "MAX_PLANS", 2)
+    monkeypatch.setattr(memory, "MAX_SPECIALIZATIONS", 2)
     run, traces = counted(lambda x, name: x * len(name))
     for name, known in [
         ("a", False),
@@ -328,11 +328,11 @@ def test_the_program_that_was_used_least_recently_is_forgotten(
         before = len(traces)
         assert float(run(1.0, name)) == len(name)
         assert (len(traces) == before) is known, name
-        assert len(run.plans) <= 2 and len(run.calls) <= 2
+        assert len(run.specializations) <= 2 and len(run.calls) <= 2
 
 
 def test_threads_may_crowd_each_others_programs_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MAX_PLANS", 2)
+    monkeypatch.setattr(memory, "MAX_SPECIALIZATIONS", 2)
     run, _ = counted(lambda x, name: x * len(name))
 
     def lengths(name: str) -> set[float]:
@@ -345,7 +345,7 @@ def test_threads_may_crowd_each_others_programs_out(monkeypatch: pytest.MonkeyPa
 def test_what_a_forgotten_program_was_compiled_for_is_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "MAX_PLANS", 1)
+    monkeypatch.setattr(memory, "MAX_SPECIALIZATIONS", 1)
     run = sx.jit(lambda x, plain: x, static="auto")
     plain = Plain(2)
     run(1.0, plain)

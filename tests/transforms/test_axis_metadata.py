@@ -348,5 +348,7 @@ def test_a_shared_array_may_not_be_split_over_the_mapped_axes(explicit_mesh: Mes
     model = sx.shard(_stack(metadata=NAMED), explicit_mesh, RULES)
     with jax.set_mesh(explicit_mesh):
         x = jax.device_put(jnp.ones((2, 8)), PartitionSpec("data"))
-        with pytest.raises(sx.errors.MappedShardingError, match=r"array at \.x, which all lanes"):
+        with pytest.raises(
+            sx.errors.MappedShardingError, match=r"array at \.x, which the whole batch"
+        ):
             sx.vmap(lambda m, x: m(x), in_axes=(0, None))(model, x)

@@ -7,7 +7,7 @@ from shardax._core.errors import ShardaxError
 
 
 class PrefixError(ShardaxError, ValueError):
-    """A prefix (sharding, axis, filter mapping) does not fit the argument it describes."""
+    """A prefix does not fit the argument that it describes."""
 
 
 class InconsistentAliasingError(ShardaxError, ValueError):
@@ -15,43 +15,43 @@ class InconsistentAliasingError(ShardaxError, ValueError):
 
 
 class AxisSizeError(ShardaxError, ValueError):
-    """An axis to map over is missing, cannot be divided, or its sizes differ between arguments."""
+    """A mapped axis is missing, cannot be divided, or sizes differ."""
 
 
 class AmbiguousBatchError(ShardaxError, ValueError):
-    """The batch of a problem cannot be found by sizes alone; names the arrays in doubt."""
+    """Sizes alone do not say which axes are the batch."""
 
 
 class MappedShardingError(ShardaxError, ValueError):
-    """Arrays that are mapped together are split over the Explicit axes of a mesh in two ways."""
+    """Mapped arrays are split differently over Explicit mesh axes."""
 
 
 class SharedWriteError(ShardaxError, ValueError):
-    """A Variable that all lanes or shards share was given a value that differs between them."""
+    """A shared Variable was given a value that is not shared."""
 
 
 class CarryError(ShardaxError, TypeError):
-    """What goes from one iteration of a loop to the next changes its type, or is given wrongly."""
+    """A loop's carry changes its type, or is given wrongly."""
 
 
 class DecisionError(ShardaxError, TypeError):
-    """What decides (predicate, index, condition) is not one number, or does more than decide."""
+    """A predicate, index or condition is not one number, or writes."""
 
 
 class BoundedLoopError(ShardaxError, ValueError):
-    """A bounded loop cannot be made: its limit, mode, history or padding is not valid."""
+    """Limit, mode, history or padding of a bounded loop is not valid."""
 
 
 class BranchError(ShardaxError, TypeError):
-    """The branches of a choice differ in what they return, write or change."""
+    """Branches differ in what they return, write or change."""
 
 
 class ArgumentError(ShardaxError, TypeError):
-    """An argument is neither arrays nor objects, or not such as the function takes."""
+    """An argument is neither arrays nor objects, or of the wrong kind."""
 
 
 class StaticArgumentError(ShardaxError, TypeError):
-    """A static argument is not hashable, or a Module was passed as a static argument."""
+    """A static argument is a Module or not hashable."""
 
 
 class DonationError(ShardaxError, ValueError):
@@ -71,7 +71,7 @@ class TangentError(ShardaxError, ValueError):
 
 
 class ClosureError(ShardaxError, RuntimeError):
-    """A function uses a Variable that it was not given, where its value cannot be known."""
+    """A captured Variable is used where its value cannot be known."""
 
 
 class StructureMismatchError(ShardaxError, ValueError):
@@ -79,7 +79,7 @@ class StructureMismatchError(ShardaxError, ValueError):
 
 
 class MeshError(ShardaxError, TypeError):
-    """Something that is not a mesh was given where a mesh belongs, or a mesh of another kind."""
+    """Something is no mesh, or not the mesh in scope."""
 
 
 class NoMeshError(ShardaxError, ValueError):
@@ -87,12 +87,12 @@ class NoMeshError(ShardaxError, ValueError):
 
 
 class BoxError(ShardaxError, ValueError):
-    """A box of axis metadata cannot do what it is asked for: names, positions, or static data."""
+    """A box of axis metadata cannot be changed as asked."""
 
 
 class PartitioningUnspecifiedError(ShardaxError, ValueError):
-    """A dimension is added to or removed from a box, and nothing says what it is called."""
+    """A box gains or loses a dimension that has no name."""
 
 
 class LayerConfigError(ShardaxError, ValueError):
-    """A layer or model cannot be built: sizes, names or options that do not fit."""
+    """Sizes, names or options of a layer do not fit."""

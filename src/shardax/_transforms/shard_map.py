@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shard_map``: a function over Modules, run once on each part of a mesh.
+"""``shard_map``: a function over Modules, run on each shard of a mesh.
 
-Every run sees its own *shard* of what a spec splits, with the shard's shape, and the whole of what
-no spec splits; runs talk to each other by collectives (``jax.lax.psum`` and the like). A Variable
-has one spec, by which it is taken apart and put together again, so a written one ends where it was
-declared to be. JAX keeps track of the mesh axes over which a value *varies*, that is, over which
-its shards may differ; where a spec does not name such an axis, there would be several values for
-one place, which is refused.
+Every run sees its own *shard* of what a spec splits, and the whole of what no spec splits; runs
+talk to each other by collectives (``jax.lax.psum`` and the like). A Variable has one spec, by which
+it is taken apart and put together again. JAX keeps track of the mesh axes over which a value
+*varies*, that is, over which its shards may differ; where a spec does not name such an axis, there
+would be several values for one place, which is refused.
 
 A Variable that the function captured becomes a hidden input that all shards see whole, because
 ``jax.shard_map`` cannot take all arrays through a closure.
 
-Specs and meshes of ``shard_map``: what is allowed, and bringing arrays to where specs say.
-
-A *region* is what one call of ``shard_map`` runs over: a mesh, and the mesh axes that become
-*manual* in it, which is all of them unless ``axis_names`` says otherwise. A *shard* is the part of
-an array that one place of the region has.
-
-A spec is kept in one form (``canonical``), so that two ways to write the same layout, ``P("data")``
-and ``P("data", None)``, are one entry.
+A *region* is a mesh and the mesh axes that become *manual* in one call: all of them unless
+``axis_names`` says otherwise. Specs are kept in one form (``canonical``), so that ``P("data")`` and
+``P("data", None)`` are one entry.
 """
 
 from __future__ import annotations
@@ -50,53 +44,38 @@ from shardax._transforms.errors import (
     PrefixError,
     SharedWriteError,
 )
-from shardax._transforms.lift.call import (
-    Call,
-    Captured,
-    Inside,
+from shardax._transforms.lift.arguments import parameters_of
+from shardax._transforms.lift.closures import find_sources, objects_in
+from shardax._transforms.lift.engine import (
+    Effects,
+    LiftedCall,
+    NewCaptures,
+    RunContext,
     SealedFrame,
+    check_result,
     retry_captured,
     stands_for,
     wraps,
 )
-from shardax._transforms.lift.engine import (
-    Record,
-    carry_in,
-    check_no_leak,
-    check_result,
-)
-from shardax._transforms.lift.functions import find_sources, objects_in, parameters_of
 from shardax._transforms.lift.prefix import (
+    EntryAssignment,
     FilterMapping,
-    Layout,
-    Leaving,
-    Parts,
-    Sorted,
+    FlatOutputs,
+    GroupedOutputs,
+    OutputEntries,
     StateAxes,
     refuse_foreign,
 )
 from shardax._transforms.vmap.axes import SplitStreams
 
-# --- Shard specs ---
-
 AnyMesh = Mesh | AbstractMesh
+
+# The spec of an array that every shard sees whole.
 WHOLE = PartitionSpec()
-"""The spec of an array that every shard sees whole."""
-
-
-# --- specs ----------------------------------------------------------------------------------------
 
 
 def canonical(prefix: Any, name: str) -> Any:
-    """Returns a prefix of specs with every spec in its one form; None is ``P()``.
-
-    Args:
-        prefix: A spec, None, a ``StateSharding`` or ``State`` of specs, or containers of these.
-        name: The option's name, for messages.
-
-    Raises:
-        PrefixError: If an entry is something else.
-    """
+    """Returns a prefix with every spec in its one form."""
 
     def convert(leaf: Any) -> Any:
         if leaf is None:
@@ -152,17 +131,7 @@ def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def spread(entry: Any, value: Any, path: Path, name: str) -> list[PartitionSpec]:
-    """Returns one spec per array of a value.
-
-    Args:
-        entry: A spec, or a prefix of specs of a value that is a pytree.
-        value: An array, or a pytree of arrays.
-        path: Path of the value.
-        name: The option's name, for messages.
-
-    Raises:
-        PrefixError: If the entry does not fit.
-    """
+    """Returns one spec per array of a value."""
     try:
         return jax.tree.leaves(jax.tree.broadcast(entry, value))
     except ValueError as error:
@@ -172,44 +141,27 @@ def spread(entry: Any, value: Any, path: Path, name: str) -> list[PartitionSpec]
         ) from error
 
 
-class Assigned(NamedTuple):
-    """Arguments, each with its entry.
+class AssignedSpecs(NamedTuple):
+    """Arguments, each with its entry."""
 
-    Attributes:
-        args: The positional arguments; also those given by name that have their place among them.
-        kwargs: The others.
-        prefixes: One prefix per positional argument.
-        named: One prefix per other argument, by name.
-    """
-
+    # The positional arguments; also those given by name that have their place among them.
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    prefixes: list[Any]
-    named: dict[str, Any]
+    kwargs: dict[str, Any]  # the others
+    prefixes: list[Any]  # one prefix per positional argument
+    named: dict[str, Any]  # one prefix per other argument, by name
 
 
 def assign(
     function: Callable[..., Any], specs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Assigned:
-    """Finds the entry of every argument: an argument given by name has that of its position.
-
-    Args:
-        function: The user's function.
-        specs: ``in_specs``: one entry for everything, or a tuple of one per positional parameter.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-
-    Raises:
-        PrefixError: If ``in_specs`` has no entry for an argument, or one for no parameter.
-        TypeError: If the function does not take these arguments.
-    """
+) -> AssignedSpecs:
+    """Finds the entry of every argument, by position or name."""
     parameters = parameters_of(function)
     if parameters is not None and kwargs:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
     if not isinstance(specs, (tuple, list)):
         named = dict.fromkeys(kwargs, specs)
-        return Assigned(tuple(args), dict(kwargs), [specs] * len(args), named)
+        return AssignedSpecs(tuple(args), dict(kwargs), [specs] * len(args), named)
     positional = [
         p.name for p in parameters or () if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
@@ -234,22 +186,14 @@ def assign(
                 f"at position {positional.index(keyword)}."
             )
         named[keyword] = specs[positional.index(keyword)]
-    return Assigned(tuple(args), dict(kwargs), list(specs[: len(args)]), named)
+    return AssignedSpecs(tuple(args), dict(kwargs), list(specs[: len(args)]), named)
 
 
-# --- regions --------------------------------------------------------------------------------------
+class ManualRegion(NamedTuple):
+    """Where one call runs."""
 
-
-class Region(NamedTuple):
-    """Where one call runs.
-
-    Attributes:
-        mesh: The mesh; without devices where JAX hides them.
-        axes: The mesh axes that become manual, in the order of the mesh.
-    """
-
-    mesh: AnyMesh
-    axes: tuple[str, ...]
+    mesh: AnyMesh  # the mesh; without devices where JAX hides them
+    axes: tuple[str, ...]  # the mesh axes that become manual, in the order of the mesh
 
     @property
     def is_inner(self) -> bool:
@@ -262,19 +206,7 @@ class Region(NamedTuple):
         return dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
 
     def check(self, path: Path, leaf: Any, spec: PartitionSpec, name: str) -> None:
-        """Checks that an array can be taken apart by a spec.
-
-        Args:
-            path: Path of the array.
-            leaf: The array.
-            spec: Its spec.
-            name: The option's name, for messages.
-
-        Raises:
-            AbstractValueError: If it has no numbers.
-            ArgumentError: If it is no array.
-            AxisSizeError: If it has no such dimension, or one that cannot be divided.
-        """
+        """Checks that an array can be taken apart by a spec."""
         where = format_path(path)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise AbstractValueError(
@@ -293,7 +225,7 @@ class Region(NamedTuple):
     def check_shape(
         self, path: Path, shape: tuple[int, ...], spec: PartitionSpec, name: str
     ) -> None:
-        """Checks that an array of a shape can be taken apart by a spec, as ``check`` does."""
+        """Checks that an array of a shape can be split by a spec."""
         where, parts = format_path(path), dimension_axes(spec)
         if len(parts) > len(shape):
             raise AxisSizeError(
@@ -311,11 +243,9 @@ class Region(NamedTuple):
                 )
 
     def place(self, leaf: Any, spec: PartitionSpec) -> Any:
-        """Returns an array where ``jax.shard_map`` can take it apart.
-
-        JAX refuses arrays that are committed to other devices than the mesh's, and over Explicit
-        axes those that are not laid out by their spec already.
-        """
+        """Returns an array where ``jax.shard_map`` can take it apart."""
+        # JAX refuses arrays that are committed to other devices than the mesh's, and over Explicit
+        # axes those that are not laid out by their spec already.
         kinds = self.types
         typed = {*self.axes} == {*kinds} and set(kinds.values()) == {AxisType.Explicit}
         if isinstance(leaf, Tracer):
@@ -337,39 +267,30 @@ def _abstract(mesh: AnyMesh) -> AbstractMesh:
     return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
 
-def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> Region:
-    """Returns the region of a call.
-
-    Args:
-        mesh: The mesh, or None for the one in scope (``jax.set_mesh``).
-        axis_names: The mesh axes to make manual; empty for all that are not manual yet.
-
-    Raises:
-        NoMeshError: If there is no mesh.
-        MeshError: If it is no mesh, another one than in scope, or has no such axes.
-    """
-    inside = jax.sharding.get_abstract_mesh()
+def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion:
+    """Returns the region of a call."""
+    scope_mesh = jax.sharding.get_abstract_mesh()
     if mesh is None:
-        if inside.empty:
+        if scope_mesh.empty:
             raise NoMeshError(
                 "sx.shard_map needs a mesh: none was given and none is in scope. Pass one, "
                 "sx.shard_map(f, mesh=mesh, ...), or put one in scope: with jax.set_mesh(mesh): ..."
             )
-        found = _with_devices(inside)
+        found = _with_devices(scope_mesh)
     elif not isinstance(mesh, (Mesh, AbstractMesh)) or mesh.empty:
         raise MeshError(
             f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh with axes. Make one of the "
             f"devices at hand, for instance mesh = jax.make_mesh((8,), ('data',)), or pass None to "
             f"use the mesh in scope."
         )
-    elif inside.empty or _abstract(mesh) == inside:
+    elif scope_mesh.empty or _abstract(mesh) == scope_mesh:
         found = mesh
-    elif dict(inside.shape) == dict(mesh.shape) and AxisType.Manual in inside.axis_types:
-        found = inside  # the same mesh, seen from inside the shard_map around this call
+    elif dict(scope_mesh.shape) == dict(mesh.shape) and AxisType.Manual in scope_mesh.axis_types:
+        found = scope_mesh  # the same mesh, seen from inside the shard_map around this call
     else:
         raise MeshError(
-            f"sx.shard_map was given {mesh}, which differs from the mesh in scope here, {inside}. "
-            f"Pass the same mesh, or none to take the one in scope."
+            f"sx.shard_map was given {mesh}, which differs from the mesh in scope here, "
+            f"{scope_mesh}. Pass the same mesh, or none to take the one in scope."
         )
     pairs = list(zip(found.axis_names, found.axis_types, strict=True))
     free = [axis for axis, kind in pairs if kind is not AxisType.Manual]
@@ -379,24 +300,20 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> Region:
             f"axis_names={sorted(wanted)} is not a part of the mesh axes {free} that can become "
             f"manual here."
         )
-    return Region(found, tuple(axis for axis in free if not wanted or axis in wanted))
+    return ManualRegion(found, tuple(axis for axis in free if not wanted or axis in wanted))
 
 
-def _with_devices(inside: AbstractMesh) -> AnyMesh:
+def _with_devices(scope_mesh: AbstractMesh) -> AnyMesh:
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # JAX refuses to name devices while it traces
-        return inside
+        return scope_mesh
     # Inside shard_map the abstract mesh says more.
-    return mesh if isinstance(mesh, Mesh) and mesh.abstract_mesh == inside else inside
+    return mesh if isinstance(mesh, Mesh) and mesh.abstract_mesh == scope_mesh else scope_mesh
 
 
-def check_axes(region: Region, specs: Iterable[PartitionSpec], name: str) -> None:
-    """Checks that specs name axes that are manual in a region, each once.
-
-    Raises:
-        PrefixError: If one does not.
-    """
+def check_axes(region: ManualRegion, specs: Iterable[PartitionSpec], name: str) -> None:
+    """Checks that specs name manual axes of a region, each once."""
     for spec in specs:
         named = axes_of(spec)
         unknown = [axis for axis in named if axis not in region.axes]
@@ -409,15 +326,13 @@ def check_axes(region: Region, specs: Iterable[PartitionSpec], name: str) -> Non
             raise PrefixError(f"{name} gives {spec}, which names a mesh axis twice.")
 
 
-# --- Shard map ---
-
 _REASON = (
     "so all shards would write the one Variable. Pass the Module that holds it as an argument, "
     "with its spec in in_specs."
 )
 
 
-class _Options(NamedTuple):
+class _ShardMapOptions(NamedTuple):
     """What the caller of ``shard_map`` asked for, specs in their one form."""
 
     mesh: AnyMesh | None
@@ -436,7 +351,7 @@ def shard_map(
     axis_names: Iterable[str] = frozenset(),
     check_vma: bool = True,
 ) -> Any:
-    """Makes a function over Modules run once on each part of a mesh.
+    """Makes a function over Modules run on each shard of a mesh.
 
     Arrays and Variables enter by their specs, each run seeing its shard. What is written into a
     Variable is stored back by the spec of that Variable. A random stream whose spec names mesh axes
@@ -497,7 +412,7 @@ def shard_map(
         raise PrefixError(
             f"axis_names={axis_names!r} is one string; give a set: {{{axis_names!r}}}."
         )
-    options = _Options(
+    options = _ShardMapOptions(
         mesh,
         canonical(in_specs, "in_specs"),
         canonical(out_specs, "out_specs"),
@@ -512,7 +427,7 @@ def shard_map(
         check_axes(region, specs_in(options.out_specs), "out_specs")
         assigned = assign(function, options.in_specs, args, kwargs)
         return retry_captured(
-            lambda known: _Shards(function, options, region, assigned, known).run()
+            lambda known: _ShardMapCall(function, options, region, assigned, known).run()
         )
 
     return sharded
@@ -524,7 +439,7 @@ class _ShardFrame(SealedFrame):
     __slots__ = ()
 
     def capture(self, outer: Any) -> Any:
-        """See ``Frame.capture``; also asks for the Variables that are likely to be read next."""
+        """Asks for the Variable as an input, and for its likely followers."""
         found = {id(outer): outer}
         for source in (source for f in self.functions for source in find_sources(f)):
             for item in objects_in(source.read()):
@@ -532,57 +447,59 @@ class _ShardFrame(SealedFrame):
                 if any(leaf is outer or stands_for(outer, leaf) for leaf in leaves):
                     alike = [resolve(v, self.parent) for v in leaves if type(v) is type(outer)]
                     found.update((id(variable), variable) for variable in alike)
-        raise Captured(list(found.values()))
+        raise NewCaptures(list(found.values()))
 
 
-class _Shards:
+class _ShardMapCall:
     """One call of a function made by ``shard_map``."""
 
     def __init__(
         self,
         function: Callable[..., Any],
-        options: _Options,
-        region: Region,
-        given: Assigned,
+        options: _ShardMapOptions,
+        region: ManualRegion,
+        given: AssignedSpecs,
         captured: Sequence[Variable[Any]],
     ) -> None:
-        def make_frame(name: str) -> _ShardFrame:
-            return _ShardFrame(name, [function], _REASON)
-
+        make_frame = functools.partial(_ShardFrame, functions=[function], reason=_REASON)
         self.options = options
         self.region = region
-        self.call = Call("shard_map", [function], given.args, given.kwargs, make_frame, captured)
-        self.layout = Layout(
+        self.call = LiftedCall(
+            "shard_map", [function], given.args, given.kwargs, make_frame, captured
+        )
+        self.assignment = EntryAssignment(
             self.call, given.args, given.kwargs, given.prefixes, given.named, WHOLE, "in_specs"
         )
         self._materialise()
         self.values = self.call.graph.values()
         self.streams = SplitStreams(self.call, self.values, self._splits)
-        self.sorted = Sorted([*specs_in(options.in_specs), *specs_in(options.out_specs), WHOLE])
-        # set inside:
-        self.parts: Parts | None = None
+        self.grouped = GroupedOutputs(
+            [*specs_in(options.in_specs), *specs_in(options.out_specs), WHOLE]
+        )
+        # Known after the function ran:
+        self.flat: FlatOutputs | None = None
         self.trees: list[Any] = []
         self.moved: dict[int, Any] = {}
 
     def _splits(self, position: int) -> bool:
-        entry = self.layout.leaves[position]
+        entry = self.assignment.leaves[position]
         return isinstance(entry, PartitionSpec) and bool(axes_of(entry))
 
     def _materialise(self) -> None:
-        """Writes the lazy values of Variables in the arguments straight into their shards."""
-        mesh, layout = self.region.mesh, self.layout
+        """Computes lazy values in the arguments straight into their shards."""
+        mesh, assignment = self.region.mesh, self.assignment
         if not (isinstance(mesh, Mesh) and _jax.is_eager()):
             return
         rows = [
             (path, variable, entry)
             for path, leaf, variable, entry in zip(
-                layout.leaf_paths,
+                assignment.leaf_paths,
                 self.call.graph.flat.leaves,
                 self.call.graph.leaves,
-                layout.leaves,
+                assignment.leaves,
                 strict=True,
             )
-            if id(leaf) in layout.by_id and isinstance(variable._value, Init)
+            if id(leaf) in assignment.by_id and isinstance(variable._value, Init)
         ]
         for path, variable, spec in rows:
             self.region.check_shape(path, variable._value.shape, spec, "in_specs")
@@ -593,35 +510,34 @@ class _Shards:
 
     def run(self) -> Any:
         """Runs all shards and carries back what they did."""
-        entering, specs, treedef = self._entering()
+        entering_arrays, specs, treedef = self._entering()
         mapped = jax.shard_map(
             functools.partial(self._pure, treedef),
             mesh=self.region.mesh,
             in_specs=(specs,),
-            out_specs=tuple(self.sorted.entries),
+            out_specs=tuple(self.grouped.entries),
             axis_names=frozenset(self.options.axis_names),
             check_vma=self.options.check_vma,
         )
         if self.region.is_inner:  # JAX does not run one shard_map in another without compiling
             mapped = jax.jit(mapped)
-        left = iter(self.sorted.restore(mapped(entering)))
-        assert self.parts is not None
-        carried = self.parts.assemble(
+        left = iter(self.grouped.restore(mapped(entering_arrays)))
+        assert self.flat is not None
+        outputs = self.flat.assemble(
             [tree.unflatten([next(left) for _ in range(tree.num_leaves)]) for tree in self.trees]
         )
-        carried = self.streams.restore(carried, self.moved)
-        check_no_leak(self.call.graph, carried)
-        return carry_in(self.call.graph, carried)
+        outputs = self.streams.restore(outputs, self.moved)
+        return self.call.apply(outputs)
 
     def _entering(self) -> tuple[list[Any], list[PartitionSpec], Any]:
-        """Returns the arrays that enter, in place; their specs; and how to put them together."""
-        arguments, layout = self.call.arguments, self.layout
+        """Returns the arrays that enter, their specs, and the treedef."""
+        arguments, assignment = self.call.arguments, self.assignment
         plain = (list(arguments.plain), arguments.plain_named)
         rows: list[tuple[Path, Any, PartitionSpec]] = []
         drawn = self.streams.draw(self.values)
         values = list(self.values)
         for position, (path, entry) in enumerate(
-            zip(layout.leaf_paths, layout.leaves, strict=True)
+            zip(assignment.leaf_paths, assignment.leaves, strict=True)
         ):
             if position in self.streams:
                 values[position] = drawn.get(position, jnp.zeros((), jnp.uint32))
@@ -630,53 +546,52 @@ class _Shards:
             leaves = jax.tree.leaves(value)
             specs = spread(entry, value, path, "in_specs")
             rows += [(path, leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-        rows += zip(layout.plain_paths, jax.tree.leaves(plain), layout.plain, strict=True)
+        rows += zip(assignment.plain_paths, jax.tree.leaves(plain), assignment.plain, strict=True)
         for path, leaf, spec in rows:
             self.region.check(path, leaf, spec, "in_specs")
         placed = [self.region.place(leaf, spec) for _, leaf, spec in rows]
         return placed, [spec for _, _, spec in rows], jax.tree.structure((values, plain))
 
-    def _pure(self, treedef: Any, entering: list[Any]) -> tuple[list[Any], ...]:
-        values, (positional, named) = treedef.unflatten(entering)
+    def _pure(self, treedef: Any, entering_arrays: list[Any]) -> tuple[list[Any], ...]:
+        values, (positional, named) = treedef.unflatten(entering_arrays)
         for stream in self.streams.streams:
-            shard = jax.lax.axis_index(axes_of(self.layout.leaves[stream.key]))
+            shard = jax.lax.axis_index(axes_of(self.assignment.leaves[stream.key]))
             values[stream.key] = jax.random.fold_in(values[stream.key], shard)
         return self.call.run(values, positional, named, self._leave)
 
-    def _leave(self, inside: Inside) -> tuple[list[Any], ...]:
-        """Sorts what leaves a shard by spec."""
-        check_result(inside.result, "shard_map")
-        leaving = self.layout.leaving(inside, self.options.out_specs, "out_specs")
-        carried, self.moved = self.streams.settle(inside.carry_out(inside.result))
-        refuse_foreign(carried.record, "shard_map")
-        self.parts = Parts(carried)
-        self.trees = [jax.tree.structure(value) for value in self.parts.values]
+    def _leave(self, context: RunContext) -> tuple[list[Any], ...]:
+        """Groups what leaves a shard by spec."""
+        check_result(context.result, "shard_map")
+        output_entries = self.assignment.output_entries(
+            context, self.options.out_specs, "out_specs"
+        )
+        outputs, self.moved = self.streams.separate_counts(context.record_effects(context.result))
+        refuse_foreign(outputs.effects, "shard_map")
+        self.flat = FlatOutputs(outputs)
+        self.trees = [jax.tree.structure(value) for value in self.flat.values]
         pairs: list[tuple[PartitionSpec, Any]] = []
-        places = self._places(carried.record, leaving)
-        for (kind, path, entry), value in zip(places, self.parts.values, strict=True):
+        places = self._places(outputs.effects, output_entries)
+        for (kind, path, entry), value in zip(places, self.flat.values, strict=True):
             specs = spread(entry, value, path, "in_specs or out_specs")
             for leaf, spec in zip(jax.tree.leaves(value), specs, strict=True):
                 self._check_leaving(kind, path, leaf, spec)
                 pairs.append((spec, leaf))
-        return self.sorted.sort(pairs)
+        return self.grouped.group(pairs)
 
-    def _places(self, record: Record, leaving: Leaving) -> Iterator[tuple[str, Path, Any]]:
+    def _places(
+        self, effects: Effects, output_entries: OutputEntries
+    ) -> Iterator[tuple[str, Path, Any]]:
         """Yields (kind, path, entry) of every value that leaves."""
-        for path, entry in leaving.labels:
+        for path, entry in output_entries.labels:
             yield "result", path, entry
-        for position in record.written:
-            yield "written", self.layout.leaf_paths[position], self.layout.leaves[position]
-        types = [item.type.__name__ for item in record.fresh if type(item) is VariableDef]
-        for key, name in zip(record.fresh_ids, types, strict=True):
-            yield f"new {name}", *leaving.by_id.get(key, ((), WHOLE))
+        for position in effects.written:
+            yield "written", self.assignment.leaf_paths[position], self.assignment.leaves[position]
+        types = [item.type.__name__ for item in effects.fresh if type(item) is VariableDef]
+        for key, name in zip(effects.fresh_ids, types, strict=True):
+            yield f"new {name}", *output_entries.by_id.get(key, ((), WHOLE))
 
     def _check_leaving(self, kind: str, path: Path, leaf: Any, spec: PartitionSpec) -> None:
-        """Checks that shards can be put together to one array.
-
-        Raises:
-            AxisSizeError: If there is no dimension to put them together along.
-            SharedWriteError: If they differ where there is one place for them.
-        """
+        """Checks that shards can be put together to one array."""
         if len(spec) > jnp.ndim(leaf):
             raise AxisSizeError(
                 f"sx.shard_map puts the {kind} value at {format_path(path)} together by {spec}, "
@@ -708,7 +623,7 @@ class _Shards:
                 f"own by its type, in the entry of that Module: "
                 f"sx.StateSharding([({name}, P({named!r})), (..., P())])."
             )
-        position = self.layout.leaf_paths.index(path)
+        position = self.assignment.leaf_paths.index(path)
         raise SharedWriteError(
             f"The {type(self.call.graph.leaves[position]).__name__} at {where} has the spec {spec} "
             f"in in_specs, but was written with a value that differs between shards over the mesh "

@@ -49,11 +49,11 @@ from shardax._core.graph.flatten import GraphDef, VariableDef, build
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.graph.static import Static
 from shardax._core.variable import ArrayAttribute, Variable
-from shardax._transforms.control.loop_body import vary_alike
+from shardax._transforms.control.loops import vary_alike
 from shardax._transforms.errors import ArgumentError, ClosureError
 from shardax._transforms.grad.targets import dtype_of
-from shardax._transforms.lift.arguments import leaf_paths, put_together
-from shardax._transforms.lift.call import Call
+from shardax._transforms.lift.arguments import join_argument, leaf_paths
+from shardax._transforms.lift.engine import LiftedCall
 from shardax.host.errors import HostFunctionError, HostResultError, HostSpecError
 
 # --- promised results ---
@@ -360,8 +360,8 @@ class HostProgram:
         values, plain, plain_named = self.treedef.unflatten(list(leaves))
         graphdef = on_host(self.graphdef) if host else self.graphdef
         (function, *objects), _ = build(graphdef, values, frame, LOCK if host else None)
-        args = [put_together(t, p, objects) for t, p in zip(self.templates, plain, strict=True)]
-        kwargs = {name: put_together(t, plain_named[name], objects) for name, t in self.named}
+        args = [join_argument(t, p, objects) for t, p in zip(self.templates, plain, strict=True)]
+        kwargs = {name: join_argument(t, plain_named[name], objects) for name, t in self.named}
         return function, args, kwargs
 
     def run(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -405,7 +405,7 @@ class HostProgram:
 
 
 def take(
-    name: str, call: Call, static: Sequence[tuple[Any, Static]], vmap: str, fills: bool
+    name: str, call: LiftedCall, static: Sequence[tuple[Any, Static]], vmap: str, fills: bool
 ) -> tuple[HostProgram, list[Any], list[Path]]:
     """Split a call into a program without results, leaves and their paths."""
     arguments, flat = call.arguments, call.graph.flat

@@ -30,12 +30,12 @@ from shardax._core.graph.flatten import flatten, is_object
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
-from shardax._transforms.control.loop_body import vary_alike
+from shardax._transforms.control.loops import vary_alike
 from shardax._transforms.errors import DifferentiationError, StaticArgumentError, TangentError
 from shardax._transforms.grad.custom_vjp import CustomVjp
-from shardax._transforms.grad.targets import DiffState, Tangents, Target, is_differentiable
-from shardax._transforms.lift.call import Call, LateFrame, wraps
-from shardax._transforms.lift.functions import resolve_arguments, static_argument
+from shardax._transforms.grad.targets import DiffArgument, DiffState, Tangents, is_differentiable
+from shardax._transforms.lift.arguments import resolve_arguments, static_argument
+from shardax._transforms.lift.engine import LateFrame, LiftedCall, wraps
 from shardax.host.callback import (
     VMAP_METHODS,
     HostFrame,
@@ -240,7 +240,7 @@ class HostFunction(PickledByName):
         args, kwargs = _with_arrays((args, kwargs))
         keys = [*((i, arg) for i, arg in enumerate(args)), *sorted(kwargs.items())]
         static = [(k, static_argument(v, self.function, k)) for k, v in keys if k in self.static]
-        call = Call(
+        call = LiftedCall(
             "host_function", [self.function], args, kwargs, static=self.static, auto_static=True
         )
         program, leaves, paths = take(self.name, call, static, self.vmap, self.fills)
@@ -256,7 +256,12 @@ class HostFunction(PickledByName):
         return dataclasses.replace(program, out_forms=forms, out_tree=treedef)
 
     def _derived(
-        self, call: Call, program: HostProgram, leaves: Any, paths: Any, run: Callable[..., Any]
+        self,
+        call: LiftedCall,
+        program: HostProgram,
+        leaves: Any,
+        paths: Any,
+        run: Callable[..., Any],
     ) -> list[Any]:
         derivative = self.derivative
         has_derivative = any(map(is_differentiable, program.out_forms))
@@ -333,13 +338,13 @@ def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any
 
 def forward(
     rule: Callable[..., Any],
-    call: Call,
+    call: LiftedCall,
     program: HostProgram,
     run: Callable[[Sequence[Any]], list[Any]],
     leaves: Sequence[Any],
 ) -> list[Any]:
     """Run a function that is differentiated by a jvp rule."""
-    targets = [Target(call, DiffState(i, ...)) for i in range(len(program.templates))]
+    targets = [DiffArgument(call, DiffState(i, ...)) for i in range(len(program.templates))]
 
     @jax.custom_jvp
     def apply(*leaves: Any) -> list[Any]:
@@ -362,7 +367,7 @@ def _some(tangent: Any) -> Any:
 
 
 def _arranged(
-    targets: Sequence[Target], program: HostProgram, tangents: Sequence[Any]
+    targets: Sequence[DiffArgument], program: HostProgram, tangents: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Arrange the tangents of leaves like the positional arguments."""
     values, plain, _ = program.treedef.unflatten(tangents)
@@ -401,7 +406,7 @@ def out_paths(program: HostProgram) -> list[Path]:
 def backward(
     name: str, rule: Callable[..., Any], args: tuple[Any, ...], result: Any, cotangent: Any
 ) -> tuple[Any, ...]:
-    """Call a vjp rule, with None for the cotangents of integers."""
+    """LiftedCall a vjp rule, with None for the cotangents of integers."""
     given = rule(args, result, jax.tree.map(_some, cotangent))
     if isinstance(given, (tuple, list)):
         return tuple(given)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._transforms.grad.targets import is_differentiable
-from shardax._transforms.lift.call import wraps
+from shardax._transforms.lift.engine import wraps
 from shardax.host.host_function import HostFunction, host_function, if_differentiable
 
 _BFLOAT16 = jnp.dtype("bfloat16")
@@ -34,7 +34,7 @@ def from_torch(
 ) -> Any:
     """Makes a PyTorch function callable in JAX programs, with gradients.
 
-    Arguments and results are pytrees of arrays; what is passed by name is passed on, and has no
+    SplitArguments and results are pytrees of arrays; what is passed by name is passed on, and has no
     gradient. The function runs on the CPU, and must give the same for the same arguments: put
     layers with dropout into evaluation mode. Weights that it holds are constants; to train them,
     make them arguments.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from shardax._core.object import Object
 from shardax._transforms.control import scan as scans
 from shardax._transforms.errors import CarryError
-from shardax._transforms.lift.call import wraps
+from shardax._transforms.lift.engine import wraps
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown
 from shardax.named.elementwise import Operand, check_sizes, listing, place_of

@@ -7,6 +7,7 @@ of the dimensions that remain.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,12 @@ def contract(
     # In this order and not by jnp.einsum, which contracts several dimensions last one first: XLA
     # on CPU then copies both operands.
     contracted = (tuple(range(free, x.ndim)), tuple(dimensions))
+    return _dot_general(x, kernel, contracted, out_sharding)
+
+
+# A unit as ``jnp.einsum`` is, so that layers of one shape are traced and differentiated once.
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
+def _dot_general(x: jax.Array, kernel: jax.Array, contracted: Any, out_sharding: Any) -> jax.Array:
     return jax.lax.dot_general(
         x, kernel, (contracted, ((), ())), preferred_element_type=x.dtype, out_sharding=out_sharding
     )

@@ -21,9 +21,9 @@ import numpy as np
 from shardax._core.graph.flatten import has_objects
 from shardax._core.graph.paths import format_path
 from shardax._core.variable import Param
-from shardax._transforms.control.loop_body import result_kinds
+from shardax._transforms.control.loops import abstract_eval
 from shardax._transforms.grad.grad import value_and_grad
-from shardax._transforms.lift.call import Once
+from shardax._transforms.lift.engine import SingleRunCall
 from shardax.train.errors import AccumulationError
 
 
@@ -119,7 +119,7 @@ class _MicrobatchLoop:
     """Lifted gradient function, run in a scan over microbatches."""
 
     def __init__(self, whole: Callable[..., Any], args: Sequence[Any], has_aux: bool) -> None:
-        self.once = Once("accumulate", whole, args, {})
+        self.once = SingleRunCall("accumulate", whole, args, {})
         self.has_aux = has_aux
         self.values = self.once.graph.values()
         # Compiled as a unit so that JAX traces it once, for its shapes and for the loop.
@@ -129,11 +129,11 @@ class _MicrobatchLoop:
         """Runs one microbatch; returns (value and gradient, aux, all values afterwards)."""
         plain = list(self.once.arguments.plain)
         plain[1] = microbatch
-        head, leaving = self.once.run(values, plain, {}, self._split)
+        head, leaving = self.once.run_once(values, plain, {}, self._split)
         aux, written, fresh, _ = leaving
-        record = self.once._record
+        record = self.once.effects
         assert record is not None
-        if record.updates or fresh or record.result is not None or self.once._captured:
+        if record.updates or fresh or record.result is not None or self.once.captured:
             self._refuse()
         after = list(values)
         for position, value in zip(record.written, written, strict=True):
@@ -148,7 +148,7 @@ class _MicrobatchLoop:
 
     def run(self, parts: Any, steps: int, scale: float) -> Any:
         first = jax.tree.map(lambda part: part[0], parts)
-        shapes, _, _ = result_kinds(self.one, self.values, first)
+        shapes, _, _ = abstract_eval(self.one, self.values, first)
         zeros = jax.tree.map(_zeros_for_sum, shapes)
 
         def body(carry: tuple[Any, list[Any]], microbatch: Any) -> tuple[Any, Any]:
@@ -158,14 +158,14 @@ class _MicrobatchLoop:
             return (total, after), aux
 
         (total, after), aux = jax.lax.scan(body, (zeros, self.values), parts, length=steps)
-        record = self.once._record
+        record = self.once.effects
         assert record is not None
         aux = self.once.finish((aux, [after[i] for i in record.written], [], []))
         value, gradient = jax.tree.map(lambda t, s: (t * scale).astype(s.dtype), total, shapes)
         return ((value, aux) if self.has_aux else value), gradient
 
     def _refuse(self) -> None:
-        if self.once._captured:
+        if self.once.captured:
             raise AccumulationError(
                 "The function writes Variables that were not passed in, which cannot go from one "
                 "microbatch to the next. Pass the Module that holds them: function(model, batch, "

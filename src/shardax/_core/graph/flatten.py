@@ -23,6 +23,7 @@ ordinary model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -193,6 +194,14 @@ class Flat:
         return self._leaf_paths
 
 
+_COMMON_TYPES = frozenset({bool, int, str, type(None)})
+
+
+@functools.lru_cache(maxsize=4096, typed=True)  # configuration repeats from layer to layer
+def _common_static(value: Any) -> Static:
+    return Static(value)
+
+
 class GraphWalk:
     """One walk over objects; from further roots it sees what they share."""
 
@@ -205,6 +214,8 @@ class GraphWalk:
 
     def encode(self, value: Any, path: Path) -> Any:
         """Returns ``value`` as a child, walking into it if it holds objects."""
+        if type(value) in _COMMON_TYPES:
+            return _common_static(value)
         handler = handler_of(value)
         if handler.is_object:
             return Ref(self.visit(value, path))

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounded loops over plain pytrees: a while loop with an upper limit on its steps.
+"""While loops with an upper limit on their steps.
 
 The limit makes room for two things that a plain while loop cannot have. One is a *history*: one
-*row* per step, in arrays whose size is known before the program runs; rows past the steps that were
-taken hold *padding*. The other is a reverse-mode derivative, which must know how much it will have
-to remember.
+*row* per step, in arrays whose size is known before the program runs; rows past the last step hold
+*padding*. The other is a reverse-mode derivative, which must know how much it has to remember.
 
 Loops that are not differentiated run as one ``while``. It writes rows into a buffer, so its cost
-follows the steps that are taken. Under ``vmap`` it goes on while any *lane* does, and a lane that
-is finished keeps its state.
+follows the steps that are taken. Under ``vmap`` it goes on while any batch element does, and one
+that is finished keeps its state.
 
 Loops that are differentiated run as a scan over *blocks* of the square root of the limit, and in
-each a scan over its steps; steps and whole blocks after the end are skipped. Of a step only what
-goes in is kept, and the step is run again when its derivative is computed. (Keeping more would cost
+each a scan over its steps; steps and whole blocks after the end are skipped. Of a step only its
+input is kept, and the step is run again when its derivative is computed. (Keeping more would cost
 more: what a branch keeps is kept for every step, also the weights that it uses and does not
-change.) ``"store"`` keeps what goes into every step. ``"recompute"`` keeps what goes into every
-block, and, for the block whose derivative is being computed, what goes into its steps: twice the
-square root of the limit, for one more run of every step.
-
-``bounded_while_loop``: a while loop over Modules that takes at most a given number of steps.
+change.) ``"store"`` keeps the input of every step. ``"recompute"`` keeps that of every block, and,
+for the block whose derivative is being computed, of its steps: twice the square root of the limit,
+for one more run of every step.
 """
 
 from __future__ import annotations
@@ -37,17 +34,15 @@ from shardax._core._jax import Tracer
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.variable import Variable
-from shardax._transforms.control.loop_body import Body, form, result_kinds, vary_alike
-from shardax._transforms.control.while_loop import (
-    Reader,
-    carry_back,
-    carry_of,
-    condition_of,
+from shardax._transforms.control.loops import (
+    ReadOnlyFunction,
+    abstract_eval,
+    body_and_condition,
+    form,
+    vary_alike,
 )
 from shardax._transforms.errors import BoundedLoopError
-from shardax._transforms.lift.call import Call, check_operands, retry_captured
-
-# --- Bounded ---
+from shardax._transforms.lift.engine import LiftedCall, retry_captured
 
 Differentiable = Literal["no", "store", "recompute"]
 
@@ -76,43 +71,28 @@ class WhileResult(NamedTuple):
     converged: Any
 
 
-class Loop(NamedTuple):
-    """What a bounded loop runs.
+class BoundedLoop(NamedTuple):
+    """What a bounded loop runs."""
 
-    Attributes:
-        condition: Returns, for a carry, whether to go on: a boolean of shape ().
-        body: Returns the next carry.
-        row: Returns a carry's row of the history: a pytree of arrays.
-        max_steps: The most steps to take.
-        padding: A row of padding.
-    """
-
-    condition: Callable[[Any], Any]
-    body: Callable[[Any], Any]
-    row: Callable[[Any], Any]
-    max_steps: int
-    padding: Any
+    condition: Callable[[Any], Any]  # returns, for a carry, whether to go on: a boolean of shape ()
+    body: Callable[[Any], Any]  # returns the next carry
+    row: Callable[[Any], Any]  # returns a carry's row of the history: a pytree of arrays
+    max_steps: int  # the most steps to take
+    padding: Any  # A row of padding
 
 
-class _Progress(NamedTuple):
-    """The carry, how many steps led to it, and whether to go on."""
+class _LoopState(NamedTuple):
+    """Whether to go on, how many steps were taken, the carry."""
 
     active: Any
     length: Any
     carry: Any
 
 
-def run_bounded(loop: Loop, init: Any, differentiable: Differentiable) -> WhileResult:
-    """Runs a bounded loop.
-
-    Args:
-        loop: What to run.
-        init: The first carry, as ``settled`` returns it.
-        differentiable: ``"no"`` for no reverse-mode derivative; ``"store"`` and ``"recompute"`` as
-            in the module's docstring.
-    """
+def run_bounded(loop: BoundedLoop, init: Any, differentiable: Differentiable) -> WhileResult:
+    """Runs a bounded loop."""
     active = loop.condition(init)
-    start = _Progress(active, vary_alike(jnp.zeros((), jnp.int32), active), init)
+    start = _LoopState(active, vary_alike(jnp.zeros((), jnp.int32), active), init)
     if loop.max_steps == 0:
         last, history = start, _repeated(loop.padding, 0)
     elif differentiable == "no":
@@ -123,7 +103,7 @@ def run_bounded(loop: Loop, init: Any, differentiable: Differentiable) -> WhileR
 
 
 def settled(body: Callable[[Any], Any], init: Any) -> Any:
-    """Returns the first carry as arrays, Python numbers in the dtypes that the body gives them."""
+    """Returns the first carry as arrays of the body's dtypes."""
     arrays = jax.tree.map(jnp.asarray, init)
     for _ in range(len(jax.tree.leaves(arrays)) + 1):  # one number may change what another becomes
         kinds = jax.eval_shape(body, arrays)
@@ -140,17 +120,14 @@ def _with_dtype(leaf: Any, kind: Any) -> Any:
     return jax.lax.convert_element_type(leaf, kind.dtype)
 
 
-# --- one while, rows in a buffer ------------------------------------------------------------------
-
-
-def _run_buffered(loop: Loop, start: _Progress) -> tuple[_Progress, Any]:
+def _run_buffered(loop: BoundedLoop, start: _LoopState) -> tuple[_LoopState, Any]:
     def proceed(state: Any) -> Any:
         step, progress, _ = state
-        return any_lane(progress.active) & (step < loop.max_steps)
+        return any_active(progress.active) & (step < loop.max_steps)
 
     def advance(state: Any) -> Any:
         step, (active, length, carry), buffers = state
-        mine = own_lane(active)
+        mine = element_active(active)
         new = loop.body(carry)
         rows = _select(mine, loop.row(new), loop.padding)
         buffers = jax.tree.map(
@@ -158,9 +135,9 @@ def _run_buffered(loop: Loop, start: _Progress) -> tuple[_Progress, Any]:
             buffers,
             rows,
         )
-        progress = _Progress(
+        progress = _LoopState(
             active & loop.condition(new),
-            jnp.where(mine, step + 1, length),  # without lanes the counter itself
+            jnp.where(mine, step + 1, length),  # without a batch the counter itself
             _select(mine, new, carry),
         )
         return step + 1, progress, buffers
@@ -181,49 +158,45 @@ def _repeated(rows: Any, count: int) -> Any:
 
 
 @jax.custom_batching.custom_vmap
-def any_lane(active: Any) -> Any:
-    """Whether any lane is active, however many ``vmap`` are around: one answer for all."""
+def any_active(active: Any) -> Any:
+    """Whether any batch element is active: one answer for all."""
     return active
 
 
-@any_lane.def_vmap
-def _any_lane_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
-    return any_lane(active.any(axis=0)), False
+@any_active.def_vmap
+def _any_active_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
+    return any_active(active.any(axis=0)), False
 
 
 @jax.custom_batching.custom_vmap
-def own_lane(active: Any) -> Any:
-    """Whether this lane is active, given that any is.
-
-    Without ``vmap`` there is one lane, so the answer is a constant, and the compiler drops what is
-    selected by it.
-    """
+def element_active(active: Any) -> Any:
+    """Whether this batch element is active, given that any is."""
+    # Without ``vmap`` there is one batch element, so the answer is a constant, and the compiler
+    # drops what is selected by it.
     return jnp.ones((), jnp.bool_)
 
 
-@own_lane.def_vmap
-def _own_lane_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
+@element_active.def_vmap
+def _element_active_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
     return active, True
 
-
-# --- scans over blocks of steps -------------------------------------------------------------------
 
 _GOES_IN = "shardax: what goes into a step of a bounded loop"
 
 
-def _run_blocks(loop: Loop, start: _Progress, store: bool) -> tuple[_Progress, Any]:
+def _run_blocks(loop: BoundedLoop, start: _LoopState, store: bool) -> tuple[_LoopState, Any]:
     size = math.isqrt(loop.max_steps - 1) + 1
     count = -(-loop.max_steps // size)
     one_step = _step_of(loop, exact=count * size == loop.max_steps)
 
-    def take_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
+    def take_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
         return jax.lax.scan(one_step, progress, first + jnp.arange(size, dtype=jnp.int32))
 
-    def skip_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
+    def skip_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
         return progress, _repeated(loop.padding, size)
 
-    def one_block(progress: _Progress, first: Any) -> tuple[_Progress, Any]:
-        return jax.lax.cond(any_lane(progress.active), take_block, skip_block, progress, first)
+    def one_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
+        return jax.lax.cond(any_active(progress.active), take_block, skip_block, progress, first)
 
     kept = jax.checkpoint_policies.save_only_these_names(_GOES_IN) if store else None
     checkpointed = jax.checkpoint(one_block, prevent_cse=False, policy=kept)
@@ -234,38 +207,36 @@ def _run_blocks(loop: Loop, start: _Progress, store: bool) -> tuple[_Progress, A
     )
 
 
-def _step_of(loop: Loop, exact: bool) -> Callable[[_Progress, Any], tuple[_Progress, Any]]:
-    """Returns one step, for a scan; unless ``exact``, some steps are past the limit."""
+def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_LoopState, Any], tuple[_LoopState, Any]]:
+    """Returns one step of a scan."""
 
-    def take(progress: _Progress) -> tuple[_Progress, Any]:
+    def take(progress: _LoopState) -> tuple[_LoopState, Any]:
         new = loop.body(progress.carry)
-        return _Progress(loop.condition(new), progress.length + 1, new), loop.row(new)
+        return _LoopState(loop.condition(new), progress.length + 1, new), loop.row(new)
 
-    def skip(progress: _Progress) -> tuple[_Progress, Any]:
+    def skip(progress: _LoopState) -> tuple[_LoopState, Any]:
         return progress, loop.padding
 
-    def one_step(progress: _Progress, step: Any) -> tuple[_Progress, Any]:
+    def one_step(progress: _LoopState, step: Any) -> tuple[_LoopState, Any]:
         goes_on = progress.active if exact else progress.active & (step < loop.max_steps)
 
-        def take_own(progress: _Progress) -> tuple[_Progress, Any]:
-            return jax.lax.cond(own_lane(goes_on), take, skip, progress)
+        def take_own(progress: _LoopState) -> tuple[_LoopState, Any]:
+            return jax.lax.cond(element_active(goes_on), take, skip, progress)
 
-        return jax.lax.cond(any_lane(goes_on), take_own, skip, progress)
+        return jax.lax.cond(any_active(goes_on), take_own, skip, progress)
 
     # What a checkpointed function keeps is what goes into it; around the choice, not inside, since
     # what is kept inside a branch is kept by every turn of the scan.
     checkpointed = jax.checkpoint(one_step, prevent_cse=False)
 
-    def named_step(progress: _Progress, step: Any) -> tuple[_Progress, Any]:
+    def named_step(progress: _LoopState, step: Any) -> tuple[_LoopState, Any]:
         return checkpointed(checkpoint_name(progress, _GOES_IN), step)
 
     return named_step
 
 
-# --- Bounded while ---
-
+# Position of the history function among the functions of a call.
 _HISTORY = 2
-"""Position of the history function among the functions of a call."""
 
 
 def bounded_while_loop(
@@ -278,10 +249,10 @@ def bounded_while_loop(
     differentiable: Differentiable = "no",
     padding: Any = 0,
 ) -> WhileResult:
-    """Runs a function over Modules while a condition holds, but at most ``max_steps`` times.
+    """Runs a function over Modules at most ``max_steps`` times.
 
-    Carry, condition and body are as for ``while_loop``. Under ``vmap`` each lane has a length of
-    its own.
+    Carry, condition and body are as for ``while_loop``. Under ``vmap`` each batch element has a
+    length of its own.
 
     Args:
         cond_fun: Called as ``cond_fun(carry)``; returns a boolean of shape ().
@@ -322,23 +293,18 @@ def bounded_while_loop(
     functions = [body_fun, cond_fun] if history is None else [body_fun, cond_fun, history]
 
     def attempt(captured: list[Variable[Any]]) -> WhileResult:
-        call = Call("bounded_while_loop", functions, [init], {}, captured=captured)
-        check_operands(call)
-        body = Body(call, carry_of, call.labels[0])
-        body.discover(body.values, body.plain)
-        condition = condition_of(body)
-        while body.differ_like(jax.eval_shape(condition, body.start())):
-            pass
+        call = LiftedCall("bounded_while_loop", functions, [init], {}, captured=captured)
+        body, condition = body_and_condition(call)
 
-        def advance(around: Any) -> Any:
-            return body.step(around)[0]
+        def advance(carry: Any) -> Any:
+            return body.step(carry)[0]
 
         start = settled(advance, body.start())
-        row = _no_row if history is None else Reader(body, _HISTORY, "history", _row_of)
-        rows = padding_row(padding, result_kinds(row, start))
-        loop = Loop(condition, advance, row, steps, rows)
+        row = _no_row if history is None else ReadOnlyFunction(body, _HISTORY, "history", _row_of)
+        rows = padding_row(padding, abstract_eval(row, start))
+        loop = BoundedLoop(condition, advance, row, steps, rows)
         result = run_bounded(loop, start, differentiable)
-        return result._replace(final=carry_back(body, result.final))
+        return result._replace(final=call.apply(body.finish(result.final)))
 
     return retry_captured(attempt)
 
@@ -369,7 +335,7 @@ def _check_options(max_steps: Any, history: Any, differentiable: Any) -> int:
     return operator.index(max_steps)
 
 
-def _no_row(around: Any) -> None:
+def _no_row(carry: Any) -> None:
     return None
 
 
@@ -390,19 +356,8 @@ def _row_of(result: Any) -> Any:
     return jax.tree_util.tree_map_with_path(as_array, result, is_leaf=is_object)
 
 
-# --- padding --------------------------------------------------------------------------------------
-
-
 def padding_row(padding: Any, kinds: Any) -> Any:
-    """Returns a row of padding.
-
-    Args:
-        padding: As given by the caller.
-        kinds: Shapes and dtypes of a row.
-
-    Raises:
-        BoundedLoopError: If the padding does not fit, naming the place.
-    """
+    """Returns a row of padding."""
     given = jax.tree.map(
         lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, padding, is_leaf=is_object
     )
@@ -441,7 +396,7 @@ def _filled(path: Path, value: Any, kind: Any) -> Any:
 
 
 def _laid_out_alike(row: Any, kind: Any) -> Any:
-    """Returns an array in the layout of another, which Explicit mesh axes count to the type."""
+    """Returns an array in another's layout over Explicit axes."""
     sharding = jax.typeof(kind).sharding
     if all(entry is None for entry in sharding.spec):
         return row
@@ -449,7 +404,7 @@ def _laid_out_alike(row: Any, kind: Any) -> Any:
 
 
 def _holds(array: Any, dtype: Any) -> bool:
-    """Whether an array of the given dtype can hold the padding; floats may round."""
+    """Whether a dtype can hold the padding; floats may round."""
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if is_key or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return array.dtype == dtype

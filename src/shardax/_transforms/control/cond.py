@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cond`` and ``switch``: functions over Modules of which one is run.
+"""``cond`` and ``switch``: conditional execution of functions over Modules.
 
-A *branch* is one of the functions. All are traced, once each, and one is run. A Variable that any
-branch writes leaves all of them; one that does not write it hands on the value it was given.
-
-Agreement of branches: one program comes out of a choice, whichever branch is taken.
-
-The *outcome* of a branch is all that it leaves behind: its result, what it wrote, how it changed
-the structure of the objects it was given, what it made. The outcomes of all branches must agree in
-everything but numbers. What a branch does not write keeps the value it had.
+All branches are traced, once each, and one is run. The *outcome* of a branch is all that it leaves
+behind: its result, the Variables that it wrote, how it changed the structure of the objects it was
+given, and what it made. One program comes out of all branches, so outcomes must agree in everything
+but numbers. A Variable that any branch writes leaves all of them; a branch that does not write it
+returns the value it had.
 """
 
 from __future__ import annotations
@@ -30,245 +27,216 @@ from shardax._core.graph.flatten import (
 )
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.graph.static import Static
-from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.control.loop_body import describe_change, form, result_kinds, vary_alike
-from shardax._transforms.errors import BranchError
-from shardax._transforms.lift.call import (
-    Call,
-    Inside,
+from shardax._transforms.control.loops import (
+    abstract_eval,
     as_integer,
     as_predicate,
+    describe_change,
+    form,
+    vary_alike,
+)
+from shardax._transforms.errors import BranchError
+from shardax._transforms.lift.engine import (
+    Effects,
+    LiftedCall,
+    LiftedOutputs,
+    RunContext,
     check_operands,
+    check_result,
     retry_captured,
 )
-from shardax._transforms.lift.engine import (
-    Carried,
-    Record,
-    carry_in,
-    check_no_leak,
-    check_result,
-)
-
-# --- Agree ---
+from shardax._transforms.lift.prefix import one_level
 
 
-class Place(NamedTuple):
-    """Stands for a leaf of a result: an array, or the object at a position of the graph."""
+class ResultLeaf(NamedTuple):
+    """A leaf of a result: an array, or an object's position."""
 
     position: int | None = None
 
 
-class Outcome(NamedTuple):
-    """What one branch leaves.
+class BranchOutcome(NamedTuple):
+    """What one branch leaves."""
 
-    Attributes:
-        label: How the caller knows the branch.
-        record: What it did.
-        outline: Its result with a ``Place`` for every leaf.
-        arrays: Shapes of the arrays in the result.
-        written: Shapes of the values of written Variables, by position.
-        fresh: Shapes of the values of new Variables.
-    """
-
-    label: str
-    record: Record
-    outline: Any
-    arrays: Sequence[Any]
-    written: dict[int, Any]
-    fresh: Sequence[Any]
+    label: str  # how the caller knows the branch
+    effects: Effects
+    outline: Any  # its result with a ``ResultLeaf`` for every leaf
+    arrays: Sequence[Any]  # shapes of the arrays in the result
+    written: dict[int, Any]  # shapes of the values of written Variables, by position
+    fresh: Sequence[Any]  # shapes of the values of new Variables
 
 
-def outline_of(result: Any, record: Record) -> Any:
-    """Returns a result with a ``Place`` for every leaf."""
+def _result_outline(result: Any, effects: Effects) -> Any:
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_object)
-    roots = () if record.result is None else record.result.roots
-    positions = dict(roots)
-    assert all(place in positions for place, x in enumerate(leaves) if isinstance(x, Object))
-    return treedef.unflatten([Place(positions.get(place)) for place in range(len(leaves))])
+    positions = {} if effects.result is None else dict(effects.result.roots)
+    return treedef.unflatten([ResultLeaf(positions.get(place)) for place in range(len(leaves))])
 
 
-def check_agreement(call: Call, outcomes: Sequence[Outcome], before: Sequence[Any]) -> None:
-    """Raises if branches leave different things behind.
+class _Comparison:
+    """Outcomes of two branches, which must agree in all but numbers."""
 
-    Args:
-        call: The call.
-        outcomes: One per branch.
-        before: The values of the Variables before the choice.
+    def __init__(self, call: LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
+        self.call, self.first, self.other = call, first, other
+        self.graphdef, self.paths = call.graph.flat.graphdef, call.graph.flat.paths
 
-    Raises:
-        BranchError: Naming the place and what each of two branches leaves there.
-    """
-    first = outcomes[0]
-    for other in outcomes[1:]:
-        _check_structure(call, first, other)
-        _check_result(call, first, other)
-        _check_new(call, first, other)
-        _check_written(call, first, other, before)
+    def check(self, before: Sequence[Any]) -> None:
+        """Raises if they differ, given the values before the choice."""
+        self._check_structure()
+        self._check_result()
+        self._check_new()
+        self._check_written(before)
 
-
-def _check_structure(call: Call, first: Outcome, other: Outcome) -> None:
-    graphdef, paths = call.graph.flat.graphdef, call.graph.flat.paths
-    for position, old in enumerate(graphdef.objects):
-        mine = first.record.updates.get(position, old)
-        theirs = other.record.updates.get(position, old)
-        if mine == theirs:
-            continue
-        changes = [
-            describe_change(old, new) if new != old else "nothing changes" for new in (mine, theirs)
-        ]
-        if changes[0] == changes[1]:
-            changes = [
-                _describe_attributes(call, outcome, new, against)
-                for outcome, new, against in ((first, mine, theirs), (other, theirs, mine))
+    def _check_structure(self) -> None:
+        first, other = self.first, self.other
+        for position, old in enumerate(self.graphdef.objects):
+            mine = first.effects.updates.get(position, old)
+            theirs = other.effects.updates.get(position, old)
+            if mine == theirs:
+                continue
+            shown = [
+                describe_change(old, new) if new != old else "nothing changes"
+                for new in (mine, theirs)
             ]
-        told = [
-            f"in {outcome.label} {change}"
-            for outcome, change in zip((first, other), changes, strict=True)
+            if shown[0] == shown[1]:
+                shown = [
+                    self._describe_attributes(first, mine, theirs),
+                    self._describe_attributes(other, theirs, mine),
+                ]
+            raise BranchError(
+                f"The branches of sx.{self.call.name} change the {old.type.__name__} at "
+                f"{format_path(self.paths[position])} differently: in {first.label} {shown[0]}; in "
+                f"{other.label} {shown[1]}. One program comes out of both, so they must leave one "
+                f"structure. Make the same change in every branch (sow the same names, set the "
+                f"same attributes in the same order), or change it before the choice and only "
+                f"write values inside."
+            )
+
+    def _describe_attributes(self, outcome: BranchOutcome, new: Any, against: Any) -> str:
+        """Returns the attributes in which one definition differs from another."""
+        mine, theirs = (
+            {key: child for key, child in definition_children(item) if isinstance(key, str)}
+            if isinstance(item, ModuleDef)
+            else {}
+            for item in (new, against)
+        )
+        shown = []
+        for name, child in mine.items():
+            if child == theirs.get(name):
+                continue
+            what = "another container"
+            if isinstance(child, Ref):
+                what = self._describe(outcome, ResultLeaf(child.position))
+            elif isinstance(child, Static):
+                what = repr(child.value)[:40]
+            shown.append(f".{name} is {what}")
+        if shown:
+            return ", ".join(shown)
+        return f"the order is {', '.join(mine)}" if mine else "it is another"
+
+    def _check_result(self) -> None:
+        first, other, name = self.first, self.other, f"sx.{self.call.name}"
+        found = _difference(first.outline, other.outline, ())
+        if found is not None:
+            path, mine, theirs = found
+            raise BranchError(
+                f"The branches of {name} return different structures{_at(path)}: {first.label} "
+                f"{mine}, {other.label} {theirs}. Return the same containers with the same keys "
+                f"from every branch."
+            )
+        arrays = iter(zip(first.arrays, other.arrays, strict=True))
+        leaves = [_outline_leaves(outcome.outline) for outcome in (first, other)]
+        for (path, mine), (_, theirs) in zip(*leaves, strict=True):
+            if mine != theirs:
+                raise BranchError(
+                    f"The branches of {name} return different objects{_at(path)}: {first.label} "
+                    f"{self._describe(first, mine)}, {other.label} "
+                    f"{self._describe(other, theirs)}. An object is chosen while tracing, before "
+                    f"it is known which branch is taken. Return the same object from every branch "
+                    f"and write values into it, or return arrays."
+                )
+            if mine.position is not None:
+                continue
+            one, two = map(form, next(arrays))
+            if one != two:
+                raise BranchError(
+                    f"The branches of {name} return different types{_at(path)}: {first.label} "
+                    f"{one}, {other.label} {two}. Convert in one of them: x.astype(dtype), "
+                    f"x.reshape(shape)."
+                )
+
+    def _describe(self, outcome: BranchOutcome, leaf: ResultLeaf) -> str:
+        if leaf.position is None:
+            return "an array"
+        if leaf.position < len(self.paths):
+            kind = self.graphdef.objects[leaf.position].type.__name__
+            return f"the {kind} at {format_path(self.paths[leaf.position])}"
+        return f"a new {outcome.effects.fresh[leaf.position - len(self.paths)].type.__name__}"
+
+    def _check_new(self) -> None:
+        """Compares the objects that branches made, whose positions follow the given ones."""
+        both, count = (self.first, self.other), len(self.graphdef.objects)
+        values = [iter(outcome.fresh) for outcome in both]
+        for offset in range(max(len(outcome.effects.fresh) for outcome in both)):
+            made, shown = [], []
+            for outcome, fresh in zip(both, values, strict=True):
+                definitions = outcome.effects.fresh[offset : offset + 1]
+                kind = f"a {definitions[0].type.__name__}" if definitions else "nothing"
+                if count + offset in outcome.effects.foreign:
+                    kind += " from outside"
+                elif definitions and type(definitions[0]) is VariableDef:
+                    kind += f" {form(next(fresh))}"
+                made.append((definitions, kind, id(outcome.effects.foreign.get(count + offset))))
+                shown.append(f"{outcome.label} {kind}")
+            if made[0] == made[1]:
+                continue
+            paths = [self._paths_after(outcome).get(count + offset) for outcome in both]
+            also = ", but another one" if made[0][1] == made[1][1] else ""
+            raise BranchError(
+                f"The branches of sx.{self.call.name} leave different objects at "
+                f"{format_path(paths[0] or paths[1] or ())}: {shown[0]}, {shown[1]}{also}. Make "
+                f"the same in every branch, with the same shapes, dtypes and metadata, or make it "
+                f"before the choice."
+            )
+
+    def _paths_after(self, outcome: BranchOutcome) -> dict[int, Path]:
+        """Returns the path of every object after a branch."""
+        objects = [
+            outcome.effects.updates.get(i, old) for i, old in enumerate(self.graphdef.objects)
         ]
-        raise BranchError(
-            f"The branches of sx.{call.name} change the {old.type.__name__} at "
-            f"{format_path(paths[position])} differently: {told[0]}; {told[1]}. One program comes "
-            f"out of both, so they must leave one structure. Make the same change in every branch "
-            f"(sow the same names, set the same attributes in the same order), or change it before "
-            f"the choice and only write values inside."
-        )
+        returned = [
+            (("result", *path), Ref(leaf.position))
+            for path, leaf in _outline_leaves(outcome.outline)
+            if leaf.position is not None
+        ]
+        roots = (*self.graphdef.roots, *(ref for _, ref in returned))
+        names = [*self.call.names, *(path for path, _ in returned)]
+        return definition_paths(GraphDef((*objects, *outcome.effects.fresh), roots), names)
+
+    def _check_written(self, before: Sequence[Any]) -> None:
+        flat = self.call.graph.flat
+        for position in sorted({*self.first.written, *self.other.written}):
+            forms, shown = [], []
+            for outcome in (self.first, self.other):
+                is_written = position in outcome.written
+                forms.append(form(outcome.written[position] if is_written else before[position]))
+                verb = "writes" if is_written else "leaves it as"
+                shown.append(f"{outcome.label} {verb} {forms[-1]}")
+            if forms[0] != forms[1]:
+                kind = type(self.call.graph.leaves[position]).__name__
+                raise BranchError(
+                    f"The {kind} at {format_path(flat.leaf_paths[position])} leaves the branches "
+                    f"of sx.{self.call.name} in different forms: {shown[0]}, {shown[1]}. Keep one "
+                    f"structure, shape and dtype: v[...] = new.astype(v.dtype)."
+                )
 
 
-def _describe_attributes(call: Call, outcome: Outcome, new: Any, against: Any) -> str:
-    """Returns what the attributes are in which the definition of a Module differs from another."""
-    mine, theirs = (
-        {key: child for key, child in definition_children(item) if isinstance(key, str)}
-        if isinstance(item, ModuleDef)
-        else {}
-        for item in (new, against)
-    )
-    shown = [
-        f".{name} is {_describe_child(call, outcome, child)}"
-        for name, child in mine.items()
-        if child != theirs.get(name)
-    ]
-    if shown:
-        return ", ".join(shown)
-    return f"the order is {', '.join(mine)}" if mine else "it is another"
+def _outline_leaves(outline: Any) -> list[tuple[Path, ResultLeaf]]:
+    pairs = jax.tree_util.tree_leaves_with_path(outline, is_leaf=_is_result_leaf)
+    return [(tuple(map(path_step, keys)), leaf) for keys, leaf in pairs]
 
 
-def _describe_child(call: Call, outcome: Outcome, child: Any) -> str:
-    if isinstance(child, Ref):
-        return _describe(call, outcome, Place(child.position))
-    return repr(child.value)[:40] if isinstance(child, Static) else "another container"
-
-
-def _check_new(call: Call, first: Outcome, other: Outcome) -> None:
-    """Compares the objects that were made, whose positions follow those of the given ones."""
-    paths = [_paths_after(call, outcome) for outcome in (first, other)]
-    count = len(call.graph.flat.graphdef.objects)
-    values = [iter(first.fresh), iter(other.fresh)]
-    for position in range(count, count + max(len(first.record.fresh), len(other.record.fresh))):
-        told = []
-        for outcome, fresh in zip((first, other), values, strict=True):
-            made = outcome.record.fresh[position - count : position - count + 1]
-            kind = f"a {made[0].type.__name__}" if made else "nothing"
-            if position in outcome.record.foreign:
-                kind += " from outside"
-            elif made and type(made[0]) is VariableDef:
-                kind += f" {form(next(fresh))}"
-            told.append((made, kind))
-        same = [o.record.foreign.get(position) for o in (first, other)]
-        if told[0] == told[1] and same[0] is same[1]:
-            continue
-        where = format_path(paths[0].get(position) or paths[1].get(position) or ())
-        raise BranchError(
-            f"The branches of sx.{call.name} leave different objects at {where}: {first.label} "
-            f"{told[0][1]}, {other.label} {told[1][1]}"
-            f"{'' if told[0][1] != told[1][1] else ', but another one'}. Make the same in every "
-            f"branch, with the same shapes, dtypes and metadata, or make it before the choice."
-        )
-
-
-def _paths_after(call: Call, outcome: Outcome) -> dict[int, Path]:
-    """Returns the path of every object as it is after a branch; new ones may be in the result."""
-    graphdef, record = call.graph.flat.graphdef, outcome.record
-    objects = [record.updates.get(i, old) for i, old in enumerate(graphdef.objects)]
-    returned = [
-        (path, place.position)
-        for path, place in _places(outcome.outline)
-        if place.position is not None
-    ]
-    whole = GraphDef(
-        (*objects, *record.fresh),
-        (*graphdef.roots, *(Ref(position) for _, position in returned)),
-    )
-    return definition_paths(whole, [*call.names, *(("result", *path) for path, _ in returned)])
-
-
-def _places(outline: Any) -> list[tuple[Path, Place]]:
-    pairs = jax.tree_util.tree_leaves_with_path(outline, is_leaf=_is_place)
-    return [(tuple(path_step(key) for key in keys), place) for keys, place in pairs]
-
-
-def _is_place(item: Any) -> bool:
-    return isinstance(item, Place)
-
-
-def _check_result(call: Call, first: Outcome, other: Outcome) -> None:
-    found = _difference(first.outline, other.outline, ())
-    if found is not None:
-        path, mine, theirs = found
-        raise BranchError(
-            f"The branches of sx.{call.name} return different structures{_at(path)}: {first.label} "
-            f"{mine}, {other.label} {theirs}. Return the same containers with the same keys from "
-            f"every branch."
-        )
-    arrays = iter(zip(first.arrays, other.arrays, strict=True))
-    for (path, mine), (_, theirs) in zip(
-        _places(first.outline), _places(other.outline), strict=True
-    ):
-        if mine != theirs:
-            raise BranchError(
-                f"The branches of sx.{call.name} return different objects{_at(path)}: "
-                f"{first.label} {_describe(call, first, mine)}, {other.label} "
-                f"{_describe(call, other, theirs)}. An object is chosen while tracing, before it "
-                f"is known which branch is taken. Return the same object from every branch and "
-                f"write values into it, or return arrays."
-            )
-        if mine.position is not None:
-            continue
-        one, two = (form(item) for item in next(arrays))
-        if one != two:
-            raise BranchError(
-                f"The branches of sx.{call.name} return different types{_at(path)}: {first.label} "
-                f"{one}, {other.label} {two}. Convert in one of them: x.astype(dtype), x.reshape("
-                f"shape)."
-            )
-
-
-def _describe(call: Call, outcome: Outcome, place: Place) -> str:
-    if place.position is None:
-        return "an array"
-    paths = call.graph.flat.paths
-    if place.position < len(paths):
-        kind = call.graph.flat.graphdef.objects[place.position].type.__name__
-        return f"the {kind} at {format_path(paths[place.position])}"
-    made = outcome.record.fresh[place.position - len(paths)]
-    return f"a new {made.type.__name__}"
-
-
-def _check_written(call: Call, first: Outcome, other: Outcome, before: Sequence[Any]) -> None:
-    for position in sorted({*first.written, *other.written}):
-        forms, told = [], []
-        for outcome in (first, other):
-            is_written = position in outcome.written
-            shown = form(outcome.written[position] if is_written else before[position])
-            forms.append(shown)
-            told.append(f"{outcome.label} {'writes' if is_written else 'leaves it as'} {shown}")
-        if forms[0] != forms[1]:
-            kind = type(call.graph.leaves[position]).__name__
-            raise BranchError(
-                f"The {kind} at {format_path(call.graph.flat.leaf_paths[position])} leaves the "
-                f"branches of sx.{call.name} in different forms: {told[0]}, {told[1]}. Keep one "
-                f"structure, shape and dtype: v[...] = new.astype(v.dtype)."
-            )
+def _is_result_leaf(item: Any) -> bool:
+    return isinstance(item, ResultLeaf)
 
 
 def _at(path: Path) -> str:
@@ -277,30 +245,24 @@ def _at(path: Path) -> str:
 
 def _difference(first: Any, other: Any, path: Path) -> tuple[Path, str, str] | None:
     """Returns the outermost place where two outlines have another structure."""
-    trees = [jax.tree.structure(item, is_leaf=_is_place) for item in (first, other)]
+    trees = [jax.tree.structure(item, is_leaf=_is_result_leaf) for item in (first, other)]
     if trees[0] == trees[1]:
         return None
-    children = [dict(_one_level(item)) for item in (first, other)]
+    both = (first, other)
+    children = [{} if _is_result_leaf(item) else dict(one_level(item)) for item in both]
     if type(first) is type(other) and list(children[0]) == list(children[1]):
         for key, child in children[0].items():
             found = _difference(child, children[1][key], (*path, key))
             if found is not None:
                 return found
-    told = [_container(item, below) for item, below in zip((first, other), children, strict=True)]
-    if told[0] == told[1]:
-        told[1] += " with other static fields"
-    return path, told[0], told[1]
-
-
-def _one_level(tree: Any) -> list[tuple[Any, Any]]:
-    if _is_place(tree):
-        return []
-    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda item: item is not tree)
-    return [(path_step(keys[0]), child) for keys, child in pairs]
+    shown = [_container(item, below) for item, below in zip(both, children, strict=True)]
+    if shown[0] == shown[1]:
+        shown[1] += " with other static fields"
+    return path, shown[0], shown[1]
 
 
 def _container(item: Any, children: dict[Any, Any]) -> str:
-    if _is_place(item):
+    if _is_result_leaf(item):
         return "an array" if item.position is None else "an object"
     if item is None:
         return "None"
@@ -309,14 +271,8 @@ def _container(item: Any, children: dict[Any, Any]) -> str:
     return f"a {type(item).__name__} of {len(children)}"
 
 
-# --- Branch ---
-
-
 def cond(
-    pred: Any,
-    true_fun: Callable[..., Any],
-    false_fun: Callable[..., Any],
-    *operands: Any,
+    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
 ) -> Any:
     """Runs one of two functions over Modules, as ``jax.lax.cond`` does.
 
@@ -412,21 +368,21 @@ def _run(
     choose: Callable[..., Any],
 ) -> Any:
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = Call(name, functions, operands, {}, captured=captured)
-        return _Choice(call, labels).run(decision, choose)
+        call = LiftedCall(name, functions, operands, {}, captured=captured)
+        return _BranchingCall(call, labels).run(decision, choose)
 
     return retry_captured(attempt)
 
 
-class _Choice:
+class _BranchingCall:
     """One call of ``cond`` or ``switch``."""
 
-    def __init__(self, call: Call, labels: Sequence[str]) -> None:
+    def __init__(self, call: LiftedCall, labels: Sequence[str]) -> None:
         check_operands(call)
         self.call = call
         self.labels = labels
         self.values = call.graph.values()
-        self.done: dict[int, tuple[Record, Any, Any]] = {}
+        self.done: dict[int, tuple[Effects, Any, Any]] = {}
         self.union: tuple[int, ...] = ()
         # Compiled as a unit so that JAX traces it once, for its shapes and for the choice.
         self.ones = [
@@ -434,27 +390,21 @@ class _Choice:
             for which in range(len(labels))
         ]
 
-    # --- inside ----------------------------------------------------------------------------------
-
     def _one(self, which: int, values: list[Any], plain: tuple[Any, ...]) -> Any:
-        """Runs a branch; returns (arrays of its result, written values by position, new values)."""
+        """Runs a branch; returns result arrays, written and new values."""
 
-        def leave(inside: Inside) -> Any:
-            inside.require_inputs()
-            check_result(inside.result, self.call.name)
-            carried = inside.carry_out(inside.result)
-            record = carried.record
-            leaves, treedef = jax.tree.flatten(carried.result)
-            self.done[which] = record, outline_of(inside.result, record), treedef
-            return (
-                leaves,
-                dict(zip(record.written, carried.written, strict=True)),
-                carried.fresh,
-            )
+        def leave(context: RunContext) -> Any:
+            context.require_inputs()
+            check_result(context.result, self.call.name)
+            outputs = context.record_effects(context.result)
+            effects = outputs.effects
+            leaves, treedef = jax.tree.flatten(outputs.result)
+            self.done[which] = effects, _result_outline(context.result, effects), treedef
+            return (leaves, dict(zip(effects.written, outputs.written, strict=True)), outputs.fresh)
 
         return self.call.run(values, plain, {}, leave, which=which)
 
-    def _branch(self, which: int, targets: Sequence[_Target], values: Any, plain: Any) -> Any:
+    def _branch(self, which: int, targets: Sequence[_OutputType], values: Any, plain: Any) -> Any:
         """Runs a branch and returns, flat, what leaves every branch."""
         leaves, written, fresh = self.ones[which](values, plain)
         everything = self._joined(leaves, written, fresh, values)
@@ -466,30 +416,23 @@ class _Choice:
     def _joined(self, leaves: Any, written: dict[int, Any], fresh: Any, values: Any) -> Any:
         return leaves, [written.get(p, values[p]) for p in self.union], fresh
 
-    # --- outside ---------------------------------------------------------------------------------
-
     def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
-        """Traces the branches, runs the one that is chosen, and carries back what it did.
-
-        Args:
-            decision: What decides. Inside ``shard_map``, where it may differ between shards, so may
-                all that leaves; JAX does not count it in.
-            choose: Runs one of the branches on arrays.
-        """
+        """Traces all branches, runs the chosen one, and applies its effects."""
         differ = functools.partial(vary_alike, other=decision)
         inputs = jax.tree.map(differ, (self.values, self.call.arguments.plain))
         outcomes = []
         for which, label in enumerate(self.labels):
-            leaves, written, fresh = result_kinds(self.ones[which], *inputs)
-            record, outline, _ = self.done[which]
-            outcomes.append(Outcome(label, record, outline, leaves, written, fresh))
-        check_agreement(self.call, outcomes, self.values)
+            leaves, written, fresh = abstract_eval(self.ones[which], *inputs)
+            effects, outline, _ = self.done[which]
+            outcomes.append(BranchOutcome(label, effects, outline, leaves, written, fresh))
+        for other in outcomes[1:]:
+            _Comparison(self.call, outcomes[0], other).check(self.values)
         self.union = tuple(sorted({position for item in outcomes for position in item.written}))
         rows = [
             self._joined(item.arrays, item.written, item.fresh, self.values) for item in outcomes
         ]
         columns = zip(*map(jax.tree.leaves, rows), strict=True)
-        targets = [_Target(types, decision) for types in columns]
+        targets = [_OutputType(types, decision) for types in columns]
         # Values are closed over, not passed: JAX then takes in those that a branch uses, so that a
         # large model of which little is used costs nothing when the choice is differentiated.
         branches = [
@@ -498,23 +441,17 @@ class _Choice:
         ]
         flat = choose(branches)
         leaves, written, fresh = jax.tree.unflatten(jax.tree.structure(rows[0]), flat)
-        record, _, treedef = self.done[0]
-        record.written = self.union
-        carried = Carried(treedef.unflatten(leaves), written, fresh, record)
-        check_no_leak(self.call.graph, carried)
-        return carry_in(self.call.graph, carried)
+        effects, _, treedef = self.done[0]
+        effects.written = self.union
+        outputs = LiftedOutputs(treedef.unflatten(leaves), written, fresh, effects)
+        return self.call.apply(outputs)
 
 
-class _Target:
-    """The type in which one array leaves every branch.
+class _OutputType:
+    """The type in which one array leaves every branch."""
 
-    Shape and dtype agree. What may differ without meaning anything is whether JAX counts the dtype
-    as weak, and, in ``shard_map``, along which mesh axes the array is known to be the same.
-
-    Args:
-        types: The array, or its shape, as each branch leaves it.
-        decision: What decides.
-    """
+    # Shape and dtype agree. What may differ without meaning anything is whether JAX counts the
+    # dtype as weak, and, in ``shard_map``, along which mesh axes the array is known to be the same.
 
     def __init__(self, types: Sequence[Any], decision: Any) -> None:
         found = [jax.typeof(item) for item in types]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``scan``: a function over Modules, run once per slice of its arguments, as one small program.
+"""``scan``: a function over Modules, run on slices of its arguments.
 
 Each argument has an *entry* that says what an iteration sees of it:
 
@@ -24,20 +24,20 @@ import jax.numpy as jnp
 
 from shardax._core.graph.flatten import ModuleDef, VariableDef
 from shardax._core.variable import Variable
-from shardax._transforms.control.loop_body import Body, refuse_changes, result_kinds
+from shardax._transforms.control.loops import LoopBody, abstract_eval, refuse_changes
 from shardax._transforms.errors import CarryError, PrefixError
-from shardax._transforms.lift.call import (
-    Call,
-    Inside,
+from shardax._transforms.lift.engine import (
+    LiftedCall,
+    LiftedOutputs,
+    RunContext,
     retry_captured,
     wraps,
 )
-from shardax._transforms.lift.engine import Carried, carry_in, check_no_leak
 from shardax._transforms.lift.prefix import (
     Carry,
+    EntryAssignment,
     FilterMapping,
-    Layout,
-    Leaving,
+    OutputEntries,
     appended,
     check_axes_only,
     is_axis,
@@ -49,8 +49,8 @@ from shardax._transforms.vmap.axes import (
     SplitStreams,
     check_new_axis,
     common_size,
-    entering,
-    lane_structure,
+    element_graphdef,
+    entering_arrays,
     mapped_name,
     name_new_dimensions,
     refuse_split,
@@ -67,7 +67,7 @@ def scan(
     unroll: int | bool = 1,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Makes a function over Modules run once per slice of its arguments, as ``jax.lax.scan`` does.
+    """Makes a function over Modules run once per slice.
 
     The function is traced once, whatever the number of iterations. What is sown
     (``Module.sow``) leaves stacked, with one row per iteration.
@@ -117,16 +117,13 @@ def scan(
     @wraps(function)
     def scanned(*args: Any, **kwargs: Any) -> Any:
         def attempt(captured: list[Variable[Any]]) -> Any:
-            call = Call("scan", [function], args, kwargs, captured=captured)
+            call = LiftedCall("scan", [function], args, kwargs, captured=captured)
             loop = _Scan(call, in_axes, out_axes, has_carry, name, args, kwargs)
             return loop.run(length, reverse, unroll)
 
         return retry_captured(attempt)
 
     return scanned
-
-
-# --- the option's form ----------------------------------------------------------------------------
 
 
 def _check_axes(in_axes: Any, out_axes: Any) -> bool:
@@ -150,13 +147,13 @@ def _check_axes(in_axes: Any, out_axes: Any) -> bool:
 
 
 def _count_carry(prefix: Any, name: str) -> bool:
-    """Returns whether ``Carry`` stands at the top level of a prefix; it stands nowhere else."""
+    """Returns whether ``Carry`` stands at a prefix's top level."""
     top = list(prefix) if isinstance(prefix, (tuple, list)) else [prefix]
     count = sum(entry is Carry for entry in top)
     if count > 1:
         raise CarryError(
-            f"{name} of sx.scan has sx.Carry {count} times. One argument is carried; put what goes "
-            f"around together in a tuple or dict."
+            f"{name} of sx.scan has sx.Carry {count} times. One argument is carried; put what is "
+            f"carried together in a tuple or dict."
         )
     for entry in top:
         if entry is not Carry and any(leaf is Carry for leaf in jax.tree.leaves(entry)):
@@ -172,25 +169,24 @@ def _count_carry(prefix: Any, name: str) -> bool:
     return count == 1
 
 
-# --- one call -------------------------------------------------------------------------------------
+class _ScanBody(LoopBody):
+    """The body of a scan, which slices and results leave, too."""
 
-
-class _ScanBody(Body):
-    """The body of a scan: besides what goes around, slices and results leave every iteration."""
-
-    def __init__(self, scan: _Scan, around_plain: Sequence[int]) -> None:
+    def __init__(self, scan: _Scan, carried_plain: Sequence[int]) -> None:
         label = "" if scan.carry_position is None else scan.call.labels[scan.carry_position]
-        super().__init__(scan.call, scan.carry_of, label, around_plain)
+        super().__init__(scan.call, scan.carry_of, label, carried_plain)
         self.scan = scan
 
-    def outgoing(self, inside: Inside) -> Any:
+    def outgoing(self, context: RunContext) -> Any:
         """Returns the result with boxes that have the scanned dimension."""
-        return self.scan.boxes.leave(inside.result, self.scan.leaving(inside))
+        return self.scan.boxes.leave(context.result, self.scan.output_entries(context))
 
-    def leave_more(self, inside: Inside, carried: Carried) -> tuple[Carried, Any, Collection[int]]:
-        """Lets rows of the result leave every iteration, and of sliced, sown and new Variables."""
-        carried, rows = self.scan.rows_of(inside, carried)
-        return carried, rows, {*self.scan.sliced, *self.scan.grown}
+    def leave_more(
+        self, context: RunContext, outputs: LiftedOutputs
+    ) -> tuple[LiftedOutputs, Any, Collection[int]]:
+        """Returns the rows of results and of sliced, sown, new Variables."""
+        outputs, rows = self.scan.rows_of(context, outputs)
+        return outputs, rows, {*self.scan.sliced, *self.scan.grown}
 
 
 class _Scan:
@@ -198,7 +194,7 @@ class _Scan:
 
     def __init__(
         self,
-        call: Call,
+        call: LiftedCall,
         in_axes: Any,
         out_axes: Any,
         has_carry: bool,
@@ -217,28 +213,26 @@ class _Scan:
                 f"{len(prefixes)} ({', '.join(call.labels)}). Give one entry each: in_axes="
                 f"(sx.Carry, 0)."
             )
-        self.layout = Layout(call, args, kwargs, prefixes, 0, None, "in_axes")
-        axes = self.layout.leaves
-        around = [i for i, entry in enumerate(self.layout.plain) if entry is Carry]
-        self.body = _ScanBody(self, around)
+        self.assignment = EntryAssignment(call, args, kwargs, prefixes, 0, None, "in_axes")
+        axes = self.assignment.leaves
+        carry = [i for i, entry in enumerate(self.assignment.plain) if entry is Carry]
+        self.body = _ScanBody(self, carry)
         self.streams = SplitStreams(call, self.body.values, lambda p: is_axis(axes[p]))
         self.sliced = {p: 0 if p in self.streams else a for p, a in enumerate(axes) if is_axis(a)}
-        self.sliced_plain = {i: a for i, a in enumerate(self.layout.plain) if is_axis(a)}
-        self.body.graphdef = lane_structure(self.layout, self.streams, partition_name)
-        self.boxes = MappedBoxes(self.layout, partition_name)
+        self.sliced_plain = {i: a for i, a in enumerate(self.assignment.plain) if is_axis(a)}
+        self.body.graphdef = element_graphdef(self.assignment, self.streams, partition_name)
+        self.boxes = MappedBoxes(self.assignment, partition_name)
         call.enter = self.boxes.enter
         self.moved: dict[int, Any] = {}
         self.grown: frozenset[int] = frozenset()
         self.result_axes: list[Any] = []
         self.axes_of_new: list[int] = []
 
-    # --- inside ----------------------------------------------------------------------------------
-
-    def carry_of(self, inside: Inside) -> tuple[Any, Any]:
+    def carry_of(self, context: RunContext) -> tuple[Any, Any]:
         """Returns what was given for the carried argument, and what came back."""
         if self.carry_position is None:
             return None, None
-        given, result = inside.args[self.carry_position], inside.result
+        given, result = context.args[self.carry_position], context.result
         if self.out_axes is Carry:
             return given, result
         place = [entry is Carry for entry in self.out_axes].index(True)
@@ -252,47 +246,57 @@ class _Scan:
             )
         return given, result[place]
 
-    def leaving(self, inside: Inside) -> Leaving:
+    def output_entries(self, context: RunContext) -> OutputEntries:
         """Returns the entry of everything that leaves an iteration."""
-        return self.layout.leaving(inside, self.out_axes, "out_axes")
+        return self.assignment.output_entries(context, self.out_axes, "out_axes")
 
-    def rows_of(self, inside: Inside, carried: Carried) -> tuple[Carried, Any]:
+    def rows_of(self, context: RunContext, outputs: LiftedOutputs) -> tuple[LiftedOutputs, Any]:
         """Returns what an iteration did, and the rows that leave it."""
-        refuse_foreign(carried.record, "scan")
-        leaving = self.leaving(inside)
-        carried, self.moved = self.streams.settle(carried)
-        record = carried.record
-        places = [leaving.by_id.get(key, ((), None)) for key in record.fresh_ids]
+        refuse_foreign(outputs.effects, "scan")
+        output_entries = self.output_entries(context)
+        outputs, self.moved = self.streams.separate_counts(outputs)
+        effects = outputs.effects
+        places = [output_entries.by_id.get(key, ((), None)) for key in effects.fresh_ids]
         new = [axis for _, axis in places]
-        self._check_changes(inside, carried, new)
-        written = [(self.layout.leaf_paths[p], self.layout.leaves[p]) for p in record.written]
-        leaves = jax.tree.leaves(carried.result)
-        values = [*leaves, *carried.written, *carried.fresh]
-        for (path, axis), value in zip([*leaving.labels, *written, *places], values, strict=True):
+        self._check_changes(context, outputs, new)
+        written = [
+            (self.assignment.leaf_paths[p], self.assignment.leaves[p]) for p in effects.written
+        ]
+        leaves = jax.tree.leaves(outputs.result)
+        values = [*leaves, *outputs.written, *outputs.fresh]
+        for (path, axis), value in zip(
+            [*output_entries.labels, *written, *places], values, strict=True
+        ):
             check_new_axis(value, axis, path, "scan")
         self.axes_of_new = [axis if is_axis(axis) else 0 for axis in new]
         name_new_dimensions(
-            self.layout, self.streams, record, self.axes_of_new, self.partition_name
+            self.assignment, self.streams, effects, self.axes_of_new, self.partition_name
         )
-        self.result_axes = leaving.plain
-        rows = [leaf for leaf, axis in zip(leaves, leaving.plain, strict=True) if axis is not Carry]
+        self.result_axes = output_entries.plain
+        rows = [
+            leaf
+            for leaf, axis in zip(leaves, output_entries.plain, strict=True)
+            if axis is not Carry
+        ]
         slices = {
             position: value
-            for position, value in zip(record.written, carried.written, strict=True)
+            for position, value in zip(effects.written, outputs.written, strict=True)
             if position in self.sliced
         }
-        sown = appended(inside, record, lambda position: position not in self.sliced)
+        sown = appended(context, effects, lambda position: position not in self.sliced)
         self.grown = frozenset(sown)
-        return carried, (rows, slices, sown, carried.fresh)
+        return outputs, (rows, slices, sown, outputs.fresh)
 
-    def _check_changes(self, inside: Inside, carried: Carried, new: Sequence[Any]) -> None:
-        """Raises if the body changed structure in a way that differs from a loop in Python."""
-        record = carried.record
-        objects = inside.graphdef.objects
+    def _check_changes(
+        self, context: RunContext, outputs: LiftedOutputs, new: Sequence[Any]
+    ) -> None:
+        """Raises if the body changed structure other than by sowing."""
+        effects = outputs.effects
+        objects = context.graphdef.objects
         count = len(objects)
-        entries = iter(zip(new, carried.fresh, strict=True))
+        entries = iter(zip(new, outputs.fresh, strict=True))
         stackable = set()
-        for offset, definition in enumerate(record.fresh):
+        for offset, definition in enumerate(effects.fresh):
             if type(definition) is VariableDef:
                 axis, value = next(entries)
                 if is_axis(axis) or isinstance(value, tuple):
@@ -301,19 +305,19 @@ class _Scan:
                 stackable.add(count + offset)
         refused = [
             index
-            for index, changed in record.updates.items()
+            for index, changed in effects.updates.items()
             if not _only_adds(objects[index], changed, stackable)
         ]
         if refused:
-            refuse_changes(self.call, carried, refused)
-
-    # --- outside ---------------------------------------------------------------------------------
+            refuse_changes(self.call, outputs, refused)
 
     def run(self, length: int | None, reverse: bool, unroll: int | bool) -> Any:
         """Runs the loop and carries back what it did."""
         body = self.body
-        size = self._find_size(length)
-        values = self.streams.lanes(body.values, size)
+        arrays = entering_arrays(self.assignment, self.streams, body.values, body.plain)
+        size = common_size(arrays, length, "scan")
+        refuse_split(arrays, "scan")
+        values = self.streams.split_keys(body.values, size)
         slices = (
             {p: _to_front(values[p], axis) for p, axis in self.sliced.items()},
             {i: _to_front(body.plain[i], axis) for i, axis in self.sliced_plain.items()},
@@ -321,44 +325,37 @@ class _Scan:
         first = jax.tree.map(_first_row, slices)
         body.discover(*body.inputs(body.start(), *first))
 
-        def one(around: Any, part: Any) -> Any:
-            return body.step(around, *part)
+        def one(carry: Any, part: Any) -> Any:
+            return body.step(carry, *part)
 
-        around, rows = jax.lax.scan(
+        carry, rows = jax.lax.scan(
             one, body.start(), slices, length=size, reverse=reverse, unroll=unroll
         )
-        carried = self._assemble(around, rows)
-        check_no_leak(self.call.graph, carried)
-        return carry_in(self.call.graph, carried)
+        outputs = self._assemble(carry, rows)
+        return self.call.apply(outputs)
 
-    def _find_size(self, length: int | None) -> int:
-        rows = entering(self.layout, self.streams, self.body.values, self.body.plain)
-        size = common_size(rows, length, "scan")
-        refuse_split(rows, "scan")
-        return size
-
-    def _assemble(self, around: Any, rows: Any) -> Carried:
+    def _assemble(self, carry: Any, rows: Any) -> LiftedOutputs:
         """Puts together what went around and what left every iteration."""
-        assert self.body.carried is not None
-        carried = self.body.carried
-        record = carried.record
+        assert self.body.outputs is not None
+        outputs = self.body.outputs
+        effects = outputs.effects
         results, slices, sown, fresh = rows
-        final = dict(zip(self.body.around, around[0], strict=True))
+        final = dict(zip(self.body.carried_variables, carry[0], strict=True))
         for position, stacked in slices.items():
             final[position] = _from_front(stacked, self.sliced[position])
         for position, stacked in sown.items():
             final[position] = (*self.body.values[position], *stacked)
-        carry_leaves, row_leaves = iter(around[1]), iter(results)
+        carry_leaves, row_leaves = iter(carry[1]), iter(results)
         leaves = [
             next(carry_leaves) if axis is Carry else _from_front(next(row_leaves), axis)
             for axis in self.result_axes
         ]
-        treedef = jax.tree.structure(carried.result)
+        treedef = jax.tree.structure(outputs.result)
         new = [
             _from_front(value, axis) for value, axis in zip(fresh, self.axes_of_new, strict=True)
         ]
-        written = [final[position] for position in record.written]
-        whole = Carried(treedef.unflatten(leaves), written, new, record)
+        written = [final[position] for position in effects.written]
+        whole = LiftedOutputs(treedef.unflatten(leaves), written, new, effects)
         return self.streams.restore(whole, self.moved)
 
 
@@ -386,7 +383,7 @@ def _first_row(leaf: Any) -> Any:
     """The type of one row, without computing it."""
     if not leaf.shape[0]:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-    return result_kinds(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), leaf)
+    return abstract_eval(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), leaf)
 
 
 def _to_front(value: Any, axis: int) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``custom_vjp``: functions over Modules with a derivative that their author gives.
+"""``custom_vjp``: functions over Modules with a derivative of their author's.
 
 A *rule* is two functions. ``fwd`` takes the arguments of the function and returns (result,
 residuals); it runs in place of the function when that is differentiated. ``bwd`` takes the
@@ -8,31 +8,22 @@ residuals and the cotangent of the result and returns one gradient per argument.
 JAX may run ``fwd`` and ``bwd`` long after the call, when the transforms around it are over: a
 compiled function is differentiated when its trace has ended. What they use must be known by then.
 So ``fwd`` is *explored* first, that is, traced once for what it captures and writes. Captured
-Variables become inputs of the call; ``bwd`` gets what it needs from ``fwd``, as residuals.
+Variables become inputs of the call; ``bwd`` gets what it needs from ``fwd``, as residuals: arrays,
+Modules, Variables and static values, packed as one pytree node with the structure as static data.
 
-One call of a function with a derivative of its author's.
-
-The call's inputs are of two kinds. *Moving* ones have a gradient by the rule: chosen Variables, and
-the plain parts of differentiable arguments. *Still* ones do not: other Variables, captured ones,
-arguments in ``nondiff_argnums``. If a transform around the call differentiates one of the latter,
-its gradient would be lost, so that is an error (``still_here``).
-
-Residuals: what a forward rule hands to its backward rule.
-
-They may hold Modules and Variables beside arrays, and static values (numbers of Python, strings).
-On the way from one rule to the other only arrays exist; structure and static values go with them as
-the static part of one pytree node, ``Packed``. The backward rule gets copies of its own.
-
-Liveness: which inputs of a program its results depend on.
+*Differentiable* inputs have a gradient by the rule: chosen Variables, and the plain parts of
+differentiable arguments. Other Variables, captured ones, and arguments in ``nondiff_argnums`` do
+not; differentiating one of these is an error, since its gradient would be lost.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,105 +38,70 @@ from shardax._core.object import Object
 from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import ClosureError, DifferentiationError, OutputError
+from shardax._transforms.grad.grad import refuse_objects
 from shardax._transforms.grad.targets import (
+    DiffArgument,
     DiffState,
     Tangents,
-    Target,
     dtype_of,
     is_differentiable,
     replaced,
 )
-from shardax._transforms.grad.vjp import refuse_objects
-from shardax._transforms.lift.arguments import put_together, take_apart
-from shardax._transforms.lift.call import (
-    Call,
-    Captured,
-    Inside,
+from shardax._transforms.lift.arguments import join_argument, split_argument
+from shardax._transforms.lift.engine import (
+    Effects,
+    InputGraph,
+    LiftedCall,
+    LiftedOutputs,
+    NewCaptures,
+    RunContext,
+    check_result,
     path_of,
     retry_captured,
     wraps,
 )
-from shardax._transforms.lift.engine import (
-    Carried,
-    Graph,
-    Record,
-    carry_in,
-    check_no_leak,
-    check_result,
-)
 from shardax._transforms.lift.prefix import expand
 
-# --- Residuals ---
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "plain"],
+    meta_fields=["graphdef", "template"],
+)
+@dataclasses.dataclass(eq=False)
+class PackedResiduals:
+    """Arrays, objects and static values, as a pytree of arrays."""
 
-class Packed:
-    """Anything made of arrays, objects and static values, as a pytree of its arrays.
-
-    Attributes:
-        values: The values of all Variables.
-        plain: The other arrays.
-        graphdef: The structure of the objects.
-        template: How objects, arrays and static values stand together.
-    """
-
-    __slots__ = ("graphdef", "plain", "template", "values")
-
-    def __init__(self, values: Any, plain: Any, graphdef: GraphDef, template: Any) -> None:
-        self.values = values
-        self.plain = plain
-        self.graphdef = graphdef
-        self.template = template
+    values: Any  # of all Variables
+    plain: Any  # the other arrays
+    graphdef: GraphDef  # the structure of the objects
+    template: Any  # how objects, arrays and static values stand together
 
     def unpack(self, frame: Frame) -> Any:
         """Returns what was packed, with new objects that a frame owns."""
         roots, _ = build(self.graphdef, self.values, frame)
-        return put_together(self.template, self.plain, roots)
+        return join_argument(self.template, self.plain, roots)
 
 
-def pack(item: Any) -> Packed:
-    """Packs an item with the values that its Variables have in the current frame.
-
-    Raises:
-        StaticArgumentError: If it holds something that is not hashable and no array.
-    """
+def pack_residuals(item: Any) -> PackedResiduals:
+    """Packs an item with the present values of its Variables."""
     roots: list[Any] = []
-    template, plain = take_apart(item, roots, auto_static=True, static_numbers=True)
-    graph = Graph(roots)
-    return Packed(graph.values(), plain, graph.flat.graphdef, template)
-
-
-def _flatten(packed: Packed) -> tuple[tuple[Any, Any], tuple[GraphDef, Any]]:
-    return (packed.values, packed.plain), (packed.graphdef, packed.template)
-
-
-def _unflatten(static: tuple[GraphDef, Any], children: Iterable[Any]) -> Packed:
-    values, plain = children
-    return Packed(values, plain, *static)
-
-
-jax.tree_util.register_pytree_node(Packed, _flatten, _unflatten)
-
-
-# --- Liveness ---
+    template, plain = split_argument(item, roots, auto_static=True, static_numbers=True)
+    graph = InputGraph(roots)
+    return PackedResiduals(graph.values(), plain, graph.flat.graphdef, template)
 
 
 def used_inputs(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
-    """Returns, for each input of a program, whether a result may depend on it.
-
-    Programs inside an equation are looked into where their inputs and outputs are those of the
-    equation, as for compiled, rematerialised and custom functions.
-
-    Args:
-        jaxpr: The program.
-        wanted: Which results count; by default all.
-    """
+    """Returns which inputs of a program its results depend on."""
+    # Programs inside an equation are looked into where their inputs and outputs are those of the
+    # equation, as for compiled, rematerialised and custom functions.
     flags = [True] * len(jaxpr.outvars) if wanted is None else wanted
     live = {id(item) for item, flag in zip(jaxpr.outvars, flags, strict=True) if flag}
     for equation in reversed(jaxpr.eqns):
         results = [id(item) in live for item in equation.outvars]
         if not any(results) and not equation.effects:
             continue
-        inner = _same_shape(equation)
+        inner = _inner_program(equation)
         needed = [True] * len(equation.invars)
         if inner is not None and not equation.effects:
             needed = used_inputs(inner, results)
@@ -153,8 +109,8 @@ def used_inputs(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
     return [id(item) in live for item in jaxpr.invars]
 
 
-def _same_shape(equation: Any) -> Any:
-    """Returns the one program inside an equation that has its inputs and outputs, or None."""
+def _inner_program(equation: Any) -> Any:
+    """Returns the one program inside an equation with its signature."""
     if equation.primitive.name in _REPEATED:
         return None
     found = []
@@ -168,36 +124,22 @@ def _same_shape(equation: Any) -> Any:
     return found[0] if same == (len(equation.invars), len(equation.outvars)) else None
 
 
+# What one round does not use, another may: their results are also inputs.
 _REPEATED = frozenset({"scan", "while"})
-"""What one round does not use, another may: their results are also inputs."""
 
 
-# --- Custom call ---
-
-
-class Rule(Protocol):
-    """What is to be known of the function and its derivative; see ``custom_vjp.CustomVjp``."""
-
-    function: Callable[..., Any]
-    nondiff_argnums: Any
-    wrt: Any
-    fwd: Callable[..., Any] | None
-    bwd: Callable[..., Any] | None
-    state_cotangents: bool
-
-
-class RuleFrame(Frame):
-    """The frame of a function or its ``fwd``; knows the rule, so that it is not explored anew."""
+class VjpFrame(Frame):
+    """The frame of a function or its ``fwd``."""
 
     __slots__ = ("rule",)
 
-    def __init__(self, rule: Rule, name: str) -> None:
+    def __init__(self, rule: CustomVjp, name: str) -> None:
         super().__init__(name)
         self.rule = rule
 
 
 class BackwardFrame(Frame):
-    """The frame of ``bwd``, which runs when the call is over and sees nothing of around it."""
+    """The frame of ``bwd``, which runs when the call is over."""
 
     __slots__ = ("function",)
 
@@ -206,7 +148,7 @@ class BackwardFrame(Frame):
         self.function = function
 
     def capture(self, outer: Any) -> Any:
-        """See ``Frame.capture``."""
+        """Refuses what ``bwd`` was not given."""
         known = format_path(path_of([self.function], outer)).removeprefix(".")
         raise ClosureError(
             f"bwd of sx.custom_vjp uses the {type(outer).__name__} {known}, which it was not "
@@ -215,19 +157,12 @@ class BackwardFrame(Frame):
         )
 
 
-class RuleCall:
-    """One call.
-
-    Args:
-        rule: The function and its derivative.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        captured: Variables used without being passed in, as inputs.
-    """
+class CustomVjpCall:
+    """One call."""
 
     def __init__(
         self,
-        rule: Rule,
+        rule: CustomVjp,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         captured: Sequence[Variable[Any]],
@@ -238,15 +173,15 @@ class RuleCall:
         given = {**{i: args[i] for i in self.nondiff}, **kwargs}
         static = {key for key, value in given.items() if not _holds_data(value)}
         self.static = {key: value for key, value in given.items() if key in static}
-        make_frame = functools.partial(RuleFrame, rule)
+        make_frame = functools.partial(VjpFrame, rule)
         functions = [rule.function, rule.fwd]
-        self.call = Call(
+        self.call = LiftedCall(
             "custom_vjp", functions, args, kwargs, make_frame, captured, static, auto_static=True
         )
-        self.targets = [Target(self.call, item) for item in chosen]
+        self.targets = [DiffArgument(self.call, item) for item in chosen]
         self.indices = sorted({entry.leaf for target in self.targets for entry in target.entries})
         self.positions = [target.position for target in self.targets if target.has_plain]
-        self.record: Record | None = None
+        self.effects: Effects | None = None
         self.emit: frozenset[int] = frozenset()
         self.known: list[tuple[Any, int]] = []
         self.written_paths: list[Path] = list(self.call.graph.flat.leaf_paths)
@@ -254,60 +189,59 @@ class RuleCall:
         self.like: Any = None
         self.varying: Any = None
 
-    # --- the call ---------------------------------------------------------------------------------
-
     def run(self) -> Any:
         values, arguments = self.call.graph.values(), self.call.arguments
         plain, named = list(arguments.plain), arguments.plain_named
         self.like = jax.tree.map(_like, (values, plain))
-        moving = ([values[i] for i in self.indices], [plain[p] for p in self.positions])
-        self.varying = jax.tree.map(_jax.varying_axes, moving)
-        still = (
+        differentiable = ([values[i] for i in self.indices], [plain[p] for p in self.positions])
+        self.varying = jax.tree.map(_jax.varying_axes, differentiable)
+        nondifferentiable = (
             replaced(values, self.indices, [None] * len(self.indices)),
             replaced(plain, self.positions, [None] * len(self.positions)),
             named,
         )
-        used = self._explore(moving, still)
+        used = self._explore(differentiable, nondifferentiable)
         transformed = jax.custom_vjp(functools.partial(self._run, 0, self._leave))
         transformed.defvjp(functools.partial(self._run, 1, self._leave_forward), self._backward)
-        result, written, fresh = transformed(moving, self._guarded(still, used))
+        result, written, fresh = transformed(differentiable, self._guarded(nondifferentiable, used))
         if not self.rule.state_cotangents:
             written, fresh = jax.lax.stop_gradient((written, fresh))
-        assert self.record is not None
-        carried = Carried(result, written, fresh, self.record)
-        check_no_leak(self.call.graph, carried)
-        out = carry_in(self.call.graph, carried)
+        assert self.effects is not None
+        outputs = LiftedOutputs(result, written, fresh, self.effects)
+        out = self.call.apply(outputs)
         known, self.known = self.known, []
         self.call.release(known)
         return out
 
-    def _explore(self, moving: Any, still: Any) -> list[bool]:
-        """Learns what ``fwd`` captures and writes; returns which still arrays it uses."""
-        count = len(jax.tree.leaves(still))
+    def _explore(self, differentiable: Any, nondifferentiable: Any) -> list[bool]:
+        """Explores ``fwd``; returns which nondifferentiable arrays it uses."""
+        count = len(jax.tree.leaves(nondifferentiable))
         frame = local.frame
         while frame is not None:
-            if isinstance(frame, RuleFrame) and frame.rule is self.rule:
+            if isinstance(frame, VjpFrame) and frame.rule is self.rule:
                 return [True] * count  # fwd calls the function itself, as is usual
             frame = frame.parent
 
-        def leave(inside: Inside) -> Any:
-            carried, packed = self._forward(inside)
-            self.known, self.emit = inside.known(), frozenset(carried.record.written)
-            return carried, packed
+        def leave(context: RunContext) -> Any:
+            outputs, packed = self._forward(context)
+            self.known, self.emit = context.known(), frozenset(outputs.effects.written)
+            return outputs, packed
 
         try:
-            program = jax.make_jaxpr(functools.partial(self._run, 1, leave))(moving, still)
-        except Captured:
+            program = jax.make_jaxpr(functools.partial(self._run, 1, leave))(
+                differentiable, nondifferentiable
+            )
+        except NewCaptures:
             raise
         except Exception:  # noqa: BLE001 (it is raised again, should fwd really run)
             return [True] * count
         used = used_inputs(program.jaxpr)
         return used[len(used) - count :]
 
-    def _guarded(self, still: Any, used: Sequence[bool]) -> Any:
-        """Returns the still inputs such that differentiating a used one is an error."""
-        values, plain, named = still
-        leaves, treedef = jax.tree.flatten(still)
+    def _guarded(self, nondifferentiable: Any, used: Sequence[bool]) -> Any:
+        """Forbids gradients of the nondifferentiable inputs that are used."""
+        values, plain, named = nondifferentiable
+        leaves, treedef = jax.tree.flatten(nondifferentiable)
         names: list[str] = []
         for position, value in enumerate(values):
             kind = type(self.call.graph.leaves[position]).__name__
@@ -316,66 +250,65 @@ class RuleCall:
         labelled = [*zip(self.call.labels, plain, strict=True), *sorted(named.items())]
         for label, part in labelled:
             names += [f"the argument {label!r}"] * len(jax.tree.leaves(part))
-        return treedef.unflatten(
-            [
-                still_here(leaf, name) if needed else leaf
-                for leaf, name, needed in zip(leaves, names, used, strict=True)
-            ]
-        )
+        guarded = [
+            forbid_gradient(leaf, name) if needed else leaf
+            for leaf, name, needed in zip(leaves, names, used, strict=True)
+        ]
+        return treedef.unflatten(guarded)
 
-    # --- inside -----------------------------------------------------------------------------------
+    def _run(
+        self,
+        which: int,
+        leave: Callable[[RunContext], Any],
+        differentiable: Any,
+        nondifferentiable: Any,
+    ) -> Any:
+        values = replaced(nondifferentiable[0], self.indices, differentiable[0])
+        plain = replaced(nondifferentiable[1], self.positions, differentiable[1])
+        return self.call.run(values, plain, nondifferentiable[2], leave, which)
 
-    def _run(self, which: int, leave: Callable[[Inside], Any], moving: Any, still: Any) -> Any:
-        values = replaced(still[0], self.indices, moving[0])
-        plain = replaced(still[1], self.positions, moving[1])
-        return self.call.run(values, plain, still[2], leave, which)
-
-    def _leave(self, inside: Inside) -> Any:
-        carried = self._carry_out(inside, inside.result)
-        self._agree(inside, carried.record)
+    def _leave(self, context: RunContext) -> Any:
+        outputs = self._record_effects(context, context.result)
+        self._check_same_effects(context, outputs.effects)
         if not self.known:
-            self.known = inside.known()
-        return carried.result, carried.written, carried.fresh
+            self.known = context.known()
+        return outputs.result, outputs.written, outputs.fresh
 
-    def _leave_forward(self, inside: Inside) -> Any:
-        carried, packed = self._forward(inside)
-        self._agree(inside, carried.record)
-        return (carried.result, carried.written, carried.fresh), packed
+    def _leave_forward(self, context: RunContext) -> Any:
+        outputs, packed = self._forward(context)
+        self._check_same_effects(context, outputs.effects)
+        return (outputs.result, outputs.written, outputs.fresh), packed
 
-    def _forward(self, inside: Inside) -> tuple[Carried, Packed]:
-        result = inside.result
+    def _forward(self, context: RunContext) -> tuple[LiftedOutputs, PackedResiduals]:
+        result = context.result
         if not (isinstance(result, tuple) and len(result) == 2):
             raise OutputError(
                 f"fwd of sx.custom_vjp must return (result, residuals), but it returned a "
                 f"{type(result).__name__}."
             )
-        nondiff = [inside.args[i] for i in self.nondiff if i not in self.static]
-        packed = pack([nondiff, result[1]])
-        return self._carry_out(inside, result[0]), packed
+        nondiff = [context.args[i] for i in self.nondiff if i not in self.static]
+        packed = pack_residuals([nondiff, result[1]])
+        return self._record_effects(context, result[0]), packed
 
-    def _carry_out(self, inside: Inside, result: Any) -> Carried:
+    def _record_effects(self, context: RunContext, result: Any) -> LiftedOutputs:
         refuse_objects(result, "custom_vjp")
         check_result(result, "custom_vjp")
-        if inside.frame.captured:
-            raise Captured([item.outer for item in inside.frame.captured])
-        return inside.carry_out(result, self.emit)
+        if context.frame.captured:
+            raise NewCaptures([item.outer for item in context.frame.captured])
+        return context.record_effects(result, self.emit)
 
-    def _agree(self, inside: Inside, record: Record) -> None:
-        """Takes the first run as what happened; later ones must do the same."""
-        first = self.record
+    def _check_same_effects(self, context: RunContext, effects: Effects) -> None:
+        """Checks that every run has the effects of the first."""
+        first = self.effects
         if first is None:
-            self.record, self.emit = record, frozenset(record.written)
-            self.fresh_paths = _fresh_paths(inside, record)
+            self.effects, self.emit = effects, frozenset(effects.written)
+            self.fresh_paths = _fresh_paths(context, effects)
             return
-        same = (first.written, first.updates, first.fresh) == (
-            record.written,
-            record.updates,
-            record.fresh,
-        )
-        if not same:
+        did, does = ((e.written, e.updates, e.fresh) for e in (first, effects))
+        if did != does:
             extra = [
                 format_path(self.written_paths[position])
-                for position in record.written
+                for position in effects.written
                 if position not in first.written
             ]
             what = f"writes {', '.join(extra)}" if extra else "changes structure or metadata"
@@ -385,9 +318,7 @@ class RuleCall:
                 f"Let fwd call the function, or write the same Variables in both."
             )
 
-    # --- backward ---------------------------------------------------------------------------------
-
-    def _backward(self, packed: Packed, cotangents: Any) -> Any:
+    def _backward(self, packed: PackedResiduals, cotangents: Any) -> Any:
         bwd, (of_result, of_written, of_fresh) = self.rule.bwd, cotangents
         assert bwd is not None
         with BackwardFrame(bwd, "custom_vjp") as frame:
@@ -400,8 +331,8 @@ class RuleCall:
             return self._arrange(bwd(*nondiff, residuals, of_result, *extra)), None
 
     def _of_state(self, of_written: Sequence[Any], of_fresh: Sequence[Any]) -> State:
-        assert self.record is not None
-        paths = [self.written_paths[position] for position in self.record.written]
+        assert self.effects is not None
+        paths = [self.written_paths[position] for position in self.effects.written]
         pairs = [
             *zip(paths, of_written, strict=True),
             *zip(self.fresh_paths, of_fresh, strict=True),
@@ -438,7 +369,7 @@ class RuleCall:
         )
 
 
-def _arguments(rule: Rule, count: int) -> tuple[list[int], list[DiffState]]:
+def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[DiffState]]:
     """Returns the positions without gradient, and what is differentiated in the others."""
     given = rule.nondiff_argnums
     items = list(given) if isinstance(given, (tuple, list)) else [given]
@@ -474,10 +405,8 @@ def _like(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
-    """Returns a gradient that varies over the manual mesh axes over which its input does.
-
-    An input that all shards share has one gradient, the sum of what they give.
-    """
+    """Returns a gradient that varies over its input's manual axes."""
+    # An input that all shards share has one gradient, the sum of what they give.
     if gradient is None:
         return None
     found = _jax.varying_axes(gradient)
@@ -488,25 +417,20 @@ def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
     return gradient
 
 
-def _fresh_paths(inside: Inside, record: Record) -> list[Path]:
-    """Returns the path of each new Variable, from the name of the argument it is attached to."""
-    names = [*zip(inside.call.labels, inside.args, strict=True), *sorted(inside.kwargs.items())]
+def _fresh_paths(context: RunContext, effects: Effects) -> list[Path]:
+    """Returns the path of each new Variable."""
+    names = [*zip(context.call.labels, context.args, strict=True), *sorted(context.kwargs.items())]
     found = {
         id(leaf): path
         for label, arg in names
         for path, leaf, _ in expand(None, arg, "", (label,))
         if isinstance(leaf, Variable)
     }
-    return [found.get(key, (str(place),)) for place, key in enumerate(record.fresh_ids)]
+    return [found.get(key, (str(place),)) for place, key in enumerate(effects.fresh_ids)]
 
 
-def still_here(value: Any, name: str) -> Any:
-    """Returns a value that it is an error to differentiate.
-
-    Args:
-        value: An array.
-        name: What it is, for the message.
-    """
+def forbid_gradient(value: Any, name: str) -> Any:
+    """Returns a value that it is an error to differentiate."""
     if not isinstance(value, Tracer) or not is_differentiable(value):
         return value
 
@@ -527,14 +451,8 @@ def still_here(value: Any, name: str) -> Any:
     return same(value)
 
 
-# --- Custom vjp ---
-
-
 def custom_vjp(
-    function: Callable[..., Any] | None = None,
-    *,
-    nondiff_argnums: Any = (),
-    wrt: Any = Param,
+    function: Callable[..., Any] | None = None, *, nondiff_argnums: Any = (), wrt: Any = Param
 ) -> Any:
     """Makes a function over Modules whose derivative is given by ``defvjp``.
 
@@ -607,11 +525,7 @@ class CustomVjp(PickledByName):
         self.state_cotangents = False
 
     def defvjp(
-        self,
-        fwd: Callable[..., Any],
-        bwd: Callable[..., Any],
-        *,
-        state_cotangents: bool = False,
+        self, fwd: Callable[..., Any], bwd: Callable[..., Any], *, state_cotangents: bool = False
     ) -> None:
         """Gives the derivative.
 
@@ -662,7 +576,7 @@ class CustomVjp(PickledByName):
         positional, named = by_position(self.function, args, kwargs)
 
         def attempt(captured: list[Variable[Any]]) -> Any:
-            return RuleCall(self, positional, named, captured).run()
+            return CustomVjpCall(self, positional, named, captured).run()
 
         return retry_captured(attempt)
 
@@ -673,13 +587,7 @@ class CustomVjp(PickledByName):
 def by_position(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call with as many as possible by position, defaults among them.
-
-    Args:
-        function: The function.
-        args: Arguments given by position.
-        kwargs: Arguments given by name.
-    """
+    """Returns a call's arguments by position, defaults included."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of functions over Modules.
+"""Derivatives of functions over Modules: ``grad``, ``vjp``, ``jvp``.
 
-What is differentiated is chosen by argument and, for a Module, by filter (``targets``): its
-``Param`` Variables unless told otherwise.
+What is differentiated is chosen by argument and, for a Module, by filter (``grad.targets``): its
+``Param`` Variables unless told otherwise. What a function writes into Variables is carried back,
+but is no part of its result: it has no tangent, and no cotangent arrives at it.
 
-``safe_where``: a choice for each element, whose derivative is that of the chosen side alone.
-
-``jnp.where(x > 0, jnp.log(x), 0.0)`` computes the logarithm of every element, and its derivative,
-too. Where an element is left out, the derivative is multiplied by zero; but at zero that of the
-logarithm is infinite, and zero times infinity is NaN. The cure is old: choose before the function
-as well as after it, so that it never sees the elements that are left out. It sees a *stand-in*
-there, a number at which it is harmless.
+``safe_where`` differentiates a choice per element. ``jnp.where(x > 0, jnp.log(x), 0.0)`` computes
+the logarithm of every element, and zero times its infinite derivative at zero is NaN. The cure is
+to choose before the function as well as after it, by a *stand-in* at which it is harmless.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,14 +21,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.array_ops import knows_axes
+from shardax._core.graph.flatten import is_object
+from shardax._core.graph.paths import path_step
+from shardax._core.object import Object
 from shardax._core.variable import Param, Variable
-from shardax._transforms.errors import ArgumentError, DecisionError, DifferentiationError
-from shardax._transforms.grad.targets import DiffState as DiffState
-from shardax._transforms.grad.targets import Target, check_differentiable, replaced
-from shardax._transforms.lift.call import Once, wraps
-from shardax._transforms.lift.error_context import explained_reverse_mode
-
-# --- Autodiff ---
+from shardax._transforms.errors import (
+    ArgumentError,
+    DecisionError,
+    DifferentiationError,
+    TangentError,
+)
+from shardax._transforms.grad.targets import (
+    DiffArgument,
+    DiffState,
+    Tangents,
+    check_differentiable,
+    explained_reverse_mode,
+    replaced,
+)
+from shardax._transforms.lift.engine import SingleRunCall, check_operands, wraps
 
 
 def _value_and_grad(
@@ -43,11 +51,11 @@ def _value_and_grad(
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any, list[Any]]:
     """Returns (value, aux, one gradient per chosen argument)."""
-    once = Once("grad", function, args, kwargs)
-    targets = [Target(once.call, item) for item in chosen]
+    once = SingleRunCall("grad", function, args, kwargs)
+    targets = [DiffArgument(once, item) for item in chosen]
     for target in targets:
         target.check_chosen()
-        check_differentiable(once.call, target, options["allow_int"], options["holomorphic"])
+        check_differentiable(once, target, options["allow_int"], options["holomorphic"])
     values, plain = once.graph.values(), list(once.arguments.plain)
     indices = sorted({entry.leaf for target in targets for entry in target.entries})
     positions = [target.position for target in targets if target.has_plain]
@@ -55,17 +63,11 @@ def _value_and_grad(
     def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
         all_values = replaced(values, indices, some_values)
         all_plain = replaced(plain, positions, some_plain)
-        return once.run(all_values, all_plain, once.arguments.plain_named, split)
+        return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
 
     def split(result: Any) -> tuple[Any, Any]:
-        if not has_aux:
-            return _scalar(result, options["holomorphic"]), None
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise DifferentiationError(
-                f"With has_aux=True the function must return (value, aux), but it returned "
-                f"{type(result).__name__}."
-            )
-        return _scalar(result[0], options["holomorphic"]), result[1]
+        value, aux = _separate_aux(result, has_aux, "grad")
+        return _scalar(value, options["holomorphic"]), aux
 
     transformed = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **options)
     with explained_reverse_mode():
@@ -80,11 +82,7 @@ def _value_and_grad(
 
 
 def _scalar(value: Any, holomorphic: bool) -> Any:
-    """Returns the number that is differentiated.
-
-    Raises:
-        DifferentiationError: If the function returned something else.
-    """
+    """Returns the number that is differentiated."""
     number = value.value if isinstance(value, Variable) else value
     if knows_axes(number):
         (number,) = jax.tree.leaves(number)
@@ -105,7 +103,7 @@ def _scalar(value: Any, holomorphic: bool) -> Any:
 
 
 def _chosen(argnums: Any, wrt: Any) -> tuple[list[DiffState], bool]:
-    """Returns the arguments to differentiate and whether the caller gave a sequence of them."""
+    """Returns the arguments to differentiate, and whether several were asked for."""
     many = isinstance(argnums, (tuple, list))
     items = [
         item if isinstance(item, DiffState) else DiffState(int(item), wrt)
@@ -129,7 +127,7 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Any:
-    """Makes a function that returns the value and the gradient of a scalar function over Modules.
+    """Makes a function that returns value and gradient of a function.
 
     Values that the function writes into Variables are carried back, as by every lifted transform.
 
@@ -189,7 +187,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Any:
-    """Makes a function that returns the gradient of a scalar function; see ``value_and_grad``.
+    """Makes a function that returns the gradient of a scalar function.
 
     Args:
         function: As for ``value_and_grad``.
@@ -220,29 +218,27 @@ def grad(
             holomorphic=holomorphic,
             allow_int=allow_int,
         )
-    chosen, many = _chosen(argnums, wrt)
-    options = {"holomorphic": holomorphic, "allow_int": allow_int}
+    both = value_and_grad(
+        function,
+        argnums=argnums,
+        has_aux=has_aux,
+        wrt=wrt,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+    )
 
     @wraps(function)
     def grad_function(*args: Any, **kwargs: Any) -> Any:
-        _, aux, gradients = _value_and_grad(function, chosen, has_aux, options, args, kwargs)
-        gradient = tuple(gradients) if many else gradients[0]
-        return (gradient, aux) if has_aux else gradient
+        value, gradient = both(*args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
 
     return grad_function
 
 
-# --- Safe where ---
-
-
 def safe_where(
-    condition: Any,
-    function: Callable[..., Any],
-    *operands: Any,
-    otherwise: Any,
-    stand_in: complex,
+    condition: Any, function: Callable[..., Any], *operands: Any, otherwise: Any, stand_in: complex
 ) -> jax.Array:
-    """Applies a function where a condition holds; elsewhere it has no part in value or derivative.
+    """Applies a function per element where a condition holds.
 
     The function is computed for all elements, as by ``jnp.where``, but on the stand-in where the
     condition does not hold. To leave the computation out, use ``cond``.
@@ -295,3 +291,245 @@ def safe_where(
     if callable(otherwise):
         otherwise = otherwise(*(jnp.where(chosen, stand_in, array) for array in arrays))
     return jnp.where(chosen, value, otherwise)
+
+
+def vjp(
+    function: Callable[..., Any] | None = None,
+    *primals: Any,
+    has_aux: bool = False,
+    wrt: Any = Param,
+) -> Any:
+    """Runs a function over Modules and returns its pullback.
+
+    Values that the function writes into Variables are carried back when it runs, here and now.
+
+    Args:
+        function: A function, method or callable Module that returns arrays, or (arrays, aux) with
+            ``has_aux``. Left out: returns a decorator.
+        *primals: Its arguments. Left out: returns a function that takes them, and keyword
+            arguments, which are not differentiated.
+        has_aux: Whether the function returns (arrays, aux); aux may hold Modules and Variables.
+        wrt: Filter of the Variables to differentiate in Modules; or a ``DiffState``, or a tuple of
+            them, for filters of single arguments.
+
+    Returns:
+        (result, gradients), with aux as a third if ``has_aux``. ``gradients(cotangent)`` takes a
+        pytree like the result and returns a tuple with one gradient per argument: a ``State`` for a
+        Module; an array for a Variable; for anything else as in ``jax.vjp`` (``float0`` for
+        integers).
+
+    Raises:
+        DifferentiationError: If there is nothing to differentiate, or the result holds objects.
+        ArgumentError: If an argument is neither arrays nor objects.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> y, gradients = sx.vjp(lambda layer, x: layer(x), layer, jnp.ones(2))
+        >>> of_layer, of_x = gradients(jnp.ones(3))
+        >>> of_layer["kernel"].tolist(), of_x.shape
+        ([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], (2,))
+    """
+    if function is None:
+        return functools.partial(vjp, has_aux=has_aux, wrt=wrt)
+    if primals:
+        return _vjp(function, primals, {}, has_aux, wrt)
+
+    @wraps(function)
+    def vjp_function(*primals: Any, **kwargs: Any) -> Any:
+        return _vjp(function, primals, kwargs, has_aux, wrt)
+
+    return vjp_function
+
+
+def _vjp(
+    function: Callable[..., Any],
+    primals: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    has_aux: bool,
+    wrt: Any,
+) -> Any:
+    once = SingleRunCall("vjp", function, primals, kwargs)
+    check_operands(once)
+    targets = _targets(once, wrt, len(primals))
+    values, plain = once.graph.values(), list(once.arguments.plain)
+    indices = sorted({entry.leaf for target in targets for entry in target.entries})
+
+    def pure(some_values: list[Any], all_plain: list[Any]) -> tuple[Any, Any]:
+        all_values = replaced(values, indices, some_values)
+        named = once.arguments.plain_named
+        return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "vjp"))
+
+    out, pullback, leaving = jax.vjp(pure, [values[i] for i in indices], plain, has_aux=True)
+    aux = once.finish(leaving)
+    gradients = jax.tree_util.Partial(_Arrange(targets, indices), pullback)
+    return (out, gradients, aux) if has_aux else (out, gradients)
+
+
+def _targets(once: SingleRunCall, wrt: Any, count: int) -> list[DiffArgument]:
+    """Returns one target per argument."""
+    chosen = {i: DiffState(i, wrt) for i in range(count)}
+    items = wrt if isinstance(wrt, (tuple, list)) else (wrt,)
+    if any(isinstance(item, DiffState) for item in items):
+        if not all(isinstance(item, DiffState) for item in items):
+            raise DifferentiationError(
+                f"wrt={wrt!r} mixes filters and DiffStates. Give one filter for all arguments, or "
+                f"only DiffStates."
+            )
+        chosen = {i: DiffState(i) for i in range(count)}
+        for target in [DiffArgument(once, item) for item in items]:
+            target.check_chosen()
+            chosen[target.position] = DiffState(target.argnum, target.filter)
+    targets = [DiffArgument(once, item) for item in chosen.values()]
+    holding = [target for target in targets if target.objects]
+    if holding and not any(target.entries or target.has_plain for target in targets):
+        holding[0].check_chosen()
+    return targets
+
+
+class _Arrange:
+    """Arranges the gradients that a pullback gives like the arguments."""
+
+    def __init__(self, targets: Sequence[DiffArgument], indices: Sequence[int]) -> None:
+        self.targets = targets
+        self.indices = indices
+
+    def __call__(self, pullback: Callable[[Any], Any], cotangent: Any) -> tuple[Any, ...]:
+        with explained_reverse_mode():
+            values, plain = pullback(cotangent)
+        by_index = dict(zip(self.indices, values, strict=True))
+        return tuple(target.gradient(by_index, plain[target.position]) for target in self.targets)
+
+
+def _separate_aux(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+    """Returns (what is differentiated, aux) of what a function returned."""
+    if not has_aux:
+        return result, None
+    if isinstance(result, tuple) and len(result) == 2:
+        return result
+    raise DifferentiationError(
+        f"With has_aux=True the function given to sx.{name} must return (result, aux), but it "
+        f"returned a {type(result).__name__}."
+    )
+
+
+def _split(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+    result, aux = _separate_aux(result, has_aux, name)
+    refuse_objects(result, name)
+    return result, aux
+
+
+def refuse_objects(result: Any, name: str) -> None:
+    """Raises if a result that is differentiated holds objects."""
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
+        if isinstance(leaf, Object):
+            place = ".".join(str(path_step(key)) for key in keys) or "the result itself"
+            raise DifferentiationError(
+                f"The function given to sx.{name} returned a {type(leaf).__name__} at {place}, but "
+                f"only arrays are differentiated. Return its values (variable.value), or return "
+                f"(arrays, objects) with has_aux=True; what is written into arguments is carried "
+                f"back without being returned."
+            )
+
+
+def jvp(
+    function: Callable[..., Any] | None = None,
+    primals: Sequence[Any] | None = None,
+    tangents: Sequence[Any] | None = None,
+    has_aux: bool = False,
+) -> Any:
+    """Runs a function over Modules and returns result and tangent.
+
+    Values that the function writes into Variables are carried back; they have no tangent.
+
+    Args:
+        function: A function, method or callable Module that returns arrays, or (arrays, aux) with
+            ``has_aux``. Left out: returns a decorator.
+        primals: Its arguments. Left out: returns a function that takes ``primals``, ``tangents``
+            and keyword arguments, which do not move.
+        tangents: One per argument: for a Module a ``State`` or nested mapping by path, for a
+            Variable an array, for anything else the same pytree. ``None``, and a path that is left
+            out, does not move; integers and random keys never do.
+        has_aux: Whether the function returns (arrays, aux); aux may hold Modules and Variables.
+
+    Returns:
+        (result, tangent of the result), with aux as a third if ``has_aux``.
+
+    Raises:
+        TangentError: If a tangent fits nothing, by path, shape or dtype.
+        DifferentiationError: If the result holds objects.
+        ArgumentError: If an argument is neither arrays nor objects.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> moves = {"bias": jnp.array([1.0, 2.0, 3.0])}
+        >>> y, moved = sx.jvp(lambda layer, x: layer(x), (layer, jnp.ones(2)), (moves, None))
+        >>> moved.tolist()
+        [1.0, 2.0, 3.0]
+    """
+    if function is None:
+        return functools.partial(jvp, has_aux=has_aux)
+    if primals is not None:
+        return _jvp(function, primals, tangents, has_aux, {})
+
+    @wraps(function)
+    def jvp_function(primals: Sequence[Any], tangents: Sequence[Any], **kwargs: Any) -> Any:
+        return _jvp(function, primals, tangents, has_aux, kwargs)
+
+    return jvp_function
+
+
+def _jvp(
+    function: Callable[..., Any],
+    primals: Sequence[Any],
+    tangents: Sequence[Any] | None,
+    has_aux: bool,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    _check_pairs(primals, tangents)
+    once = SingleRunCall("jvp", function, primals, kwargs)
+    check_operands(once)
+    values, plain = once.graph.values(), list(once.arguments.plain)
+    leaves, treedef = jax.tree.flatten((values, plain))
+    moves = _moves(once, values, tangents or ())
+    moving = [place for place, tangent in enumerate(moves) if tangent is not None]
+
+    def pure(some: list[Any]) -> tuple[Any, Any]:
+        all_values, all_plain = treedef.unflatten(replaced(leaves, moving, some))
+        named = once.arguments.plain_named
+        return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "jvp"))
+
+    given, directions = [leaves[i] for i in moving], [moves[i] for i in moving]
+    out, tangent, leaving = jax.jvp(pure, (given,), (directions,), has_aux=True)
+    aux = once.finish(leaving)
+    return (out, tangent, aux) if has_aux else (out, tangent)
+
+
+def _check_pairs(primals: Any, tangents: Any) -> None:
+    for name, given in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(given, (tuple, list)):
+            raise TangentError(
+                f"The {name} of sx.jvp are a tuple with one entry per argument, but were given as "
+                f"{type(given).__name__}. Write sx.jvp(f, (x,), (direction,))."
+            )
+    if len(primals) != len(tangents):
+        raise TangentError(
+            f"sx.jvp was given {len(primals)} primals and {len(tangents)} tangents. Give one "
+            f"tangent per argument, None for one that does not move."
+        )
+
+
+def _moves(once: SingleRunCall, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """Returns the tangent of every array, or None."""
+    given = Tangents("tangent", values, strict=True)
+    of_plain: list[Any] = []
+    for position, tangent in enumerate(tangents):
+        target = DiffArgument(once, DiffState(position, ...))
+        of_plain += target.place(tangent, once.arguments.plain[position], given)
+    moves: list[Any] = []
+    for index, value in enumerate(values):
+        treedef = jax.tree.structure(value)
+        known = given.by_index.get(index)
+        moves += [None] * treedef.num_leaves if known is None else treedef.flatten_up_to(known)
+    return moves + of_plain

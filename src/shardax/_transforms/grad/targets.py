@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets: what of an argument is differentiated, and how gradients stand for it.
+"""Differentiated arguments, and the arrangement of their tangents.
 
-What is differentiated is chosen by argument and, for a Module, by filter. Its *tangents*
-(gradients, directions) are arranged like the argument: a ``State`` for a Module, with the paths of
-the chosen Variables; an array for a Variable; for anything else, the same pytree.
-
-A Variable that is reached twice is one, so it has one gradient: the sum over all its uses.
-
-Tangents: directions and gradients that a caller gives for Variables and arrays.
-
-They must have the shapes of what they belong to, and its dtypes; integers and random keys have
-none. What was not given is zero, and stands as None.
+Arguments are chosen by position and, for a Module, by filter. *Tangents* (gradients, directions)
+are arranged like the argument: a ``State`` for a Module, with the paths of the chosen Variables; an
+array for a Variable; for anything else the same pytree. A Variable that is reached twice has one
+gradient, the sum over all its uses. Tangents have the shapes and dtypes of what they belong to;
+integers and random keys have none. What was not given is zero, and stands as None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,54 +25,51 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.filters import to_predicate
-from shardax._core.state.state import (
-    Origin,
-    State,
-    flatten_mapping,
-    merged_values,
-)
+from shardax._core.state.state import Origin, State, flatten_mapping, merged_values
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import DifferentiationError, InconsistentAliasingError, TangentError
 from shardax._transforms.lift.arguments import (
-    Fixed,
-    Mixed,
-    Root,
+    RootTemplate,
+    StaticTemplate,
+    TreeTemplate,
     leaf_paths,
     plain_paths,
     root_places,
 )
-from shardax._transforms.lift.call import Call
+from shardax._transforms.lift.engine import LiftedCall
 
-# --- Tangents ---
+
+@contextlib.contextmanager
+def explained_reverse_mode() -> Iterator[None]:
+    """Explains which loops have a reverse-mode derivative."""
+    try:
+        yield
+    except ValueError as error:
+        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
+            raise
+        raise DifferentiationError(
+            "What is differentiated goes through a while loop, which has no reverse-mode "
+            "derivative: nobody knows how many steps it would have to remember. Give it a limit, "
+            "sx.bounded_while_loop(..., max_steps=100, differentiable='recompute'); if the number "
+            "of steps is known, use sx.fori_loop with Python integers, or sx.scan; if the gradient "
+            "shall not go through it, jax.lax.stop_gradient."
+        ) from error
 
 
 class Tangents:
-    """Tangents on their way to the Variables they belong to.
-
-    Args:
-        noun: What they are, for messages.
-        values: One value per Variable of the graph, or its shapes and dtypes.
-        strict: Whether a tangent for integers is an error; else it is left out.
-
-    Attributes:
-        by_index: The tangent of each Variable that was given one, by its place in the graph; None
-            where one of its arrays has none.
-    """
+    """Tangents on their way to the Variables they belong to."""
 
     def __init__(self, noun: str, values: Sequence[Any], strict: bool) -> None:
         self.noun = noun
         self.values = values
         self.strict = strict
+        # The tangent of each Variable that was given one, by its place in the graph; None where one
+        # of its arrays has none.
         self.by_index: dict[int, Any] = {}
         self._given: dict[int, tuple[Path, Any]] = {}
 
     def put(self, index: int, given: Any, path: Path) -> None:
-        """Takes the tangent of one Variable.
-
-        Raises:
-            InconsistentAliasingError: If another was given by another path.
-            TangentError: If it does not fit.
-        """
+        """Takes the tangent of one Variable."""
         if given is None:
             return
         first, known = self._given.setdefault(index, (path, given))
@@ -97,11 +90,7 @@ class Tangents:
         self.by_index[index] = treedef.unflatten(fitted)
 
     def fit(self, given: Any, like: Any, path: Path) -> Any:
-        """Returns a tangent for one array, or None.
-
-        Raises:
-            TangentError: If shape or dtype do not fit.
-        """
+        """Returns a tangent for one array, or None."""
         if given is None:
             return None
         if not (hasattr(given, "dtype") or isinstance(given, (bool, int, float, complex))):
@@ -131,16 +120,13 @@ class Tangents:
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """Whether an array, or its shape and dtype, is of numbers that have derivatives."""
+    """Whether the dtype of an array has derivatives."""
     return jnp.issubdtype(dtype_of(leaf), jnp.inexact)
 
 
 def dtype_of(leaf: Any) -> Any:
     """Returns the dtype of an array, its shape, or a Python number."""
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-
-
-# --- Targets ---
 
 
 @dataclass(frozen=True)
@@ -170,50 +156,28 @@ def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) ->
     return changed
 
 
-class Entry(NamedTuple):
-    """A chosen Variable: its path below the object, its place in the graph, what it is."""
+class DiffVariable(NamedTuple):
+    """A chosen Variable: path below its object, position, origin."""
 
     path: Path
     leaf: int
     origin: Origin
 
 
-class Choice(NamedTuple):
-    """One object of a differentiated argument.
+class DiffObject(NamedTuple):
+    """One object of a differentiated argument."""
 
-    Attributes:
-        where: Its path, from the argument's name on.
-        is_variable: Whether it is a Variable, and no Module.
-        type_name: Its type, for messages.
-        entries: The chosen Variables.
-        others: Paths of the others.
-    """
-
-    where: Path
-    is_variable: bool
-    type_name: str
-    entries: list[Entry]
-    others: list[Path]
+    where: Path  # its path, from the argument's name on
+    is_variable: bool  # whether it is a Variable, and no Module
+    type_name: str  # its type, for messages
+    entries: list[DiffVariable]  # the chosen Variables
+    others: list[Path]  # paths of the others
 
 
-class Target:
-    """One differentiated argument: which Variables of the graph, and which plain part.
+class DiffArgument:
+    """One differentiated argument: which Variables of the graph, and which plain part."""
 
-    Args:
-        call: The call.
-        chosen: The argument, and a filter.
-
-    Attributes:
-        position: Position of the argument.
-        label: The name of its parameter.
-        choices: Its objects.
-        has_plain: Whether it has a plain part.
-
-    Raises:
-        DifferentiationError: If there is no such argument.
-    """
-
-    def __init__(self, call: Call, chosen: DiffState) -> None:
+    def __init__(self, call: LiftedCall, chosen: DiffState) -> None:
         arguments = call.arguments
         count = len(arguments.templates)
         if not -count <= chosen.argnum < count:
@@ -222,63 +186,55 @@ class Target:
                 f"arguments. Arguments to differentiate must be passed by position."
             )
         self.argnum, self.filter = chosen.argnum, chosen.filter
-        self.position = chosen.argnum % count
+        self.position = chosen.argnum % count  # position of the argument
         self.template = arguments.templates[self.position]
-        self.label = call.labels[self.position]
-        self.has_plain = not isinstance(self.template, (Root, Fixed))
+        self.label = call.labels[self.position]  # the name of its parameter
+        # Whether it has a plain part.
+        self.has_plain = not isinstance(self.template, (RootTemplate, StaticTemplate))
         predicate = to_predicate(chosen.filter)
         index = {id(leaf): i for i, leaf in enumerate(call.graph.flat.leaves)}
-        self.choices = [
+        self.objects = [
             _choose(arguments.roots[root], where, predicate, index)
             for root, where in root_places(self.label, self.template)
         ]
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[DiffVariable]:
         """The chosen Variables of all its objects."""
-        return [entry for choice in self.choices for entry in choice.entries]
+        return [entry for item in self.objects for entry in item.entries]
 
     def check_chosen(self) -> None:
-        """Raises if the argument holds nothing to differentiate.
-
-        Raises:
-            DifferentiationError: Naming argument and filter.
-        """
-        if self.entries or self.has_plain or not self.choices:
+        """Raises if the argument holds nothing to differentiate."""
+        if self.entries or self.has_plain or not self.objects:
             return
         shown = getattr(self.filter, "__name__", repr(self.filter))
         raise DifferentiationError(
-            f"The argument {self.label!r} ({self.choices[0].type_name}) has no Variable that the "
+            f"The argument {self.label!r} ({self.objects[0].type_name}) has no Variable that the "
             f"filter {shown} matches, so there is nothing to differentiate. Choose others with "
             f"wrt=... or argnums=sx.DiffState({self.argnum}, filter)."
         )
 
     def plain_places(self, plain: Any) -> list[Path]:
-        """Returns the path of each leaf of the plain part, from the argument's name on."""
-        if isinstance(self.template, Mixed):
+        """Returns the path of each leaf of the plain part."""
+        if isinstance(self.template, TreeTemplate):
             paths: Sequence[Path] = plain_paths(self.template)
         else:
             paths = leaf_paths(jax.tree.structure(plain))
         return [(self.label, *path) for path in paths]
 
     def gradient(self, by_index: Mapping[int, Any], plain: Any) -> Any:
-        """Arranges tangents like the argument.
-
-        Args:
-            by_index: The tangent of each chosen Variable, by its place in the graph.
-            plain: Those of the plain part, like it.
-        """
+        """Arranges tangents like the argument."""
         found: list[Any] = []
-        for choice in self.choices:
-            if choice.is_variable:
-                found.append(by_index[choice.entries[0].leaf])
+        for item in self.objects:
+            if item.is_variable:
+                found.append(by_index[item.entries[0].leaf])
                 continue
-            values = {path: by_index[leaf] for path, leaf, _ in choice.entries}
-            origins = {path: origin for path, _, origin in choice.entries}
+            values = {path: by_index[leaf] for path, leaf, _ in item.entries}
+            origins = {path: origin for path, _, origin in item.entries}
             found.append(State.from_flat(values, origins))
-        if isinstance(self.template, Root):
+        if isinstance(self.template, RootTemplate):
             return found[0]
-        if isinstance(self.template, Mixed):
+        if isinstance(self.template, TreeTemplate):
             parts = [(place, found[n]) for n, (place, _) in enumerate(self.template.roots)]
             parts += [(place, None) for place, _ in self.template.static]
             leaves = list(plain)
@@ -288,34 +244,22 @@ class Target:
         return plain
 
     def place(self, given: Any, plain: Any, tangents: Tangents) -> list[Any]:
-        """The inverse of ``gradient``: takes tangents apart, checking that they fit.
-
-        Args:
-            given: Arranged like the argument; None, and what is missing, is zero.
-            plain: The plain part of the argument.
-            tangents: Takes those of Variables.
-
-        Returns:
-            The tangent of each leaf of the plain part, or None.
-
-        Raises:
-            TangentError: If something does not fit; naming the path.
-        """
+        """The inverse of ``gradient``: takes tangents apart, checking that they fit."""
         leaves, treedef = jax.tree.flatten(plain)
         if given is None:
             return [None] * len(leaves)
-        if isinstance(self.template, Root):
+        if isinstance(self.template, RootTemplate):
             parts, rest = [given], []
-        elif isinstance(self.template, Mixed):
+        elif isinstance(self.template, TreeTemplate):
             every = self._up_to(self.template.treedef, given, tangents.noun)
             parts = [every[place] for place, _ in self.template.roots]
             taken = {place for place, _ in (*self.template.roots, *self.template.static)}
             rest = [item for place, item in enumerate(every) if place not in taken]
         else:
             parts, rest = [], self._up_to(treedef, given, tangents.noun)
-        for choice, part in zip(self.choices, parts, strict=True):
+        for item, part in zip(self.objects, parts, strict=True):
             if part is not None:
-                self._place_object(choice, part, tangents)
+                self._place_object(item, part, tangents)
         places = self.plain_places(plain)
         return [
             tangents.fit(item, leaf, path)
@@ -330,21 +274,21 @@ class Target:
                 f"The {noun} for the argument {self.label!r} is not arranged like it: {error}"
             ) from error
 
-    def _place_object(self, choice: Choice, given: Any, tangents: Tangents) -> None:
-        if choice.is_variable:
+    def _place_object(self, item: DiffObject, given: Any, tangents: Tangents) -> None:
+        if item.is_variable:
             value = given.value if isinstance(given, Variable) else given
-            tangents.put(choice.entries[0].leaf, value, choice.where)
+            tangents.put(item.entries[0].leaf, value, item.where)
             return
-        where = format_path(choice.where)
+        where = format_path(item.where)
         if not isinstance(given, Mapping) or isinstance(given, Object):
             raise TangentError(
-                f"The {tangents.noun} for the {choice.type_name} at {where} is of type "
+                f"The {tangents.noun} for the {item.type_name} at {where} is of type "
                 f"{type(given).__name__}; it must be a State or a nested mapping by path, such as "
                 f"sx.grad returns, or None."
             )
-        known = {path: leaf for path, leaf, _ in choice.entries}
+        known = {path: leaf for path, leaf, _ in item.entries}
         for path in flatten_mapping(given, known):
-            if path in choice.others:
+            if path in item.others:
                 raise TangentError(
                     f"There is a {tangents.noun} for {where}{format_path(path)}, which the "
                     f"filter does not choose to be differentiated. Leave it out, or choose it: "
@@ -355,29 +299,27 @@ class Target:
         except StateMismatchError as error:
             raise TangentError(f"The {tangents.noun} for {where}: {error}") from error
         for path, value in values.items():
-            tangents.put(known[path], value, (*choice.where, *path))
+            tangents.put(known[path], value, (*item.where, *path))
 
 
 def _choose(
     root: Any, where: Path, predicate: Callable[[Path, Any], bool], index: Mapping[int, int]
-) -> Choice:
+) -> DiffObject:
     flat = flatten(root)
     entries, others = [], []
     whole = isinstance(root, Variable)
     for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
         if whole or predicate(path, leaf):
-            entries.append(Entry(path, index[id(leaf)], Origin(type(leaf), leaf._metadata)))
+            entries.append(DiffVariable(path, index[id(leaf)], Origin(type(leaf), leaf._metadata)))
         else:
             others.append(path)
-    return Choice(where, whole, type(root).__name__, entries, others)
+    return DiffObject(where, whole, type(root).__name__, entries, others)
 
 
-def check_differentiable(call: Call, target: Target, allow_int: bool, holomorphic: bool) -> None:
-    """Raises if a chosen array holds numbers that have no gradient.
-
-    Raises:
-        DifferentiationError: Naming the path.
-    """
+def check_differentiable(
+    call: LiftedCall, target: DiffArgument, allow_int: bool, holomorphic: bool
+) -> None:
+    """Raises if a chosen array holds numbers that have no gradient."""
     wanted = jnp.complexfloating if holomorphic else jnp.inexact
     if allow_int:
         return
@@ -393,14 +335,14 @@ def check_differentiable(call: Call, target: Target, allow_int: bool, holomorphi
                 f"it as an argument of its own that argnums leaves out, convert it to a float, or "
                 f"pass allow_int=True."
             )
-    for choice in target.choices:
-        for path, leaf, origin in choice.entries:
+    for item in target.objects:
+        for path, leaf, origin in item.entries:
             held = call.graph.leaves[leaf]._value
             for value in [held] if isinstance(held, LazyValue) else jax.tree.leaves(held):
                 if not jnp.issubdtype(value.dtype, wanted):
                     raise DifferentiationError(
                         f"The {origin.variable_type.__name__} at "
-                        f"{format_path((*choice.where, *path))} has dtype {value.dtype}, which has "
+                        f"{format_path((*item.where, *path))} has dtype {value.dtype}, which has "
                         f"no gradient. Leave it out by a filter (wrt=...), give it a Variable type "
                         f"of its own, or pass allow_int=True."
                     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``eval_shape``: what a function would return, computing and changing nothing.
+"""Abstract evaluation: ``eval_shape`` and ``make_jaxpr``.
 
-``make_jaxpr``: the program that a function over Modules stands for, without running it.
+Both trace a function without running it; the given Modules keep their values and structure.
 """
 
 from __future__ import annotations
@@ -17,19 +17,15 @@ from shardax._core.frames import CapturedVariable, Frame, owner_here
 from shardax._core.graph.flatten import build
 from shardax._core.init.lazy import LazyValue
 from shardax._transforms.errors import StaticArgumentError
-from shardax._transforms.grad.remat import check_static
-from shardax._transforms.lift.call import Once, wraps
-from shardax._transforms.lift.engine import Graph, abstract, check_result
-from shardax._transforms.lift.functions import resolve_arguments
-
-# --- Shapes ---
+from shardax._transforms.lift.arguments import check_static, resolve_arguments
+from shardax._transforms.lift.engine import InputGraph, SingleRunCall, abstract, check_result, wraps
 
 
 class AbstractFrame(Frame):
-    """A frame that makes up values for Variables without any that were not passed in.
+    """A frame that fills abstract Variables that were not passed in."""
 
-    Lazy values are computed and abstract ones filled as part of the trace, which allocates nothing.
-    """
+    # Lazy values are computed and abstract ones filled as part of the trace, which allocates
+    # nothing.
 
     __slots__ = ()
 
@@ -72,28 +68,25 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> sx.eval_shape(lambda layer, x: layer(x), layer, batch).shape, layer.kernel.is_lazy
         ((8, 3), True)
     """
-    once = Once("eval_shape", function, args, kwargs, AbstractFrame)
+    once = SingleRunCall("eval_shape", function, args, kwargs, AbstractFrame)
 
     def pure(values: Any, plain: Any, plain_named: Any) -> Any:
-        return once.run(values, plain, plain_named, lambda result: (None, result))[1]
+        return once.run_once(values, plain, plain_named, lambda result: (None, result))[1]
 
     leaving = jax.eval_shape(pure, *abstract_inputs(once))
     return once.finish_on(abstract_copy(once), leaving)
 
 
-def abstract_inputs(once: Once) -> tuple[Any, ...]:
+def abstract_inputs(once: SingleRunCall) -> tuple[Any, ...]:
     """Returns what a call's pure function takes, lazy values as ``jax.ShapeDtypeStruct``."""
     plain, named = list(once.arguments.plain), once.arguments.plain_named
     return abstract(once.graph.leaves), plain, named
 
 
-def abstract_copy(once: Once) -> Graph:
-    """Returns a copy of a call's objects without arrays, for what the function did to them."""
+def abstract_copy(once: SingleRunCall) -> InputGraph:
+    """Returns a copy of a call's objects without arrays."""
     shapes = jax.eval_shape(lambda values: values, abstract(once.graph.leaves))
-    return Graph(build(once.call.graphdef, shapes, owner_here())[0])
-
-
-# --- Jaxprs ---
+    return InputGraph(build(once.graphdef, shapes, owner_here())[0])
 
 
 def make_jaxpr(
@@ -145,10 +138,10 @@ def make_jaxpr(
     @wraps(function)
     def jaxpr_of(*args: Any, **kwargs: Any) -> Any:
         check_static(function, static, args, kwargs)
-        once = Once("make_jaxpr", function, args, kwargs, AbstractFrame, static)
+        once = SingleRunCall("make_jaxpr", function, args, kwargs, AbstractFrame, static=static)
 
         def pure(values: Any, plain: Any, plain_named: Any) -> Any:
-            return once.run(values, plain, plain_named, split)[1]
+            return once.run_once(values, plain, plain_named, split)[1]
 
         def split(result: Any) -> tuple[None, Any]:
             check_result(result, "make_jaxpr")

@@ -1,31 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``jit``: compiled functions over Modules, at the cost of ``jax.jit`` on bare arrays.
+"""Compiled functions over Modules, at the cost of ``jax.jit`` on bare arrays.
 
-A *plan* is what one structure of arguments compiles to: a ``jax.jit`` of the pure function on flat
-lists of values. A *call entry* remembers, for particular objects, the plan and the flat list of
-their Variables, valid while the structure epoch stays. So a steady call checks one integer, gathers
-values, calls the plan's function, and stores what the trace wrote.
+A ``Specialization`` is what one structure of arguments compiles to: a ``jax.jit`` of a pure
+function of flat lists of values. A ``CachedCall`` remembers, for particular objects, the
+specialization and the flat list of their Variables; it is valid while the structure epoch stays. A
+steady call checks one integer, gathers values, calls the specialization's program, and stores what
+the trace wrote.
 
-Two things are found while tracing. *Captured* Variables, which the function uses without being
-given them, become hidden inputs: sources in closures and globals are known beforehand, anything
-else is noticed by the trace, which then runs again. And the ``Record`` of what the function did
-leaves the compiled program as a node of its output tree, so that each executable carries its own.
+Two things are found while tracing. *Captured* Variables, used without being passed in, become
+hidden inputs: sources in closures and globals are known beforehand, anything else is noticed by the
+trace, which then runs again. And the ``Effects`` of the function leave the compiled program as a
+node of its output tree, so that each executable carries its own.
 
-Compiled methods, bound to their object.
+Under ``static="auto"`` every call decides anew which leaves are static: one flattening of all
+arguments by JAX and a look at the type of each leaf (``flatten_call``).
 
-``jax.jit`` binds its methods too, but loses ``lower`` and the like on the way; a ``BoundJit`` keeps
-everything that the compiled function offers.
-
-Call entries: what a compiled function remembers about a call, to repeat it at no cost.
-
-An entry belongs to particular objects, and is valid while the structure epoch stays
-(``_core.object``).
-
-What a compiled function remembers: plans, at the cost of a trace, and calls, of a flattening.
-
-Both are bounded. A plan that is needed for one thing more takes the place of the one that was used
-least recently, and what that compiled is let go. Calls are forgotten all together, since each is
-found anew without tracing.
+Both memories are bounded. A specialization costs a trace, so the least recently used one is
+dropped; a cached call costs a flattening, so all are dropped together.
 """
 
 from __future__ import annotations
@@ -36,54 +27,159 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
+from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import local
-from shardax._core.graph.flatten import has_objects, walk_objects
+from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
 from shardax._core.graph.paths import Path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper, epoch
 from shardax._core.variable import Variable
 from shardax._transforms.errors import OutputError, StaticArgumentError
-from shardax._transforms.jit import retraces as explain
+from shardax._transforms.jit import retraces
 from shardax._transforms.jit.abstract_eval import eval_shape
+from shardax._transforms.jit.error_context import explain_error
 from shardax._transforms.jit.specialization import (
-    ArgumentLayout,
-    Options,
-    Plan,
-    Replan,
+    ArgumentPositions,
+    JitOptions,
+    Specialization,
+    StaleOutputShardings,
     with_resolved_donation,
 )
-from shardax._transforms.lift import arguments as automatic
-from shardax._transforms.lift.arguments import Arguments, root_names
-from shardax._transforms.lift.call import Captured
-from shardax._transforms.lift.engine import (
-    Carried,
-    Graph,
-    carry_in,
-    check_no_leak,
-)
-from shardax._transforms.lift.error_context import explain_error
-from shardax._transforms.lift.functions import (
-    ARRAY_TYPES,
-    Signature,
-    Source,
-    all_dynamic,
+from shardax._transforms.lift.arguments import (
+    SeparatedCall,
+    SplitArguments,
+    TreeTemplate,
+    argument_key,
     argument_path,
-    find_sources,
-    note_types,
-    objects_in,
+    is_dynamic,
     parameter_name,
     resolve_arguments,
+    root_names,
     separate_static,
 )
+from shardax._transforms.lift.closures import ClosureSource, find_sources, objects_in
+from shardax._transforms.lift.engine import (
+    InputGraph,
+    LiftedOutputs,
+    NewCaptures,
+    apply_effects,
+    check_no_leak,
+)
 
-# --- Bound ---
+# Types of arguments that are surely plain; JAX's concrete array type joins when first met.
+ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
+
+
+def note_types(arg: Any) -> bool:
+    """Learns JAX's concrete array type; returns whether the argument holds tracers."""
+    if isinstance(arg, jax.Array) and not isinstance(arg, Tracer):
+        ARRAY_TYPES.add(type(arg))
+        return False
+    leaves = jax.tree.leaves(arg)
+    if ARRAY_TYPES.issuperset(map(type, leaves)):
+        return False
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+            ARRAY_TYPES.add(type(leaf))
+    return any(isinstance(leaf, Tracer) for leaf in leaves)
+
+
+def all_dynamic(args: Sequence[Any], static: frozenset[type]) -> bool:
+    """Whether all arguments are known to be dynamic."""
+    for arg in args:  # no generator: it would cost as much as a short call
+        kind = type(arg)
+        if (kind not in ARRAY_TYPES or kind in static) and not isinstance(arg, Object):
+            return False
+    return True
+
+
+# Types whose values are keys by themselves, the type beside them.
+_COMPARED_BY_VALUE = frozenset({str, bool, int, bytes})
+
+
+class FlatCall(NamedTuple):
+    """A call with its leaves sorted."""
+
+    # What the call is remembered by: positions and identities of objects, the containers, and the
+    # static leaves.
+    key: list[Any]
+    args: list[Any]  # the positional arguments, None for objects
+    dynamic: list[Any]  # the dynamic leaves of all arguments
+
+
+def flatten_call(
+    args: Sequence[Any], kwargs: Mapping[str, Any], static_types: frozenset[type]
+) -> FlatCall | None:
+    """Sorts the leaves of a call."""
+    given = [None if isinstance(arg, Object) else arg for arg in args]
+    key: list[Any] = [id(arg) if isinstance(arg, Object) else 0 for arg in args]
+    flat = flatten_plain((given, kwargs) if kwargs else given)
+    if flat is None:
+        return None
+    leaves, treedef = flat
+    key.append(treedef)
+    dynamic: list[Any] = []
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind in ARRAY_TYPES and kind not in static_types:
+            dynamic.append(leaf)
+        elif kind in _COMPARED_BY_VALUE:
+            key += (len(dynamic), kind, leaf)
+        elif isinstance(leaf, Tracer):
+            return None
+        elif kind not in static_types and is_dynamic(leaf):
+            note_types(leaf)
+            dynamic.append(leaf)
+        else:
+            try:
+                key += (len(dynamic), kind, argument_key(leaf))
+            except TypeError:
+                return None
+    return FlatCall(key, given, dynamic)
+
+
+Spans = tuple[Sequence[slice | None], Sequence[tuple[str, slice | None]]]
+
+
+def leaf_spans(program: Specialization, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Spans:
+    """Returns the span of each argument among the dynamic leaves."""
+    start = 0
+
+    def span(template: Any, value: Any) -> slice | None:
+        nonlocal start
+        count = jax.tree.structure(value).num_leaves
+        if not isinstance(template, TreeTemplate):
+            start += count
+            return None
+        start += count - len(template.static)
+        return slice(start - count + len(template.static), start)
+
+    positional = [span(*pair) for pair in zip(program.templates, args, strict=True)]
+    return positional, [(name, span(t, kwargs[name])) for name, t in program.named]
+
+
+def plain_parts(
+    call: FlatCall, kwargs: Mapping[str, Any], spans: Spans
+) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the plain parts of a call: (positional, by name)."""
+    positional, named = spans
+    plain, dynamic = call.args, call.dynamic
+    for position, span in enumerate(positional):
+        if span is not None:
+            plain[position] = dynamic[span]
+    if not named:
+        return plain, {}
+    return plain, {n: kwargs[n] if span is None else dynamic[span] for n, span in named}
 
 
 class BoundJit(Wrapper):
-    """A jitted method bound to its object: a ``Jit`` with its first argument given."""
+    """A jitted method bound to its object."""
 
     __slots__ = ("__func__", "__self__")
 
@@ -123,56 +219,29 @@ class BoundJit(Wrapper):
         return f"<bound {self.__func__!r}>"
 
 
-# --- Entry ---
+class CachedCall:
+    """What a steady call needs, for particular objects."""
 
+    __slots__ = ("donated", "epoch", "kept", "last", "leaves", "roots", "spans", "specialization")
 
-class CallEntry:
-    """What a steady call needs, for particular objects.
-
-    Attributes:
-        epoch: Structure epoch at which this was made.
-        kept: Variables whose values are passed.
-        donated: Variables whose values are passed and donated.
-        leaves: All of them, in graph order.
-        roots: Called, each returns a root; held weakly, so that remembering a call keeps no model
-            alive.
-        plan: The plan.
-        last: The record of the last call and the Variables it wrote.
-        spans: Where the dynamic leaves of each argument stand, in quick calls
-            (``_transforms.lift.arguments``).
-    """
-
-    __slots__ = (
-        "donated",
-        "epoch",
-        "kept",
-        "last",
-        "leaves",
-        "plan",
-        "roots",
-        "spans",
-    )
-
-    def __init__(self, plan: Plan, graph: Graph) -> None:
-        self.plan = plan
-        self.epoch = graph.flat.epoch
-        self.leaves: list[Any] = graph.leaves
-        self.kept, self.donated = plan.partition(graph.leaves)
+    def __init__(self, program: Specialization, graph: InputGraph) -> None:
+        self.specialization = program
+        self.epoch = graph.flat.epoch  # structure epoch at which this was made
+        self.leaves: list[Any] = graph.leaves  # all of them, in graph order
+        self.kept, self.donated = program.partition(graph.leaves)
+        # Called, each returns a root; held weakly, so that remembering a call keeps no model alive.
         self.roots = [_weak(root) for root in graph.roots]
+        # The effects of the last call and the Variables it wrote.
         self.last: tuple[Any, list[Any]] = (None, [])
+        # Where the dynamic leaves of each argument stand, under ``static="auto"``.
         self.spans: Any = None
 
-    def graph(self) -> Graph:
+    def graph(self) -> InputGraph:
         """Flattens the roots anew; for calls that trace or change structure."""
-        return Graph([root() for root in self.roots], self.plan.names)
+        return InputGraph([root() for root in self.roots], self.specialization.names)
 
-    def keep_weakly(self, graph: Graph, forget: Callable[[Any], None]) -> None:
-        """Prepares for being remembered: lets go of everything that the caller may drop.
-
-        Args:
-            graph: The roots of the call.
-            forget: Called when one of them is gone.
-        """
+    def keep_weakly(self, graph: InputGraph, forget: Callable[[Any], None]) -> None:
+        """Lets go of everything that the caller may drop."""
         self.roots = [
             weakref.ref(root, forget) if isinstance(root, Object) else _weak(root)
             for root in graph.roots
@@ -180,59 +249,47 @@ class CallEntry:
         bare = {id(root) for root in graph.roots if isinstance(root, Variable)}
         if bare:  # these have no Module that keeps them alive, and whose end would be noticed
             self.leaves = [weakref.proxy(v) if id(v) in bare else v for v in graph.leaves]
-            self.kept, self.donated = self.plan.partition(self.leaves)
+            self.kept, self.donated = self.specialization.partition(self.leaves)
 
 
 def _weak(root: Any) -> Callable[[], Any]:
     return weakref.ref(root) if isinstance(root, Object) else lambda: root
 
 
-# --- Memory ---
+# How many specializations one compiled function remembers.
+MAX_SPECIALIZATIONS = 512
 
-MAX_PLANS = 512
-"""How many plans one compiled function remembers."""
 _MAX_CALLS = 4096
+
+# How many calls; fewer where objects from closures, which may be many, are part of the key.
 _MAX_CALLS_WITH_SOURCES = 64
-"""How many calls; fewer where objects from closures, which may be many, are part of the key."""
 
 
-class Memory:
-    """The plans and calls of one compiled function.
-
-    Attributes:
-        plans: Plans by what they are found by.
-        calls: Call entries by what a call is told by.
-        ticks: Counts calls; ``Plan.used`` is the count at a plan's last call.
-    """
+class CompilationCache:
+    """The specializations and cached calls of one compiled function."""
 
     def __init__(self) -> None:
-        self.plans: dict[Any, Plan] = {}
-        self.calls: dict[Any, CallEntry] = {}
+        self.specializations: dict[Any, Specialization] = {}
+        self.calls: dict[Any, CachedCall] = {}  # by what identifies a call
+        # Counts calls; ``Specialization.used`` is the count at the last use.
         self.ticks = itertools.count(1)
 
-    def add(self, plan: Plan) -> None:
-        """Remembers a plan; if there are many, forgets the one that was used least recently."""
-        while len(self.plans) >= MAX_PLANS:
-            oldest = min([*self.plans.values()], key=operator.attrgetter("used"))
-            self.plans.pop(oldest.key, None)
+    def add(self, program: Specialization) -> None:
+        """Adds a specialization; a full cache drops the least recently used."""
+        while len(self.specializations) >= MAX_SPECIALIZATIONS:
+            oldest = min([*self.specializations.values()], key=operator.attrgetter("used"))
+            self.specializations.pop(oldest.key, None)
             for key, entry in [*self.calls.items()]:
-                if entry.plan is oldest:
+                if entry.specialization is oldest:
                     self.calls.pop(key, None)
-        self.plans[plan.key] = plan
+        self.specializations[program.key] = program
 
-    def remember(self, key: Any, entry: CallEntry, graph: Graph, few: bool) -> None:
-        """Remembers a call until one of its objects is gone.
-
-        Args:
-            key: What it is told by.
-            entry: What it needs.
-            graph: Its roots.
-            few: Whether to remember few calls.
-        """
+    def remember(self, key: Any, entry: CachedCall, graph: InputGraph, few: bool) -> None:
+        """Remembers a call until one of its objects is gone."""
         if len(self.calls) >= (_MAX_CALLS_WITH_SOURCES if few else _MAX_CALLS):
             self.calls.clear()
 
-        calls = self.calls  # not self: the callback must keep no plan alive
+        calls = self.calls  # not self: the callback must keep no program alive
 
         def forget(_: Any) -> None:
             calls.pop(key, None)
@@ -242,17 +299,14 @@ class Memory:
 
     def clear(self) -> None:
         """Forgets everything."""
-        for plan in self.plans.values():
-            plan.clear_cache()
-        self.plans.clear()
+        for program in self.specializations.values():
+            program.clear_cache()
+        self.specializations.clear()
         self.calls.clear()
 
 
-# --- Jit ---
-
-
 class Jit(PickledByName, Wrapper):
-    """A compiled function over Modules; made by ``jit``. See there for what it does.
+    """A compiled function over Modules; made by ``jit``.
 
     Attributes:
         __wrapped__: The original function.
@@ -265,31 +319,24 @@ class Jit(PickledByName, Wrapper):
     """
 
     def __init__(
-        self, function: Callable[..., Any], options: Options, wrapping: Any = None
+        self, function: Callable[..., Any], options: JitOptions, wrapping: Any = None
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self.__wrapped__ = function
         self.options = with_resolved_donation(options, function)
         self.static_positions, self.static_names = resolve_arguments(
-            function,
-            options.static_argnums,
-            options.static_argnames,
-            "static",
-            StaticArgumentError,
+            function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
         )
-        self.sources: list[Source] | None = (
-            None  # looked for at the first call: names may be bound later
-        )
+        # Looked for at the first call: names may be bound later.
+        self.sources: list[ClosureSource] | None = None
         self.captured: list[weakref.ref[Any]] = []
-        self.memory = Memory()
-        self.plans, self.calls = self.memory.plans, self.memory.calls
+        self.memory = CompilationCache()
+        self.specializations, self.calls = self.memory.specializations, self.memory.calls
         self._wrapping_key = wrapping or self.options.key()
         self._simple = not (self.static_positions or self.static_names)
         self._auto = self.options.auto_static
         self._static_types = self.options.static_types
         self._ticks = self.memory.ticks
-
-    # --- calling ---------------------------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self._simple or kwargs or local.frame is not None:
@@ -319,12 +366,12 @@ class Jit(PickledByName, Wrapper):
             key.extend([id(item) for item in objects_in(source.read())])
         entry = self.calls.get(tuple(key))
         if entry is None or traced or entry.epoch != epoch.current:
-            return self._call_slowly(args, kwargs, tuple(key))
+            return self._call_uncached(args, kwargs, tuple(key))
         local.call = entry
-        plan = entry.plan
-        plan.used = next(self._ticks)
+        program = entry.specialization
+        program.used = next(self._ticks)
         try:
-            result, written, fresh, record = plan.run(
+            result, written, fresh, effects = program.run(
                 [v._value for v in entry.kept], [v._value for v in entry.donated], plain
             )
         except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
@@ -332,26 +379,24 @@ class Jit(PickledByName, Wrapper):
         finally:
             local.call = None
         known, targets = entry.last
-        if record is not known:
-            targets = [entry.leaves[position] for position in record.written]
-            entry.last = (record, targets)
-        if not record.simple or (written and type(written[0]) not in ARRAY_TYPES):
-            return self._finish_slowly(entry, Carried(result, written, fresh, record))
+        if effects is not known:
+            targets = [entry.leaves[position] for position in effects.written]
+            entry.last = (effects, targets)
+        if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
+            return self._finish(entry, LiftedOutputs(result, written, fresh, effects))
         for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
             variable._value = value
         return result
 
     def _call_by_template(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls with keywords, static arguments or objects inside containers.
-
-        Takes the arguments apart, which costs something per argument but nothing per Variable.
-        """
+        """Calls with keywords, static arguments or objects inside containers."""
+        # Takes the arguments apart, which costs something per argument but nothing per Variable.
         if local.frame is not None:
-            return self._call_slowly(args, kwargs)
+            return self._call_uncached(args, kwargs)
         if self._auto and self._simple:
-            call = automatic.quick_call(args, kwargs, self._static_types)
+            call = flatten_call(args, kwargs, self._static_types)
             if call is not None:
-                return self._call_quickly(call, args, kwargs)
+                return self._call_flat(call, args, kwargs)
         signature = self._separate_static(args, kwargs)
         arguments = self._take_apart(signature)
         key = (
@@ -361,28 +406,25 @@ class Jit(PickledByName, Wrapper):
         )
         entry = self.calls.get(key)
         if entry is None or entry.epoch != epoch.current:
-            return self._call_slowly(args, kwargs, key)
+            return self._call_uncached(args, kwargs, key)
         return self._repeat(entry, list(arguments.plain), arguments.plain_named, args, kwargs)
 
-    def _call_quickly(
-        self, call: automatic.QuickCall, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _call_flat(self, call: FlatCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls with leaves that are static, found by type."""
         if self.sources or self.captured:
             call.key.extend(map(id, self.hidden_objects()))
         key = tuple(call.key)
         entry = self.calls.get(key)
         if entry is None or entry.epoch != epoch.current:
-            return self._call_slowly(args, kwargs, key)
+            return self._call_uncached(args, kwargs, key)
         if entry.spans is None:
-            plan = entry.plan
-            entry.spans = automatic.spans_of(plan.templates, plan.named, call.args, kwargs)
-        plain, named = automatic.pack(call, kwargs, entry.spans)
+            entry.spans = leaf_spans(entry.specialization, call.args, kwargs)
+        plain, named = plain_parts(call, kwargs, entry.spans)
         return self._repeat(entry, plain, named, args, kwargs)
 
     def _repeat(
         self,
-        entry: CallEntry,
+        entry: CachedCall,
         plain: list[Any],
         named: Mapping[str, Any],
         args: Sequence[Any],
@@ -390,78 +432,73 @@ class Jit(PickledByName, Wrapper):
     ) -> Any:
         """Makes a call whose like was made before."""
         local.call = entry
-        plan = entry.plan
-        plan.used = next(self._ticks)
+        program = entry.specialization
+        program.used = next(self._ticks)
         kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
         try:
-            result, written, fresh, record = plan.run(kept, donated, plain, named)
+            result, written, fresh, effects = program.run(kept, donated, plain, named)
         except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
             return self._recover(error, entry, args, kwargs)
         finally:
             local.call = None
-        if not record.simple or (written and type(written[0]) not in ARRAY_TYPES):
-            return self._finish_slowly(entry, Carried(result, written, fresh, record))
-        for position, value in zip(record.written, written, strict=True):
+        if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
+            return self._finish(entry, LiftedOutputs(result, written, fresh, effects))
+        for position, value in zip(effects.written, written, strict=True):
             entry.leaves[position]._value = value
         return result
 
-    def _finish_slowly(self, entry: CallEntry, carried: Carried) -> Any:
-        """Carries back structure, pytree values, or notices tracers of a plain JAX transform."""
+    def _finish(self, entry: CachedCall, outputs: LiftedOutputs) -> Any:
+        """Applies structural effects, checking for tracers of plain transforms."""
         graph = entry.graph()
-        if note_types(carried.written):
-            check_no_leak(graph, carried)
-        return carry_in(graph, carried)
+        if note_types(outputs.written):
+            check_no_leak(graph, outputs)
+        return apply_effects(graph, outputs)
 
-    def _call_slowly(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None) -> Any:
-        """Calls without a remembered entry, and remembers one if ``key`` says under what."""
+    def _call_uncached(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None
+    ) -> Any:
+        """Calls without a cached call, and caches one under ``key``."""
         while True:
-            plan, graph, arguments = self.prepare(args, kwargs)
-            entry = local.call = self.entry(plan, graph)
+            program, graph, arguments = self.prepare(args, kwargs)
+            entry = local.call = CachedCall(program, graph)
             try:
-                carried = plan.call(graph.values(), arguments)
+                outputs = program.call(graph.values(), arguments)
                 break
-            except Captured as found:
+            except NewCaptures as found:
                 self.capture(found.objects)
-            except Replan:
-                self.plans.pop(plan.key, None)
+            except StaleOutputShardings:
+                self.specializations.pop(program.key, None)
             except Exception as error:
-                explain_error(error, plan, graph)
+                explain_error(error, program, graph)
                 raise
             finally:
                 local.call = None
-        check_no_leak(graph, carried)
+        check_no_leak(graph, outputs)
         if key is not None and local.frame is None:
             self.memory.remember(key, entry, graph, few=bool(self.sources))
-        return carry_in(graph, carried)
+        return apply_effects(graph, outputs)
 
     def _recover(
-        self,
-        error: Exception,
-        entry: CallEntry,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, error: Exception, entry: CachedCall, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Calls again after a retrace found captured objects, or where values became lazy.
-
-        Otherwise explains the error.
-        """
-        if isinstance(error, Captured):
+        """Calls again after new captures, or explains the error."""
+        if isinstance(error, NewCaptures):
             self.capture(error.objects)
-        elif isinstance(error, Replan):
-            self.plans.pop(entry.plan.key, None)
+        elif isinstance(error, StaleOutputShardings):
+            self.specializations.pop(entry.specialization.key, None)
         elif not any(isinstance(v._value, LazyValue) for v in entry.leaves):
-            explain_error(error, entry.plan, entry.graph())
+            explain_error(error, entry.specialization, entry.graph())
             raise error
         self.calls.clear()
-        return self._call_slowly(args, kwargs)
+        return self._call_uncached(args, kwargs)
 
     def capture(self, objects: Sequence[Any]) -> None:
-        """Makes objects that a trace used without being given them hidden inputs of later calls."""
+        """Makes objects that a trace used hidden inputs of later calls."""
         before = {id(item) for item in self.hidden_objects()}
         self.sources = find_sources(self.__wrapped__)  # names may have been bound since
         self.captured = [ref for ref in self.captured if ref() is not None]
         hidden = self.hidden_objects()
-        reached = {id(item) for item in (*walk_objects(hidden), *Graph(hidden).leaves)}
+        reached = {id(item) for item in (*walk_objects(hidden), *InputGraph(hidden).leaves)}
         missed = [item for item in objects if id(item) not in reached]
         self.captured.extend(weakref.ref(item) for item in missed)
         if not missed and before == {id(item) for item in hidden}:
@@ -471,26 +508,18 @@ class Jit(PickledByName, Wrapper):
                 f"Pass them as arguments."
             )
 
-    # --- preparing -------------------------------------------------------------------------------
-
     def prepare(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Plan, Graph, Arguments]:
-        """Finds or makes the plan for a call.
-
-        Returns:
-            (plan, the roots flattened together, the arguments taken apart).
-        """
+    ) -> tuple[Specialization, InputGraph, SplitArguments]:
+        """Finds or makes the specialization for a call."""
         signature = self._separate_static(args, kwargs)
         arguments = self._take_apart(signature)
         hidden = self.hidden()
         labels = [parameter_name(self.__wrapped__, i) for i in self._dynamic_positions(args)]
-        names = [
-            (),
-            *root_names(labels, arguments),
-            *(name for name, _ in hidden),
-        ]
-        graph = Graph([self.__wrapped__, *arguments.roots, *(item for _, item in hidden)], names)
+        names = [(), *root_names(labels, arguments), *(name for name, _ in hidden)]
+        graph = InputGraph(
+            [self.__wrapped__, *arguments.roots, *(item for _, item in hidden)], names
+        )
         key = (
             graph.flat.graphdef,
             (len(arguments.roots), *(len(list(objects_in(s.read()))) for s in self.sources or ())),
@@ -498,35 +527,24 @@ class Jit(PickledByName, Wrapper):
             arguments.named,
             signature.static,
         )
-        plan = self.plans.get(key)
-        if plan is None:
-            plan = Plan(
-                self.__wrapped__,
-                self.options,
-                key,
-                graph,
-                arguments,
-                self._layout(args, signature),
-                names,
+        program = self.specializations.get(key)
+        if program is None:
+            positions = self._positions(args, signature)
+            program = Specialization(
+                self.__wrapped__, self.options, key, graph, arguments, positions, names
             )
-            explain.planned(self, plan)
-            self.memory.add(plan)
-        plan.used = next(self._ticks)
-        return plan, graph, arguments
-
-    def entry(self, plan: Plan, graph: Graph) -> CallEntry:
-        """Returns what a call of ``plan`` on these objects needs."""
-        return CallEntry(plan, graph)
+            if self.specializations and retraces.listeners.get():
+                retraces.report_specialization(self, program)
+            self.memory.add(program)
+        program.used = next(self._ticks)
+        return program, graph, arguments
 
     def hidden_objects(self) -> list[Any]:
-        """Returns the objects that the function uses without being given them, as far as known."""
+        """Returns the objects that the function uses from outside."""
         return [item for _, item in self.hidden()]
 
     def hidden(self) -> list[tuple[Path, Any]]:
-        """Returns (path, object) of what the function uses without being given it.
-
-        The path begins with the name by which the function knows the object.
-        """
+        """Returns (path, object) of what the function uses from outside."""
         if self.sources is None:
             self.sources = find_sources(self.__wrapped__)
         found: list[tuple[Path, Any]] = []
@@ -540,40 +558,36 @@ class Jit(PickledByName, Wrapper):
         found.extend((("closure", i), item) for i, item in enumerate(alive))
         return found
 
-    def _layout(self, args: Sequence[Any], signature: Signature) -> ArgumentLayout:
+    def _positions(self, args: Sequence[Any], signature: SeparatedCall) -> ArgumentPositions:
         positional = [
             (i, parameter_name(self.__wrapped__, i)) for i in self._dynamic_positions(args)
         ]
         static = [(place, item.value) for place, item in signature.static if isinstance(place, int)]
         named = {place: item.value for place, item in signature.static if isinstance(place, str)}
-        return ArgumentLayout(positional, static, named, self.options)
+        return ArgumentPositions(positional, static, named)
 
     def _dynamic_positions(self, args: Sequence[Any]) -> list[int]:
         return [i for i in range(len(args)) if i not in self.static_positions]
 
-    def _take_apart(self, signature: Signature) -> Arguments:
-        return self.options.take_apart(signature.args, signature.kwargs, self.path_of)
+    def _take_apart(self, signature: SeparatedCall) -> SplitArguments:
+        return self.options.split_arguments(signature.args, signature.kwargs, self.path_of)
 
     def path_of(self, key: int | str) -> Path:
-        """Returns the path of an argument by its name, or by its position among dynamic ones."""
+        """Returns an argument's path by name or position among dynamic ones."""
         if isinstance(key, int):
             dynamic = (i for i in itertools.count() if i not in self.static_positions)
             key = next(itertools.islice(dynamic, key, None))
         return argument_path(self.__wrapped__, key)
 
-    def _separate_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    def _separate_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SeparatedCall:
         if not (self.static_positions or self.static_names):
-            return Signature(tuple(args), dict(kwargs), ())
+            return SeparatedCall(tuple(args), dict(kwargs), ())
         places = (self.static_positions, self.static_names)
         return separate_static(self.__wrapped__, *places, args, kwargs)
 
-    # --- the rest of the interface ----------------------------------------------------------------
-
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """Traces the function for these arguments without compiling; returns a ``Traced``."""
-        from shardax._transforms.jit.stages import (
-            trace_jit,  # stages use Jit, so they stand above it
-        )
+        from shardax._transforms.jit.stages import trace_jit  # stages stand above ``Jit``
 
         return trace_jit(self, args, kwargs)
 
@@ -584,12 +598,14 @@ class Jit(PickledByName, Wrapper):
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes and dtypes of the result, computing and changing nothing."""
         signature = self._separate_static(args, kwargs)
-        layout = self._layout(args, signature)
+        positions = self._positions(args, signature)
         given = self._take_apart(signature)
 
         def call(roots: Any, plain: Any, plain_named: Any) -> Any:
             dynamic, named = given.restore(plain, plain_named, roots)
-            return self.__wrapped__(*layout.insert_static(dynamic), **named, **layout.static_named)
+            return self.__wrapped__(
+                *positions.insert_static(dynamic), **named, **positions.static_named
+            )
 
         return eval_shape(call, given.roots, list(given.plain), given.plain_named)
 
@@ -598,7 +614,7 @@ class Jit(PickledByName, Wrapper):
         self.memory.clear()
 
     def _cache_size(self) -> int:
-        return sum(len(plan.signatures) for plan in self.plans.values())
+        return sum(len(program.signatures) for program in self.specializations.values())
 
     def _wrapping(self) -> Any:
         return self._wrapping_key
@@ -627,7 +643,7 @@ def jit(
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
-    """Compiles a function over Modules; what it writes into Variables is stored back.
+    """Compiles a function over Modules and carries back its writes.
 
     Modules and Variables may stand anywhere in the arguments, in the result, or be used through
     closures. Structural changes (attributes added, removed, swapped) are carried back too, and
@@ -673,7 +689,7 @@ def jit(
         >>> int(count(counter, 3)), int(counter)
         (6, 3)
     """
-    options = Options(
+    options = JitOptions(
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         static_argnums=static_argnums,

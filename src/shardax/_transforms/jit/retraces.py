@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explaining retraces: why a compiled function was traced again.
+"""Explanations of retraces.
 
 A function is traced anew when the structure of its arguments, a static value, or a shape or dtype
-differs from every earlier call. ``explain_retraces`` tells which, by path, compared with the most
+differs from every earlier call. ``explain_retraces`` says which, by path, compared with the most
 similar earlier call.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,7 @@ from shardax._core.graph.flatten import (
     definition_paths,
 )
 from shardax._core.graph.paths import Path, format_path
-from shardax._transforms.lift.arguments import Mixed, leaf_paths
-from shardax._transforms.lift.functions import parameter_name
+from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths, parameter_name
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Retrace:
         )
 
 
-_listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = contextvars.ContextVar(
-    "shardax_retrace_listeners", default=()
+listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = contextvars.ContextVar(
+    "shardax_retracelisteners", default=()
 )
 
 
@@ -73,11 +72,11 @@ def explain_retraces(file: Any = None) -> Iterator[list[Retrace]]:
         ('.x: float32[2] -> float32[3]',)
     """
     found: list[Retrace] = []
-    token = _listeners.set((*_listeners.get(), (found, sys.stderr if file is None else file)))
+    token = listeners.set((*listeners.get(), (found, sys.stderr if file is None else file)))
     try:
         yield found
     finally:
-        _listeners.reset(token)
+        listeners.reset(token)
 
 
 def _report(function: Any, reasons: Sequence[str]) -> None:
@@ -87,49 +86,47 @@ def _report(function: Any, reasons: Sequence[str]) -> None:
         tuple(reasons)
         or ("nothing that shardax can see (JAX's own settings, or its cache was cleared)",),
     )
-    for found, file in _listeners.get():
+    for found, file in listeners.get():
         found.append(retrace)
         if file:
             print(retrace, file=file)
 
 
-def planned(jit: Any, plan: Any) -> None:
-    """Told that no plan fits a call and one was made."""
-    if not _listeners.get() or not jit.plans:
-        return
-    differences = [plan_differences(old, plan) for old in list(jit.plans.values())]
+def report_specialization(jit: Any, new: Any) -> None:
+    """Reports that no earlier specialization fits a call."""
+    differences = [call_differences(old, new) for old in [*jit.specializations.values()]]
     _report(jit.__wrapped__, min(differences, key=len))
 
 
-def traced(
-    plan: Any, values: Sequence[Any], plain: Sequence[Any], named: Mapping[str, Any]
-) -> None:
-    """Told that a plan's function is being traced for these values."""
+def report_trace(program: Any, earlier: Sequence[Any], signature: Any) -> None:
+    """Reports that a specialization is traced for other types than before."""
+    new = _named_types(program, signature)
+    differences = [_type_differences(_named_types(program, old), new) for old in earlier]
+    _report(program.function, min(differences, key=len))
+
+
+def _named_types(program: Any, signature: Any) -> dict[str, str]:
+    """Returns the type of every array by its path, for messages."""
+    values, plain, named = signature
+    labels = [label for _, label in program.positions.positional]
     entries = [
-        (format_path(path), value) for path, value in zip(plan.leaf_paths, values, strict=True)
+        *zip(map(format_path, program.leaf_paths), values, strict=True),
+        *((f".{label}", item) for label, item in zip(labels, plain, strict=True)),
+        *((f".{name}", item) for name, item in named.items()),
     ]
-    labels = [label for _, label in plan.layout.positional]
-    entries += [(f".{label}", item) for label, item in zip(labels, plain, strict=True)]
-    entries += [(f".{name}", item) for name, item in named.items()]
-    signature = {
-        name + jax.tree_util.keystr(key): _kind(leaf)
+    return {
+        name + jax.tree_util.keystr(key): _shown_type(aval)
         for name, value in entries
-        for key, leaf in jax.tree_util.tree_leaves_with_path(value)
+        for key, aval in jax.tree_util.tree_leaves_with_path(value)
     }
-    earlier = plan.signatures
-    if _listeners.get() and earlier:
-        differences = [_signature_differences(old, signature) for old in earlier]
-        _report(plan.function, min(differences, key=len))
-    earlier.append(signature)
 
 
-def _kind(leaf: Any) -> str:
-    aval = jax.typeof(leaf)
+def _shown_type(aval: Any) -> str:
     weak = " (weakly typed)" if getattr(aval, "weak_type", False) else ""
     return f"{aval.str_short()}{weak}"
 
 
-def _signature_differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
+def _type_differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
     names = list(dict.fromkeys([*old, *new]))
     return [
         f"{n}: {old.get(n, 'absent')} -> {new.get(n, 'absent')}"
@@ -138,15 +135,12 @@ def _signature_differences(old: dict[str, str], new: dict[str, str]) -> list[str
     ]
 
 
-def plan_differences(old: Any, new: Any) -> list[str]:
-    """Describes how the calls that two plans are for differ, by path.
-
-    Args:
-        old: An earlier plan.
-        new: The plan that was made.
-    """
+def call_differences(old: Any, new: Any) -> list[str]:
+    """Describes how the calls that two specializations are for differ, by path."""
     reasons = structure_differences(old.graphdef, new.graphdef, old.names, new.names)
-    static = list(static_leaf_differences(old, new, [label for _, label in new.layout.positional]))
+    static = list(
+        static_leaf_differences(old, new, [label for _, label in new.positions.positional])
+    )
     reasons += static
     if old.key[1:4] != new.key[1:4] and not static:
         reasons.append("the arguments have other containers, or objects stand elsewhere in them")
@@ -162,20 +156,17 @@ def plan_differences(old: Any, new: Any) -> list[str]:
 
 
 def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterator[str]:
-    """Yields how the static leaves of two calls differ, where their containers are the same.
-
-    Args:
-        old: Plan or arguments of the earlier call.
-        new: Plan or arguments of the later one.
-        labels: Name of each positional argument.
-    """
+    """Yields how the static leaves of two calls differ."""
     if len(old.templates) != len(new.templates):
         return
     pairs = [*zip(labels, old.templates, new.templates, strict=True)]
     before = dict(old.named)
     pairs += [(name, before.get(name), template) for name, template in new.named]
     for label, first, second in pairs:
-        if not (isinstance(first, Mixed) and isinstance(second, Mixed)) or first[:2] != second[:2]:
+        if (
+            not (isinstance(first, TreeTemplate) and isinstance(second, TreeTemplate))
+            or first[:2] != second[:2]
+        ):
             continue
         paths, earlier = leaf_paths(second.treedef), dict(first.static)
         for leaf, value in second.static:
@@ -194,14 +185,7 @@ def _exact(value: Any) -> str:
 def structure_differences(
     old: GraphDef, new: GraphDef, old_names: Sequence[Path] = (), new_names: Sequence[Path] = ()
 ) -> list[str]:
-    """Describes how two structures differ, a line per place, by path.
-
-    Args:
-        old: The earlier structure.
-        new: The later one.
-        old_names: Path of each root of the earlier one.
-        new_names: Path of each root of the later one.
-    """
+    """Describes how two structures differ, a line per place, by path."""
     if old == new:
         return []
     before, after = _by_path(old, old_names), _by_path(new, new_names)
@@ -226,7 +210,7 @@ def _entry(value: Any) -> str:
 
 
 def _by_path(graphdef: GraphDef, names: Sequence[Path]) -> dict[Any, Any]:
-    """Returns what stands at each path: (type, metadata) of objects, static values as they are."""
+    """Returns types and metadata of objects, and static values, by path."""
     paths = definition_paths(graphdef, names)
     found: dict[Any, Any] = {}
     for index, path in paths.items():

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: what one structure of arguments compiles to.
+"""The compiled program of one structure of arguments.
 
-A plan wraps one ``jax.jit`` of the *pure function*, whose arguments are flat lists: the values of
-the Variables that are kept, of those that are donated, and the plain arguments likewise. It returns
-a ``Carried``: result, written values, values of new Variables, and the record. When shardings are
-declared, the shape of that result must be known before compiling, so the function is traced once
-first (JAX keeps the trace, so it is not traced again).
+A ``Specialization`` wraps one ``jax.jit`` of the *pure function*, whose arguments are flat lists:
+values of the Variables that are kept, of those that are donated, and plain arguments likewise. It
+returns ``LiftedOutputs``. Declared shardings need the tree of that result before compiling, so the
+function is then traced once first; JAX keeps the trace.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import jax
 
@@ -27,41 +25,40 @@ from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import DonationError, PrefixError, StaticArgumentError
-from shardax._transforms.jit import retraces as explain
+from shardax._transforms.jit import retraces
 from shardax._transforms.lift.arguments import (
-    Arguments,
-    Mixed,
-    Plain,
-    Root,
-    put_together,
-    template_roots,
-)
-from shardax._transforms.lift.call import Captured
-from shardax._transforms.lift.engine import (
-    Carried,
-    Graph,
-    bind,
-    carry_out,
-    check_result,
-)
-from shardax._transforms.lift.functions import (
     NUMBER_TYPES,
     NUMBERS,
+    PlainTemplate,
+    RootTemplate,
+    SplitArguments,
+    TreeTemplate,
     as_tuple,
     check_static_option,
+    join_argument,
     resolve_arguments,
+    template_roots,
+)
+from shardax._transforms.lift.engine import (
+    InputGraph,
+    LiftedOutputs,
+    NewCaptures,
+    bind,
+    check_result,
+    record_effects,
 )
 from shardax._transforms.lift.prefix import (
     check_plain,
     check_shardings_only,
     consistent,
     expand,
+    is_one_entry,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What the user asked of ``jit``; the fields have the names and meanings of ``jax.jit``'s."""
+class JitOptions:
+    """Options of ``jit``, named as those of ``jax.jit``."""
 
     in_shardings: Any = None
     out_shardings: Any = None
@@ -101,15 +98,12 @@ class Options:
         except TypeError:
             return object()
 
-    def take_apart(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        label: Callable[[int | str], Path],
-    ) -> Arguments:
-        """Takes the arguments of a call apart, without those that are static as a whole."""
+    def split_arguments(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], label: Callable[[int | str], Path]
+    ) -> SplitArguments:
+        """Splits the arguments of a call, without static ones."""
         numbers = self.static_numbers
-        return Arguments(args, kwargs, self.auto_static, static_numbers=numbers, label=label)
+        return SplitArguments(args, kwargs, self.auto_static, static_numbers=numbers, label=label)
 
     def donates(self, position: int, name: str) -> bool:
         """Whether the positional argument (by position or parameter name) is donated."""
@@ -120,21 +114,13 @@ class Options:
         return name in as_tuple(self.donate_argnames)
 
 
-def with_resolved_donation(options: Options, function: Callable[..., Any]) -> Options:
-    """Returns the options with every donated argument listed both by position and by name.
-
-    Raises:
-        DonationError: If the function has no such argument, or it is static.
-    """
+def with_resolved_donation(options: JitOptions, function: Callable[..., Any]) -> JitOptions:
+    """Returns the options with donated arguments by position and name."""
     positions, names = resolve_arguments(
         function, options.donate_argnums, options.donate_argnames, "donate", DonationError
     )
     static, static_names = resolve_arguments(
-        function,
-        options.static_argnums,
-        options.static_argnames,
-        "static",
-        StaticArgumentError,
+        function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
     )
     both = sorted({*names} & {*static_names}) or sorted({*positions} & {*static})
     if both:
@@ -145,47 +131,41 @@ def with_resolved_donation(options: Options, function: Callable[..., Any]) -> Op
     return dataclasses.replace(options, donate_argnums=positions, donate_argnames=names)
 
 
-class Replan(Exception):
+class StaleOutputShardings(Exception):
     """Stops a trace whose result has another layout than the declared shardings."""
 
 
-class Plan:
-    """One compiled form of a function.
-
-    Args:
-        function: The user's function.
-        options: What was asked of ``jit``.
-        key: What the plan was found by.
-        graph: The roots of the call it is made for.
-        arguments: That call's arguments.
-        layout: Positions and names of the arguments.
-        names: Path of each root, for messages.
-
-    Attributes:
-        used: When it was last called, by the count of calls of its ``Jit``.
-    """
+class Specialization:
+    """One compiled form of a function."""
 
     def __init__(
         self,
         function: Callable[..., Any],
-        options: Options,
+        options: JitOptions,
         key: Any,
-        graph: Graph,
-        arguments: Arguments,
-        layout: ArgumentLayout,
+        graph: InputGraph,
+        arguments: SplitArguments,
+        positions: ArgumentPositions,
         names: Sequence[Path],
     ) -> None:
         self.function = function
         self.options = options
         self.key = key
         self.names = names
-        self.layout = layout.without_roots(arguments.templates)
+        self.positions = positions
         self.graphdef = graph.flat.graphdef
         self.leaf_paths = graph.flat.leaf_paths
         self.templates = arguments.templates
         self.named = arguments.named
         self.root_count = len(arguments.roots)
-        self.used = 0
+        # Donated plain arguments, by index; of objects, their Variables are (``donated_leaves``).
+        self.donated = frozenset(
+            i
+            for i, (position, label) in enumerate(positions.positional)
+            if options.donates(position, label)
+            and not isinstance(arguments.templates[i], RootTemplate)
+        )
+        self.used = 0  # when it was last called, by the count of calls of its ``Jit``
         self.signatures: list[Any] = []
         self.donated_leaves = self._find_donated(graph, arguments)
         self.leaf_shardings: list[Any] = [None] * len(self.leaf_paths)
@@ -193,12 +173,10 @@ class Plan:
         self._expected: Any = None
         self._program = self._named_program()
         self._jitted: Any = None
-        self._full = bool(arguments.named or self.layout.donated or self._in_shardings is not None)
-
-    # --- calling ---------------------------------------------------------------------------------
+        self._full = bool(arguments.named or self.donated or self._in_shardings is not None)
 
     def partition(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Separates the Variables (or values) that are kept from those that are donated."""
+        """Separates kept Variables (or values) from donated ones."""
         donated = self.donated_leaves
         if not donated:
             return list(leaves), []
@@ -217,28 +195,26 @@ class Plan:
             return self._jitted(kept, donated, *self._separate_plain(plain, named))
         return self._jitted(kept, donated, plain)
 
-    def call(self, values: Sequence[Any], arguments: Arguments) -> Carried:
+    def call(self, values: Sequence[Any], arguments: SplitArguments) -> LiftedOutputs:
         """Calls the compiled function with values and arguments taken apart."""
         full = self.pack(values, arguments)
-        return Carried(*self.jitted(full)(*full))
+        return LiftedOutputs(*self.jitted(full)(*full))
 
-    def pack(self, values: Sequence[Any], arguments: Arguments) -> tuple[Any, ...]:
+    def pack(self, values: Sequence[Any], arguments: SplitArguments) -> tuple[Any, ...]:
         """Arranges values and plain arguments as the pure function takes them."""
         kept, donated = self.partition(values)
         if not self._full:
             return kept, donated, list(arguments.plain)
-        return (
-            kept,
-            donated,
-            *self._separate_plain(list(arguments.plain), arguments.plain_named),
-        )
+        return (kept, donated, *self._separate_plain(list(arguments.plain), arguments.plain_named))
 
     def _separate_plain(self, plain: list[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        given = [None if p in self.layout.donated else item for p, item in enumerate(plain)]
-        donated = [item if p in self.layout.donated else None for p, item in enumerate(plain)]
         kept_named = {name: v for name, v in named.items() if not self.options.donates_name(name)}
         donated_named = {name: v for name, v in named.items() if self.options.donates_name(name)}
-        return given, donated, kept_named, donated_named
+        return *self._split_donated(plain), kept_named, donated_named
+
+    def _split_donated(self, plain: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        kept = [None if i in self.donated else item for i, item in enumerate(plain)]
+        return kept, [item if i in self.donated else None for i, item in enumerate(plain)]
 
     def jitted(self, full: tuple[Any, ...]) -> Any:
         """Returns the ``jax.jit`` of the pure function, making it on first use."""
@@ -246,33 +222,30 @@ class Plan:
             if self._in_shardings is None and self.options.out_shardings is None:
                 self._jitted = self._make(None)
             else:
-                record = self._make(None).trace(*full).out_info[3]
-                self._expected = record.layout
-                result, written, fresh = record.shardings
+                effects = self._make(None).trace(*full).out_info[3]
+                self._expected = effects.tree_key
+                result, written, fresh = effects.shardings
                 self._jitted = self._make((result, written, fresh, None))
         return self._jitted
 
     def _make(self, out_shardings: Any) -> Any:
-        options: dict[str, Any] = {
-            "keep_unused": self.options.keep_unused,
-            "inline": self.options.inline,
+        options = self.options
+        given: dict[str, Any] = {
+            "in_shardings": self._in_shardings,
+            "out_shardings": out_shardings,
+            "compiler_options": options.compiler_options,
         }
-        if self.donated_leaves or self.layout.donated or self.options.donate_argnames:
-            options["donate_argnums"] = (1, 3, 5) if self._full else (1,)
-        if self._in_shardings is not None:
-            options["in_shardings"] = self._in_shardings
-        if out_shardings is not None:
-            options["out_shardings"] = out_shardings
-        if self.options.compiler_options is not None:
-            options["compiler_options"] = self.options.compiler_options
-        return jax.jit(self._program, **options)
+        if self.donated_leaves or self.donated or options.donate_argnames:
+            given["donate_argnums"] = (1, 3, 5) if self._full else (1,)
+        given = {name: value for name, value in given.items() if value is not None}
+        return jax.jit(
+            self._program, keep_unused=options.keep_unused, inline=options.inline, **given
+        )
 
     def _named_program(self) -> Callable[..., Any]:
-        """Returns the pure function under the user's name and source line.
-
-        Profiles and JAX's errors show them. JAX follows ``__wrapped__`` for the line, but must not
-        take the user's parameters for those of the pure function.
-        """
+        """Returns the pure function under the user's name and source line."""
+        # Profiles and JAX's errors show them. JAX follows ``__wrapped__`` for the line, but must
+        # not take the user's parameters for those of the pure function.
 
         def program(*flat: Any) -> tuple[Any, ...]:
             return self._pure(*flat)
@@ -292,8 +265,6 @@ class Plan:
         if self._jitted is not None:
             self._jitted.clear_cache()
 
-    # --- the pure function ------------------------------------------------------------------------
-
     def _pure(
         self,
         kept: list[Any],
@@ -304,33 +275,29 @@ class Plan:
         donated_named: Any = None,
     ) -> tuple[Any, ...]:
         graph = local.call.graph()
-        values = self._join(kept, donated)
-        for position in self.layout.donated:
+        values = self.join(kept, donated)
+        for position in self.donated:
             plain[position] = donated_plain[position]
         named = {**(named or {}), **(donated_named or {})}
-        explain.traced(self, values, plain, named)
+        signature = jax.tree.map(jax.typeof, (values, plain, named))
+        if self.signatures and retraces.listeners.get():
+            retraces.report_trace(self, self.signatures, signature)
+        self.signatures.append(signature)
         with Frame("jit") as frame:
             roots, copies = bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
             result = self._call_user(roots, plain, named)
             check_result(result, "jit")
-            carried = carry_out(
-                frame,
-                self.graphdef,
-                copies,
-                values,
-                result,
-                self._emitted(result, copies),
+            outputs = record_effects(
+                frame, self.graphdef, copies, values, result, self._emitted(result, copies)
             )
-            lost = [
-                *(item.outer for item in frame.captured),
-                *carried.record.foreign.values(),
-            ]
+            lost = [*(item.outer for item in frame.captured), *outputs.effects.foreign.values()]
             if lost:
-                raise Captured(lost)
-            self._declare_shardings(carried, copies, result)
-        return tuple(carried)
+                raise NewCaptures(lost)
+            self._declare_shardings(outputs, copies, result)
+        return tuple(outputs)
 
-    def _join(self, kept: Sequence[Any], donated: Sequence[Any]) -> list[Any]:
+    def join(self, kept: Iterable[Any], donated: Iterable[Any]) -> list[Any]:
+        """The inverse of ``partition``."""
         remaining, given = iter(kept), iter(donated)
         return [
             next(given if i in self.donated_leaves else remaining)
@@ -339,128 +306,100 @@ class Plan:
 
     def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]) -> Any:
         function, objects = roots[0], roots[1 : 1 + self.root_count]
-        args = [put_together(t, p, objects) for t, p in zip(self.templates, plain, strict=True)]
-        kwargs = {name: put_together(t, named[name], objects) for name, t in self.named}
-        return function(*self.layout.insert_static(args), **kwargs, **self.layout.static_named)
+        args = [join_argument(t, p, objects) for t, p in zip(self.templates, plain, strict=True)]
+        kwargs = {name: join_argument(t, named[name], objects) for name, t in self.named}
+        return function(
+            *self.positions.insert_static(args), **kwargs, **self.positions.static_named
+        )
 
-    # --- donation ---------------------------------------------------------------------------------
-
-    def _find_donated(self, graph: Graph, arguments: Arguments) -> frozenset[int]:
+    def _find_donated(self, graph: InputGraph, arguments: SplitArguments) -> frozenset[int]:
         roots: list[int] = []
-        for (position, label), template in zip(self.layout.positional, self.templates, strict=True):
+        for (position, label), template in zip(
+            self.positions.positional, self.templates, strict=True
+        ):
             if self.options.donates(position, label):
                 roots.extend(template_roots(template))
         for name, template in self.named:
             if self.options.donates_name(name):
                 roots.extend(template_roots(template))
-        ids = {id(v) for root in roots for v in Graph([arguments.roots[root]]).flat.leaves}
+        ids = {id(v) for root in roots for v in InputGraph([arguments.roots[root]]).flat.leaves}
         return frozenset(i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in ids)
 
     def _emitted(self, result: Any, copies: Sequence[Any]) -> frozenset[int]:
-        """Positions of Variables to return even if unchanged.
-
-        They are the donated ones, and those in the result when its shardings are declared.
-        """
+        """Positions of Variables to return even if unchanged."""
+        # They are the donated ones, and those in the result when its shardings are declared.
         if self.options.out_shardings is None:
             return self.donated_leaves
-        inside = {
+        returned_ids = {
             id(v)
             for leaf in jax.tree.leaves(result, is_leaf=is_object)
             if isinstance(leaf, Object)
-            for v in Graph([leaf]).flat.leaves
+            for v in InputGraph([leaf]).flat.leaves
         }
         returned = (
-            i for i, index in enumerate(self.graphdef.leaves) if id(copies[index]) in inside
+            i for i, index in enumerate(self.graphdef.leaves) if id(copies[index]) in returned_ids
         )
         return self.donated_leaves | frozenset(returned)
 
-    # --- shardings --------------------------------------------------------------------------------
-
-    def _spread_in_shardings(self, graph: Graph, arguments: Arguments) -> Any:
+    def _spread_in_shardings(self, graph: InputGraph, arguments: SplitArguments) -> Any:
         if self.options.in_shardings is None:
             return None
-        given = self.layout.per_argument(self.options.in_shardings, "in_shardings")
+        given = self.positions.per_argument(self.options.in_shardings, "in_shardings")
         args = [
-            put_together(t, p, arguments.roots, with_static=False)
+            join_argument(t, p, arguments.roots, with_static=False)
             for t, p in zip(self.templates, arguments.plain, strict=True)
         ]
         entries: list[Any] = []
         plain: list[Any] = []
         for (_, label), prefix, arg, template in zip(
-            self.layout.positional, given, args, self.templates, strict=True
+            self.positions.positional, given, args, self.templates, strict=True
         ):
-            if isinstance(template, Plain):
+            if isinstance(template, PlainTemplate):
                 check_plain(prefix, arg, "in_shardings", (label,))
                 plain.append(prefix)
                 continue
             found = list(expand(prefix, arg, "in_shardings", (label,)))
             entries.extend(found)
             rest = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
-            plain.append(rest if isinstance(template, Mixed) else None)
+            plain.append(rest if isinstance(template, TreeTemplate) else None)
         by_id = consistent(entries, "in_shardings")
         self.leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
         kept, donated = self.partition(self.leaf_shardings)
-        given_plain = [None if p in self.layout.donated else item for p, item in enumerate(plain)]
-        donated_plain = [item if p in self.layout.donated else None for p, item in enumerate(plain)]
-        return kept, donated, given_plain, donated_plain, None, None
+        return kept, donated, *self._split_donated(plain), None, None
 
-    def _declare_shardings(self, carried: Carried, copies: Sequence[Any], result: Any) -> None:
+    def _declare_shardings(
+        self, outputs: LiftedOutputs, copies: Sequence[Any], result: Any
+    ) -> None:
         """Works out the sharding of everything that leaves, when shardings are declared."""
-        record = carried.record
+        effects = outputs.effects
         if self._in_shardings is None and self.options.out_shardings is None:
             return
-        if self._expected is not None and self._expected != record.layout:
-            raise Replan
+        if self._expected is not None and self._expected != effects.tree_key:
+            raise StaleOutputShardings
         declared = self.options.out_shardings
         by_id: dict[int, Any] = {}
         arrays: Any = declared
-        if record.result is None:
+        if effects.result is None:
             check_plain(declared, result, "out_shardings")
         else:
             found = list(expand(declared, result, "out_shardings"))
             by_id = {key: entry for key, (_, entry) in consistent(found, "out_shardings").items()}
             arrays = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
         written = []
-        for position in record.written:
+        for position in effects.written:
             entry = by_id.get(id(copies[self.graphdef.leaves[position]]))
             written.append(self.leaf_shardings[position] if entry is None else entry)
-        fresh = [by_id.get(key) for key in record.fresh_ids]
-        record.shardings = (arrays, written, fresh)
+        fresh = [by_id.get(key) for key in effects.fresh_ids]
+        effects.shardings = (arrays, written, fresh)
 
 
-class ArgumentLayout:
-    """Where the dynamic and static arguments of a call stand.
+class ArgumentPositions(NamedTuple):
+    """Where the dynamic and static arguments of a call stand."""
 
-    Attributes:
-        positional: (position in the user's signature, parameter name) of each dynamic positional
-            argument.
-        donated: Which of these (by index) are donated.
-        static: (position, value) of static positional arguments.
-        static_named: Static keyword arguments.
-    """
-
-    def __init__(
-        self,
-        positional: Sequence[tuple[int, str]],
-        static: Sequence[tuple[int, Any]],
-        static_named: dict[str, Any],
-        options: Options,
-    ) -> None:
-        self.positional = list(positional)
-        self.static = list(static)
-        self.static_named = static_named
-        self.donated = frozenset(
-            i for i, (p, label) in enumerate(positional) if options.donates(p, label)
-        )
-
-    def without_roots(self, templates: Sequence[Any]) -> Self:
-        """Returns the layout with nothing donated for arguments that are objects.
-
-        What is donated of these are their Variables (``Plan.donated_leaves``).
-        """
-        layout = copy.copy(self)
-        layout.donated = frozenset(i for i in self.donated if not isinstance(templates[i], Root))
-        return layout
+    # (position in the user's signature, parameter name) of each dynamic positional argument.
+    positional: list[tuple[int, str]]
+    static: list[tuple[int, Any]]  # (position, value) of static positional arguments
+    static_named: dict[str, Any]  # static keyword arguments
 
     def insert_static(self, args: list[Any]) -> list[Any]:
         """Returns the user's positional arguments, static ones included."""
@@ -469,17 +408,9 @@ class ArgumentLayout:
         return args
 
     def per_argument(self, prefix: Any, name: str) -> list[Any]:
-        """Returns one prefix per dynamic positional argument.
-
-        Raises:
-            PrefixError: If a tuple of another length was given.
-        """
+        """Returns one prefix per dynamic positional argument."""
         count = len(self.positional)
-        if (
-            not isinstance(prefix, (tuple, list))
-            or hasattr(prefix, "_fields")
-            or isinstance(prefix, jax.sharding.PartitionSpec)
-        ):
+        if is_one_entry(prefix):
             return [prefix] * count
         if len(prefix) == count:
             return list(prefix)
@@ -489,6 +420,6 @@ class ArgumentLayout:
         labels = ", ".join(label for _, label in self.positional)
         raise PrefixError(
             f"{name} has {len(prefix)} entries, but the call has {count} non-static positional "
-            f"arguments ({labels}). Give one entry per "
-            f"argument; keyword arguments take the sharding of what is passed."
+            f"arguments ({labels}). Give one entry per argument; keyword arguments take the "
+            f"sharding of what is passed."
         )

@@ -4,154 +4,119 @@
 Each wraps JAX's own stage and offers everything that it does. What JAX reports per argument is
 arranged as the user passed it: a Module appears as a ``State`` with one entry per Variable. A
 ``Compiled`` is called like the function (without static arguments), on any objects of the structure
-it was compiled for, and writes state back.
+that it was compiled for, and writes state back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from shardax._core.frames import local
-from shardax._core.graph.flatten import (
-    GraphDef,
-    Ref,
-    VariableDef,
-    definition_paths,
-    flatten,
-)
+from shardax._core.graph.flatten import GraphDef, Ref, VariableDef, definition_paths, flatten
 from shardax._core.graph.paths import Path, path_step
 from shardax._core.state.state import Origin, State
 from shardax._transforms.errors import StructureMismatchError
+from shardax._transforms.jit.error_context import explain_places, explain_values, in_user_terms
+from shardax._transforms.jit.jit import CachedCall, Jit
 from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
-from shardax._transforms.jit.specialization import Plan, Replan
-from shardax._transforms.lift.arguments import Arguments, put_together, root_names
-from shardax._transforms.lift.call import Captured
+from shardax._transforms.jit.specialization import Specialization, StaleOutputShardings
+from shardax._transforms.lift.arguments import SplitArguments, join_argument, root_names
 from shardax._transforms.lift.engine import (
-    Carried,
-    Graph,
+    Effects,
+    InputGraph,
+    LiftedOutputs,
+    NewCaptures,
     abstract,
-    carry_in,
+    apply_effects,
     check_no_leak,
 )
-from shardax._transforms.lift.error_context import explain_places, explain_values, in_user_terms
 
+# What the function that JAX compiles (see ``Specialization``) calls its inputs.
 _INPUTS = "flat"
-"""What the function that JAX compiles (see ``Plan``) calls its inputs."""
 
 
-def trace_jit(jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-    """Traces a ``Jit`` for some arguments; lazy values stay lazy.
-
-    Args:
-        jit: The compiled function.
-        args: Positional arguments: Modules, arrays or ``jax.ShapeDtypeStruct``.
-        kwargs: Keyword arguments.
-    """
+def trace_jit(jit: Jit, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """Traces a ``Jit`` for some arguments; lazy values stay lazy."""
     while True:
-        plan, graph, arguments = jit.prepare(args, kwargs)
-        local.call = jit.entry(plan, graph)
+        program, graph, arguments = jit.prepare(args, kwargs)
+        local.call = CachedCall(program, graph)
         try:
-            full = plan.pack(abstract(graph.leaves), arguments)
+            full = program.pack(abstract(graph.leaves), arguments)
+            traced = program.jitted(full).trace(*full)
             return Traced(
-                jit,
-                plan,
-                plan.jitted(full).trace(*full),
-                _ArgumentView(plan, graph, arguments),
+                _StageSource(jit, program, _states(graph, arguments), traced.out_info[3]), traced
             )
-        except Captured as found:
+        except NewCaptures as found:
             jit.capture(found.objects)
-        except Replan:
-            jit.plans.pop(plan.key, None)
+        except StaleOutputShardings:
+            jit.specializations.pop(program.key, None)
         except Exception as error:
-            explain_places(error, plan)
+            explain_places(error, program)
             raise
         finally:
             local.call = None
 
 
-class _ArgumentView:
-    """Arranges what JAX reports per flat input as the user passed the arguments."""
+class _StageSource(NamedTuple):
+    """What a stage was made from."""
 
-    def __init__(self, plan: Plan, graph: Graph, arguments: Arguments) -> None:
-        index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
-        self.plan = plan
-        self.roots: list[tuple[dict[Path, int], dict[Path, Origin]]] = []
-        for root in arguments.roots:
-            flat = flatten(root)
-            pairs = list(zip(flat.leaf_paths, flat.leaves, strict=True))
-            origins = {path: Origin(type(leaf), leaf._metadata) for path, leaf in pairs}
-            self.roots.append(({path: index[id(leaf)] for path, leaf in pairs}, origins))
-
-    def __call__(self, tree: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (args, kwargs) from a tree shaped like the pure function's arguments."""
-        if len(tree) == 2 and isinstance(tree[1], dict):
-            tree = tree[0]
-        kept, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
-        named: dict[str, Any] = {}
-        if len(tree) > 3:
-            for position in self.plan.layout.donated:
-                plain[position] = tree[3][position]
-            named = {**tree[4], **tree[5]}
-        values = [
-            next(donated if i in self.plan.donated_leaves else kept)
-            for i in range(len(self.plan.graphdef.leaves))
-        ]
-        states = [
-            State.from_flat({path: values[i] for path, i in indices.items()}, origins)
-            for indices, origins in self.roots
-        ]
-        args = tuple(
-            put_together(t, p, states, with_static=False)
-            for t, p in zip(self.plan.templates, plain, strict=True)
-        )
-        return args, {
-            name: put_together(t, named[name], states, with_static=False)
-            for name, t in self.plan.named
-        }
+    jit: Jit
+    program: Specialization
+    # Of each object in the arguments: positions of its Variables, and what they are, by path.
+    states: list[tuple[dict[Path, int], dict[Path, Origin]]]
+    effects: Effects
 
 
-def _result_view(plan: Plan, tree: Any) -> Any:
-    """Returns the user's result from a tree shaped like a ``Carried``.
+def _states(
+    graph: InputGraph, arguments: SplitArguments
+) -> list[tuple[dict[Path, int], dict[Path, Origin]]]:
+    index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
+    found = []
+    for root in arguments.roots:
+        flat = flatten(root)
+        pairs = list(zip(flat.leaf_paths, flat.leaves, strict=True))
+        origins = {path: Origin(type(leaf), leaf._metadata) for path, leaf in pairs}
+        found.append(({path: index[id(leaf)] for path, leaf in pairs}, origins))
+    return found
 
-    A Module appears as the State of what the function returns of it.
-    """
-    result, written, fresh, record = tree
-    if record.result is None:
+
+def _result_view(program: Specialization, tree: Any) -> Any:
+    """Returns the user's result from a tree shaped like a ``LiftedOutputs``."""
+    # A Module appears as the State of what the function returns of it.
+    result, written, fresh, effects = tree
+    if effects.result is None:
         return result
-    objects = [*plan.graphdef.objects, *record.fresh]
-    for position, definition in record.updates.items():
+    objects = [*program.graphdef.objects, *effects.fresh]
+    for position, definition in effects.updates.items():
         objects[position] = definition
     values = {
-        plan.graphdef.leaves[p]: value for p, value in zip(record.written, written, strict=True)
+        program.graphdef.leaves[p]: value for p, value in zip(effects.written, written, strict=True)
     }
     new = [
-        len(plan.graphdef.objects) + i
-        for i, item in enumerate(record.fresh)
+        len(program.graphdef.objects) + i
+        for i, item in enumerate(effects.fresh)
         if type(item) is VariableDef
     ]
     values.update(zip(new, fresh, strict=True))
     leaves = list(result)
-    for place, position in record.result.roots:
+    for place, position in effects.result.roots:
         paths = definition_paths(GraphDef(tuple(objects), (Ref(position),)))
         chosen = {path: i for i, path in paths.items() if i in values}
         origins = {path: Origin(objects[i].type, objects[i].metadata) for path, i in chosen.items()}
         found = State.from_flat({path: values[i] for path, i in chosen.items()}, origins)
         leaves.insert(place, found)
-    return record.result.treedef.unflatten(leaves)
+    return effects.result.treedef.unflatten(leaves)
 
 
 class _Stage:
-    """What the stages share: JAX's stage, and the arrangement of arguments and results."""
+    """JAX's stage, with arguments and results arranged for the user."""
 
-    def __init__(self, jit: Any, plan: Plan, stage: Any, view: _ArgumentView, record: Any) -> None:
-        self._jit = jit
-        self._plan = plan
+    def __init__(self, origin: _StageSource, stage: Any) -> None:
+        self._source = origin
         self._stage = stage
-        self._view = view
-        self._record = record
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -160,21 +125,19 @@ class _Stage:
 
     @property
     def args_info(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) as the user passed them, with JAX's ``ArgInfo`` for each array."""
+        """(args, kwargs) with JAX's ``ArgInfo`` for each array."""
         return self._view(self._stage.args_info)
 
     @property
     def in_avals(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) as the user passed them, with an abstract value for each array."""
+        """(args, kwargs) with an abstract value for each array."""
         return self._view(self._stage.in_avals)
 
     @property
     def input_paths(self) -> dict[str, Path]:
-        """Where the inputs of the program are among the arguments, by JAX's names of them.
-
-        Compiled programs call their parameters by these names (``flat[0][3]``). A path begins with
-        the position or name of the argument.
-        """
+        """Paths of the program's inputs, by JAX's names of them."""
+        # Compiled programs call their parameters by these names (``flat[0][3]``). A path begins
+        # with the position or name of the argument.
         flat = self._stage.in_avals
         names = jax.tree.map_with_path(
             lambda path, _: f"{_INPUTS}{jax.tree_util.keystr(path[1:])}", flat
@@ -211,15 +174,44 @@ class _Stage:
         leaves = jax.tree.leaves(self.args_info)
         return tuple(i for i, info in enumerate(leaves) if info.donated)
 
+    def _view(self, tree: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) from a tree shaped like the pure function's arguments."""
+        program = self._source.program
+        if len(tree) == 2 and isinstance(tree[1], dict):
+            tree = tree[0]
+        kept, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
+        named: dict[str, Any] = {}
+        if len(tree) > 3:
+            for position in program.donated:
+                plain[position] = tree[3][position]
+            named = {**tree[4], **tree[5]}
+        values = program.join(kept, donated)
+        states = [
+            State.from_flat({path: values[i] for path, i in indices.items()}, origins)
+            for indices, origins in self._source.states
+        ]
+        args = [
+            join_argument(t, p, states, with_static=False)
+            for t, p in zip(program.templates, plain, strict=True)
+        ]
+        kwargs = {
+            n: join_argument(t, named[n], states, with_static=False) for n, t in program.named
+        }
+        return tuple(args), kwargs
+
     def _result(self, tree: Any) -> Any:
-        return _result_view(self._plan, (*tree[:3], self._record))
+        return _result_view(self._source.program, (*tree[:3], self._effects))
+
+    @property
+    def _effects(self) -> Effects:
+        return self._source.effects
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._jit!r}>"
+        return f"<{type(self).__name__} of {self._source.jit!r}>"
 
 
 class Traced(_Stage):
-    """A traced function: its program as a jaxpr, not lowered yet. Made by ``jit(f).trace(...)``.
+    """A traced function: its program as a jaxpr, not lowered yet.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -228,9 +220,6 @@ class Traced(_Stage):
         ((3,), 1)
     """
 
-    def __init__(self, jit: Any, plan: Plan, stage: Any, view: _ArgumentView) -> None:
-        super().__init__(jit, plan, stage, view, stage.out_info[3])
-
     @property
     def out_avals(self) -> Any:
         """The result with an abstract value for each array."""
@@ -238,13 +227,7 @@ class Traced(_Stage):
 
     def lower(self, **options: Any) -> Lowered:
         """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
-        return Lowered(
-            self._jit,
-            self._plan,
-            self._stage.lower(**options),
-            self._view,
-            self._record,
-        )
+        return Lowered(self._source, self._stage.lower(**options))
 
 
 class Lowered(_Stage):
@@ -264,13 +247,7 @@ class Lowered(_Stage):
             compiler_options: As JAX's ``Lowered.compile``.
         """
         options = {} if compiler_options is None else {"compiler_options": compiler_options}
-        return Compiled(
-            self._jit,
-            self._plan,
-            self._stage.compile(**options),
-            self._view,
-            self._record,
-        )
+        return Compiled(self._source, self._stage.compile(**options))
 
 
 class Compiled(_Stage):
@@ -289,7 +266,7 @@ class Compiled(_Stage):
 
     @property
     def input_shardings(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) as the user passed them, with a sharding for each array."""
+        """(args, kwargs) with a sharding for each array."""
         return self._view(self._stage.input_shardings)
 
     @property
@@ -299,7 +276,7 @@ class Compiled(_Stage):
 
     @property
     def input_formats(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) as the user passed them, with layout and sharding of each array."""
+        """(args, kwargs) with layout and sharding of each array."""
         return self._view(self._stage.input_formats)
 
     @property
@@ -316,63 +293,60 @@ class Compiled(_Stage):
 
         Args:
             *args: As for the function, without static arguments; objects may be others than those
-                it was compiled for.
+                that it was compiled for.
             **kwargs: Likewise.
 
         Raises:
             StructureMismatchError: If the structure of the arguments differs from what was
                 compiled; the message says where.
         """
-        arguments = self._plan.options.take_apart(args, kwargs, self._jit.path_of)
-        hidden = self._jit.hidden()
-        names = [(), *self._root_names(arguments), *(name for name, _ in hidden)]
-        roots = [self._jit.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
-        graph = Graph(roots, names)
-        self._check(arguments, graph, names)
-        full = self._plan.pack(graph.values(), arguments)
+        jit, program = self._source.jit, self._source.program
+        arguments = program.options.split_arguments(args, kwargs, jit.path_of)
+        labels = [label for _, label in program.positions.positional]
+        given = len(arguments.templates)
+        named = [*labels, *(f"args[{i}]" for i in range(len(labels), given))][:given]
+        hidden = jit.hidden()
+        names = [(), *root_names(named, arguments), *(name for name, _ in hidden)]
+        roots = [jit.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
+        graph = InputGraph(roots, names)
+        self._check(arguments, graph, names, labels)
+        full = program.pack(graph.values(), arguments)
         try:
-            carried = Carried(*self._stage(*full))
+            outputs = LiftedOutputs(*self._stage(*full))
         except Exception as error:
-            explain_values(error, self._plan, graph)
+            explain_values(error, program, graph)
             if "flat[" not in str(error):
                 raise
-            raise StructureMismatchError(in_user_terms(str(error), self._plan)) from error
-        check_no_leak(graph, carried)
-        return carry_in(graph, carried)
+            raise StructureMismatchError(in_user_terms(str(error), program)) from error
+        check_no_leak(graph, outputs)
+        return apply_effects(graph, outputs)
 
-    def _root_names(self, arguments: Arguments) -> list[Path]:
-        labels = [label for _, label in self._plan.layout.positional]
-        given = len(arguments.templates)
-        labels += [f"args[{i}]" for i in range(len(labels), given)]
-        return root_names(labels[:given], arguments)
-
-    def _check(self, arguments: Arguments, graph: Graph, names: Sequence[Path]) -> None:
-        plan = self._plan
-        differences = structure_differences(plan.graphdef, graph.flat.graphdef, plan.names, names)
-        if not differences and (arguments.templates, arguments.named) == (
-            plan.templates,
-            plan.named,
-        ):
+    def _check(
+        self,
+        arguments: SplitArguments,
+        graph: InputGraph,
+        names: Sequence[Path],
+        labels: Sequence[str],
+    ) -> None:
+        program, graphdef = self._source.program, graph.flat.graphdef
+        differences = structure_differences(program.graphdef, graphdef, program.names, names)
+        templates = (arguments.templates, arguments.named)
+        if not differences and templates == (program.templates, program.named):
             return
-        labels = [label for _, label in plan.layout.positional]
-        differences += static_leaf_differences(plan, arguments, labels)
-        if len(arguments.templates) != len(plan.templates) or len(arguments.named) != len(
-            plan.named
-        ):
+        differences += static_leaf_differences(program, arguments, labels)
+        counts = [(len(item.templates), len(item.named)) for item in (arguments, program)]
+        if counts[0] != counts[1]:
             expected = ", ".join(labels) or "no positional arguments"
             differences.insert(
                 0,
-                f"{len(arguments.templates)} positional arguments given, compiled for "
-                f"{len(plan.templates)} ({expected})",
+                f"{counts[0][0]} positional arguments given, compiled for {counts[1][0]} "
+                f"({expected})",
             )
-        listed = (
-            "\n".join(f"  {line}" for line in differences)
-            or "  the arguments have other containers"
-        )
+        lines = differences or ["the arguments have other containers"]
         raise StructureMismatchError(
-            f"This Compiled of {self._jit!r} was called with arguments of another structure than "
-            f"it was compiled for (compiled -> "
-            f"given):\n{listed}\nStatic arguments are not passed to a Compiled. To accept any "
-            f"structure, call the jitted function instead; it "
-            f"compiles again when needed."
+            f"This Compiled of {self._source.jit!r} was called with arguments of another structure "
+            f"than it was compiled for (compiled -> given):\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nStatic arguments are not passed to a Compiled. To accept any structure, call the "
+            "jitted function instead; it compiles again when needed."
         )

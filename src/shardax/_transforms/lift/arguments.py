@@ -1,117 +1,330 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of a lifted call, taken apart: the first step of the lift.
+"""Arguments of lifted calls: splitting, joining, static values, names.
 
 An argument is split into *roots* (the objects in it) and a *plain* part, a pytree without objects
-that JAX can take. Its *template* says how to put it together again, with other roots: the copies
-that a transform made.
+that JAX can take. Its *template* says how to join it again with other roots: the copies that a
+transform made. The path of a root begins with the name of its parameter, so that two models in one
+call have different paths.
 
-Callables as roots of a lifted call.
+Arrays are dynamic, and Python's numbers unless asked otherwise. Everything else is static, and
+compared by its *argument key*: the exact key of ``_core.graph.static``, and for an instance that
+Python compares by identity, the keys of its attributes as well, because a program that was compiled
+for the old attributes would answer for the new ones.
 
-The function of a call is a root of its graph, because it may be a Module, a method of one, or a
-``functools.partial`` with Modules among its arguments. Whatever else it holds is configuration of
-the program, and configuration must be hashable to be compared. A partial with an array, and an
-instance of a class without a hash, are not; such a callable is *held*: compared by identity, its
-objects still in sight.
-
-Names of places in a call: where each root stands, as the user would write it.
-
-The path of a root begins with the name of the parameter it was passed for, so that the Variables of
-two models in one call have different paths: ``.teacher.kernel`` and ``.student.kernel``.
-
-Quick calls where static leaves are found automatically (``static="auto"``).
-
-Every call decides anew which leaves are static. In a steady call that takes one flattening of all
-arguments by JAX, and a look at the type of each leaf: arrays go into a flat list, static leaves
-into the *quick key* by which the call is remembered. What has objects inside of containers, or
-tracers, takes the ordinary way.
+The function of a call is a root, too: a Module, a method of one, or a ``functools.partial`` with
+Modules among its arguments. A callable without a hash is compared by identity.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
+import inspect
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import sys
+import types
+import weakref
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from shardax._core._jax import Tracer
-from shardax._core.graph.flatten import flatten_plain, has_objects, is_object
-from shardax._core.graph.handlers import has_parts
-from shardax._core.graph.paths import Path, path_step
-from shardax._core.graph.static import Static
+from shardax._core.errors import ShardaxError
+from shardax._core.graph.flatten import has_objects, has_parts, is_object
+from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.static import Static, exact_key
 from shardax._core.object import Object, Wrapper
-from shardax._transforms.lift.functions import (
-    ARRAY_TYPES,
-    argument_key,
-    is_dynamic,
-    note_types,
-    static_leaf,
-)
-
-# --- Arguments ---
+from shardax._transforms.errors import StaticArgumentError
+from shardax._transforms.lift.closures import is_plain_instance
 
 
-class Root(NamedTuple):
-    """Template of an argument that is an object: its position among the roots."""
+def parameters_of(function: Any) -> tuple[inspect.Parameter, ...] | None:
+    """Returns a function's parameters, or None if it has no signature."""
+    try:
+        found = _PARAMETERS.get(function, _UNKNOWN)
+    except TypeError:  # without a hash, or without weak references
+        return _find_parameters(function)
+    if found is _UNKNOWN:
+        found = _PARAMETERS[function] = _find_parameters(function)
+    return found
+
+
+_UNKNOWN: Any = object()
+
+# Parameters by function, which may close over a model: remembering them keeps nothing alive.
+_PARAMETERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _find_parameters(function: Any) -> tuple[inspect.Parameter, ...] | None:
+    try:
+        return tuple(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def argument_path(function: Any, key: int | str) -> tuple[str, ...]:
+    """Returns the path of an argument: its parameter's name."""
+    return (parameter_name(function, key) if isinstance(key, int) else key,)
+
+
+def parameter_name(function: Any, position: int) -> str:
+    """Returns the name of a function's positional parameter, for messages."""
+    parameters = parameters_of(function) or ()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if position < len(positional):
+        return positional[position].name
+    return f"args[{position}]"
+
+
+AUTO = "auto"
+
+# The values of the option ``static``; under the second Python's numbers are static, too.
+NUMBERS = "numbers"
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.Ref)
+
+NUMBER_TYPES = frozenset({int, float, complex})
+
+# Packages whose instances (meshes, policies, loggers) are compared by identity alone. A class that
+# was made by ``exec`` without a module name says that it is of ``builtins``.
+_TAKEN_WHOLE = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - {"builtins"})
+
+
+def is_dynamic(leaf: Any, static_numbers: bool = False) -> bool:
+    """Whether a leaf is an input of the program."""
+    if type(leaf) in NUMBER_TYPES:
+        return not static_numbers
+    if isinstance(leaf, enum.Enum):
+        return False
+    return isinstance(leaf, _ARRAYS) or hasattr(type(leaf), "__jax_array__")
+
+
+def static_leaf(leaf: Any, where: Callable[[], Path] = tuple) -> Static:
+    """Returns a static leaf with its argument key."""
+    try:
+        return Static(leaf, argument_key(leaf))
+    except TypeError as error:
+        path = where()
+        place = f" at {format_path(path)}" if path else ""
+        raise StaticArgumentError(
+            f"What is no array, number or Module is static here (as under static='auto'), but the "
+            f"{type(leaf).__name__}{place} cannot be: {_shortened(leaf)} is not hashable "
+            f"({error}). Use a tuple or frozenset instead of a list or set, a frozen dataclass for "
+            f"configuration, and an sx.Module for what holds arrays or changes."
+        ) from error
+
+
+def argument_key(value: Any) -> Hashable:
+    """Returns the type-exact key of a static argument."""
+    return _key(value, ())
+
+
+def _key(value: Any, outer: tuple[Any, ...]) -> Hashable:
+    key = exact_key(value)
+    holder = value.__self__ if isinstance(value, types.MethodType) else value
+    if not _is_open(holder) or any(holder is item for item in outer):
+        return key
+    return (key, *(_attribute(holder, name, (*outer, holder)) for name in vars(holder)))
+
+
+def _attribute(holder: Any, name: str, outer: tuple[Any, ...]) -> Hashable:
+    value = vars(holder)[name]
+    if isinstance(value, Object):  # used without being passed, it is an input of the program
+        return (name, _Same(value))
+    try:
+        return (name, _key(value, outer))
+    except TypeError as error:
+        raise TypeError(
+            f"it is compared by identity, so a change of its attribute {name!r}, of type "
+            f"{type(value).__name__}, could not be noticed; {error}"
+        ) from error
+
+
+class _Same:
+    """An object by its identity, for as long as it lives."""
+
+    __slots__ = ("_hash", "held")
+
+    def __init__(self, held: Object) -> None:
+        self.held = weakref.ref(held)
+        self._hash = id(held)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        held = self.held()
+        return held is not None and isinstance(other, _Same) and other.held() is held
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a value compares by identity and can be changed."""
+    kind = type(value)
+    return (
+        kind.__eq__ is object.__eq__
+        and kind.__hash__ is object.__hash__
+        and kind.__module__.partition(".")[0] not in _TAKEN_WHOLE
+        and not isinstance(value, Object)
+        and is_plain_instance(value)
+    )
+
+
+def _shortened(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def resolve_arguments(
+    function: Any, argnums: Any, argnames: Any, kind: str, error: type[ShardaxError]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Resolves positions and names of arguments from each other, as ``jax.jit`` does."""
+    positions, names = as_tuple(argnums), as_tuple(argnames)
+    parameters = parameters_of(function)
+    if parameters is None or not (positions or names):
+        return positions, names
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    count = len(positional)
+    shown = getattr(function, "__name__", function)
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    for position in positions:
+        if not variadic and not -count <= position < count:
+            raise error(
+                f"{kind}_argnums={position} is out of range: {shown} has {count} positional "
+                f"parameters ({', '.join(positional)})."
+            )
+    known = [p.name for p in parameters]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for name in names:
+            if name not in known:
+                raise error(
+                    f"{kind}_argnames has {name!r}, but {shown} has only ({', '.join(known)})."
+                )
+    positions = tuple(p % count if p < 0 else p for p in positions)
+    all_positions = {*positions, *(positional.index(n) for n in names if n in positional)}
+    all_names = {*names, *(positional[p] for p in positions if p < count)}
+    return tuple(sorted(all_positions)), tuple(sorted(all_names))
+
+
+def check_static_option(static: str | None) -> None:
+    """Raises if the option ``static`` has an unknown value."""
+    if static not in (None, AUTO, NUMBERS):
+        raise StaticArgumentError(
+            f"static={static!r}: the option takes 'auto', which makes everything static that is no "
+            f"array, number or Module; 'numbers', which makes Python's numbers static, too; or "
+            f"None. To choose arguments, use static_argnums or static_argnames."
+        )
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """Returns None, one entry or several as a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, (int, str)) else tuple(value)
+
+
+def static_argument(value: Any, function: Any, place: int | str) -> Static:
+    """Returns a static argument by its exact key."""
+    label = parameter_name(function, place) if isinstance(place, int) else place
+    if isinstance(value, Object):
+        raise StaticArgumentError(
+            f"The argument {label!r} is static, but a {type(value).__name__} was passed: its "
+            f"values would be frozen into the program and changes missed. Pass it as an ordinary "
+            f"argument: a Module's configuration is static by itself."
+        )
+    try:
+        return Static(value, argument_key(value))
+    except TypeError as error:
+        raise StaticArgumentError(
+            f"The static argument {label!r} of {getattr(function, '__name__', function)} is "
+            f"{value!r} of type {type(value).__name__}, which is not hashable ({error}). Pass "
+            f"arrays as ordinary arguments; use tuples instead of lists, frozen dataclasses "
+            f"instead of dicts, and an sx.Module for what holds arrays or changes."
+        ) from error
+
+
+class SeparatedCall(NamedTuple):
+    """A call, sorted into what is passed and what identifies it."""
+
+    args: tuple[Any, ...]  # positional arguments that are not static
+    kwargs: dict[str, Any]  # keyword arguments that are not static
+    static: tuple[tuple[Any, Static], ...]  # (position or name, value) of each static argument
+
+
+def separate_static(
+    function: Any,
+    positions: Sequence[int],
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> SeparatedCall:
+    """Sorts the arguments of a call."""
+    static: list[tuple[Any, Static]] = [
+        (i, static_argument(args[i], function, i)) for i in positions if i < len(args)
+    ]
+    static += [
+        (name, static_argument(kwargs[name], function, name)) for name in names if name in kwargs
+    ]
+    dynamic = tuple(arg for i, arg in enumerate(args) if i not in positions)
+    named = {name: arg for name, arg in kwargs.items() if name not in names}
+    return SeparatedCall(dynamic, named, tuple(static))
+
+
+def check_static(
+    function: Any, static: set[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises if a static argument is a Module or not hashable."""
+    for key in static:
+        if isinstance(key, int) and -len(args) <= key < len(args):
+            static_argument(args[key], function, key)
+        elif isinstance(key, str) and key in kwargs:
+            static_argument(kwargs[key], function, key)
+
+
+class RootTemplate(NamedTuple):
+    """Template of an object: its position among the roots."""
 
     position: int
 
 
-class Mixed(NamedTuple):
-    """Template of a pytree argument with objects or static values inside.
+class TreeTemplate(NamedTuple):
+    """Template of a pytree argument with objects or static values inside."""
 
-    Attributes:
-        treedef: Its structure, with objects as leaves.
-        roots: (position among the leaves, position among the roots) of each object.
-        static: (position among the leaves, value) of each static leaf.
-    """
-
-    treedef: Any
+    treedef: Any  # its structure, with objects as leaves
+    # (position among the leaves, position among the roots) of each object.
     roots: tuple[tuple[int, int], ...]
+    # (position among the leaves, value) of each static leaf.
     static: tuple[tuple[int, Static], ...] = ()
 
 
-class Plain(NamedTuple):
+class PlainTemplate(NamedTuple):
     """Template of an argument without objects; JAX flattens it."""
 
 
-PLAIN = Plain()
+PLAIN_TEMPLATE = PlainTemplate()
 
 
-class Fixed(NamedTuple):
+class StaticTemplate(NamedTuple):
     """Template of an argument that is static: its value."""
 
     value: Any
 
 
-def take_apart(
+def split_argument(
     value: Any,
     roots: list[Any],
     auto_static: bool = False,
     static_numbers: bool = False,
     label: Callable[[], Path] = tuple,
 ) -> tuple[Any, Any]:
-    """Splits one argument.
-
-    Args:
-        value: The argument.
-        roots: Collects the objects.
-        auto_static: Whether leaves that are neither arrays nor objects are static.
-        static_numbers: Whether Python's numbers are static, too.
-        label: Returns the path of the argument, for messages.
-
-    Returns:
-        (template, plain part): the plain part is a pytree without objects.
-
-    Raises:
-        StaticArgumentError: If a leaf would be static but is not hashable.
-    """
+    """Splits one argument."""
     if isinstance(value, Object):
         roots.append(value)
-        return Root(len(roots) - 1), None
+        return RootTemplate(len(roots) - 1), None
     if not auto_static and not has_objects(value):
-        return PLAIN, value
+        return PLAIN_TEMPLATE, value
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_object)
 
     def path_of(position: int) -> Path:
@@ -127,8 +340,8 @@ def take_apart(
         else:
             plain.append(leaf)
     if not places and not static:
-        return PLAIN, value
-    return Mixed(treedef, tuple(places), tuple(static)), plain
+        return PLAIN_TEMPLATE, value
+    return TreeTemplate(treedef, tuple(places), tuple(static)), plain
 
 
 @functools.lru_cache(maxsize=512)
@@ -139,13 +352,13 @@ def leaf_paths(treedef: Any) -> Sequence[Path]:
     return [tuple(path_step(key) for key in keys) for keys, _ in pairs]
 
 
-def put_together(template: Any, plain: Any, roots: Sequence[Any], with_static: bool = True) -> Any:
-    """The inverse of ``take_apart``, with other roots; static leaves are left out on request."""
-    if type(template) is Plain:
+def join_argument(template: Any, plain: Any, roots: Sequence[Any], with_static: bool = True) -> Any:
+    """The inverse of ``split_argument``, with other roots."""
+    if type(template) is PlainTemplate:
         return plain
-    if type(template) is Root:
+    if type(template) is RootTemplate:
         return roots[template.position]
-    if type(template) is Fixed:
+    if type(template) is StaticTemplate:
         return template.value
     places = [(position, roots[root]) for position, root in template.roots]
     places += [(place, item.value if with_static else None) for place, item in template.static]
@@ -155,24 +368,8 @@ def put_together(template: Any, plain: Any, roots: Sequence[Any], with_static: b
     return template.treedef.unflatten(leaves)
 
 
-class Arguments:
-    """The arguments of one lifted call, taken apart.
-
-    Args:
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        auto_static: Whether leaves that are neither arrays nor objects are static.
-        static: Positions and names of arguments that are static as a whole.
-        static_numbers: Whether Python's numbers are static, too.
-        label: Returns the path of the argument of a position or name, for messages.
-
-    Attributes:
-        templates: One per positional argument.
-        named: (name, template) pairs, sorted by name.
-        plain: The plain parts of the positional arguments.
-        plain_named: The plain parts of the keyword arguments.
-        roots: The objects found, in order.
-    """
+class SplitArguments:
+    """The arguments of one lifted call, taken apart."""
 
     __slots__ = ("named", "plain", "plain_named", "roots", "templates")
 
@@ -185,47 +382,47 @@ class Arguments:
         static_numbers: bool = False,
         label: Callable[[int | str], Path] = lambda _: (),
     ) -> None:
-        self.roots: list[Any] = []
+        self.roots: list[Any] = []  # the objects found, in order
 
         def apart(key: int | str, value: Any) -> tuple[Any, Any]:
             if key in static:
-                return Fixed(value), None
+                return StaticTemplate(value), None
             where = functools.partial(label, key)
-            return take_apart(value, self.roots, auto_static, static_numbers, where)
+            return split_argument(value, self.roots, auto_static, static_numbers, where)
 
         pairs = [apart(position, arg) for position, arg in enumerate(args)]
-        self.templates = tuple(template for template, _ in pairs)
+        self.templates = tuple(template for template, _ in pairs)  # one per positional argument
+        # The plain parts of the positional arguments.
         self.plain = tuple(plain for _, plain in pairs)
         named = [(name, *apart(name, kwargs[name])) for name in sorted(kwargs)]
+        # (name, template) pairs, sorted by name.
         self.named = tuple((name, template) for name, template, _ in named)
+        # The plain parts of the keyword arguments.
         self.plain_named = {name: plain for name, _, plain in named}
 
     def plain_leaves(self) -> tuple[list[Any], Any]:
-        """Returns the leaves of all plain parts, and the treedef of (positional, by name)."""
+        """Returns the plain leaves, and their treedef."""
         return jax.tree.flatten((list(self.plain), self.plain_named))
 
     def release(self) -> None:
-        """Lets go of the objects and plain values; what remains is how to put them together."""
+        """Lets go of objects and plain values; templates remain."""
         self.roots, self.plain, self.plain_named = [], (), {}
 
     def restore(
         self, plain: Sequence[Any], plain_named: Mapping[str, Any], roots: Sequence[Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Puts arguments together from plain parts and roots (a transform's copies, usually)."""
-        args = [put_together(t, p, roots) for t, p in zip(self.templates, plain, strict=True)]
-        kwargs = {name: put_together(t, plain_named[name], roots) for name, t in self.named}
+        args = [join_argument(t, p, roots) for t, p in zip(self.templates, plain, strict=True)]
+        kwargs = {name: join_argument(t, plain_named[name], roots) for name, t in self.named}
         return args, kwargs
 
 
-# --- Callables ---
-
-
 def as_root(root: Any) -> Any:
-    """Returns a root of a graph that can be compared; everything but a few callables as it is."""
+    """Returns a root that can be compared."""
     if isinstance(root, (Object, Wrapper)) or not callable(root):
         return root
     if not isinstance(root, functools.partial):
-        return root if _is_hashable(root) else _Held(root)
+        return root if _is_hashable(root) else _ByIdentity(root)
     function = as_root(root.func)
     parts = (*root.args, *root.keywords.values())
     if function is root.func and all(_is_comparable(part) for part in parts):
@@ -234,11 +431,13 @@ def as_root(root: Any) -> Any:
     objects = [leaf for leaf in leaves if is_object(leaf)]
     others = [None if is_object(leaf) else leaf for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if is_object(leaf)]
-    return functools.partial(_HeldPartial(root, treedef, others, places), function, tuple(objects))
+    return functools.partial(
+        _PartialByIdentity(root, treedef, others, places), function, tuple(objects)
+    )
 
 
 def _is_comparable(part: Any) -> bool:
-    """Whether part of a partial can stand in a structure: objects, and what is hashable."""
+    """Whether part of a partial is an object or hashable."""
     if not has_parts(part):
         return _is_hashable(part)
     if isinstance(part, (tuple, list)):
@@ -254,7 +453,7 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-class _Held:
+class _ByIdentity:
     """A callable that is compared by identity."""
 
     def __init__(self, held: Any) -> None:
@@ -270,15 +469,11 @@ class _Held:
         return self.held(*args, **kwargs)
 
 
-class _HeldPartial(_Held):
-    """A partial without its function and its objects, which it is called with."""
+class _PartialByIdentity(_ByIdentity):
+    """A partial without its function and its objects."""
 
     def __init__(
-        self,
-        held: Any,
-        treedef: Any,
-        others: Sequence[Any],
-        places: Sequence[int],
+        self, held: Any, treedef: Any, others: Sequence[Any], places: Sequence[int]
     ) -> None:
         super().__init__(held)
         self.treedef = treedef
@@ -295,33 +490,25 @@ class _HeldPartial(_Held):
         return function(*given, *args, **{**named, **kwargs})
 
 
-# --- Naming ---
-
-
 def template_roots(template: Any) -> list[int]:
     """Returns the positions among the roots that an argument's template uses."""
-    if isinstance(template, Root):
+    if isinstance(template, RootTemplate):
         return [template.position]
-    return [root for _, root in template.roots] if isinstance(template, Mixed) else []
+    return [root for _, root in template.roots] if isinstance(template, TreeTemplate) else []
 
 
 def root_places(label: str, template: Any) -> list[tuple[int, Path]]:
     """Returns (position among the roots, path) of each object of an argument."""
-    if isinstance(template, Root):
+    if isinstance(template, RootTemplate):
         return [(template.position, (label,))]
-    if not isinstance(template, Mixed):
+    if not isinstance(template, TreeTemplate):
         return []
     paths = leaf_paths(template.treedef)
     return [(root, (label, *paths[leaf])) for leaf, root in template.roots]
 
 
-def root_names(labels: Iterable[str], arguments: Arguments) -> list[Path]:
-    """Returns the path of each root.
-
-    Args:
-        labels: Name of the parameter of each positional argument.
-        arguments: The arguments.
-    """
+def root_names(labels: Iterable[str], arguments: SplitArguments) -> list[Path]:
+    """Returns the path of each root."""
     names: list[Path] = [()] * len(arguments.roots)
     for label, template in [*zip(labels, arguments.templates, strict=True), *arguments.named]:
         for root, path in root_places(label, template):
@@ -329,119 +516,8 @@ def root_names(labels: Iterable[str], arguments: Arguments) -> list[Path]:
     return names
 
 
-def plain_paths(template: Mixed) -> list[Path]:
-    """Returns the paths of the arrays that stand beside the objects of an argument."""
+def plain_paths(template: TreeTemplate) -> list[Path]:
+    """Returns the paths of the arrays beside an argument's objects."""
     others = {leaf for leaf, _ in (*template.roots, *template.static)}
     paths = leaf_paths(template.treedef)
     return [path for leaf, path in enumerate(paths) if leaf not in others]
-
-
-# --- Automatic ---
-
-_COMPARED_BY_VALUE = frozenset({str, bool, int, bytes})
-"""Types whose values are keys by themselves, the type beside them."""
-
-
-class QuickCall(NamedTuple):
-    """A call with its leaves sorted.
-
-    Attributes:
-        key: What the call is remembered by: positions and identities of objects, the containers,
-            and the static leaves.
-        args: The positional arguments, None for objects.
-        dynamic: The dynamic leaves of all arguments.
-    """
-
-    key: list[Any]
-    args: list[Any]
-    dynamic: list[Any]
-
-
-def quick_call(
-    args: Sequence[Any], kwargs: Mapping[str, Any], static_types: frozenset[type]
-) -> QuickCall | None:
-    """Sorts the leaves of a call.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        static_types: Types that are static although JAX takes them: bool, perhaps numbers.
-
-    Returns:
-        The call; None if it has to take the ordinary way, also to explain what is wrong with it.
-    """
-    given = [None if isinstance(arg, Object) else arg for arg in args]
-    key: list[Any] = [id(arg) if isinstance(arg, Object) else 0 for arg in args]
-    flat = flatten_plain((given, kwargs) if kwargs else given)
-    if flat is None:
-        return None
-    leaves, treedef = flat
-    key.append(treedef)
-    dynamic: list[Any] = []
-    for leaf in leaves:
-        kind = type(leaf)
-        if kind in ARRAY_TYPES and kind not in static_types:
-            dynamic.append(leaf)
-        elif kind in _COMPARED_BY_VALUE:
-            key += (len(dynamic), kind, leaf)
-        elif isinstance(leaf, Tracer):
-            return None
-        elif kind not in static_types and is_dynamic(leaf):
-            note_types(leaf)
-            dynamic.append(leaf)
-        else:
-            try:
-                key += (len(dynamic), kind, argument_key(leaf))
-            except TypeError:
-                return None
-    return QuickCall(key, given, dynamic)
-
-
-Spans = tuple[Sequence[slice | None], Sequence[tuple[str, slice | None]]]
-
-
-def spans_of(
-    templates: Sequence[Any],
-    named: Sequence[tuple[str, Any]],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Spans:
-    """Returns where the dynamic leaves of each argument stand among those of the call.
-
-    Args:
-        templates: Template of each positional argument.
-        named: (name, template) of each keyword argument.
-        args: Positional arguments, None for objects.
-        kwargs: Keyword arguments.
-
-    Returns:
-        The slice of each positional argument, and (name, slice) of each keyword argument; None for
-        an argument that is passed as it is.
-    """
-    start = 0
-
-    def span(template: Any, value: Any) -> slice | None:
-        nonlocal start
-        count = jax.tree.structure(value).num_leaves
-        if not isinstance(template, Mixed):
-            start += count
-            return None
-        start += count - len(template.static)
-        return slice(start - count + len(template.static), start)
-
-    positional = [span(template, arg) for template, arg in zip(templates, args, strict=True)]
-    return positional, [(name, span(template, kwargs[name])) for name, template in named]
-
-
-def pack(
-    call: QuickCall, kwargs: Mapping[str, Any], spans: Spans
-) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the plain parts of a call, as ``Arguments`` has them: (positional, by name)."""
-    positional, named = spans
-    plain, dynamic = call.args, call.dynamic
-    for position, span in enumerate(positional):
-        if span is not None:
-            plain[position] = dynamic[span]
-    if not named:
-        return plain, {}
-    return plain, {n: kwargs[n] if span is None else dynamic[span] for n, span in named}

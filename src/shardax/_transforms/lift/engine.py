@@ -1,24 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lift: the one engine that makes JAX's transforms work on functions over Modules.
+"""The engine that lifts JAX transforms to functions over Modules.
 
 Every lifted call has the same four steps.
 
-1. *Take apart* (``arguments``): the arguments are split into *roots* (the objects in them) and
-   *plain* values, with a hashable *template* that says how to put them together again. The roots
-   are flattened together (``Graph``), so sharing between arguments counts.
-2. *Bind* (``bind``): inside the transform, the graph is rebuilt as a private copy whose Variables
+1. *Split* (``lift.arguments``): arguments become *roots* (the objects in them) and *plain* values,
+   with a hashable *template* to join them again. All roots are flattened together
+   (``InputGraph``), so sharing between arguments counts.
+2. *Bind* (``bind``): inside the transform the graph is rebuilt as a private copy whose Variables
    hold the transform's tracers, owned by a frame.
-3. *Run* the user's function on the copy.
-4. *Carry back* (``carry_out`` inside, ``carry_in`` outside): a ``Record`` says what the function
-   did besides returning arrays: which Variables it wrote, how the structure of the given objects
-   changed, which objects are new, and where objects stand in the result.
+3. *Run* the user's function on the copy (``LiftedCall.run``). The transform's own rule for what
+   leaves is given a ``RunContext``: all that is known while the frame is open.
+4. *Apply* (``record_effects`` inside, ``apply_effects`` outside): ``Effects`` say what the function
+   did besides returning arrays: the Variables that it wrote, how the structure of the given
+   objects changed, which objects are new, and where objects stand in the result.
 
-A transform adds only what is its own: how values enter and leave the pure function.
+A transform adds only how values enter and leave the pure function.
+
+A Variable that a function uses without being given it is *captured*. Reads see the value of the
+calling frame. For writes a transform has one of three rules:
+
+- return the value beside the result (``SingleRunCall``): ``grad``, ``remat``;
+- make it an input and run again (``retry_captured``): loops and branches, which must know their
+  inputs before they run;
+- refuse (``SealedFrame``): ``vmap``, ``shard_map``, where one Variable would get many values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,9 +39,9 @@ import numpy as np
 from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.array_ops import realise_all
-from shardax._core.containers import unbox_attribute
 from shardax._core.errors import AbstractValueError, TraceLeakError
 from shardax._core.frames import (
+    CapturedVariable,
     Frame,
     check_structural_write,
     check_unlocked,
@@ -38,47 +50,51 @@ from shardax._core.frames import (
 )
 from shardax._core.graph.flatten import (
     ChildDecoder,
+    DictDef,
     GraphDef,
     GraphWalk,
+    ListDef,
+    ModuleDef,
+    Ref,
     VariableDef,
     build,
+    flatten,
     flatten_roots,
     is_object,
     walk_objects,
 )
 from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.static import Static
 from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, epoch
-from shardax._core.variable import Variable
-from shardax._transforms.errors import OutputError
-from shardax._transforms.lift.arguments import PLAIN as PLAIN
-from shardax._transforms.lift.arguments import Arguments as Arguments
-from shardax._transforms.lift.arguments import Mixed as Mixed
-from shardax._transforms.lift.arguments import Plain as Plain
-from shardax._transforms.lift.arguments import Root as Root
-from shardax._transforms.lift.arguments import as_root
-from shardax._transforms.lift.arguments import put_together as put_together
+from shardax._core.variable import ArrayAttribute, Variable
+from shardax._transforms.errors import ArgumentError, ClosureError, OutputError
+from shardax._transforms.lift.arguments import (
+    SplitArguments,
+    TreeTemplate,
+    argument_path,
+    as_root,
+    leaf_paths,
+    parameter_name,
+    plain_paths,
+    root_names,
+)
+from shardax._transforms.lift.closures import find_sources, objects_in
 
-# --- step 1: the graph ----------------------------------------------------------------------------
 
-
-class Graph:
-    """The roots of one lifted call, flattened together, as seen from the calling frame.
-
-    Attributes:
-        roots: The callable, if it is bound to objects, and all objects in the arguments.
-        flat: Their joint flattening.
-        leaves: The Variables that stand for ``flat.leaves`` in the calling frame; what is read and
-            written.
-    """
+class InputGraph:
+    """The roots of one lifted call, flattened together."""
 
     __slots__ = ("flat", "leaves", "roots")
 
     def __init__(self, roots: Sequence[Any], names: Sequence[Path] | None = None) -> None:
+        # The callable, if it is bound to objects, and all objects in the arguments.
         self.roots = [as_root(root) for root in roots]
-        self.flat = flatten_roots(self.roots, names)
+        self.flat = flatten_roots(self.roots, names)  # their joint flattening
         frame = local.frame
+        # The Variables that stand for ``flat.leaves`` in the calling frame; what is read and
+        # written.
         self.leaves = (
             self.flat.leaves
             if frame is None
@@ -86,11 +102,7 @@ class Graph:
         )
 
     def values(self) -> list[Any]:
-        """Reads all values, materialising lazy ones.
-
-        Raises:
-            AbstractValueError: If Variables hold only shapes; all are named.
-        """
+        """Reads all values, materialising lazy ones."""
         values = read(self.leaves)
         absent = [
             format_path(path)
@@ -126,9 +138,6 @@ def abstract(leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
-# --- step 2: bind ---------------------------------------------------------------------------------
-
-
 def bind(
     frame: Frame,
     graphdef: GraphDef,
@@ -136,18 +145,7 @@ def bind(
     originals: Sequence[Any],
     leaves: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Rebuilds the graph inside a transform; the frame learns which copy stands for what.
-
-    Args:
-        frame: The frame of this run.
-        graphdef: Structure of the roots.
-        values: One value (of tracers) per Variable.
-        originals: The caller's objects in the order of ``graphdef.objects``.
-        leaves: The Variables that stand for the caller's in the calling frame.
-
-    Returns:
-        (roots, objects) of the copy.
-    """
+    """Rebuilds the graph inside a transform; returns (roots, objects)."""
     roots, copies = build(graphdef, values, frame)
     for original, copy in zip(originals, copies, strict=True):
         frame.copies[id(original)] = (original, copy)
@@ -158,45 +156,21 @@ def bind(
     return roots, copies
 
 
-# --- step 4: carry back ---------------------------------------------------------------------------
+@dataclasses.dataclass(eq=False, slots=True)
+class Effects:
+    """What a function did besides returning arrays; a pytree without leaves."""
 
-
-class Record:
-    """What a function did besides returning arrays.
-
-    A pytree without leaves, so that it can leave a compiled function.
-
-    Attributes:
-        written: Positions, among the graph's Variables, of those whose values changed.
-        updates: New definitions of given objects whose structure changed, by position in the graph.
-        fresh: Definitions of new objects; their positions follow the given ones.
-        result: None if the result holds no objects; else its template.
-        foreign: Objects from outside that the function put into its result or arguments, by
-            position.
-        fresh_ids: ``id`` of each new Variable's stand-in while the trace lasts.
-        shardings: Declared shardings of (result, written, fresh), set by transforms that have such.
-    """
-
-    __slots__ = ("foreign", "fresh", "fresh_ids", "result", "shardings", "updates", "written")
-
-    def __init__(
-        self,
-        written: tuple[int, ...],
-        updates: dict[int, Any],
-        fresh: tuple[Any, ...],
-        result: Any,
-        foreign: dict[int, Any],
-    ) -> None:
-        self.written = written
-        self.updates = updates
-        self.fresh = fresh
-        self.result = result
-        self.foreign = foreign
-        self.fresh_ids: tuple[int, ...] = ()
-        self.shardings: Any = (None, None, None)
+    written: tuple[int, ...]  # positions of the Variables of the graph whose values changed
+    updates: dict[int, Any]  # new definitions of given objects whose structure changed
+    fresh: tuple[Any, ...]  # definitions of new objects; their positions follow the given ones
+    result: Any  # None if the result holds no objects; else its template
+    foreign: dict[int, Any]  # outside objects put into the result or an argument, by position
+    fresh_ids: tuple[int, ...]  # ``id`` of each new Variable inside, while the trace lasts
+    # Declared shardings of (result, written, fresh), set by ``jit``.
+    shardings: Any = (None, None, None)
 
     @property
-    def layout(self) -> Any:
+    def tree_key(self) -> Any:
         """What determines the tree of arrays that leaves."""
         return self.written, len(self.fresh_ids), self.result
 
@@ -206,49 +180,47 @@ class Record:
         return self.result is None and not self.updates
 
 
-jax.tree_util.register_pytree_node(Record, lambda record: ((), record), lambda record, _: record)
+jax.tree_util.register_pytree_node(
+    Effects, lambda effects: ((), effects), lambda effects, _: effects
+)
 
 
-class Carried(NamedTuple):
+class LiftedOutputs(NamedTuple):
     """What leaves the pure function."""
 
     result: Any
     written: list[Any]
     fresh: list[Any]
-    record: Record
+    effects: Effects
 
 
-def carry_out(
+def record_effects(
     frame: Frame,
     graphdef: GraphDef,
     copies: Sequence[Any],
     bound: Sequence[Any],
     result: Any,
     emit: frozenset[int] = frozenset(),
-) -> Carried:
-    """Records, inside the transform, what the user's function did.
-
-    Args:
-        frame: The frame of this run.
-        graphdef: The structure that was bound.
-        copies: The objects of the copy, in graph order.
-        bound: The values that were bound, to see which changed.
-        result: What the user's function returned.
-        emit: Positions of Variables to hand back even if they were not written.
-
-    Raises:
-        OutputError: If a captured object cannot leave.
-    """
+) -> LiftedOutputs:
+    """Records, inside the transform, what the user's function did."""
     walk = _continue_walk(frame, copies)
-    for position, copy in enumerate(copies):
-        walk.definitions[position] = copy._flatten(lambda child, key: walk.encode(child, ()))
+    updates = {}
+    for position, (copy, before) in enumerate(zip(copies, graphdef.objects, strict=True)):
+        if _matches(copy, before, copies):
+            walk.definitions[position] = before
+            continue
+        after = copy._flatten(lambda child, key: walk.encode(child, ()))
+        walk.definitions[position] = after
+        if after != before:
+            updates[position] = after
     count = len(copies)
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_object)
     places = tuple(
         (i, walk.visit(leaf, ())) for i, leaf in enumerate(leaves) if isinstance(leaf, Object)
     )
-    template = Mixed(treedef, places) if places else None
-    for item in walk.objects[len(copies) :]:
+    template = TreeTemplate(treedef, places) if places else None
+    new_objects = [*enumerate(walk.objects)][count:]
+    for _, item in new_objects:
         if isinstance(item, Variable) and item._parent is not None:
             raise OutputError(
                 f"sx.{frame.name} was to hand out a view of one layer of a stacked "
@@ -256,28 +228,19 @@ def carry_out(
                 f"transform would no longer be the stack's. Return sx.clone(stack[i]), or take the "
                 f"layer outside."
             )
-    foreign = {
-        i: item for i, item in enumerate(walk.objects) if i >= count and not _belongs(item, frame)
-    }
-    made = [
-        item
-        for i, item in enumerate(walk.objects)
-        if i >= count and i not in foreign and isinstance(item, Variable)
-    ]
+    foreign = {i: item for i, item in new_objects if not _belongs(item, frame)}
+    made = [item for i, item in new_objects if i not in foreign and isinstance(item, Variable)]
     fresh = [item.value for item in made]
-    updates = {
-        i: walk.definitions[i] for i in range(count) if walk.definitions[i] != graphdef.objects[i]
-    }
     written, values = [], []
     for position, (index, before) in enumerate(zip(graphdef.leaves, bound, strict=True)):
         after = copies[index]._value
         if position in emit or not same_value(before, after):
             written.append(position)
             values.append(copies[index].value)
-    record = Record(tuple(written), updates, tuple(walk.definitions[count:]), template, foreign)
-    record.fresh_ids = tuple(map(id, made))
+    new = tuple(walk.definitions[count:])
+    effects = Effects(tuple(written), updates, new, template, foreign, tuple(map(id, made)))
     arrays = [leaf for leaf in leaves if not isinstance(leaf, Object)] if places else result
-    return Carried(arrays, values, fresh, record)
+    return LiftedOutputs(arrays, values, fresh, effects)
 
 
 def _continue_walk(frame: Frame, copies: Sequence[Any]) -> GraphWalk:
@@ -292,13 +255,44 @@ def _continue_walk(frame: Frame, copies: Sequence[Any]) -> GraphWalk:
     return walk
 
 
+def _matches(item: Any, definition: Any, objects: Sequence[Any]) -> bool:
+    """Whether an object holds the very children that it was built with."""
+    # A quick check by identity, so that only what changed is described again.
+    kind = type(definition)
+    if kind is VariableDef:
+        return item._metadata is definition.metadata
+    if kind is ModuleDef:
+        return _match(item.__dict__.items(), definition.attributes, objects) and _match(
+            item._boxed.items(), definition.array_attributes, objects
+        )
+    if kind is ListDef:
+        return _match([*enumerate(item._items)], [*enumerate(definition.items)], objects)
+    if kind is DictDef:
+        before = [(key.value, child) for key, child in definition.items]
+        return _match(item._items.items(), before, objects)
+    return False
+
+
+def _match(now: Collection[Any], before: Sequence[Any], objects: Sequence[Any]) -> bool:
+    if len(now) != len(before):
+        return False
+    for (name, value), (key, child) in zip(now, before, strict=True):
+        kind = type(child)
+        expected = (
+            objects[child.position] if kind is Ref else child.value if kind is Static else now
+        )
+        if value is not expected or name != key:
+            return False
+    return True
+
+
 def _belongs(item: Any, frame: Frame) -> bool:
     owner = item._owner
     return owner is frame or (owner is not None and owner.parent is frame)
 
 
 def same_value(before: Any, after: Any) -> bool:
-    """Whether a Variable still holds the very arrays that were bound to it."""
+    """Whether a Variable holds the arrays that were bound."""
     if before is after:
         return True
     old, old_tree = jax.tree.flatten(before)
@@ -306,74 +300,63 @@ def same_value(before: Any, after: Any) -> bool:
     return old_tree == new_tree and all(a is b for a, b in zip(old, new, strict=True))
 
 
-def carry_in(graph: Graph, carried: Carried) -> Any:
-    """Applies, outside the transform, what the function did; returns its result.
-
-    Given objects that come back are the caller's own objects. Nothing is changed if something about
-    it is refused.
-
-    Args:
-        graph: The caller's objects.
-        carried: What left the transform, with arrays in place of tracers.
-    """
-    record = carried.record
-    if record.simple:
-        for position, value in zip(record.written, carried.written, strict=True):
+def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
+    """Applies, outside the transform, what the function did; returns its result."""
+    # Given objects that come back are the caller's own objects. Nothing is changed if something
+    # about it is refused.
+    effects = outputs.effects
+    if effects.simple:
+        for position, value in zip(effects.written, outputs.written, strict=True):
             graph.leaves[position]._value = value
-        return carried.result
+        return outputs.result
     objects = graph.objects()
-    for position in record.updates:
+    for position in effects.updates:
         item = objects[position]
         if isinstance(item, Variable):
             resolve(item, local.frame)._check_metadata_write(f"metadata of a {type(item).__name__}")
         else:
             check_structural_write(item, f"a {type(item).__name__}")
-    _add_fresh(objects, record, carried.fresh)
-    for position, value in zip(record.written, carried.written, strict=True):
+    _add_fresh(objects, effects, outputs.fresh)
+    for position, value in zip(effects.written, outputs.written, strict=True):
         graph.leaves[position]._value = value
     decode = ChildDecoder(objects)
-    for position, definition in record.updates.items():
+    for position, definition in effects.updates.items():
         if type(definition) is VariableDef:
             resolve(objects[position], local.frame)._metadata = definition.metadata
         else:
             objects[position]._unflatten(definition, decode)
-    if record.updates:
+    if effects.updates:
         epoch.advance()
-    if record.result is None:
-        return carried.result
-    leaves = list(carried.result)
-    for place, position in record.result.roots:
-        leaves.insert(place, unbox_attribute(objects[position]))
-    return record.result.treedef.unflatten(leaves)
+    if effects.result is None:
+        return outputs.result
+    leaves = list(outputs.result)
+    for place, position in effects.result.roots:
+        item = objects[position]
+        leaves.insert(place, item.value if isinstance(item, ArrayAttribute) else item)
+    return effects.result.treedef.unflatten(leaves)
 
 
-def _add_fresh(objects: list[Any], record: Record, values: Sequence[Any]) -> None:
-    """Makes the new objects, owned by the calling frame, and appends them in graph order."""
+def _add_fresh(objects: list[Any], effects: Effects, values: Sequence[Any]) -> None:
+    """Appends the new objects, owned by the calling frame."""
     count, owner = len(objects), local.frame
     remaining = iter(values)
-    for offset, definition in enumerate(record.fresh):
-        if count + offset in record.foreign:
-            objects.append(record.foreign[count + offset])
+    for offset, definition in enumerate(effects.fresh):
+        if count + offset in effects.foreign:
+            objects.append(effects.foreign[count + offset])
         elif type(definition) is VariableDef:
             objects.append(definition.type._make(next(remaining), definition.metadata, owner))
         else:
             objects.append(definition.type._allocate(owner, None))
     decode = ChildDecoder(objects)
-    for offset, definition in enumerate(record.fresh):
-        if count + offset not in record.foreign and type(definition) is not VariableDef:
+    for offset, definition in enumerate(effects.fresh):
+        if count + offset not in effects.foreign and type(definition) is not VariableDef:
             objects[count + offset]._unflatten(definition, decode)
 
 
-def check_no_leak(graph: Graph, carried: Carried) -> None:
-    """Raises if a transform around this call would lose what was written, or leak tracers.
-
-    Raises:
-        TraceLeakError: Naming the Variable that was about to be written.
-        ForeignMutationError: If it was not passed to a transform around that cannot carry it back.
-        ReadOnlyCopyError: If it is a copy inside a plain JAX transform.
-    """
+def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
+    """Raises if a write would be lost or leak a tracer."""
     here = _jax.trace_state()
-    for position, value in zip(carried.record.written, carried.written, strict=True):
+    for position, value in zip(outputs.effects.written, outputs.written, strict=True):
         variable = graph.leaves[position]
         path = format_path(graph.flat.leaf_paths[position])
         check_unlocked(variable, f"to the {type(variable).__name__} at {path}")
@@ -390,11 +373,7 @@ def check_no_leak(graph: Graph, carried: Carried) -> None:
 
 
 def check_result(result: Any, name: str) -> None:
-    """Raises if a function returned something that is neither arrays nor objects.
-
-    Raises:
-        OutputError: Naming the place in the result.
-    """
+    """Raises if a function returned something that is neither arrays nor objects."""
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
         if (
             isinstance(leaf, Object)
@@ -408,3 +387,306 @@ def check_result(result: Any, name: str) -> None:
             f"{where}. A result holds arrays, numbers, Modules and Variables. Return such a value "
             f"from outside the transform, or keep it as static configuration of a Module."
         )
+
+
+class NewCaptures(Exception):
+    """Stops a trace that used objects which nobody passed in."""
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        super().__init__(objects)
+        self.objects = list(objects)
+
+
+def wraps(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """``functools.wraps``, for functions that may be Modules, whose attributes are not copied."""
+    return functools.wraps(function, updated=())
+
+
+class LiftedCall:
+    """The arguments of one lifted call, and its functions."""
+
+    def __init__(
+        self,
+        name: str,
+        functions: Sequence[Callable[..., Any]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        make_frame: Callable[[str], Frame] = Frame,
+        captured: Sequence[Variable[Any]] = (),
+        static: Container[int | str] = (),
+        auto_static: bool = False,
+        static_numbers: bool = False,
+    ) -> None:
+        self.name = name
+        self.functions = tuple(functions)
+        self.make_frame = make_frame
+        label = functools.partial(argument_path, functions[0])
+        self.arguments = SplitArguments(args, kwargs, auto_static, static, static_numbers, label)
+        self.captured_count = len(captured)
+        count = len(self.arguments.templates)
+        # The parameter name of each positional argument.
+        self.labels = [parameter_name(functions[0], i) for i in range(count)]
+        self.names: list[Path] = [  # the path of each root of the graph
+            *([()] * len(functions)),
+            *root_names(self.labels, self.arguments),
+            *(path_of(functions, variable) for variable in captured),
+        ]
+        self.graph = InputGraph([*functions, *self.arguments.roots, *captured], self.names)
+        self.graphdef = self.graph.flat.graphdef
+        # Given arguments, returns them as the function shall see them.
+        self.enter: Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
+        self.enter = lambda args, kwargs: (args, kwargs)
+        self._late: list[tuple[weakref.ref[Any], int]] | None = None
+
+    def run(
+        self,
+        values: Sequence[Any],
+        plain: Sequence[Any],
+        plain_named: Mapping[str, Any],
+        leave: Callable[[RunContext], Any],
+        which: int = 0,
+        graphdef: GraphDef | None = None,
+    ) -> Any:
+        """Runs a function inside the transform; returns what ``leave`` returns."""
+        graphdef = graphdef or self.graphdef
+        with self.make_frame(self.name) as frame:
+            roots, copies = self._bind(frame, graphdef, values)
+            inputs = len(roots) - self.captured_count
+            given, captured = roots[len(self.functions) : inputs], roots[inputs:]
+            if isinstance(frame, SealedFrame):
+                for path, variable in zip(self.names[inputs:], captured, strict=True):
+                    frame.seal(variable, path)
+            args, kwargs = self.arguments.restore(plain, plain_named, given)
+            # Containers of their own: the function may change those that it is given.
+            kept, kept_named = jax.tree.map(lambda leaf: leaf, (list(plain), dict(plain_named)))
+            args, kwargs = self.enter(args, kwargs)
+            result = roots[which](*args, **kwargs)
+            args, kwargs = self.arguments.restore(kept, kept_named, given)
+            return leave(RunContext(self, frame, graphdef, copies, values, args, kwargs, result))
+
+    def _bind(
+        self, frame: Frame, graphdef: GraphDef, values: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        if self._late is None:
+            return bind(frame, graphdef, values, self.graph.objects(), self.graph.leaves)
+        roots, copies = build(graphdef, values, frame)
+        for reference, position in self._late:
+            original = reference()
+            if original is not None:
+                frame.copies[id(original)] = (original, copies[position])
+        return roots, copies
+
+    def apply(self, outputs: LiftedOutputs) -> Any:
+        """Applies, outside the transform, what a run did; returns its result."""
+        check_no_leak(self.graph, outputs)
+        return apply_effects(self.graph, outputs)
+
+    def release(self, known: Iterable[tuple[Any, int]]) -> None:
+        """Lets go of the caller's objects; later runs are late ones."""
+        self._late = [(weakref.ref(original), position) for original, position in known]
+        self.arguments.release()
+        self.make_frame = LateFrame
+        del self.graph
+
+
+class RunContext(NamedTuple):
+    """What is known while the frame of a run is open."""
+
+    call: LiftedCall
+    frame: Frame
+    graphdef: GraphDef
+    copies: Sequence[Any]  # the private copy, in the order of ``graphdef.objects``
+    bound: Sequence[Any]  # the value that was bound to each Variable
+    args: Sequence[Any]  # with copies for objects, plain containers as they came
+    kwargs: Mapping[str, Any]
+    result: Any  # of the user's function
+
+    def record_effects(self, rest: Any, emit: frozenset[int] = frozenset()) -> LiftedOutputs:
+        """Records the function's effects; only ``rest`` of the result leaves."""
+        return record_effects(self.frame, self.graphdef, self.copies, self.bound, rest, emit)
+
+    def known(self) -> list[tuple[Any, int]]:
+        """Returns every original that has a copy, with its position."""
+        position = {id(copy): index for index, copy in enumerate(self.copies)}
+        pairs = self.frame.copies.values()
+        return [(item, position[id(copy)]) for item, copy in pairs if id(copy) in position]
+
+    def here(self, item: Any) -> Any:
+        """Returns the copy of an original; anything else as it is."""
+        known = self.frame.copies.get(id(item))
+        return item if known is None else known[1]
+
+    def variable(self, position: int) -> Variable[Any]:
+        """Returns the copy of the Variable at a position."""
+        return self.copies[self.graphdef.leaves[position]]
+
+    def captured(self) -> list[CapturedVariable]:
+        """Returns the captured Variables that were written or given other metadata."""
+        return [
+            item
+            for item in self.frame.captured
+            if not same_value(item.value, item.stand_in._value)
+            or item.outer._metadata != item.stand_in._metadata
+        ]
+
+    def require_inputs(self) -> None:
+        """Raises ``NewCaptures`` if captured Variables were changed."""
+        changed = self.captured()
+        if changed:
+            raise NewCaptures([item.outer for item in changed])
+
+
+def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
+    """Runs ``attempt`` until no Variable is written that is not an input."""
+    captured: list[Variable[Any]] = []
+    while True:
+        try:
+            return attempt(captured)
+        except NewCaptures as found:
+            known = {id(item) for item in captured}
+            new = [item for item in found.objects if id(item) not in known]
+            if not new:
+                raise
+            captured = [*captured, *new]
+
+
+def path_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) -> Path:
+    """Returns the path of a captured Variable, for messages."""
+    for function in functions:
+        for source in find_sources(function):
+            for item in objects_in(source.read()):
+                flat = flatten(item)
+                for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
+                    if leaf is variable or stands_for(variable, leaf):
+                        return (source.name, *path)
+    return (type(variable).__name__,)
+
+
+def stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:
+    """Whether a Variable is an outer frame's copy of an original."""
+    frame = local.frame
+    while frame is not None:
+        known = frame.copies.get(id(original))
+        if known is not None and known[1] is variable:
+            return True
+        frame = frame.parent
+    return False
+
+
+class LateFrame(Frame):
+    """The frame of a run that happens when its call is over."""
+
+    __slots__ = ()
+
+    def capture(self, outer: Any) -> Any:
+        """Refuse: the call is over."""
+        raise ClosureError(
+            f"A function given to sx.{self.name} uses a {type(outer).__name__} that it did not use "
+            f"when it was called, but only now that it is differentiated. Pass it as an argument."
+        )
+
+
+class SealedFrame(Frame):
+    """A frame in which captured Variables can be read but not written."""
+
+    __slots__ = ("functions", "reason")
+    carries_captured = False
+
+    def __init__(self, name: str, functions: Sequence[Callable[..., Any]], reason: str) -> None:
+        super().__init__(name)
+        self.functions = functions  # the user's functions, to say how they know a Variable
+        self.reason = reason  # why a write has no meaning here, and what to do, for the message
+
+    def capture(self, outer: Any) -> Any:
+        """Copies the Variable, sealed."""
+        stand_in = super().capture(outer)
+        self.seal(stand_in, path_of(self.functions, outer))
+        return stand_in
+
+    def seal(self, stand_in: Any, path: Path) -> None:
+        """Makes the copy of a captured Variable refuse writes."""
+        label = f"{type(stand_in).__name__} {format_path(path).removeprefix('.')}"
+        label = label.replace("{", "{{").replace("}", "}}")
+        stand_in._lock = (
+            f"Cannot write {{what}} inside sx.{self.name}: the {label} was not passed in, "
+            f"{self.reason}"
+        )
+
+
+class SingleRunCall(LiftedCall):
+    """A call that runs once, and keeps its effects."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        make_frame: Callable[[str], Frame] = Frame,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, [function], args, kwargs, make_frame, **options)
+        self.effects: Effects | None = None
+        self.captured: list[CapturedVariable] = []
+
+    def run_once(
+        self,
+        values: Sequence[Any],
+        plain: Sequence[Any],
+        plain_named: Mapping[str, Any],
+        split: Callable[[Any], tuple[Any, Any]],
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Runs the function; returns (what the transform itself needs, what else leaves)."""
+        # ``split`` separates these in the function's result; only the rest may hold objects.
+
+        def leave(context: RunContext) -> tuple[Any, tuple[Any, ...]]:
+            head, rest = split(context.result)
+            result, written, fresh, self.effects = context.record_effects(rest)
+            self.captured = context.captured()
+            captured = [item.stand_in.value for item in self.captured]
+            return head, (result, written, fresh, captured)
+
+        return self.run(values, plain, plain_named, leave)
+
+    def finish(self, leaving: tuple[Any, ...]) -> Any:
+        """Stores what was written and returns the result, with objects in place."""
+        outputs = self._outputs(leaving)
+        check_no_leak(self.graph, outputs)
+        for item, value in zip(self.captured, leaving[3], strict=True):
+            item.outer._write(value)
+            if item.outer._metadata != item.stand_in._metadata:
+                item.outer._metadata = item.stand_in._metadata
+                epoch.advance()
+        return apply_effects(self.graph, outputs)
+
+    def finish_on(self, graph: InputGraph, leaving: tuple[Any, ...]) -> Any:
+        """Returns the result with the objects of a copied graph."""
+        return apply_effects(graph, self._outputs(leaving))
+
+    def _outputs(self, leaving: tuple[Any, ...]) -> LiftedOutputs:
+        assert self.effects is not None
+        result, written, fresh, _ = leaving
+        return LiftedOutputs(result, written, fresh, self.effects)
+
+
+ARRAY_OR_NUMBER = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
+def check_operands(
+    call: LiftedCall, advice: str = "give it to the functions by functools.partial or a closure"
+) -> None:
+    """Raises if an argument is neither arrays nor objects."""
+    arguments = call.arguments
+    positional = zip(call.labels, arguments.templates, arguments.plain, strict=True)
+    named = ((name, template, arguments.plain_named[name]) for name, template in arguments.named)
+    for label, template, plain in (*positional, *named):
+        leaves, treedef = jax.tree.flatten(plain)
+        paths = plain_paths(template) if isinstance(template, TreeTemplate) else leaf_paths(treedef)
+        for path, leaf in zip(paths, leaves, strict=True):
+            if isinstance(leaf, ARRAY_OR_NUMBER) or hasattr(leaf, "dtype") or is_object(leaf):
+                continue
+            raise ArgumentError(
+                f"{format_path((label, *path))} of sx.{call.name} is a {type(leaf).__name__}, "
+                f"which is neither an array or number nor a Module, Variable or pytree of these. "
+                f"If it is configuration, {advice}."
+            )

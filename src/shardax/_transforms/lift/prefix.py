@@ -1,33 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes: one entry of a caller's option, spread over every Variable it covers.
+"""Prefixes: entries of a caller's option, spread over Variables and arrays.
 
-Options such as ``in_shardings`` and ``in_axes`` are given per argument. For an argument that is a
-Module, an *entry* may be one value for all its Variables, a ``State`` or nested mapping with one
-value per path, or a *filter mapping* (``StateSharding``, ``StateAxes``): an ordered mapping from
-filters to values, of which the first that matches a Variable gives its value.
+Options such as ``in_shardings`` and ``in_axes`` are given per argument. For a Module an *entry* may
+be one value for all its Variables, a ``State`` or nested mapping with one value per path, or a
+*filter mapping* (``StateSharding``, ``StateAxes``), of which the first filter that matches gives
+the value. A Variable that is reached twice is one Variable, so it must get one value; two different
+entries are an error with both paths. A choice by path holds for all paths of a Variable
+(``alias_paths``).
 
-A Variable that is reached twice is one Variable, so it must get one value; if two entries disagree,
-that is an error.
-
-Aliases: the further paths of Variables that one model reaches in several ways.
-
-Flattening gives every Variable the path by which it was met first. Whoever chooses by path must
-hear of the others, too: a choice by ``.head.kernel`` means the tied ``.embed.kernel`` as well.
-
-Layouts of mapped calls: which entry each Variable and each plain array of a call got.
-
-A *mapped* call runs its function on parts of its arguments: ``vmap`` on lanes, ``scan`` on
-iterations, ``shard_map`` on shards. The caller's prefixes say how each argument is taken apart and
-how results are put together, one *entry* per array: an axis, a spec, ``None``, ``Carry``.
-
-Before the run, ``Layout`` spreads the in-prefix over the arguments. In the run, ``leaving`` spreads
-both prefixes over what the function left behind, so that a new Variable, too, has an entry: that of
-its place in the result, or of the argument that it was attached to. A Variable that stands in
-arguments and result must get one entry; two different ones are an error with both paths.
-
-JAX's transforms want out-entries before the run, when what leaves is not known yet. But which
-entries can occur is known: those of the two prefixes. So values leave sorted by entry
-(``Sorted``), one list for each entry that can occur.
+A *mapped* call runs its function on parts of its arguments: ``vmap`` on batch elements, ``scan`` on
+iterations, ``shard_map`` on shards. Before the run, ``EntryAssignment`` spreads the in-prefix over
+the arguments. In the run, ``output_entries`` spreads both prefixes over what the function left
+behind, so that a new Variable, too, has the entry of its place in the result, or of the argument
+that it was attached to. JAX wants out-entries before the run, when it is only known which entries
+can occur; so values leave grouped by entry, one list for each (``GroupedOutputs``).
 """
 
 from __future__ import annotations
@@ -50,88 +36,66 @@ from shardax._core.graph.flatten import (
 )
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.object import Object
-from shardax._core.state.filters import (
-    PathContains,
-    first_match,
-    no_match_error,
-    to_predicates,
-)
+from shardax._core.state.filters import PathContains, first_match, no_match_error, to_predicates
 from shardax._core.state.state import State, flatten_mapping
 from shardax._core.variable import Variable
 from shardax._transforms.errors import InconsistentAliasingError, OutputError, PrefixError
-from shardax._transforms.lift.call import Call, Inside
-from shardax._transforms.lift.engine import Carried, Record, same_value
-
-# --- Aliases ---
+from shardax._transforms.lift.engine import (
+    Effects,
+    LiftedCall,
+    LiftedOutputs,
+    RunContext,
+    same_value,
+)
 
 
 def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
-    """Returns (position among the Variables, path) of further ways to reach Variables.
-
-    From every shared place there is one way to each Variable that can be reached from there, so
-    that there are not more than shared places times Variables, and every Variable with a further
-    way has one here. No way leads back to an object that it came through. Remembered on the
-    structure.
-    """
+    """Returns (position among the Variables, path) of further ways to reach Variables."""
+    # From every shared place there is one way to each Variable that can be reached from there, so
+    # that there are not more than shared places times Variables, and every Variable with a further
+    # way has one here. No way leads back to an object that it came through. Remembered on the
+    # structure.
     if graphdef._aliases is None:
-        graphdef._aliases = _find(graphdef)
+        graphdef._aliases = _find_alias_paths(graphdef)
     return graphdef._aliases
 
 
-def _find(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
-    walk = _Walk(graphdef)
-    positions = {index: position for position, index in enumerate(graphdef.leaves)}
+def _find_alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
+    met: set[int] = set()
+    # (object, path, objects on the way) of each way to an object that was met before.
+    edges: list[tuple[int, Path, tuple[int, ...]]] = []
+
+    def visit(position: int, path: Path, above: tuple[int, ...]) -> None:
+        if position in met:
+            if position not in above:
+                edges.append((position, path, above))
+            return
+        met.add(position)
+        for below, way in _objects_in(graphdef, position, path):
+            visit(below, way, (*above, position))
+
+    def reach(position: int, path: Path, known: set[int]) -> Iterator[tuple[int, Path]]:
+        """Yields every object reachable from one, itself first, with a path."""
+        if position in known:
+            return
+        known.add(position)
+        yield position, path
+        for below, way in _objects_in(graphdef, position, path):
+            yield from reach(below, way, known)
+
+    for root in graphdef.roots:
+        for position, path in _objects(root, ()):
+            visit(position, path, ())
+    leaf_of = {index: position for position, index in enumerate(graphdef.leaves)}
     found: list[tuple[int, Path]] = []
-    for target, path, came_through in walk.edges:
-        reached = dict(walk.ways(target, path, set(came_through)))
-        found += sorted((positions[i], way) for i, way in reached.items() if i in positions)
+    for target, path, came_through in edges:
+        reached = reach(target, path, set(came_through))
+        found += sorted((leaf_of[i], way) for i, way in reached if i in leaf_of)
     return tuple(found)
 
 
-class _Walk:
-    """One walk over definitions, in the order in which objects were walked.
-
-    Attributes:
-        edges: (object, path, objects on the way) of each way to an object that is not the first,
-            but for ways back to an object that they came through.
-    """
-
-    def __init__(self, graphdef: GraphDef) -> None:
-        self.graphdef = graphdef
-        self.met: set[int] = set()
-        self.edges: list[tuple[int, Path, tuple[int, ...]]] = []
-        for root in graphdef.roots:
-            for position, path in _objects(root, ()):
-                self.visit(position, path, ())
-
-    def visit(self, position: int, path: Path, above: tuple[int, ...]) -> None:
-        """Visits an object, reached through those above."""
-        if position in self.met:
-            if position not in above:
-                self.edges.append((position, path, above))
-            return
-        self.met.add(position)
-        for below, way in _objects_in(self.graphdef, position, path):
-            self.visit(below, way, (*above, position))
-
-    def ways(self, position: int, path: Path, met: set[int]) -> Iterator[tuple[int, Path]]:
-        """Yields each object that can be reached from one, itself first, with a way there.
-
-        Args:
-            position: The object.
-            path: The way to it.
-            met: Objects to go around; those that were reached are added.
-        """
-        if position in met:
-            return
-        met.add(position)
-        yield position, path
-        for below, way in _objects_in(self.graphdef, position, path):
-            yield from self.ways(below, way, met)
-
-
 def _objects_in(graphdef: GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the objects that an object holds, also in immutable containers, and their paths."""
+    """Yields the objects that an object holds, and their paths."""
     for key, child in definition_children(graphdef.objects[position]):
         yield from _objects(child, path if key is None else (*path, key))
 
@@ -145,19 +109,8 @@ def _objects(child: Any, path: Path) -> Iterator[tuple[int, Path]]:
             yield from _objects(below, path if key is None else (*path, key))
 
 
-# --- Prefix ---
-
-
 class FilterMapping(Mapping[Any, Any]):
-    """An ordered mapping from filters to values; the first match gives a Variable's value.
-
-    Args:
-        entries: A mapping or iterable of (filter, value) pairs; ``...`` last covers what remains. A
-            ``State`` of values is taken path by path.
-
-    Raises:
-        FilterError: If ``...`` is not last or something is not a filter.
-    """
+    """An ordered mapping from filters to values; the first match wins."""
 
     __slots__ = ("_filters", "_predicates", "_values")
 
@@ -173,15 +126,7 @@ class FilterMapping(Mapping[Any, Any]):
         self._predicates = to_predicates(self._filters)
 
     def lookup(self, path: Path, variable: Any) -> Any:
-        """Returns the value for a Variable.
-
-        Args:
-            path: Its path below the argument.
-            variable: The Variable.
-
-        Raises:
-            FilterError: If no filter matches it; the message names the path.
-        """
+        """Returns the value for a Variable."""
         position = first_match(self._predicates, path, variable)
         if position is None:
             raise no_match_error(path, variable, self._filters)
@@ -253,8 +198,8 @@ Carry = _CarryType()
 class StateAxes(FilterMapping):
     """Axes of a Module argument by filter, for ``vmap`` and ``scan``.
 
-    An entry is an axis (an int), ``None`` for one value that all lanes share, or, in ``scan``,
-    ``Carry``.
+    An entry is an axis (an int), ``None`` for one value that the whole batch shares, or, in
+    ``scan``, ``Carry``.
 
     Raises:
         PrefixError: If an entry is something else.
@@ -276,7 +221,7 @@ class StateAxes(FilterMapping):
             if value is not None and value is not Carry and not is_axis(value):
                 raise PrefixError(
                     f"StateAxes gives {value!r} for {_name(item)}; an entry is an axis (an int), "
-                    f"None for what all lanes share, or sx.Carry in sx.scan."
+                    f"None for what the whole batch shares, or sx.Carry in sx.scan."
                 )
 
 
@@ -286,16 +231,7 @@ def is_axis(entry: Any) -> bool:
 
 
 def check_axes_only(prefix: Any, name: str, carry: bool = False) -> None:
-    """Checks a prefix of axes before anything is called.
-
-    Args:
-        prefix: What the caller gave.
-        name: The option's name, for messages.
-        carry: Whether ``Carry`` is an entry.
-
-    Raises:
-        PrefixError: If an entry is neither an axis nor None nor such.
-    """
+    """Checks a prefix of axes before anything is called."""
     for leaf in jax.tree.leaves(prefix):
         if isinstance(leaf, StateSharding):
             raise PrefixError(f"{name} takes axes, but was given a StateSharding; use StateAxes.")
@@ -310,15 +246,7 @@ def check_axes_only(prefix: Any, name: str, carry: bool = False) -> None:
 
 
 def check_shardings_only(prefix: Any, name: str) -> None:
-    """Checks a prefix of shardings before anything is called.
-
-    Args:
-        prefix: What the caller gave.
-        name: The option's name, for messages.
-
-    Raises:
-        PrefixError: If an entry is neither a sharding nor a spec nor None.
-    """
+    """Checks a prefix of shardings before anything is called."""
     kinds = (jax.sharding.Sharding, jax.sharding.PartitionSpec, Object, StateSharding)
     for leaf in jax.tree.leaves(prefix, is_leaf=lambda item: isinstance(item, Object)):
         if isinstance(leaf, StateAxes):
@@ -336,32 +264,24 @@ def check_shardings_only(prefix: Any, name: str) -> None:
 
 
 def check_plain(prefix: Any, tree: Any, name: str, where: Path = ()) -> None:
-    """Checks that a prefix fits something that holds no objects.
-
-    Raises:
-        PrefixError: If it does not, or has filters in it, which choose among Variables.
-    """
+    """Checks that a prefix fits something that holds no objects."""
     refuse_filters(prefix, name, where)
     for _ in expand(prefix, tree, name, where):
         pass
 
 
-def per_argument(prefix: Any, labels: Sequence[str], name: str) -> list[Any]:
-    """Returns one prefix per positional argument.
-
-    Args:
-        prefix: One entry for all arguments, or a tuple or list of one entry each.
-        labels: The arguments' names.
-        name: The option's name, for messages.
-
-    Raises:
-        PrefixError: If a tuple of another length was given.
-    """
-    if (
+def is_one_entry(prefix: Any) -> bool:
+    """Whether a prefix is one entry for all arguments, not a sequence of entries."""
+    return (
         not isinstance(prefix, (tuple, list))
         or hasattr(prefix, "_fields")  # a NamedTuple describes an argument of its own type
         or isinstance(prefix, jax.sharding.PartitionSpec)
-    ):
+    )
+
+
+def per_argument(prefix: Any, labels: Sequence[str], name: str) -> list[Any]:
+    """Returns one prefix per positional argument."""
+    if is_one_entry(prefix):
         return [prefix] * len(labels)
     if len(prefix) == len(labels):
         return list(prefix)
@@ -383,23 +303,7 @@ def expand(
     where: Path = (),
     known: Mapping[int, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[Path, Any, Any]]:
-    """Spreads a prefix over a tree.
-
-    Args:
-        prefix: A prefix of ``tree``; at an object, an entry as defined at the top of this module.
-        tree: A pytree that may hold objects.
-        name: The option's name, for messages.
-        where: Path of ``tree``.
-        known: Entries of some Variables by ``id``, whatever the prefix says of them.
-
-    Yields:
-        (path, Variable or plain leaf, entry) for every Variable of every object and every plain
-        leaf. A Variable that an object reaches by several paths is yielded for each of them if
-        entries are chosen by path.
-
-    Raises:
-        PrefixError: If the prefix does not fit.
-    """
+    """Spreads a prefix over a tree."""
     if isinstance(tree, Object):
         yield from _expand_object(prefix, tree, name, where, known)
         return
@@ -413,8 +317,8 @@ def expand(
                 refuse_filters(prefix, name, below)
                 yield below, leaf, prefix
         return
-    children = _one_level(tree)
-    parts = dict(_one_level(prefix))
+    children = one_level(tree)
+    parts = dict(one_level(prefix))
     if type(prefix) is not type(tree) or [key for key, _ in children] != list(parts):
         kind, at = _place(name, where)
         raise PrefixError(
@@ -427,7 +331,7 @@ def expand(
 
 
 def _place(name: str, where: Path) -> tuple[str, str]:
-    """Returns what an option is about, by its name, and where in it, for messages."""
+    """Returns (argument or result, where), for messages."""
     kind = "result" if name.startswith("out_") else "argument"
     return kind, f" at {format_path(where)}" if where else ""
 
@@ -437,11 +341,7 @@ def _is_entry(prefix: Any) -> bool:
 
 
 def refuse_filters(prefix: Any, name: str, where: Path) -> None:
-    """Checks that the prefix of something that holds no objects has no filter mapping in it.
-
-    Raises:
-        PrefixError: If it has; filters choose among Variables.
-    """
+    """Refuses filter mappings for what holds no objects."""
     for leaf in jax.tree.leaves(prefix):
         if isinstance(leaf, FilterMapping):
             kind, at = _place(name, where)
@@ -452,7 +352,8 @@ def refuse_filters(prefix: Any, name: str, where: Path) -> None:
             )
 
 
-def _one_level(tree: Any) -> list[tuple[Hashable, Any]]:
+def one_level(tree: Any) -> list[tuple[Hashable, Any]]:
+    """Returns (path step, child) of each child of a pytree node."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
     return [(path_step(path[0]), child) for path, child in pairs if path]
 
@@ -484,7 +385,7 @@ def _expand_object(
 
 
 def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Path, Any], Any]:
-    """Returns the function that gives a Variable below an object, with its path, its entry."""
+    """Returns the function from (path, Variable) to entry."""
     kind, at = _place(name, where)
     if isinstance(prefix, FilterMapping):
 
@@ -516,11 +417,7 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
 
 
 def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int, tuple[Path, Any]]:
-    """Checks that every Variable got one entry, and returns (path, entry) by ``id`` of Variable.
-
-    Raises:
-        InconsistentAliasingError: If a Variable reached by two paths got two different entries.
-    """
+    """Returns (path, entry) by ``id`` of Variable, one each."""
     found: dict[int, tuple[Path, Any]] = {}
     for path, leaf, entry in entries:
         if not isinstance(leaf, Variable):
@@ -529,38 +426,19 @@ def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int,
         if first[1] is not entry and first[1] != entry:
             raise InconsistentAliasingError(
                 f"One {type(leaf).__name__} is reached by two paths with different {name}:\n  "
-                f"{format_path(first[0])}: {first[1]}\n"
-                f"  {format_path(path)}: {entry}\nA shared Variable is one Variable and needs one "
-                f"entry. Give both paths the same, "
+                f"{format_path(first[0])}: {first[1]}\n  {format_path(path)}: {entry}\n"
+                f"A shared Variable is one Variable and needs one entry. Give both paths the same, "
                 f"or untie them with sx.clone."
             )
     return found
 
 
-# --- Layout ---
-
-
-class Layout:
-    """The entries of one call.
-
-    Args:
-        call: The call.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        prefixes: One prefix per positional argument.
-        named: The entry of all keyword arguments, or a dict with one prefix for each.
-        outside: The entry of Variables that the functions are bound to, or that they captured.
-        name: The option's name, for messages.
-
-    Attributes:
-        leaves: One entry per Variable of the graph.
-        plain: One entry per plain leaf, positional arguments first, then by name.
-        plain_paths: The path of each plain leaf.
-    """
+class EntryAssignment:
+    """The entries of one call."""
 
     def __init__(
         self,
-        call: Call,
+        call: LiftedCall,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         prefixes: Sequence[Any],
@@ -574,12 +452,14 @@ class Layout:
         self.name = name
         entries = list(self._spread(args, kwargs, {}))
         self.by_id = consistent(entries, name)
+        # One entry per Variable of the graph.
         self.leaves = [
             self.by_id.get(id(leaf), ((), outside))[1] for leaf in call.graph.flat.leaves
         ]
         plain = [(path, entry) for path, leaf, entry in entries if not isinstance(leaf, Variable)]
+        # One entry per plain leaf, positional arguments first, then by name.
         self.plain = [entry for _, entry in plain]
-        self.plain_paths = [path for path, _ in plain]
+        self.plain_paths = [path for path, _ in plain]  # the path of each plain leaf
 
     def _spread(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], known: Mapping[int, Any]
@@ -595,42 +475,31 @@ class Layout:
         """The path of each Variable of the graph."""
         return self.call.graph.flat.leaf_paths
 
-    def leaving(self, inside: Inside, out_prefix: Any, out_name: str) -> Leaving:
-        """Returns the entry of everything that leaves.
-
-        Args:
-            inside: What is known after the function ran.
-            out_prefix: The caller's prefix of the result.
-            out_name: The option's name, for messages.
-        """
+    def output_entries(self, context: RunContext, out_prefix: Any, out_name: str) -> OutputEntries:
+        """Returns the entry of everything that leaves."""
         of_result = [
             (("result", *path), leaf, entry)
-            for path, leaf, entry in expand(out_prefix, inside.result, out_name)
+            for path, leaf, entry in expand(out_prefix, context.result, out_name)
         ]
         leaves = enumerate(self.call.graph.flat.leaves)
         given = {  # keep the entries they came with, also where the function moved them
-            id(inside.variable(position)): self.by_id[id(leaf)][1]
+            id(context.variable(position)): self.by_id[id(leaf)][1]
             for position, leaf in leaves
             if id(leaf) in self.by_id
         }
-        around = list(self._spread(inside.args, inside.kwargs, given))
-        entries = consistent([*around, *of_result], f"{self.name} and {out_name}")
+        of_arguments = list(self._spread(context.args, context.kwargs, given))
+        entries = consistent([*of_arguments, *of_result], f"{self.name} and {out_name}")
         plain = [(path, entry) for path, leaf, entry in of_result if not isinstance(leaf, Variable)]
-        return Leaving(entries, plain, frozenset(id(leaf) for _, leaf, _ in around))
+        return OutputEntries(entries, plain, frozenset(id(leaf) for _, leaf, _ in of_arguments))
 
 
-class Leaving(NamedTuple):
-    """Entries of what leaves.
+class OutputEntries(NamedTuple):
+    """Entries of what leaves."""
 
-    Attributes:
-        by_id: (path, entry) by ``id`` of a Variable inside.
-        labels: (path, entry) of each plain leaf of the result; the path begins with "result".
-        attached: ``id`` of what the arguments hold.
-    """
-
-    by_id: dict[int, tuple[Path, Any]]
+    by_id: dict[int, tuple[Path, Any]]  # (path, entry) by ``id`` of a Variable inside
+    # (path, entry) of each plain leaf of the result; the path begins with "result".
     labels: list[tuple[Path, Any]]
-    attached: frozenset[int]
+    attached: frozenset[int]  # ``id`` of what the arguments hold
 
     @property
     def plain(self) -> list[Any]:
@@ -648,19 +517,15 @@ def entries_in(prefix: Any) -> list[Any]:
     return found
 
 
-class Sorted:
-    """Values on their way out, one list per entry.
-
-    Args:
-        entries: The entries that can occur, in the order of the lists.
-    """
+class GroupedOutputs:
+    """Values on their way out, one list per entry."""
 
     def __init__(self, entries: Iterable[Hashable]) -> None:
         self.entries = list(dict.fromkeys(entries))
         self.order: list[int] = []
 
-    def sort(self, pairs: Iterable[tuple[Hashable, Any]]) -> tuple[list[Any], ...]:
-        """Sorts (entry, value) pairs, inside the transform."""
+    def group(self, pairs: Iterable[tuple[Hashable, Any]]) -> tuple[list[Any], ...]:
+        """Groups (entry, value) pairs, inside the transform."""
         place = {entry: position for position, entry in enumerate(self.entries)}
         lists: tuple[list[Any], ...] = tuple([] for _ in self.entries)
         self.order = []
@@ -675,69 +540,49 @@ class Sorted:
         return [next(remaining[place]) for place in self.order]
 
 
-class Parts:
-    """The three kinds of values in a ``Carried``, as one flat list and back.
+class FlatOutputs:
+    """The values of ``LiftedOutputs`` as one flat list."""
 
-    Args:
-        carried: What leaves the pure function.
-    """
+    def __init__(self, outputs: LiftedOutputs) -> None:
+        self.effects = outputs.effects
+        leaves, self.treedef = jax.tree.flatten(outputs.result)
+        self.counts = (len(leaves), len(outputs.written))
+        self.values = [*leaves, *outputs.written, *outputs.fresh]
 
-    def __init__(self, carried: Carried) -> None:
-        self.record = carried.record
-        leaves, self.treedef = jax.tree.flatten(carried.result)
-        self.counts = (len(leaves), len(carried.written))
-        self.values = [*leaves, *carried.written, *carried.fresh]
-
-    def assemble(self, values: Sequence[Any]) -> Carried:
-        """Returns the ``Carried`` with other values."""
+    def assemble(self, values: Sequence[Any]) -> LiftedOutputs:
+        """Returns the ``LiftedOutputs`` with other values."""
         result, written = self.counts
-        return Carried(
+        return LiftedOutputs(
             self.treedef.unflatten(values[:result]),
             list(values[result : result + written]),
             list(values[result + written :]),
-            self.record,
+            self.effects,
         )
 
 
-def drop_written(carried: Carried, positions: Container[int]) -> Carried:
-    """Returns, inside the transform, what leaves without some of the written Variables.
-
-    Args:
-        carried: What leaves; its record is changed.
-        positions: Positions of the Variables.
-    """
-    pairs = zip(carried.record.written, carried.written, strict=True)
+def drop_written(outputs: LiftedOutputs, positions: Container[int]) -> LiftedOutputs:
+    """Returns, inside the transform, what leaves without some of the written Variables."""
+    pairs = zip(outputs.effects.written, outputs.written, strict=True)
     kept = [(position, value) for position, value in pairs if position not in positions]
-    carried.record.written = tuple(position for position, _ in kept)
-    return carried._replace(written=[value for _, value in kept])
+    outputs.effects.written = tuple(position for position, _ in kept)
+    return outputs._replace(written=[value for _, value in kept])
 
 
-def add_written(carried: Carried, more: Mapping[int, Any]) -> Carried:
-    """Returns, outside the transform, what left with more written Variables.
-
-    Args:
-        carried: What left; its record is changed.
-        more: Values by position of the Variable.
-    """
-    carried.record.written = (*carried.record.written, *more)
-    return carried._replace(written=[*carried.written, *more.values()])
+def add_written(outputs: LiftedOutputs, more: Mapping[int, Any]) -> LiftedOutputs:
+    """Returns, outside the transform, what left with more written Variables."""
+    outputs.effects.written = (*outputs.effects.written, *more)
+    return outputs._replace(written=[*outputs.written, *more.values()])
 
 
 def appended(
-    inside: Inside, record: Record, is_shared: Callable[[int], bool]
+    context: RunContext, effects: Effects, is_shared: Callable[[int], bool]
 ) -> dict[int, tuple[Any, ...]]:
-    """Returns what was appended to the tuples of shared Variables, as ``Module.sow`` does.
-
-    Such values have a part per lane or iteration, though the tuple that was there before has none.
-
-    Args:
-        inside: What is known after the function ran.
-        record: What it did.
-        is_shared: Whether the Variable at a position is shared.
-    """
+    """Returns what was sown into the tuples of shared Variables."""
+    # Such values have a part per batch element or iteration, though the tuple that was there before
+    # has none.
     found: dict[int, tuple[Any, ...]] = {}
-    for position in record.written:
-        before, after = inside.bound[position], inside.variable(position)._value
+    for position in effects.written:
+        before, after = context.bound[position], context.variable(position)._value
         if not is_shared(position) or not (isinstance(before, tuple) and type(after) is tuple):
             continue
         count = len(before)
@@ -746,17 +591,9 @@ def appended(
     return found
 
 
-def refuse_foreign(record: Record, name: str) -> None:
-    """Raises if objects that were not passed in stand in the result.
-
-    Args:
-        record: What the function did.
-        name: The transform's name, for messages.
-
-    Raises:
-        OutputError: Naming the type.
-    """
-    for item in record.foreign.values():
+def refuse_foreign(effects: Effects, name: str) -> None:
+    """Raises if objects that were not passed in stand in the result."""
+    for item in effects.foreign.values():
         raise OutputError(
             f"The function given to sx.{name} returned (or attached to an argument) a "
             f"{type(item).__name__} that was not passed in, so it is one object and has no part "
@@ -764,13 +601,10 @@ def refuse_foreign(record: Record, name: str) -> None:
         )
 
 
-def map_metadata(graphdef: GraphDef, change: Callable[[int, VariableDef], VariableDef]) -> GraphDef:
-    """Returns the structure with changed definitions of Variables.
-
-    Args:
-        graphdef: The structure.
-        change: Called with the position among the Variables and the definition.
-    """
+def map_variable_definitions(
+    graphdef: GraphDef, change: Callable[[int, VariableDef], VariableDef]
+) -> GraphDef:
+    """Returns the structure with changed definitions of Variables."""
     objects = list(graphdef.objects)
     for position, index in enumerate(graphdef.leaves):
         objects[index] = change(position, objects[index])

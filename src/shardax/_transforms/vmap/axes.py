@@ -1,45 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mapped axes: what ``vmap`` and ``scan`` ask of the arrays that they take apart.
+"""Mapped dimensions: sizes, layouts, names, boxes and random streams.
 
 All arrays that are mapped together have one size along their axes, and the dimension that this
 makes, the *mapped dimension*, is the same for all of them. Inside the function it is gone, from the
 values and from the names in ``Variable.axes``; on what leaves it is back, at the axis of each. Its
 name is the one that the Variable came with, or, for a new Variable, that of the caller's
-``metadata``, or none.
+``metadata``, or none. Over Explicit mesh axes it is split alike in all arrays.
 
-Over a mesh with Explicit axes the mapped dimension may be split; then it is split alike in all
-arrays, those that a transform makes itself included.
+A *box* is a pytree node that describes the dimensions of what is in it, known by its methods and
+not by its class: ``add_axis(index, params)`` and ``remove_axis(index, params)``, where ``params``
+is ``{PARTITION_NAME: name}``. The function sees boxes without the mapped dimension, and boxes in
+its result have it again.
 
-Boxes in mapped calls: names beside a value lose and gain the mapped dimension, as Variables' do.
-
-A *box* is a pytree node that says something of the dimensions of what is in it. Here it is known by
-what it can do, not by its class: ``add_axis(index, params)`` and ``remove_axis(index, params)``
-return the box of values put together along a new dimension, and of one slice, where ``params`` is
-``{PARTITION_NAME: name}``. Those of ``shardax.partition`` can, and so can those of other libraries
-that follow the same protocol.
-
-The function sees boxes without the mapped dimension, and boxes in its result have it again. Its
-name is that of the caller's ``metadata``; else the one with which boxes of the same class came;
-else None. A box whose kind must have a name refuses None, and the message says where it is.
-
-Random streams in transforms that run a function several times at once.
-
-A random stream (``_core.init.rng``) with one key, under an entry that maps it (an axis, a spec that names
-mesh axes), is *split*: one draw is taken from it, and every lane gets a stream of its own, whose
-key is made of that draw and the lane's number. So lanes draw different numbers, and the same ones
-whatever else is mapped. Under an entry that shares it (``None``), all lanes draw the same numbers.
-
-A stream that already has one key per lane (``rngs.fork(split=n)``, a model made by ``vmap``) is
-mapped like any array.
-
-After the call a split stream has moved on by one draw, if any lane drew from it.
+A random stream with one key, under an entry that maps it, is *split*: one draw is taken from it,
+and every batch element gets a stream whose key is made of that draw and its number. So elements
+draw different numbers, and the same ones whatever else is mapped. After the call the stream has
+moved on by one draw, if any element drew from it. Under an entry that shares it (``None``), all
+elements draw the same numbers. A stream that has one key per element already is mapped as any
+array.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,29 +44,25 @@ from shardax._transforms.errors import (
     PartitioningUnspecifiedError,
     PrefixError,
 )
-from shardax._transforms.lift.call import Call
-from shardax._transforms.lift.engine import Carried, Record
+from shardax._transforms.lift.engine import Effects, LiftedCall, LiftedOutputs
 from shardax._transforms.lift.prefix import (
-    Layout,
-    Leaving,
+    EntryAssignment,
+    OutputEntries,
     add_written,
     drop_written,
     is_axis,
-    map_metadata,
+    map_variable_definitions,
 )
 
-# --- Streams ---
 
-
-@dataclass(frozen=True)
-class Stream:
+class StreamPositions(NamedTuple):
     """Where a stream stands among the graph's Variables."""
 
     key: int
-    count: int
+    counter: int
 
 
-def streams_of(graphdef: GraphDef) -> list[Stream]:
+def streams_of(graphdef: GraphDef) -> list[StreamPositions]:
     """Returns the random streams in a structure."""
     leaf_of = {index: position for position, index in enumerate(graphdef.leaves)}
     found = []
@@ -92,47 +72,37 @@ def streams_of(graphdef: GraphDef) -> list[Stream]:
         attributes = dict(definition.attributes)
         key, count = attributes.get("key"), attributes.get("count")
         if isinstance(key, Ref) and isinstance(count, Ref):
-            found.append(Stream(leaf_of[key.position], leaf_of[count.position]))
+            found.append(StreamPositions(leaf_of[key.position], leaf_of[count.position]))
     return list(dict.fromkeys(found))
 
 
 class SplitStreams:
-    """The streams that one call splits.
+    """The streams that one call splits."""
 
-    Args:
-        call: The call.
-        values: One value per Variable of the graph.
-        is_mapped: Whether the entry of the Variable at a position maps it.
-    """
-
-    def __init__(self, call: Call, values: Sequence[Any], is_mapped: Callable[[int], bool]) -> None:
+    def __init__(
+        self, call: LiftedCall, values: Sequence[Any], is_mapped: Callable[[int], bool]
+    ) -> None:
         self.call = call
         self.streams = [
             stream
             for stream in streams_of(call.graph.flat.graphdef)
             if is_mapped(stream.key) and jnp.ndim(values[stream.key]) == 0
         ]
-        self.before = {stream.count: values[stream.count] for stream in self.streams}
+        self.before = {stream.counter: values[stream.counter] for stream in self.streams}
         self.keys = {stream.key for stream in self.streams}
 
     def __contains__(self, position: int) -> bool:
         return position in self.keys or position in self.before
 
     def draw(self, values: Sequence[Any]) -> dict[int, Any]:
-        """Takes one draw from each stream; returns a key of shape () by position."""
+        """Takes one draw from each stream; returns keys by position."""
         return {
-            stream.key: jax.random.fold_in(values[stream.key], values[stream.count])
+            stream.key: jax.random.fold_in(values[stream.key], values[stream.counter])
             for stream in self.streams
         }
 
-    def lanes(self, values: Sequence[Any], size: int, sharding: Any = None) -> list[Any]:
-        """Returns the values with one key and count per lane on a leading axis.
-
-        Args:
-            values: One value per Variable of the graph.
-            size: The number of lanes.
-            sharding: How lanes are split over the Explicit axes of a mesh, if they are.
-        """
+    def split_keys(self, values: Sequence[Any], size: int, sharding: Any = None) -> list[Any]:
+        """Returns the values with a key and count per batch element."""
         split = list(values)
         for position, key in self.draw(values).items():
             split[position] = _laid_out(jax.random.split(key, size), sharding)
@@ -140,79 +110,50 @@ class SplitStreams:
             split[position] = _laid_out(jnp.zeros((size,), jnp.uint32), sharding)
         return split
 
-    def settle(self, carried: Carried) -> tuple[Carried, dict[int, Any]]:
-        """Separates, inside the transform, what was written to split streams.
-
-        Returns:
-            (what else leaves, the counts before the call of the streams that were drawn from).
-
-        Raises:
-            OutputError: If a lane gave a split stream a new key.
-        """
-        written = carried.record.written
+    def separate_counts(self, outputs: LiftedOutputs) -> tuple[LiftedOutputs, dict[int, Any]]:
+        """Separates, inside the transform, what was written to split streams."""
+        written = outputs.effects.written
         for position in self.keys.intersection(written):
             raise OutputError(
-                f"The random stream at "
-                f"{format_path(self.call.graph.flat.leaf_paths[position])} was given another "
-                f"key inside sx.{self.call.name}, which splits it: every lane has a key of its "
-                f"own, so there is not one to keep. Reseed it outside, or make a stream of its "
-                f"own inside (sx.Rngs)."
+                f"The random stream at {format_path(self.call.graph.flat.leaf_paths[position])} "
+                f"was given another key inside sx.{self.call.name}, which splits it: every batch "
+                f"element has a key of its own, so there is not one to keep. Reseed it outside, or "
+                f"make a stream of its own inside (sx.Rngs)."
             )
         moved = {position: self.before[position] for position in written if position in self.before}
-        return drop_written(carried, moved), moved
+        return drop_written(outputs, moved), moved
 
-    def restore(self, carried: Carried, moved: Mapping[int, Any]) -> Carried:
+    def restore(self, outputs: LiftedOutputs, moved: Mapping[int, Any]) -> LiftedOutputs:
         """Adds, outside the transform, the counts of the streams that moved on."""
         counts = {position: count + jnp.uint32(1) for position, count in moved.items()}
-        return add_written(carried, counts)
+        return add_written(outputs, counts)
 
 
 def _laid_out(array: Any, sharding: Any) -> Any:
     return array if sharding is None else jax.reshard(array, sharding)
 
 
-# --- Axes ---
-
-Row = tuple[Path, Any, Any]
-"""(path, array, axis or None) of an array that enters."""
+# (path, array, axis or None) of an array that enters.
+EnteringArray = tuple[Path, Any, Any]
 
 
-def entering(
-    layout: Layout, streams: SplitStreams, values: Sequence[Any], plain: Sequence[Any]
-) -> list[Row]:
-    """Returns the arrays that enter, except those of split streams, which the transform makes.
-
-    Args:
-        layout: The call's layout; an entry that is no axis (``Carry``) stands as None.
-        streams: The streams that are split.
-        values: One value per Variable of the graph.
-        plain: The plain leaves of the arguments.
-    """
-    variables = zip(layout.leaf_paths, values, layout.leaves, strict=True)
+def entering_arrays(
+    assignment: EntryAssignment, streams: SplitStreams, values: Sequence[Any], plain: Sequence[Any]
+) -> list[EnteringArray]:
+    """Returns the arrays that enter, except those of split streams."""
+    variables = zip(assignment.leaf_paths, values, assignment.leaves, strict=True)
     rows = [
         (path, leaf, entry)
         for position, (path, value, entry) in enumerate(variables)
         if position not in streams
         for leaf in jax.tree.leaves(value)
     ]
-    rows += zip(layout.plain_paths, plain, layout.plain, strict=True)
+    rows += zip(assignment.plain_paths, plain, assignment.plain, strict=True)
     return [(path, leaf, entry if is_axis(entry) else None) for path, leaf, entry in rows]
 
 
-# --- sizes ----------------------------------------------------------------------------------------
-
-
-def common_size(rows: Iterable[Row], given: int | None, name: str) -> int:
-    """Returns the size that all mapped arrays have along their axes.
-
-    Args:
-        rows: The arrays that enter.
-        given: What the caller says it is, or None.
-        name: The transform's name, for messages.
-
-    Raises:
-        AxisSizeError: If an array has no such axis, sizes differ, or nothing has an axis.
-    """
+def common_size(rows: Iterable[EnteringArray], given: int | None, name: str) -> int:
+    """Returns the size that all mapped arrays have along their axes."""
     option = "length" if name == "scan" else "axis_size"
     found: dict[int, Path | None] = {} if given is None else {int(given): None}
     for path, leaf, axis in rows:
@@ -246,17 +187,7 @@ def common_size(rows: Iterable[Row], given: int | None, name: str) -> int:
 
 
 def check_new_axis(value: Any, axis: Any, path: Path, name: str) -> None:
-    """Raises if what leaves one lane has no place for a mapped dimension at an axis.
-
-    Args:
-        value: A pytree of arrays, as one lane sees it.
-        axis: An axis of the whole, or an entry of another kind, which has a place anyway.
-        path: Where the value stands.
-        name: The transform's name, for messages.
-
-    Raises:
-        AxisSizeError: If there is none.
-    """
+    """Raises if a value has no place for a mapped dimension."""
     for leaf in jax.tree.leaves(value) if is_axis(axis) else []:
         rank = jnp.ndim(leaf) + 1
         if not -rank <= axis < rank:
@@ -268,23 +199,8 @@ def check_new_axis(value: Any, axis: Any, path: Path, name: str) -> None:
             )
 
 
-# --- meshes ---------------------------------------------------------------------------------------
-
-
-def lane_sharding(rows: Iterable[Row], name: str) -> NamedSharding | None:
-    """Returns how the mapped dimension is split over the Explicit axes of a mesh.
-
-    Args:
-        rows: The arrays that enter.
-        name: The transform's name, for messages.
-
-    Returns:
-        The sharding of an array with nothing but that dimension; None if it is not split.
-
-    Raises:
-        MappedShardingError: If it is split differently in two arrays, or an array that all lanes
-            share is split over the same mesh axes.
-    """
+def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding | None:
+    """Returns the sharding of the mapped dimension over Explicit axes."""
     rows = [row for row in rows if isinstance(row[1], jax.Array)]
     mapped = [(path, leaf, _specs(leaf)[axis]) for path, leaf, axis in rows if axis is not None]
     if not any(over is not None for _, _, over in mapped):
@@ -303,24 +219,16 @@ def lane_sharding(rows: Iterable[Row], name: str) -> NamedSharding | None:
         if axis is None and used & set(over):
             raise MappedShardingError(
                 f"sx.{name} maps a dimension that is split over the mesh axes {over}, but the "
-                f"array at {format_path(path)}, which all lanes share, is split over them too: "
-                f"{jax.typeof(leaf)}. Use jax.reshard to take it off them, or map it as well."
+                f"array at {format_path(path)}, which the whole batch shares, is split over them "
+                f"too: {jax.typeof(leaf)}. Use jax.reshard to take it off them, or map it as well."
             )
     leaf = first[1]
     mesh = jax.typeof(leaf).sharding.mesh if isinstance(leaf, Tracer) else leaf.sharding.mesh
     return NamedSharding(mesh, PartitionSpec(first[2]))
 
 
-def refuse_split(rows: Iterable[Row], name: str) -> None:
-    """Raises if a dimension to be gone through in turn is split over Explicit mesh axes.
-
-    Args:
-        rows: The arrays that enter.
-        name: The transform's name, for messages.
-
-    Raises:
-        MappedShardingError: Naming the first such array.
-    """
+def refuse_split(rows: Iterable[EnteringArray], name: str) -> None:
+    """Raises if a scanned dimension is split over Explicit mesh axes."""
     for path, leaf, axis in rows:
         if not is_axis(axis) or not isinstance(leaf, jax.Array):
             continue
@@ -343,19 +251,8 @@ def _as_tuple(spec: Any) -> tuple[Any, ...]:
     return () if spec is None else spec if isinstance(spec, tuple) else (spec,)
 
 
-# --- names ----------------------------------------------------------------------------------------
-
-
 def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
-    """Returns the name of the mapped dimension that a caller gave, or None.
-
-    Args:
-        metadata: The option.
-        name: The transform's name, for messages.
-
-    Raises:
-        PrefixError: If the option has other entries.
-    """
+    """Returns the name that ``metadata`` gives the mapped dimension."""
     others = [key for key in metadata or {} if key != PARTITION_NAME]
     if others:
         raise PrefixError(
@@ -365,116 +262,78 @@ def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
     return (metadata or {}).get(PARTITION_NAME)
 
 
-def lane_structure(layout: Layout, streams: SplitStreams, partition_name: Any) -> GraphDef:
-    """Returns the structure of one lane: mapped Variables without the name of their axis.
-
-    Args:
-        layout: The call's layout.
-        streams: The streams that are split; their Variables have no mapped dimension.
-        partition_name: The name that it should have, or None for any.
-
-    Raises:
-        MetadataError: If it has another name; the message names the Variable.
-    """
+def element_graphdef(
+    assignment: EntryAssignment, streams: SplitStreams, partition_name: Any
+) -> GraphDef:
+    """Returns the structure of one batch element: mapped axes have no name."""
 
     def change(position: int, definition: VariableDef) -> VariableDef:
-        axis = layout.leaves[position]
+        axis = assignment.leaves[position]
         if not is_axis(axis) or position in streams:
             return definition
         try:
             metadata = definition.metadata.without_axis(axis, partition_name)
         except MetadataError as error:
-            path = format_path(layout.leaf_paths[position])
+            path = format_path(assignment.leaf_paths[position])
             raise MetadataError(
                 f"The {definition.type.__name__} at {path} cannot be mapped: {error}"
             ) from error
         return definition._replace(metadata=metadata)
 
-    return map_metadata(layout.call.graph.flat.graphdef, change)
+    return map_variable_definitions(assignment.call.graph.flat.graphdef, change)
 
 
 def name_new_dimensions(
-    layout: Layout,
+    assignment: EntryAssignment,
     streams: SplitStreams,
-    record: Record,
+    effects: Effects,
     axes_of_new: Iterable[Any],
     partition_name: Any,
 ) -> None:
-    """Adds the mapped dimension's name to the metadata of everything that leaves.
-
-    Args:
-        layout: The call's layout.
-        streams: The streams that are split.
-        record: What the function did; changed.
-        axes_of_new: The entry of each new Variable.
-        partition_name: Its name, or None.
-    """
+    """Adds the mapped dimension's name to the metadata of everything that leaves."""
     remaining = iter(axes_of_new)
     fresh = []
-    for definition in record.fresh:
+    for definition in effects.fresh:
         if type(definition) is VariableDef and is_axis(axis := next(remaining)):
             metadata = definition.metadata.with_axis(axis, partition_name)
             definition = definition._replace(metadata=metadata)
         fresh.append(definition)
-    record.fresh = tuple(fresh)
-    graphdef = layout.call.graph.flat.graphdef
+    effects.fresh = tuple(fresh)
+    graphdef = assignment.call.graph.flat.graphdef
     leaf_of = {index: position for position, index in enumerate(graphdef.leaves)}
-    for index, definition in record.updates.items():
+    for index, definition in effects.updates.items():
         if type(definition) is not VariableDef or leaf_of[index] in streams:
             continue
-        axis, outer = layout.leaves[leaf_of[index]], graphdef.objects[index].metadata
+        axis, outer = assignment.leaves[leaf_of[index]], graphdef.objects[index].metadata
         if is_axis(axis):
             name = outer.axes[axis] if outer.axes is not None else partition_name
             metadata = definition.metadata.with_axis(axis, name)
-            record.updates[index] = definition._replace(metadata=metadata)
-
-
-# --- Boxes ---
+            effects.updates[index] = definition._replace(metadata=metadata)
 
 
 class MappedBoxes:
-    """The boxes of one mapped call.
+    """The boxes of one mapped call."""
 
-    Args:
-        layout: The call's layout.
-        partition_name: The name of the mapped dimension that the caller gave, or None.
-    """
-
-    def __init__(self, layout: Layout, partition_name: Any) -> None:
-        self.layout = layout
+    def __init__(self, assignment: EntryAssignment, partition_name: Any) -> None:
+        self.assignment = assignment
         self.partition_name = partition_name
         self._names: dict[type, Any] = {}
 
     def enter(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments as the function sees them: boxes without the mapped dimension.
-
-        Raises:
-            BoxError: If a box has no such dimension, or it has another name; names its path.
-            PrefixError: If arrays in one box have different axes.
-        """
-        layout = self.layout
-        axes = dict(zip(layout.plain_paths, layout.plain, strict=True))
-        labelled = zip(layout.call.labels, args, strict=True)
+        """Returns the arguments with boxes without the mapped dimension."""
+        assignment = self.assignment
+        axes = dict(zip(assignment.plain_paths, assignment.plain, strict=True))
+        labelled = zip(assignment.call.labels, args, strict=True)
         return (
             [self._map(arg, (label,), axes, self._without) for label, arg in labelled],
             {name: self._map(arg, (name,), axes, self._without) for name, arg in kwargs.items()},
         )
 
-    def leave(self, result: Any, leaving: Leaving) -> Any:
-        """Returns the result with the mapped dimension in its boxes.
-
-        Args:
-            result: What the function returned.
-            leaving: The entries of what leaves.
-
-        Raises:
-            PartitioningUnspecifiedError: If a box must have a name for it; names its path.
-            BoxError: If a box has no place for it; names its path.
-            PrefixError: If arrays in one box have different axes.
-        """
-        return self._map(result, ("result",), dict(leaving.labels), self._with)
+    def leave(self, result: Any, output_entries: OutputEntries) -> Any:
+        """Returns the result with the mapped dimension in its boxes."""
+        return self._map(result, ("result",), dict(output_entries.labels), self._with)
 
     def _without(self, box: Any, axis: int) -> Any:
         name = self.partition_name
@@ -492,11 +351,7 @@ class MappedBoxes:
         return box.add_axis(axis, {PARTITION_NAME: name})
 
     def _map(
-        self,
-        tree: Any,
-        where: Path,
-        axes: Mapping[Path, Any],
-        change: Callable[[Any, int], Any],
+        self, tree: Any, where: Path, axes: Mapping[Path, Any], change: Callable[[Any, int], Any]
     ) -> Any:
         def visit(key_path: Any, leaf: Any) -> Any:
             if not is_box(leaf):
@@ -507,8 +362,8 @@ class MappedBoxes:
             if len(found) > 1:
                 raise PrefixError(
                     f"The arrays in the box at {format_path(path)} have the axes {found} in "
-                    f"sx.{self.layout.call.name}, but its names hold for all of them. Give the box "
-                    "one axis."
+                    f"sx.{self.assignment.call.name}, but its names hold for all of them. Give the "
+                    f"box one axis."
                 )
             axis: Any = next(iter(found), None)
             return _changed(path, leaf, lambda box: change(box, axis)) if is_axis(axis) else leaf
@@ -519,13 +374,7 @@ class MappedBoxes:
 
 
 def is_box(value: Any) -> bool:
-    """Whether a value can be told of dimensions that come and go.
-
-    Example:
-        >>> import jax.numpy as jnp, shardax as sx
-        >>> is_box(sx.Partitioned(jnp.ones(2), ("model",))), is_box(sx.Param(jnp.ones(2)))
-        (True, False)
-    """
+    """Whether a value has methods that add and remove a dimension."""
     kind = type(value)
     return (
         hasattr(kind, "add_axis")

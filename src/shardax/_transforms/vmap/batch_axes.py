@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Automatic batching: which axes of a nested problem are its batch.
+"""Automatic batching: the batch axes of a nested problem, found by size.
 
-A *problem* is a tree of arrays, Modules and configuration, in which some arrays hold one part for
-each of *size* lanes, and others are shared. Given the size, ``batch_axes`` finds the axis of each
-array, and says of each why.
-
-A *declaration* (``where``) comes first: a filter and an entry, which is an axis, ``None`` for what
-lanes share, the logical name of the batched dimension, or ``...`` for "batched, find the axis".
-What nobody declared is *guessed*: an array with exactly one dimension of that size is batched
-along it. A size is weak evidence, so a guess is refused where it may well be wrong: two dimensions
-of that size; a batch of one; the state of a model (Variables, boxes, a State), whose sizes are
-about the model and match by chance. Random streams are no guess: every lane gets its own, as in
-``vmap``.
-
-Parts of a problem: what can have an axis of its own in ``vmap``, found before anything runs.
+A *problem* is a tree of arrays, Modules and configuration, in which some arrays hold one part per
+batch element, and others are shared. Given the size of the batch, ``batch_axes`` finds the axis of
+each array, and says why. A *declaration* (``where``) comes first: a filter and an axis, ``None``
+for what is shared, the logical name of the batched dimension, or ``...`` for an axis to be found.
+Anything else is *guessed*: an array with exactly one dimension of that size is batched along it. A
+size is weak evidence, so a guess is refused where it may well be wrong: two dimensions of that
+size; a batch of one; the state of a model (Variables, boxes, a State), whose sizes match by chance.
 
 A *part* is a Variable (once, with all paths that reach it), an entry of a State, a box or a named
-array with what is in it, or any other leaf of a tree. A part knows shapes and names but no values:
-lazy Variables stay lazy, and trees of ``jax.ShapeDtypeStruct`` do as well as arrays.
+array with what is in it, or any other leaf. It knows shapes and names but no values, so lazy
+Variables stay lazy, and ``jax.ShapeDtypeStruct`` does as well as an array.
 """
 
 from __future__ import annotations
@@ -42,33 +36,22 @@ from shardax._transforms.errors import AmbiguousBatchError, AxisSizeError, Prefi
 from shardax._transforms.lift.prefix import ExactPath, StateAxes, alias_paths, consistent, is_axis
 from shardax._transforms.vmap.axes import is_box, streams_of
 
-# --- Batch parts ---
-
-Place = int | dict[Path, int] | tuple[State, range]
-"""Where the parts of a leaf are: its position; for an object those of its Variables by path; for a
-State those of its entries."""
+# Where the parts of a leaf are: its position; for an object those of its Variables by path; for a
+# State those of its entries.
+PartPosition = int | dict[Path, int] | tuple[State, range]
 
 
-class Part(NamedTuple):
-    """One part of a problem.
+class BatchPart(NamedTuple):
+    """One part of a problem."""
 
-    Attributes:
-        paths: All paths that reach it, the first one first.
-        item: The Variable, box, named array or leaf; of a State, what the entry came from.
-        kind: Its type, or that of the Variable it came from.
-        arrays: Its arrays, as shapes and dtypes; none if it is no array.
-        names: Logical names of its dimensions, or None.
-        is_state: Whether it belongs to a model, and is not an array of data.
-        is_stream: Whether it is the key or the counter of a random stream.
-    """
-
-    paths: tuple[Path, ...]
-    item: Any
-    kind: type
+    paths: tuple[Path, ...]  # all paths that reach it, the first one first
+    item: Any  # the Variable, box, named array or leaf; of a State, what the entry came from
+    kind: type  # its type, or that of the Variable it came from
+    # Its arrays, as shapes and dtypes; none if it is no array.
     arrays: tuple[jax.ShapeDtypeStruct, ...]
-    names: tuple[Any, ...] | None
-    is_state: bool
-    is_stream: bool = False
+    names: tuple[Any, ...] | None  # logical names of its dimensions, or None
+    is_state: bool  # whether it belongs to a model, and is not an array of data
+    is_stream: bool = False  # whether it is the key or the counter of a random stream
 
     @property
     def what(self) -> str:
@@ -81,11 +64,11 @@ class Part(NamedTuple):
 
     @property
     def is_named(self) -> bool:
-        """Whether it is an array with named dimensions, of which ``vmap`` maps none."""
+        """Whether it is an array with named dimensions."""
         return _is_named(self.item)
 
     def candidates(self, size: int) -> list[int]:
-        """Returns the axes along which every array in it has a size and may be mapped."""
+        """Returns the mappable axes on which every array has a size."""
         found = [
             {axis for axis, each in enumerate(array.shape) if each == size} for array in self.arrays
         ]
@@ -95,24 +78,17 @@ class Part(NamedTuple):
         return sorted(axes)
 
 
-class Problem:
-    """Trees taken apart together, so that a Variable that several of them hold is one part.
-
-    Args:
-        trees: (path, pytree of objects, arrays and anything else) of each.
-
-    Attributes:
-        parts: Their parts, in order.
-    """
+class BatchProblem:
+    """Trees split together, so that a shared Variable is one part."""
 
     def __init__(self, trees: Iterable[tuple[Path, Any]]) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[BatchPart] = []  # their parts, in order
         self._known: dict[int, int] = {}
         self._trees = [self._take_apart(where, tree) for where, tree in trees]
 
-    def _take_apart(self, where: Path, tree: Any) -> tuple[Any, list[Place]]:
+    def _take_apart(self, where: Path, tree: Any) -> tuple[Any, list[PartPosition]]:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_whole)
-        places: list[Place] = []
+        places: list[PartPosition] = []
         for key_path, leaf in pairs:
             path = (*where, *map(path_step, key_path))
             if isinstance(leaf, Object):
@@ -125,9 +101,9 @@ class Problem:
         return treedef, places
 
     def _add_object(self, root: Object, where: Path) -> dict[Path, int]:
-        """Adds the Variables of an object; returns the position of the part by path below it."""
+        """Adds the Variables of an object; returns positions by path."""
         flat = flatten(root)
-        streams = {at for s in streams_of(flat.graphdef) for at in (s.key, s.count)}
+        streams = {at for s in streams_of(flat.graphdef) for at in s}
         further: dict[int, list[Path]] = {}
         for position, path in alias_paths(flat.graphdef):
             further.setdefault(position, []).append(path)
@@ -153,18 +129,14 @@ class Problem:
         return range(first, len(self.parts))
 
     def prefixes(self, axes: Sequence[int | None]) -> list[Any]:
-        """Returns a prefix of each tree with the axes of its parts.
-
-        Args:
-            axes: One axis, or None, per part.
-        """
+        """Returns a prefix of each tree with the axes of its parts."""
         return [
             treedef.unflatten(_entry(place, axes) for place in places)
             for treedef, places in self._trees
         ]
 
 
-def _entry(place: Place, axes: Sequence[int | None]) -> Any:
+def _entry(place: PartPosition, axes: Sequence[int | None]) -> Any:
     if isinstance(place, int):
         return axes[place]
     if isinstance(place, tuple):
@@ -185,20 +157,20 @@ def _is_whole(item: Any) -> bool:
     return isinstance(item, (Object, State)) or is_box(item) or _is_named(item)
 
 
-def _part_of_variable(leaf: Variable[Any], paths: tuple[Path, ...], is_stream: bool) -> Part:
+def _part_of_variable(leaf: Variable[Any], paths: tuple[Path, ...], is_stream: bool) -> BatchPart:
     here = resolve(leaf, local.frame)
-    return Part(paths, leaf, type(leaf), _arrays_in(here._value), here.axes, True, is_stream)
+    return BatchPart(paths, leaf, type(leaf), _arrays_in(here._value), here.axes, True, is_stream)
 
 
-def _part_of_entry(value: Any, origin: Origin, path: Path) -> Part:
-    return Part((path,), origin, origin.variable_type, _arrays_in(value), origin.axes, True)
+def _part_of_entry(value: Any, origin: Origin, path: Path) -> BatchPart:
+    return BatchPart((path,), origin, origin.variable_type, _arrays_in(value), origin.axes, True)
 
 
-def _part_of_leaf(leaf: Any, path: Path) -> Part:
+def _part_of_leaf(leaf: Any, path: Path) -> BatchPart:
     names = leaf.partition_axes if _is_named(leaf) else None
     if is_box(leaf):
         names = getattr(leaf, "names", None)
-    return Part((path,), leaf, type(leaf), _arrays_in(leaf), names, is_box(leaf))
+    return BatchPart((path,), leaf, type(leaf), _arrays_in(leaf), names, is_box(leaf))
 
 
 def _arrays_in(value: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -212,25 +184,17 @@ def _arrays_in(value: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def filter_text(kind: type, path: Path) -> str:
-    """Returns a filter that matches something of a type at a path, as the user would write it.
-
-    Example:
-        >>> import jax, shardax as sx
-        >>> filter_text(sx.Param, ("kernel",)), filter_text(jax.Array, ("data", "x"))
-        ('sx.Param', "sx.PathContains('x')")
-    """
+    """Returns a filter for a type at a path, as source text."""
     if issubclass(kind, Variable) and kind is not ArrayAttribute:
         return f"sx.{kind.__name__}" if kind.__module__.startswith("shardax.") else kind.__name__
     return f"sx.PathContains({path[-1]!r})" if path else "..."
 
 
-# --- Batch axes ---
-
-Entry = Any
-"""An axis, None, a dimension's logical name, or ``...`` for one to be found."""
+# An axis, None, a dimension's logical name, or ``...`` for one to be found.
+AxisDeclaration = Any
 
 
-class Choice(NamedTuple):
+class AxisChoice(NamedTuple):
     """What was decided: an axis, or None for shared, and why."""
 
     axis: int | None
@@ -238,7 +202,7 @@ class Choice(NamedTuple):
 
 
 class BatchRow(NamedTuple):
-    """What was decided for one array, Variable or other leaf of a problem.
+    """The axis of one part of a problem, with the reason.
 
     Attributes:
         path: Where it stands.
@@ -259,10 +223,10 @@ class BatchRow(NamedTuple):
 
 
 class BatchAxes:
-    """The axes that were found for a problem, with the reasons; printing it shows them as a table.
+    """The batch axes of a problem, with reasons; prints as a table.
 
     Attributes:
-        size: The number of lanes.
+        size: The size of the batch.
         axes: A prefix of the problem: an axis, or None, for each array, ``StateAxes`` for each
             Module. For a tuple of arguments it is what ``in_axes`` of ``sx.vmap`` takes; without
             Modules also what that of ``jax.vmap`` takes.
@@ -297,10 +261,10 @@ class BatchAxes:
 
 @dataclass(frozen=True)
 class Batch:
-    """How to find the batch of a problem: the arguments of ``batch_axes``, for ``sx.vmap``.
+    """The arguments of ``batch_axes``, for ``sx.vmap``.
 
     Attributes:
-        size: The number of lanes.
+        size: The size of the batch.
         where: As for ``batch_axes``.
         strict: As for ``batch_axes``.
 
@@ -325,8 +289,7 @@ class Batch:
     def __post_init__(self) -> None:
         if not is_axis(self.size) or self.size < 0:
             raise AxisSizeError(
-                f"A batch has a number of lanes, but was given {self.size!r}: "
-                f"sx.batch_axes(problem, 8)."
+                f"A batch has a size, but was given {self.size!r}: sx.batch_axes(problem, 8)."
             )
         to_predicates([item for item, _ in self.declarations()])
 
@@ -339,7 +302,7 @@ class Batch:
         Returns:
             The axes and the reasons.
         """
-        return self._found_in(Problem([((), tree)]), lambda prefixes: prefixes[0])
+        return self._found_in(BatchProblem([((), tree)]), lambda prefixes: prefixes[0])
 
     def find_call(
         self, labels: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -356,14 +319,14 @@ class Batch:
             and the reasons.
         """
         positional = [((label,), arg) for label, arg in zip(labels, args, strict=True)]
-        problem = Problem([*positional, *(((name,), kwargs[name]) for name in kwargs)])
+        problem = BatchProblem([*positional, *(((name,), kwargs[name]) for name in kwargs)])
         count = len(positional)
         return self._found_in(
             problem, lambda found: (found[:count], dict(zip(kwargs, found[count:], strict=True)))
         )
 
-    def _found_in(self, problem: Problem, arrange: Callable[[list[Any]], Any]) -> BatchAxes:
-        chosen = _Decider(self).decide(problem.parts)
+    def _found_in(self, problem: BatchProblem, arrange: Callable[[list[Any]], Any]) -> BatchAxes:
+        chosen = _AxisFinder(self).decide(problem.parts)
         rows = [
             BatchRow(part.paths[0], part.what, *choice)
             for part, choice in zip(problem.parts, chosen, strict=True)
@@ -371,7 +334,7 @@ class Batch:
         axes = arrange(problem.prefixes([choice.axis for choice in chosen]))
         return BatchAxes(self.size, axes, rows)
 
-    def declarations(self) -> list[tuple[Any, Entry]]:
+    def declarations(self) -> list[tuple[Any, AxisDeclaration]]:
         """Returns ``where`` as pairs of filter and entry.
 
         Raises:
@@ -386,23 +349,23 @@ class Batch:
             if not (entry is None or entry is ... or isinstance(entry, str) or is_axis(entry)):
                 raise PrefixError(
                     f"where gives {entry!r} for {_shown(item)}; an entry is an axis (an int), None "
-                    f"for what lanes share, the logical name of a dimension, or ... for an axis to "
+                    f"for what is shared, the logical name of a dimension, or ... for an axis to "
                     f"be found."
                 )
         return list(where.items())
 
 
 def batch_axes(tree: Any, size: int, where: Any = None, strict: bool = True) -> BatchAxes:
-    """Finds the axes along which the arrays of a nested problem are batched.
+    """Finds the batch axes of the arrays of a nested problem.
 
     Args:
         tree: A pytree of arrays, Modules, and anything else. Lazy and abstract values stay so.
-        size: The number of lanes. Of a batch of 1 nothing is guessed: declare it.
+        size: The size of the batch. Of a batch of 1 nothing is guessed: declare it.
         where: What is declared. A mapping from filters to entries, the first match counts: an axis;
-            ``None`` for what all lanes share; a name, for the dimension that has it among the
-            ``axes`` of a Variable or box, which is shared if none has; ``...`` for an axis to be
-            found. Filters are asked about arrays, too, by path. Or one filter: what it matches is
-            batched, all else is shared. None: everything is guessed.
+            ``None`` for what the whole batch shares; a name, for the dimension that has it among
+            the ``axes`` of a Variable or box, which is shared if none has; ``...`` for an axis to
+            be found. Filters are asked about arrays, too, by path. Or one filter: what it matches
+            is batched, all else is shared. None: everything is guessed.
         strict: Whether doubt is an error. If not, the first of several dimensions is taken, and
             state of a model that nobody declared is shared; the report says where.
 
@@ -431,12 +394,12 @@ def batch_axes(tree: Any, size: int, where: Any = None, strict: bool = True) -> 
     return Batch(size, where, strict).find(tree)
 
 
-class _Doubt(Exception):
+class _Ambiguity(Exception):
     """Why nothing decides about a part."""
 
 
-class _Decider:
-    """Decides for each part of a problem; the arguments are those of ``Batch``, taken apart."""
+class _AxisFinder:
+    """Finds the axis of each part of a problem."""
 
     def __init__(self, batch: Batch) -> None:
         self.size = batch.size
@@ -446,15 +409,15 @@ class _Decider:
         self.predicates = to_predicates(self.filters)
         self.entries = [entry for _, entry in declared]
 
-    def decide(self, parts: Sequence[Part]) -> list[Choice]:
-        """Returns what was decided for each part; see ``batch_axes`` for what it raises."""
+    def decide(self, parts: Sequence[BatchPart]) -> list[AxisChoice]:
+        """Returns the axis of each part."""
         self._check_paths(parts)
-        chosen: list[Choice] = []
-        doubts: list[tuple[Part, str]] = []
+        chosen: list[AxisChoice] = []
+        doubts: list[tuple[BatchPart, str]] = []
         for part in parts:
             try:
                 chosen.append(self._one(part))
-            except _Doubt as doubt:
+            except _Ambiguity as doubt:
                 doubts.append((part, str(doubt)))
         if doubts:
             raise AmbiguousBatchError(self._explain(doubts))
@@ -463,12 +426,12 @@ class _Decider:
             shown = ", ".join(f"{format_path(p.paths[0])} {p.what}" for p in arrays[:6])
             raise AxisSizeError(
                 f"Nothing is batched: no array that may be has a dimension of size {self.size} "
-                f"({shown}{', ...' if len(arrays) > 6 else ''}). Check the size; if all lanes "
-                f"really share everything, say strict=False."
+                f"({shown}{', ...' if len(arrays) > 6 else ''}). Check the size; if all batch "
+                f"elements really share everything, say strict=False."
             )
         return chosen
 
-    def _check_paths(self, parts: Sequence[Part]) -> None:
+    def _check_paths(self, parts: Sequence[BatchPart]) -> None:
         for item in self.filters:
             if isinstance(item, PathContains) and not any(
                 item(path, part.item) for part in parts for path in part.paths
@@ -479,85 +442,87 @@ class _Decider:
                     f"{', ...' if len(parts) > 8 else ''}. What it was meant for would be guessed."
                 )
 
-    def _declaration(self, part: Part) -> int | None:
-        """Returns the position of the declaration for a part, which holds for all its paths."""
+    def _declaration(self, part: BatchPart) -> int | None:
+        """Returns the position of the declaration for a part."""
         found = {path: first_match(self.predicates, path, part.item) for path in part.paths}
         given = {path: position for path, position in found.items() if position is not None}
         entries = [(path, part.item, self.entries[position]) for path, position in given.items()]
         consistent(entries, "entries in where")
         return next(iter(given.values()), None)
 
-    def _one(self, part: Part) -> Choice:
+    def _one(self, part: BatchPart) -> AxisChoice:
         position = self._declaration(part)
         if position is None:
             if part.is_stream:
-                reason = "a random stream: every lane draws its own numbers"
+                reason = "a random stream: every batch element draws its own numbers"
                 return self._checked(part, 0, reason)
             return self._found(part, declared=False)
         entry, name = self.entries[position], _shown(self.filters[position])
         if entry is None:
-            return Choice(None, f"declared by {name}")
+            return AxisChoice(None, f"declared by {name}")
         if entry is ...:
             return self._found(part, declared=True)
         if isinstance(entry, str):
             return self._named(part, entry)
         return self._checked(part, entry, f"declared by {name}")
 
-    def _named(self, part: Part, name: str) -> Choice:
+    def _named(self, part: BatchPart, name: str) -> AxisChoice:
         """Chooses the dimension that has a logical name."""
         if part.names is None:
             if part.candidates(self.size):
-                raise _Doubt(f"has no axis names among which {name!r} could be")
-            return Choice(None, f"no axis names, no dimension of size {self.size}")
+                raise _Ambiguity(f"has no axis names among which {name!r} could be")
+            return AxisChoice(None, f"no axis names, no dimension of size {self.size}")
         if name not in part.names:
-            return Choice(None, f"its axes {part.names} have no {name!r}")
+            return AxisChoice(None, f"its axes {part.names} have no {name!r}")
         if part.is_named:
-            raise _Doubt(
+            raise _Ambiguity(
                 f"is a NamedArray, and vmap maps its positional dimensions alone: "
                 f"x.untag({name!r}) makes {name!r} one; sx.named.nmap maps names"
             )
         return self._checked(part, part.names.index(name), f"its dimension {name!r}")
 
-    def _checked(self, part: Part, axis: int, reason: str) -> Choice:
-        """Chooses an axis, if every array of the part has it and has the size there."""
+    def _checked(self, part: BatchPart, axis: int, reason: str) -> AxisChoice:
+        """Chooses an axis that every array of the part has."""
         shapes = [tuple(array.shape) for array in part.arrays]
-        splits = part.is_stream and shapes == [()]  # vmap makes one key for each lane
+        splits = part.is_stream and shapes == [()]  # vmap makes one key for each batch element
         fits = all(-len(s) <= axis < len(s) and s[axis] == self.size for s in shapes)
         if splits or (shapes and fits):
-            return Choice(axis, reason)
+            return AxisChoice(axis, reason)
         raise AxisSizeError(
             f"The {part.what} at {format_path(part.paths[0])} is to be batched along axis {axis} "
-            f"({reason}), but has no {self.size} lanes there."
+            f"({reason}), but has no size {self.size} there."
         )
 
-    def _found(self, part: Part, declared: bool) -> Choice:
-        """Guesses by size; ``declared`` says that the part is known to be batched."""
+    def _found(self, part: BatchPart, declared: bool) -> AxisChoice:
+        """Chooses an axis by size."""
         if not part.arrays:
-            return Choice(None, "not an array")
+            return AxisChoice(None, "not an array")
         axes = part.candidates(self.size)
         if not axes:
-            return Choice(None, f"no dimension of size {self.size}")
+            return AxisChoice(None, f"no dimension of size {self.size}")
         if self.size == 1:
-            raise _Doubt("has a dimension of size 1, as many arrays do that are no batch")
+            raise _Ambiguity("has a dimension of size 1, as many arrays do that are no batch")
         if part.is_state and not declared:
             if not self.strict:
-                return Choice(None, "state of a model, shared unless declared")
-            raise _Doubt(
+                return AxisChoice(None, "state of a model, shared unless declared")
+            raise _Ambiguity(
                 f"is state of a model, and its axis {axes[0]} may have this size by chance"
             )
         if len(axes) > 1 and self.strict:
-            raise _Doubt(f"has {len(axes)} dimensions of this size, axes {axes}")
+            raise _Ambiguity(f"has {len(axes)} dimensions of this size, axes {axes}")
         several = f"the first of its {len(axes)} dimensions of size {self.size}"
-        return Choice(axes[0], several if axes[1:] else f"its one dimension of size {self.size}")
+        return AxisChoice(
+            axes[0], several if axes[1:] else f"its one dimension of size {self.size}"
+        )
 
-    def _explain(self, doubts: Sequence[tuple[Part, str]]) -> str:
+    def _explain(self, doubts: Sequence[tuple[BatchPart, str]]) -> str:
         lines = [f"  {format_path(p.paths[0])}: {p.what} {text}" for p, text in doubts[:12]]
         if len(doubts) > 12:
             lines.append(f"  and {len(doubts) - 12} more")
         keys = dict.fromkeys(filter_text(part.kind, part.paths[0]) for part, _ in doubts[:12])
         return (
             f"A batch of {self.size} cannot be found by sizes alone:\n" + "\n".join(lines) + "\n"
-            f"Declare them in where, each with its axis, or None for what lanes share: "
+            f"Declare them in where, each with its axis, or None for what is shared: "
             f"where={{{', '.join(f'{key}: None' for key in keys)}}}."
         )
 
@@ -572,29 +537,20 @@ def _shown(item: Any) -> str:
 
 
 def check_automatic(in_axes: str, batch: Any, axis_size: int | None) -> Batch:
-    """Returns how ``vmap`` is to find the axes of its arguments.
-
-    Args:
-        in_axes: The option, a string.
-        batch: The option: a size, a ``Batch``, or None for ``axis_size``.
-        axis_size: The option.
-
-    Raises:
-        PrefixError: If the options do not say it.
-    """
+    """Returns how ``vmap`` is to find the axes of its arguments."""
     if in_axes != "auto":
         raise PrefixError(
             f"in_axes gives {in_axes!r}; an entry is an axis (an int) or None, or all of in_axes "
-            f"is 'auto', with batch= the number of lanes."
+            f"is 'auto', with batch= the size of the batch."
         )
     if batch is None:
         batch = axis_size
     if batch is None:
         raise PrefixError(
-            "in_axes='auto' finds arrays by the number of lanes: sx.vmap(f, in_axes='auto', "
+            "in_axes='auto' finds arrays by the size of the batch: sx.vmap(f, in_axes='auto', "
             "batch=8), or batch=sx.Batch(8, where={...}) with declarations."
         )
     batch = batch if isinstance(batch, Batch) else Batch(batch)
     if axis_size not in (None, batch.size):
-        raise PrefixError(f"axis_size={axis_size}, but batch has {batch.size} lanes; give one.")
+        raise PrefixError(f"axis_size={axis_size}, but batch has the size {batch.size}; give one.")
     return batch

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vmap``: a function over Modules, run on many lanes at once.
+"""``vmap``: a function over Modules, run on a batch of inputs.
 
-A *lane* is one of the runs. An array with an axis as its entry has one part per lane; an array
-with ``None`` is *shared*: all lanes see it whole. A shared Variable stays one, so lanes may write
-it only with a value that does not differ between them. What lanes attach to a shared Module, or sow
-into it, has one part per lane (axis 0) if it differs between them.
+An array with an axis as its entry has one part per *batch element*; an array with ``None`` is
+*shared*: all elements see it whole. A shared Variable stays one, so it may be written only with a
+value that is equal in all elements. What is attached to a shared Module, or sown into it, has one
+part per element (axis 0) if it differs between them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,12 @@ import numpy as np
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import ArrayAttribute
 from shardax._transforms.errors import PrefixError, SharedWriteError
-from shardax._transforms.lift.call import (
-    Call,
-    Inside,
-    SealedFrame,
-    wraps,
-)
-from shardax._transforms.lift.engine import carry_in, check_no_leak, check_result
+from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, check_result, wraps
 from shardax._transforms.lift.prefix import (
-    Layout,
-    Leaving,
-    Parts,
-    Sorted,
+    EntryAssignment,
+    FlatOutputs,
+    GroupedOutputs,
+    OutputEntries,
     add_written,
     appended,
     check_axes_only,
@@ -44,17 +38,18 @@ from shardax._transforms.vmap.axes import (
     SplitStreams,
     check_new_axis,
     common_size,
-    entering,
-    lane_sharding,
-    lane_structure,
+    element_graphdef,
+    entering_arrays,
     mapped_name,
+    mapped_sharding,
     name_new_dimensions,
 )
 from shardax._transforms.vmap.batch_axes import Batch, check_automatic, filter_text
 
 _REASON = (
-    "so all lanes would write the one Variable. Pass the Module that holds it as an argument, with "
-    "an axis in in_axes for one value per lane, or None if all lanes write the same."
+    "so all batch elements would write the one Variable. Pass the Module that holds it as an "
+    "argument, with an axis in in_axes for one value per batch element, or None if all batch "
+    "elements write the same."
 )
 
 
@@ -69,27 +64,27 @@ def vmap(
     metadata: Mapping[str, Any] | None = None,
     batch: int | Batch | None = None,
 ) -> Any:
-    """Makes a function over Modules run on many lanes at once.
+    """Makes a function over Modules run on a batch of inputs.
 
-    Every Variable, and every plain array, has an axis along which lanes are taken apart and put
-    together, or ``None`` if it is shared. What lanes write into a Variable is stored back along its
-    axis. A random stream with an axis is split, so that lanes draw different numbers; under
-    ``None`` all lanes draw the same ones.
+    Every Variable, and every plain array, has an axis along which the batch is taken apart and put
+    together, or ``None`` if it is shared. What batch elements write into a Variable is stored back
+    along its axis. A random stream with an axis is split, so that batch elements draw different
+    numbers; under ``None`` all batch elements draw the same ones.
 
     Args:
         function: A function, method or callable Module. Left out: returns a decorator.
         in_axes: One entry for all positional arguments, or a tuple of one each. An entry is an axis
             (negative counts from the end), ``None``, for a Module also ``StateAxes`` or a ``State``
             of axes, for a container the same container with entries. Keyword arguments have axis 0.
-            Or ``"auto"``: the axes of all arguments are found by the number of lanes, as
+            Or ``"auto"``: the axes of all arguments are found by the size of the batch, as
             ``batch_axes`` does.
         out_axes: A prefix of the result, likewise.
         axis_name: A name for collectives inside, such as ``jax.lax.pmean(x, "batch")``.
-        axis_size: The number of lanes, if no argument has an axis.
+        axis_size: The size of the batch, if no argument has an axis.
         spmd_axis_name: As in ``jax.vmap``.
         metadata: ``{sx.partition.PARTITION_NAME: "layers"}`` names the mapped dimension in the
             ``axes`` of Variables and in boxes. Without it, a new dimension is unnamed.
-        batch: With ``in_axes="auto"``, the number of lanes, or a ``Batch`` that also declares.
+        batch: With ``in_axes="auto"``, the size of the batch, or a ``Batch`` that also declares.
 
     Returns:
         A function of the same arguments.
@@ -98,8 +93,8 @@ def vmap(
         PrefixError: If an entry is no axis; when called, if a prefix does not fit.
         AxisSizeError: When called, if an array has no such axis, or sizes differ.
         AmbiguousBatchError: When called, if axes are to be found and sizes do not say which.
-        SharedWriteError: When called, if lanes write different values into a shared Variable, or a
-            result without an axis differs between them.
+        SharedWriteError: When called, if batch elements write different values into a shared
+            Variable, or a result without an axis differs between them.
         InconsistentAliasingError: When called, if a Variable gets two different axes.
         ForeignMutationError: When called, if a Variable that was not passed in is written.
         MetadataError: When called, if a mapped dimension has another name than ``metadata`` gives.
@@ -142,13 +137,13 @@ def vmap(
 
     @wraps(function)
     def vmapped(*args: Any, **kwargs: Any) -> Any:
-        lanes = _Lanes(function, in_axes, out_axes, axis_size, name, args, kwargs)
-        return lanes.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
+        call = _VmapCall(function, in_axes, out_axes, axis_size, name, args, kwargs)
+        return call.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
 
     return vmapped
 
 
-class _Lanes:
+class _VmapCall:
     """One call of a function made by ``vmap``."""
 
     def __init__(
@@ -161,57 +156,54 @@ class _Lanes:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        def make_frame(name: str) -> SealedFrame:
-            return SealedFrame(name, [function], _REASON)
-
-        self.call = Call("vmap", [function], args, kwargs, make_frame)
+        make_frame = functools.partial(SealedFrame, functions=[function], reason=_REASON)
+        self.call = LiftedCall("vmap", [function], args, kwargs, make_frame)
         named: Any = 0
         if isinstance(in_axes, Batch):
             prefixes, named = in_axes.find_call(self.call.labels, args, kwargs).axes
         else:
             prefixes = per_argument(in_axes, self.call.labels, "in_axes")
-        self.layout = Layout(self.call, args, kwargs, prefixes, named, None, "in_axes")
+        self.assignment = EntryAssignment(self.call, args, kwargs, prefixes, named, None, "in_axes")
         self.out_axes = out_axes
         self.partition_name = partition_name
         self.values = self.call.graph.values()
         self.plain, self.plain_tree = self.call.arguments.plain_leaves()
-        axes = self.layout.leaves
+        axes = self.assignment.leaves
         self.streams = SplitStreams(self.call, self.values, lambda p: axes[p] is not None)
-        self.rows = entering(self.layout, self.streams, self.values, self.plain)
+        self.rows = entering_arrays(self.assignment, self.streams, self.values, self.plain)
         self.size = common_size(self.rows, axis_size, "vmap")
-        self.graphdef = lane_structure(self.layout, self.streams, partition_name)
-        self.boxes = MappedBoxes(self.layout, partition_name)
+        self.graphdef = element_graphdef(self.assignment, self.streams, partition_name)
+        self.boxes = MappedBoxes(self.assignment, partition_name)
         self.call.enter = self.boxes.enter
-        self.sorted = Sorted([*entries_in((prefixes, named, out_axes)), 0, None])
-        # set inside:
-        self.parts: Parts | None = None
+        self.grouped = GroupedOutputs([*entries_in((prefixes, named, out_axes)), 0, None])
+        # Known after the function ran:
+        self.flat: FlatOutputs | None = None
         self.moved: dict[int, Any] = {}
         self.grown: list[int] = []
 
     def run(self, options: dict[str, Any]) -> Any:
-        """Runs all lanes and carries back what they did."""
-        axes = [0 if p in self.streams else axis for p, axis in enumerate(self.layout.leaves)]
-        values = self.streams.lanes(self.values, self.size, lane_sharding(self.rows, "vmap"))
+        """Runs all batch elements and carries back what they did."""
+        axes = [0 if p in self.streams else axis for p, axis in enumerate(self.assignment.leaves)]
+        values = self.streams.split_keys(self.values, self.size, mapped_sharding(self.rows, "vmap"))
         mark, mark_axis = self._mark()
         mapped = jax.vmap(
             self._pure,
-            in_axes=(axes, self.layout.plain, mark_axis),
-            out_axes=tuple(self.sorted.entries),
+            in_axes=(axes, self.assignment.plain, mark_axis),
+            out_axes=tuple(self.grouped.entries),
             axis_size=self.size,
             **options,
         )
-        left = self.sorted.restore(mapped(values, self.plain, mark))
-        assert self.parts is not None
-        count = len(self.parts.values)
-        carried = self.parts.assemble(left[:count])
+        left = self.grouped.restore(mapped(values, self.plain, mark))
+        assert self.flat is not None
+        count = len(self.flat.values)
+        outputs = self.flat.assemble(left[:count])
         pairs = zip(self.grown, left[count:], strict=True)
-        carried = add_written(carried, {p: (*self.values[p], *more) for p, more in pairs})
-        carried = self.streams.restore(carried, self.moved)
-        check_no_leak(self.call.graph, carried)
-        return carry_in(self.call.graph, carried)
+        outputs = add_written(outputs, {p: (*self.values[p], *more) for p, more in pairs})
+        outputs = self.streams.restore(outputs, self.moved)
+        return self.call.apply(outputs)
 
     def _mark(self) -> tuple[Any, Any]:
-        """Returns an array that differs between lanes, and its axis."""
+        """Returns an array that differs between batch elements, and its axis."""
         for _, leaf, axis in self.rows:
             if axis is not None and isinstance(leaf, (jax.Array, np.ndarray)):
                 return leaf, axis  # not an array of our own: it is split over the mesh as it must
@@ -220,50 +212,45 @@ class _Lanes:
     def _pure(self, values: list[Any], plain: list[Any], mark: Any) -> tuple[list[Any], ...]:
         positional, named = self.plain_tree.unflatten(plain)
 
-        def leave(inside: Inside) -> tuple[list[Any], ...]:
-            return self._leave(inside, mark)
+        def leave(context: RunContext) -> tuple[list[Any], ...]:
+            return self._leave(context, mark)
 
         return self.call.run(values, positional, named, leave, graphdef=self.graphdef)
 
-    def _leave(self, inside: Inside, mark: Any) -> tuple[list[Any], ...]:
-        """Sorts what leaves a lane by axis."""
-        check_result(inside.result, "vmap")
-        leaving = self.layout.leaving(inside, self.out_axes, "out_axes")
-        carried, self.moved = self.streams.settle(
-            inside.carry_out(self.boxes.leave(inside.result, leaving))
+    def _leave(self, context: RunContext, mark: Any) -> tuple[list[Any], ...]:
+        """Groups what leaves a batch element by axis."""
+        check_result(context.result, "vmap")
+        output_entries = self.assignment.output_entries(context, self.out_axes, "out_axes")
+        outputs, self.moved = self.streams.separate_counts(
+            context.record_effects(self.boxes.leave(context.result, output_entries))
         )
-        record = carried.record
-        refuse_foreign(record, "vmap")
-        sown = appended(inside, record, lambda position: self.layout.leaves[position] is None)
-        carried, self.grown = drop_written(carried, sown), list(sown)
-        self.parts = Parts(carried)
+        effects = outputs.effects
+        refuse_foreign(effects, "vmap")
+        sown = appended(context, effects, lambda position: self.assignment.leaves[position] is None)
+        outputs, self.grown = drop_written(outputs, sown), list(sown)
+        self.flat = FlatOutputs(outputs)
+        paths = self.assignment.leaf_paths
         leaves = [
-            *(Leaf("result", path, axis) for path, axis in leaving.labels),
-            *(self._leaf("written", position) for position in record.written),
-            *(_new_leaf(leaving, key) for key in record.fresh_ids),
-            *(self._leaf("attached", position) for position in sown),
+            *(OutputLeaf("result", path, axis) for path, axis in output_entries.labels),
+            *(OutputLeaf("written", paths[p], self.assignment.leaves[p]) for p in effects.written),
+            *(_new_leaf(output_entries, key) for key in effects.fresh_ids),
+            *(OutputLeaf("attached", paths[p], None) for p in sown),
         ]
-        values = [*self.parts.values, *sown.values()]
+        values = [*self.flat.values, *sown.values()]
         leaves = self._checked(leaves, values, mark)
         axes = [leaf.axis for leaf in leaves]
-        count = len(self.parts.values)
-        fresh = axes[count - len(record.fresh_ids) : count]
-        name_new_dimensions(self.layout, self.streams, record, fresh, self.partition_name)
-        return self.sorted.sort(zip(axes, values, strict=True))
+        count = len(self.flat.values)
+        fresh = axes[count - len(effects.fresh_ids) : count]
+        name_new_dimensions(self.assignment, self.streams, effects, fresh, self.partition_name)
+        return self.grouped.group(zip(axes, values, strict=True))
 
-    def _leaf(self, kind: str, position: int) -> Leaf:
-        return Leaf(kind, self.layout.leaf_paths[position], self.layout.leaves[position])
-
-    def _checked(self, leaves: list[Leaf], values: Sequence[Any], mark: Any) -> list[Leaf]:
-        """Returns what leaves with its final axes.
-
-        Raises:
-            SharedWriteError: If what all lanes share differs between them.
-            AxisSizeError: If an axis has no place.
-        """
+    def _checked(
+        self, leaves: list[OutputLeaf], values: Sequence[Any], mark: Any
+    ) -> list[OutputLeaf]:
+        """Returns what leaves with its final axes."""
         shared = [i for i, leaf in enumerate(leaves) if leaf.axis is None]
         for i, differs in zip(shared, varies(mark, [values[i] for i in shared]), strict=True):
-            if differs and leaves[i].kind == "attached":  # to something shared: one part per lane
+            if differs and leaves[i].kind == "attached":  # to what is shared: one part per element
                 leaves[i] = leaves[i]._replace(axis=0)
             elif differs:
                 raise SharedWriteError(self._explain(leaves[i]))
@@ -271,62 +258,51 @@ class _Lanes:
             check_new_axis(value, leaf.axis, leaf.path, "vmap")
         return leaves
 
-    def _explain(self, leaf: Leaf) -> str:
+    def _explain(self, leaf: OutputLeaf) -> str:
         where = format_path(leaf.path)
         if leaf.kind == "result":
             return (
-                f"out_axes of sx.vmap gives None for {where}, but its value differs between lanes. "
-                f"Give it an axis in out_axes, or reduce it over the lanes: "
+                f"out_axes of sx.vmap gives None for {where}, but its value differs between batch "
+                f"elements. Give it an axis in out_axes, or reduce it over the batch: "
                 f"jax.lax.pmean(x, axis_name)."
             )
-        position = self.layout.leaf_paths.index(leaf.path)
+        position = self.assignment.leaf_paths.index(leaf.path)
         variable = self.call.graph.flat.leaves[position]
         kind = "array" if isinstance(variable, ArrayAttribute) else type(variable).__name__
-        if id(variable) not in self.layout.by_id:
+        if id(variable) not in self.assignment.by_id:
             return (
-                f"The {kind} at {where} of what sx.vmap was bound to is shared by all lanes, but "
-                f"was written with a value that differs between them. Pass the Module as an "
-                f"argument with an axis, sx.vmap(lambda module, x: module(x))(module, x), or write "
-                f"a value that is equal in all lanes: jax.lax.pmean(x, axis_name)."
+                f"The {kind} at {where} of what sx.vmap was bound to is shared by all batch "
+                f"elements, but was written with a value that differs between them. Pass the "
+                f"Module as an argument with an axis, sx.vmap(lambda module, x: module(x))(module, "
+                f"x), or write a value that is equal in all batch elements: jax.lax.pmean(x, "
+                f"axis_name)."
             )
         return (
-            f"The {kind} at {where} is shared by all lanes of sx.vmap (its entry in in_axes is "
-            f"None), but was written with a value that differs between them. Give it an axis, "
-            f"sx.StateAxes({{{filter_text(type(variable), leaf.path)}: 0, ...: None}}), or write a "
-            f"value that is equal in all lanes: jax.lax.pmean(x, axis_name)."
+            f"The {kind} at {where} is shared by all batch elements of sx.vmap (its entry in "
+            f"in_axes is None), but was written with a value that differs between them. Give it an "
+            f"axis, sx.StateAxes({{{filter_text(type(variable), leaf.path)}: 0, ...: None}}), or "
+            f"write a value that is equal in all batch elements: jax.lax.pmean(x, axis_name)."
         )
 
 
-class Leaf(NamedTuple):
-    """Something that leaves a lane.
+class OutputLeaf(NamedTuple):
+    """Something that leaves a batch element."""
 
-    Attributes:
-        kind: ``"result"``, ``"written"`` into what was given, or ``"attached"`` to it.
-        path: Where it stands.
-        axis: Its axis, or None.
-    """
-
-    kind: str
-    path: Path
-    axis: Any
+    kind: str  # ``"result"``, ``"written"`` into what was given, or ``"attached"`` to it
+    path: Path  # where it stands
+    axis: Any  # its axis, or None
 
 
-def _new_leaf(leaving: Leaving, key: int) -> Leaf:
-    """Returns the leaf of a new Variable; what is not in arguments or result, a Module holds."""
-    path, axis = leaving.by_id.get(key, ((), None))
-    in_result = key in leaving.by_id and key not in leaving.attached
-    return Leaf("result" if in_result else "attached", path, axis)
+def _new_leaf(output_entries: OutputEntries, key: int) -> OutputLeaf:
+    """Returns the leaf of a new Variable."""
+    path, axis = output_entries.by_id.get(key, ((), None))
+    in_result = key in output_entries.by_id and key not in output_entries.attached
+    return OutputLeaf("result" if in_result else "attached", path, axis)
 
 
 def varies(mark: Any, values: Sequence[Any]) -> list[bool]:
-    """Returns, inside ``vmap``, whether each value differs between lanes.
-
-    JAX tells a rule for batching which of its operands are batched; this one only listens.
-
-    Args:
-        mark: An array that differs between lanes.
-        values: Pytrees of arrays.
-    """
+    """Returns, inside ``vmap``, whether each value differs between batch elements."""
+    # JAX tells a rule for batching which of its operands are batched; this one only listens.
     found = [False] * len(values)
 
     @jax.custom_batching.custom_vmap

@@ -35,10 +35,14 @@ from shardax._core.object import Object
 from shardax._core.variable import RngState
 from shardax._transforms.grad.custom_vjp import used_inputs
 from shardax._transforms.jit.jit import BoundJit, Jit, jit
-from shardax._transforms.jit.specialization import Plan
-from shardax._transforms.lift.arguments import Arguments, Mixed, Plain
-from shardax._transforms.lift.engine import Graph, Record
-from shardax._transforms.lift.functions import parameter_name
+from shardax._transforms.jit.specialization import Specialization
+from shardax._transforms.lift.arguments import (
+    PlainTemplate,
+    SplitArguments,
+    TreeTemplate,
+    parameter_name,
+)
+from shardax._transforms.lift.engine import Effects, InputGraph
 from shardax.host.errors import ExportError
 from shardax.host.export import artifact
 from shardax.host.export.signature import (
@@ -339,8 +343,8 @@ class FlatProgram:
         check_random_state(jit.prepare(args, kwargs)[1])
         traced = jit.trace(*args, **kwargs)
         plan, graph, arguments = jit.prepare(args, kwargs)  # again: tracing finds hidden inputs
-        record = traced._record
-        check_record(record, plan.graphdef)
+        effects = traced._effects
+        check_effects(effects, plan.graphdef)
         self._jaxpr = check_program(traced.jaxpr)
         self._leaves = arguments.plain_leaves()[0]
         self.inputs = _inputs(plan, arguments)
@@ -352,7 +356,7 @@ class FlatProgram:
         self._hoisted = [i for i, item in enumerate(self._jaxpr.consts) if jnp.ndim(item) > 0]
         constants = [self._jaxpr.consts[i] for i in self._hoisted]
         everything = [
-            *_entries(graph, values, record.written, written),
+            *_entries(graph, values, effects.written, written),
             *(
                 StateEntry(f"constants[{i}]", ArrayForm.of(constant), CONSTANT, None, False)
                 for i, constant in enumerate(constants)
@@ -397,7 +401,7 @@ class FlatProgram:
         return state, [_shape(leaf) for leaf in self._leaves]
 
 
-def _operands(plan: Plan, arguments: Arguments, values: Sequence[Any]) -> list[int]:
+def _operands(plan: Specialization, arguments: SplitArguments, values: Sequence[Any]) -> list[int]:
     """The number of each operand of a program among values and inputs."""
     leaves, treedef = jax.tree.flatten(values)
     count = len(leaves)
@@ -421,8 +425,8 @@ def _shape(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=sharding)
 
 
-def _inputs(plan: Plan, arguments: Arguments) -> tuple[ExportedInput, ...]:
-    labels = [label for _, label in plan.layout.positional]
+def _inputs(plan: Specialization, arguments: SplitArguments) -> tuple[ExportedInput, ...]:
+    labels = [label for _, label in plan.positions.positional]
     given = [
         *zip(labels, arguments.templates, arguments.plain, [False] * len(labels), strict=True),
         *((name, t, arguments.plain_named[name], True) for name, t in arguments.named),
@@ -441,17 +445,17 @@ def _input(name: str, plain: Any, by_name: bool) -> ExportedInput:
 
 def _is_passed(name: str, template: Any, plain: Any) -> bool:
     """Whether callers pass an argument; one without arrays belongs to the artifact."""
-    if isinstance(template, Mixed) and (plain or template.roots):
+    if isinstance(template, TreeTemplate) and (plain or template.roots):
         raise ExportError(
             f"The argument {name} holds arrays or containers together with Modules or static "
             "values. What callers pass and what the artifact holds must be apart: pass each Module "
             "as an argument of its own, or close over it."
         )
-    return isinstance(template, Plain) and bool(jax.tree.leaves(plain))
+    return isinstance(template, PlainTemplate) and bool(jax.tree.leaves(plain))
 
 
 def _entries(
-    graph: Graph, values: Sequence[Any], written: Sequence[int], results: Sequence[Any]
+    graph: InputGraph, values: Sequence[Any], written: Sequence[int], results: Sequence[Any]
 ) -> Iterator[StateEntry]:
     """Describe the arrays of a graph's Variables."""
     after = dict(zip(written, results, strict=True))
@@ -485,7 +489,7 @@ def _with_unique_paths(state: Sequence[StateEntry]) -> list[StateEntry]:
 # --- unsupported programs ---
 
 
-def check_random_state(graph: Graph) -> None:
+def check_random_state(graph: InputGraph) -> None:
     """Raise if a random stream has no seed."""
     unseeded = [
         format_path(path)
@@ -500,14 +504,14 @@ def check_random_state(graph: Graph) -> None:
         )
 
 
-def check_record(record: Record, graphdef: GraphDef) -> None:
+def check_effects(effects: Effects, graphdef: GraphDef) -> None:
     """Raise if a call does more than return arrays and write Variables."""
-    if record.updates:
+    if effects.updates:
         paths = definition_paths(graphdef)
-        changed = ", ".join(format_path(paths[position]) for position in sorted(record.updates))
+        changed = ", ".join(format_path(paths[position]) for position in sorted(effects.updates))
         sown = {
             definition.type.__name__
-            for definition in record.fresh
+            for definition in effects.fresh
             if type(definition) is VariableDef
         }
         made = f" It makes new Variables ({', '.join(sorted(sown))})." if sown else ""
@@ -516,7 +520,7 @@ def check_record(record: Record, graphdef: GraphDef) -> None:
             "only. Let a first call make what is missing (layers that sow or cache), then export; "
             "or export a function that does not change it."
         )
-    if record.result is not None:
+    if effects.result is not None:
         raise ExportError(
             "The function returns Modules or Variables. An exported program returns arrays: return "
             "their values, variable.value or sx.state(module).to_pure_dict()."

@@ -37,7 +37,7 @@ from shardax._core._jax import Tracer
 from shardax._core.cross_process import packed
 from shardax._core.graph.static import PARTITION_NAME, check_axes, exact_key
 from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
-from shardax._transforms.lift.call import wraps
+from shardax._transforms.lift.engine import wraps
 from shardax.partition.checker import spec_for
 from shardax.partition.constraints import constrain
 from shardax.partition.context import OnNoMesh, axis_rules, current_rules

@@ -367,7 +367,7 @@ def test_integers_may_be_differentiated_on_request_as_in_jax() -> None:
         (lambda: sx.grad(lambda m: m)(Scale()), r"it returned a Scale"),
         (lambda: sx.grad(lambda m: None)(Scale()), r"it returned a NoneType"),
         (lambda: sx.grad(lambda m: m.calls + 1)(Scale()), r"it returned int32\[\]"),
-        (lambda: sx.grad(_loss, has_aux=True)(Scale()), r"must return \(value, aux\), but it"),
+        (lambda: sx.grad(_loss, has_aux=True)(Scale()), r"must return \(result, aux\), but it"),
         (lambda: sx.grad(lambda v: v**2, holomorphic=True)(sx.Param(1.0)), r"has dtype float32"),
     ],
 )

@@ -1,58 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules around another Module, which call it in some way of their own.
+"""Rematerialisation, and Modules that wrap another Module's call.
 
-The Module inside is the *body*. An attribute that is not the wrapper's own is the body's, read and
-written, so that a wrapper can take a layer's place. Paths lead through it: what was at ``.kernel``
-is at ``.body.kernel``.
+``remat`` keeps the inputs of a function for its gradient and computes the rest again. Random
+streams are among the inputs, so the second run draws the same numbers.
 
-``Jitted``: a Module around another one, whose call is compiled.
-
-What is compiled belongs to the body's class and the options, not to one object: layers of one
-structure share their programs, and so do copies of a model. While something else is being compiled
-around it, a ``Jitted`` calls its body directly and becomes part of that program.
-
-``Remat``: a Module around another one, which is run again when it is differentiated.
+``Jitted`` and ``Remat`` wrap the call of a Module, their *body*. An attribute that is not the
+wrapper's own is read from and written to the body, so a wrapper can take a layer's place; the path
+``.kernel`` becomes ``.body.kernel``. A compiled call belongs to the body's class and the options:
+layers of one structure share their programs, and so do copies of a model. Inside another
+compilation a ``Jitted`` calls its body directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from shardax._core._jax import is_eager, trace_state
 from shardax._core.frames import local
 from shardax._core.graph.static import exact_key
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError, StaticArgumentError
-from shardax._transforms.grad.remat import remat
 from shardax._transforms.jit.jit import Jit, jit
-from shardax._transforms.jit.specialization import Options, with_resolved_donation
-from shardax._transforms.lift.functions import as_tuple
+from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
+from shardax._transforms.lift.arguments import (
+    NUMBERS,
+    as_tuple,
+    check_static,
+    check_static_option,
+    resolve_arguments,
+)
+from shardax._transforms.lift.engine import SingleRunCall, check_operands, check_result, wraps
 
-# --- Around ---
 
+def remat(
+    function: Callable[..., Any] | None = None,
+    *,
+    policy: Callable[..., bool] | None = None,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    static: str | None = None,
+) -> Any:
+    """Makes a function over Modules compute its intermediate values anew when differentiated.
 
-class Around(Module):
-    """Base of Modules around another one.
+    Results, gradients, random numbers and writes are those of the function itself; only memory and
+    time change.
 
     Args:
-        module: The body, a Module that can be called.
+        function: A function, method or callable Module. Left out: returns a decorator.
+        policy: Which intermediate values are kept all the same, one of
+            ``jax.checkpoint_policies``; None: none.
+        prevent_cse: As in ``jax.checkpoint``; False is faster inside ``scan`` and under ``jit``
+            with a loop around.
+        static_argnums: Positions of arguments that are passed on as they are; they must be
+            hashable. Booleans and strings that decide what the function does belong here.
+        static_argnames: Their names.
+        static: ``"auto"`` makes every leaf of the arguments static that is no array, number, Module
+            or Variable; ``"numbers"`` Python's numbers, too; as in ``jit``.
 
-    Attributes:
-        body: It itself, not a copy.
+    Returns:
+        A function of the same arguments.
 
     Raises:
-        LayerConfigError: If it is no Module, or cannot be called.
-    """
+        StaticArgumentError: If there is no such argument, or when called, if one is a Module or
+            not hashable.
+        ArgumentError: When called, if another argument is neither arrays nor objects.
+        OutputError: When called, if the result holds something else than arrays and objects.
 
-    body: Any
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> block = sx.nn.MLP(4, 16, rngs=sx.Rngs(0))
+        >>> loss = lambda block, x: sx.remat(block)(x).sum()
+        >>> grads = sx.grad(loss)(block, jnp.ones((2, 4)))
+        >>> plain = sx.grad(lambda block, x: block(x).sum())(block, jnp.ones((2, 4)))
+        >>> all(bool(jnp.array_equal(grads.flat()[p], g)) for p, g in plain.flat().items())
+        True
+    """
+    if function is None:
+        return functools.partial(
+            remat,
+            policy=policy,
+            prevent_cse=prevent_cse,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            static=static,
+        )
+    check_static_option(static)
+    positions, names = resolve_arguments(
+        function, static_argnums, static_argnames, "static", StaticArgumentError
+    )
+    fixed = {*positions, *names}
+
+    @wraps(function)
+    def rematerialised(*args: Any, **kwargs: Any) -> Any:
+        check_static(function, fixed, args, kwargs)
+        once = SingleRunCall(
+            "remat",
+            function,
+            args,
+            kwargs,
+            static=fixed,
+            auto_static=static is not None,
+            static_numbers=static == NUMBERS,
+        )
+        check_operands(once, "make it static: sx.remat(f, static_argnames=...)")
+
+        def pure(values: Any, plain: Any, plain_named: Any) -> Any:
+            return once.run_once(values, plain, plain_named, split)[1]
+
+        transformed = jax.checkpoint(pure, policy=policy, prevent_cse=prevent_cse)
+        values, plain = once.graph.values(), list(once.arguments.plain)
+        return once.finish(transformed(values, plain, once.arguments.plain_named))
+
+    return rematerialised
+
+
+def split(result: Any) -> tuple[None, Any]:
+    """Everything is the rest, for ``SingleRunCall.run``."""
+    check_result(result, "remat")
+    return None, result
+
+
+class ModuleWrapper(Module):
+    """Base of Modules around another one."""
+
+    body: Any  # it itself, not a copy
+    # Names of the wrapper's own attributes.
     _own = frozenset({"body"})
-    """Names of the wrapper's own attributes."""
 
     def __init__(self, module: Module) -> None:
         if not isinstance(module, Module) or not callable(module):
             raise LayerConfigError(
-                f"sx.{type(self).__name__} goes around a Module that can be called, but was given "
+                f"sx.{type(self).__name__} wraps a Module that can be called, but was given "
                 f"{module!r} of type {type(module).__name__}. For a function, use sx.jit(f) or "
                 f"sx.remat(f); for a method, put it around the Module that has it."
             )
@@ -80,13 +163,11 @@ class Around(Module):
             delattr(self.body, name)
 
 
-# --- Jitted ---
-
+# Transforms that run a function's operations one by one unless something is compiled inside.
 _UNSTAGED = frozenset({"grad", "jvp", "value_and_grad", "vjp", "vmap"})
-"""Transforms that run a function's operations one by one unless something is compiled inside."""
 
 
-class Jitted(Around):
+class Jitted(ModuleWrapper):
     """A Module whose call is compiled.
 
     Args:
@@ -118,48 +199,34 @@ class Jitted(Around):
 
     def __init__(self, module: Module, **jit_options: Any) -> None:
         super().__init__(module)
-        self.compiler = Compiler({"static": "auto", **jit_options})
+        self.compiler = CallCompiler({"static": "auto", **jit_options})
         self.compiler.check(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the body, compiled, or as a part of what is being compiled around it."""
+        """Calls the compiled body, or the body itself inside another compilation."""
         if self.compiler.is_inlined and _is_staged():
             return self.body(*args, **kwargs)
         return self.compiler.compiled(type(self.body), len(args))(self.body, *args, **kwargs)
 
 
-class Compiler:
-    """Options of ``jit``, as configuration.
-
-    Args:
-        options: The options.
-
-    Attributes:
-        is_inlined: Whether a call inside another compiled function needs no program of its own,
-            which it does where shardings are declared.
-
-    Raises:
-        StaticArgumentError: If an option is not hashable.
-    """
+class CallCompiler:
+    """Options of ``jit``, as configuration."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
         declared = [self.options.get(name) for name in ("in_shardings", "out_shardings")]
+        # Whether a call inside another compiled function needs no program of its own, which it does
+        # where shardings are declared.
         self.is_inlined = declared == [None, None]
         self._key = tuple((name, _key(name, options[name])) for name in sorted(options))
         self._hash = hash(self._key)
 
     def check(self, body: Any) -> None:
         """Raises if an option does not fit the body's arguments; see ``Jitted``."""
-        with_resolved_donation(Options(**self.options), body)
+        with_resolved_donation(JitOptions(**self.options), body)
 
     def compiled(self, kind: type, count: int) -> Jit:
-        """Returns the compiled call of a class.
-
-        Args:
-            kind: The class.
-            count: The number of positional arguments.
-        """
+        """Returns the compiled call of a class."""
         key = (kind, self, None if self.is_inlined else count)
         found = _compiled.get(key)
         if found is None:
@@ -167,7 +234,7 @@ class Compiler:
         return found
 
     def _shifted(self, count: int) -> dict[str, Any]:
-        """Returns the options for a function that takes the body as its first argument."""
+        """Returns the options of a function whose first argument is the body."""
         shifted = dict(self.options)
         for name in ("static_argnums", "donate_argnums"):
             places = as_tuple(shifted.get(name))
@@ -180,32 +247,30 @@ class Compiler:
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
-            isinstance(other, Compiler) and self._hash == other._hash and self._key == other._key
+            isinstance(other, CallCompiler)
+            and self._hash == other._hash
+            and self._key == other._key
         )
 
     def __hash__(self) -> int:
         return self._hash
 
-    def __deepcopy__(self, memo: Any) -> Compiler:
+    def __deepcopy__(self, memo: Any) -> CallCompiler:
         return self
 
     def __reduce__(self) -> Any:
-        return (Compiler, (self.options,))
+        return (CallCompiler, (self.options,))
 
     def __repr__(self) -> str:
         return f"jit({', '.join(f'{name}={option!r}' for name, option in self.options.items())})"
 
 
+# Compiled calls by class and options. Classes of Modules live on anyway, being pytrees to JAX.
 _compiled: dict[Any, Jit] = {}
-"""Compiled calls by class and options. Classes of Modules live on anyway, being pytrees to JAX."""
 
 
 def _key(name: str, option: Any) -> Any:
-    """Returns what an option compares by.
-
-    Raises:
-        StaticArgumentError: If it is not hashable.
-    """
+    """Returns what an option compares by."""
     try:
         return exact_key(tuple(sorted(option.items())) if isinstance(option, dict) else option)
     except TypeError as error:
@@ -216,10 +281,8 @@ def _key(name: str, option: Any) -> Any:
 
 
 def _is_staged() -> bool:
-    """Whether a program is being made around this call, of which it becomes a part.
-
-    A plain JAX transform counts as such, because it most often is ``jax.jit``.
-    """
+    """Whether this call becomes part of a program being traced."""
+    # A plain JAX transform counts as such, because it most often is ``jax.jit``.
     if is_eager():
         return False
     frame = local.frame
@@ -232,11 +295,8 @@ def _is_staged() -> bool:
     return False
 
 
-# --- Rematted ---
-
-
-class Remat(Around):
-    """A Module whose call keeps its inputs for the gradient, and computes the rest anew.
+class Remat(ModuleWrapper):
+    """A Module whose call is recomputed for its gradient.
 
     Args:
         module: The body, a Module that can be called. Strings, functions and flags may be among its
@@ -263,10 +323,7 @@ class Remat(Around):
     _own = frozenset({"body", "policy", "prevent_cse"})
 
     def __init__(
-        self,
-        module: Module,
-        policy: Callable[..., bool] | None = None,
-        prevent_cse: bool = True,
+        self, module: Module, policy: Callable[..., bool] | None = None, prevent_cse: bool = True
     ) -> None:
         super().__init__(module)
         self.policy = policy

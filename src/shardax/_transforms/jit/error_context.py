@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX's errors about a compiled function, in terms of the user's arguments.
+
+A specialization calls JAX with flat lists of values, so JAX names a place like ``flat[0][3]``. Here
+it gets its name back: ``model.layers[0].kernel``. Common mistakes get an error of their own; any
+other error keeps its type and text, and a note names the argument.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from shardax._core._jax import Tracer
+from shardax._core.errors import AbstractValueError
+from shardax._core.graph.paths import Path, format_path
+from shardax._transforms.errors import ArgumentError, DonationError, PrefixError
+from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
+
+_PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
+
+_TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
+
+
+def explain_error(error: Exception, program: Any, graph: Any) -> None:
+    """Raises a clearer error than JAX, or adds a note."""
+    explain_values(error, program, graph)
+    if isinstance(error, ValueError):
+        _explain_shardings(error, program, graph)
+    explain_places(error, program)
+
+
+def explain_places(error: Exception, program: Any) -> None:
+    """Explains or annotates an error that names flat arguments."""
+    text = str(error)
+    if "flat[" not in text:
+        return
+    explained = in_user_terms(text, program)
+    kind = _TYPE.search(text)
+    if "Error interpreting argument" in text and kind is not None:
+        place = _PLACE.search(text)
+        name = place_name(place, program) if place else "an argument"
+        raise ArgumentError(
+            f"{name} of {_shown(program.function)} is a {kind.group(1)}, which is neither "
+            f"an array or number nor a Module, Variable or pytree of these. If it is "
+            f"configuration, make it static: sx.jit(f, static_argnames=...). If it holds arrays or "
+            f"Modules, register its class as a pytree (jax.tree_util.register_dataclass) or make "
+            f"it a sx.Module."
+        ) from error
+    if "sharding" in text and isinstance(error, ValueError):
+        raise PrefixError(explained) from error
+    notes = [f"{place.group(0)} is {place_name(place, program)}" for place in _PLACE.finditer(text)]
+    error.add_note(f"In the call of {_shown(program.function)}: {', '.join(dict.fromkeys(notes))}.")
+
+
+def in_user_terms(text: str, program: Any) -> str:
+    """Replaces every place in a message of JAX by its name."""
+    return _PLACE.sub(lambda place: place_name(place, program), text)
+
+
+def place_name(place: re.Match[str], program: Any) -> str:
+    """Returns the user's name of a flat argument, like ``model.kernel``."""
+    group, index, name, leaf = place.groups()
+    below = "" if leaf is None else f"[{leaf}]"
+    if group in "01":
+        donated = [i in program.donated_leaves for i in range(len(program.leaf_paths))]
+        own = [i for i, flag in enumerate(donated) if flag == (group == "1")]
+        return format_path(program.leaf_paths[own[int(index)]]).removeprefix(".") + below
+    if name is not None:
+        template = dict(program.named)[name]
+    else:
+        template, name = (
+            program.templates[int(index)],
+            program.positions.positional[int(index)][1],
+        )
+    if leaf is None or not isinstance(template, TreeTemplate):
+        return name + below
+    return name + format_path(plain_paths(template)[int(leaf)])
+
+
+def _shown(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+def explain_values(error: Exception, program: Any, graph: Any) -> None:
+    """Explains errors of absent, deleted or twice donated values."""
+    pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
+    absent = [path for path, v in pairs if v.is_abstract]
+    if absent and isinstance(error, TypeError):
+        raise AbstractValueError(
+            f"{len(absent)} Variables hold only shapes, not arrays: {_listed(absent)}. "
+            f"Materialise the model first (sx.shard, or restore a "
+            f"checkpoint), or look at shapes only with sx.eval_shape."
+        ) from error
+    gone = [
+        path for path, v in pairs if any(_is_deleted(leaf) for leaf in jax.tree.leaves(v._value))
+    ]
+    if gone and ("delete" in str(error) or "donate" in str(error)):
+        raise DonationError(
+            f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. A "
+            f"donated array may be used only once; if two models share arrays (sx.clone does), "
+            f"copy them first: sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
+        ) from error
+    if program.donated_leaves and "donate" in str(error):
+        owners: dict[int, list[Path]] = {}
+        for path, variable in pairs:
+            for leaf in jax.tree.leaves(variable._value):
+                owners.setdefault(id(leaf), []).append(path)
+        twice = [paths for paths in owners.values() if len(paths) > 1]
+        if twice:
+            raise DonationError(
+                f"Two Variables hold one and the same array, which cannot be donated twice: "
+                f"{'; '.join(_listed(paths) for paths in twice)}. Copy one of them: v[...] = "
+                f"jnp.copy(v)."
+            ) from error
+
+
+def _explain_shardings(error: ValueError, program: Any, graph: Any) -> None:
+    """Raises if declared shardings do not fit, listing all Variables."""
+    misfits = []
+    shardings = program.leaf_shardings
+    for path, variable, sharding in zip(
+        graph.flat.leaf_paths, graph.leaves, shardings, strict=True
+    ):
+        for leaf in jax.tree.leaves(variable._value) if hasattr(sharding, "shard_shape") else ():
+            try:
+                sharding.shard_shape(leaf.shape)
+            except ValueError as reason:
+                misfits.append(f"  {format_path(path)}, shape {leaf.shape}: {reason}")
+            except IndexError:  # what JAX raises for arrays with too few dimensions
+                misfits.append(f"  {format_path(path)}, shape {leaf.shape}: {sharding} has more")
+    if misfits:
+        raise PrefixError(
+            f"in_shardings does not fit {len(misfits)} Variables; nothing was changed:\n"
+            + "\n".join(misfits)
+            + "\nGive these a sharding of their own: sx.StateSharding({filter: ..., ...: ...})."
+        ) from error
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    shown = ", ".join(format_path(path) for path in paths[:8])
+    return shown + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
