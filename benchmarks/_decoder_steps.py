@@ -86,10 +86,7 @@ def batch(config: Config, mesh: Mesh | None = None) -> dict[str, jax.Array]:
 
 
 def raw(
-    config: Config,
-    tx: optax.GradientTransformation,
-    donate: bool = False,
-    mesh: Mesh | None = None,
+    config: Config, tx: optax.GradientTransformation, donate: bool = False, mesh: Mesh | None = None
 ) -> Step:
     """Nested dictionaries under `jax.jit`."""
     params = raw_decoder.init(config, jax.random.key(0))
@@ -106,10 +103,7 @@ def raw(
 
 
 def shardax(
-    config: Config,
-    tx: optax.GradientTransformation,
-    donate: bool = False,
-    mesh: Mesh | None = None,
+    config: Config, tx: optax.GradientTransformation, donate: bool = False, mesh: Mesh | None = None
 ) -> Step:
     """`shardax.models.Decoder` and `shardax.train.Optimizer` under `shardax.jit`."""
     import shardax as sx

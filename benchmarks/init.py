@@ -32,13 +32,7 @@ from typing import Any
 
 import jax
 import raw_decoder
-from _decoder_steps import (
-    RULES,
-    eight_cpu_devices,
-    mesh_2x4,
-    raw_shardings,
-    shardax_decoder,
-)
+from _decoder_steps import RULES, eight_cpu_devices, mesh_2x4, raw_shardings, shardax_decoder
 from _harness import Report, Samples, arguments, compare, table
 from jax.sharding import Mesh
 from raw_decoder import Config

@@ -94,14 +94,7 @@ def measured(target: str, batch: int, processes: int, *, quick: bool) -> dict[st
     args = inputs(batch, quick=quick)
     started, used, before = time.perf_counter(), processor_seconds(), load_average()
     found = plan.search(
-        step,
-        args,
-        target,
-        effort="screen",
-        top=None,
-        processes=processes,
-        cache=None,
-        **options,
+        step, args, target, effort="screen", top=None, processes=processes, cache=None, **options
     )
     wall, used = time.perf_counter() - started, processor_seconds() - used
     _, candidates = plan.explore(step, args, target, **options)

@@ -140,14 +140,8 @@ if _typing.TYPE_CHECKING:
     from shardax.view.shardings import ShardingViewError as ShardingViewError
 
 _MODULES = {
-    "shardax.random.stream": (
-        "DrawError",
-        "TracedDrawError",
-    ),
-    "shardax.config.configure": (
-        "ConfigureError",
-        "ConfiguredTooLateError",
-    ),
+    "shardax.random.stream": ("DrawError", "TracedDrawError"),
+    "shardax.config.configure": ("ConfigureError", "ConfiguredTooLateError"),
     "shardax._select.places": (
         "CombineError",
         "EmptySelectionError",
@@ -179,11 +173,7 @@ _MODULES = {
     ),
     "shardax.models.generate": ("GenerationError",),
     "shardax.cli.inputs": ("CommandError",),
-    "shardax.named.base": (
-        "NamedAxesError",
-        "NamedIndexError",
-        "NamesRemainError",
-    ),
+    "shardax.named.base": ("NamedAxesError", "NamedIndexError", "NamesRemainError"),
     "shardax.nn.parameters": ("LayerInputError",),
     "shardax.host.errors": (
         "ArtifactCallError",
@@ -218,10 +208,7 @@ _MODULES = {
         "PlanInterrupted",
         "TargetError",
     ),
-    "shardax.hlo.program": (
-        "CompilerFailedError",
-        "HloReadError",
-    ),
+    "shardax.hlo.program": ("CompilerFailedError", "HloReadError"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

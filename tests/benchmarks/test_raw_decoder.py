@@ -70,10 +70,7 @@ def test_grouped_heads_equal_full_heads_with_each_kv_head_repeated(params, token
         for layer in params["layers"]
     ]
     np.testing.assert_allclose(
-        forward(CONFIG, params, tokens),
-        forward(full, repeated, tokens),
-        rtol=1e-4,
-        atol=1e-5,
+        forward(CONFIG, params, tokens), forward(full, repeated, tokens), rtol=1e-4, atol=1e-5
     )
 
 

@@ -73,10 +73,7 @@ def test_errors_are_said_once_for_all_arrays_alike_and_give_status_1(capsys: Any
 def test_a_mesh_larger_than_the_machine_can_be_checked(capsys: Any) -> None:
     status, lines = said(capsys, "small", "--mesh", "data=512,model=4", "--quiet")
     assert jax.device_count() < 2048
-    assert (status, lines[-1]) == (
-        0,
-        "small over data=512, model=4: 0 errors, 0 warnings, 3 notes",
-    )
+    assert (status, lines[-1]) == (0, "small over data=512, model=4: 0 errors, 0 warnings, 3 notes")
 
 
 def test_warnings_give_status_0_unless_they_are_to_be_errors(capsys: Any) -> None:

@@ -74,9 +74,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 # --- train ----------------------------------------------------------------------------------------
 
 
-def test_training_prints_table_progress_pictures_losses_sample_and_places(
-    trained: Trained,
-) -> None:
+def test_training_prints_table_progress_pictures_losses_sample_and_places(trained: Trained) -> None:
     order = [
         r"path +type +shape",
         r"\.embed\.embedding +Param +256x64 +float32 +vocab, embed +model, - +16,384 +16\.0 KiB",

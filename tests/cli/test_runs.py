@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 
 from shardax.cli.inputs import PRESETS, CommandError, find_preset
-from shardax.cli.runs import (
-    RunSettings,
-    find_run,
-    read_settings,
-    write_settings,
-)
+from shardax.cli.runs import RunSettings, find_run, read_settings, write_settings
 
 SETTINGS = RunSettings(
     model=PRESETS["tiny"].model,

@@ -67,8 +67,7 @@ def test_numbers_on_either_side_promote_as_with_the_array(number: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "function",
-    [operator.neg, operator.pos, abs, operator.invert, round, lambda v: round(v, 1)],
+    "function", [operator.neg, operator.pos, abs, operator.invert, round, lambda v: round(v, 1)]
 )
 def test_unary_operators_equal_those_of_the_array(function: Callable[[Any], Any]) -> None:
     array = INTS if function is operator.invert else FLOATS

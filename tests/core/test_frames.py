@@ -17,12 +17,7 @@ from tests.strategies import Node, assert_same_model
 
 import shardax as sx
 from shardax._core.errors import ForeignMutationError, ShardaxError, TraceLeakError
-from shardax._core.frames import (
-    Frame,
-    local,
-    owner_here,
-    resolve,
-)
+from shardax._core.frames import Frame, local, owner_here, resolve
 
 
 def _model() -> Node:

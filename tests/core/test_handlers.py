@@ -108,9 +108,7 @@ def test_a_row_of_the_table_is_all_that_a_new_container_needs(
     model = Node()
     model.pair, model.alone = Pair(shared, (shared, 7)), shared
     assert [path for path, _ in sx.iter_variables(model)] == [("pair", "left")]
-    assert sx.find_duplicates(model) == [
-        [("pair", "left"), ("pair", "right", 0), ("alone",)],
-    ]
+    assert sx.find_duplicates(model) == [[("pair", "left"), ("pair", "right", 0), ("alone",)]]
     copied = sx.clone(model)
     assert type(copied.pair) is Pair and copied.pair.right == (copied.alone, 7)
     assert copied.pair.left is copied.alone is not shared

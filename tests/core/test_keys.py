@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardax._core.init.lazy import (
-    CHUNK,
-    KeySource,
-    all_key_words,
-    key_words,
-)
+from shardax._core.init.lazy import CHUNK, KeySource, all_key_words, key_words
 
 SOURCES = st.builds(
     KeySource,

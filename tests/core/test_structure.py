@@ -20,12 +20,7 @@ from hypothesis import given, settings
 from tests.strategies import Node, OtherNode, assert_same_model, models
 
 import shardax as sx
-from shardax._core.graph.flatten import (
-    Flat,
-    build,
-    flatten,
-    flatten_roots,
-)
+from shardax._core.graph.flatten import Flat, build, flatten, flatten_roots
 from shardax._core.object import epoch
 
 

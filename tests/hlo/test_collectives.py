@@ -77,10 +77,7 @@ def sent(each: Collective) -> tuple[str, int, float, int, tuple[str, ...]]:
             "f32[64] collective-permute(%x), source_target_pairs={{0,4},{4,0}}",
             ("collective-permute", 256, 256, 2, ("data",)),
         ),
-        (
-            f"f32[64] collective-broadcast(%x), {ROWS}",
-            ("broadcast", 256, 256, 4, ("model",)),
-        ),
+        (f"f32[64] collective-broadcast(%x), {ROWS}", ("broadcast", 256, 256, 4, ("model",))),
         (
             f"(f32[64], bf16[32,4]) all-reduce(%x, %y), {ROWS}, to_apply=%add",
             ("all-reduce", 512, 2 * 3 / 4 * 512, 4, ("model",)),

@@ -317,9 +317,7 @@ def test_a_program_of_one_device_is_not_partitioned() -> None:
     assert read_program(partitioned_text(lowered), {}, estimate=True).matmul_flops == 2 * 8**3
 
 
-def test_a_persistent_cache_does_not_hide_the_program(
-    tmp_path: Path,
-) -> None:
+def test_a_persistent_cache_does_not_hide_the_program(tmp_path: Path) -> None:
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), jnp.float32))
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),

@@ -80,10 +80,7 @@ def trips(
 
 
 @given(
-    st.integers(-20, 20),
-    st.integers(-20, 20),
-    st.integers(-4, 4),
-    st.sampled_from(sorted(HOLDS)),
+    st.integers(-20, 20), st.integers(-20, 20), st.integers(-4, 4), st.sampled_from(sorted(HOLDS))
 )
 def test_the_count_is_that_of_running_the_loop(
     first: int, limit: int, step: int, direction: str

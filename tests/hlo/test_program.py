@@ -15,12 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardax.hlo import (
-    ArrayShape,
-    Program,
-    parse,
-    read_program,
-)
+from shardax.hlo import ArrayShape, Program, parse, read_program
 from shardax.hlo.program import HloReadError
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*/*/*.hlo.gz"))

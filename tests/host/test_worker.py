@@ -365,12 +365,7 @@ def test_shut_down_takes_no_more_calls_and_ends_the_process():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"timeout": 0},
-        {"heartbeat": -1.0},
-        {"functions": "many"},
-        {"name": "a/b"},
-    ],
+    [{"timeout": 0}, {"heartbeat": -1.0}, {"functions": "many"}, {"name": "a/b"}],
     ids=str,
 )
 def test_options_that_do_not_fit_are_refused(options):

@@ -61,7 +61,7 @@ BEYOND_PUBLIC_JAX: dict[str, set[str]] = {
         "jax.extend.core.Literal",
         "jax.extend.core.get_opaque_trace_state",
         "jax.extend.core.jaxpr_as_fun",
-    },
+    }
 }
 NOT_PUBLIC = ("jax.extend", "jax.interpreters", "jax.lib", "jaxlib")
 

@@ -18,12 +18,7 @@ from tests.strategies import assert_equal_values
 
 import shardax as sx
 from shardax._transforms.errors import LayerConfigError
-from shardax.models import (
-    DECODER_RULES,
-    Decoder,
-    generate,
-    next_token_loss,
-)
+from shardax.models import DECODER_RULES, Decoder, generate, next_token_loss
 from shardax.nn import unstack_state
 
 SMALL = dataclasses.replace(small.SMALL, num_layers=3, dropout=0.1)

@@ -46,8 +46,7 @@ rules = mostly(
 policies = st.sampled_from([{}, {"on_conflict": "error"}, {"on_unmapped": "error"}])
 specs = st.lists(
     mostly(
-        st.sampled_from([*MESH_AXES, None, ("data", "model")]),
-        nonsense | st.just(UNCONSTRAINED),
+        st.sampled_from([*MESH_AXES, None, ("data", "model")]), nonsense | st.just(UNCONSTRAINED)
     ),
     max_size=3,
 )

@@ -380,10 +380,7 @@ def test_errors_name_variables_and_modules_by_their_paths() -> None:
 # --- laws -----------------------------------------------------------------------------------------
 
 NAMES = st.lists(
-    st.one_of(
-        st.sampled_from(["a", "b", "layers", None, P.UNCONSTRAINED]),
-        st.just(("a", "b")),
-    ),
+    st.one_of(st.sampled_from(["a", "b", "layers", None, P.UNCONSTRAINED]), st.just(("a", "b"))),
     max_size=4,
 ).map(tuple)
 

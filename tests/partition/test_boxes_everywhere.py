@@ -419,11 +419,7 @@ def test_law_all_functions_give_one_answer(boxes: Any, layout: Any) -> None:
     assert specs == logical_to_mesh(boxes, rules)
     assert specs == logical_to_mesh(get_partition_spec_of_logical(boxes), rules)
     assert places == get_sharding(boxes, mesh, rules) == over(mesh, specs)
-    for box, place in zip(
-        entries_of(boxes),
-        entries_of(places),
-        strict=True,
-    ):
+    for box, place in zip(entries_of(boxes), entries_of(places), strict=True):
         if isinstance(box, AxisMetadata):
             with sx.axis_rules(rules):
                 assert box.get_sharding(mesh) == place
@@ -431,11 +427,7 @@ def test_law_all_functions_give_one_answer(boxes: Any, layout: Any) -> None:
             getattr(place, "spec", None)
         }
     placed = sx.shard(boxes, mesh, rules)
-    for box, place in zip(
-        entries_of(placed),
-        entries_of(places),
-        strict=True,
-    ):
+    for box, place in zip(entries_of(placed), entries_of(places), strict=True):
         assert set(shardings_in(box)) <= {place}
     found = sx.check(placed, mesh, rules)
     assert [f for f in found if f.severity == "error" or f.code in ("misplaced", "elsewhere")] == []
@@ -460,11 +452,7 @@ def get_partition_spec_of_logical(boxes: Any) -> Any:
 @given(trees())
 def test_law_replace_boxed_undoes_unbox(boxes: Any) -> None:
     again = replace_boxed(boxes, unbox(boxes))
-    for one, other in zip(
-        entries_of(boxes),
-        entries_of(again),
-        strict=True,
-    ):
+    for one, other in zip(entries_of(boxes), entries_of(again), strict=True):
         if isinstance(one, AxisMetadata):
             assert one == other
         elif isinstance(one, sx.Variable):

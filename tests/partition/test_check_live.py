@@ -109,10 +109,7 @@ def test_an_array_that_lies_otherwise_than_its_names_say_is_a_warning(
 def test_other_rules_than_a_model_was_placed_by_are_reported(mesh: Mesh) -> None:
     model = sx.shard(Layer(sx.Rngs(0)), mesh, RULES)
     warned = found(model, mesh, {"mlp": "model"})
-    assert warned == {
-        ("up",): ("warning", "misplaced"),
-        ("down",): ("warning", "misplaced"),
-    }
+    assert warned == {("up",): ("warning", "misplaced"), ("down",): ("warning", "misplaced")}
 
 
 def test_specs_that_mean_the_same_agree(auto_mesh: Mesh) -> None:

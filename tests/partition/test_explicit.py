@@ -13,12 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardax.nn.linear import contract, einsum
-from shardax.partition.explicit import (
-    align,
-    explicit_entries,
-    explicit_sharding,
-    joined_sharding,
-)
+from shardax.partition.explicit import align, explicit_entries, explicit_sharding, joined_sharding
 
 
 @pytest.fixture(autouse=True)

@@ -173,9 +173,7 @@ def test_the_steps_of_the_flow_one_by_one_give_what_initialise_gives(
     )
 
 
-def test_layers_stacked_by_vmap_are_initialised_and_scanned_by_their_names(
-    auto_mesh: Mesh,
-) -> None:
+def test_layers_stacked_by_vmap_are_initialised_and_scanned_by_their_names(auto_mesh: Mesh) -> None:
     metadata = layer_name(by_name)
 
     def init(key: jax.Array) -> Any:

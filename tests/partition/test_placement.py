@@ -170,9 +170,7 @@ class Doubled(LazyValue):
         return jax.device_put(2 * self.source.value, sharding)
 
 
-def test_values_that_depend_on_others_are_computed_after_these_were_placed(
-    auto_mesh: Mesh,
-) -> None:
+def test_values_that_depend_on_others_are_computed_after_these_were_placed(auto_mesh: Mesh) -> None:
     source = kernel(sx.Rngs(0), (8, 16), ("embed", "mlp"))
     plain = np.asarray(source.replace(source._value).value)
     dependent = sx.OptState(Doubled(source), axes=("embed", "mlp"))

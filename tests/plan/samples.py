@@ -6,13 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardax.hlo.collectives import Collective
-from shardax.plan.records import (
-    ArrayLayout,
-    Layout,
-    LayoutReport,
-    Provenance,
-    TimeBand,
-)
+from shardax.plan.records import ArrayLayout, Layout, LayoutReport, Provenance, TimeBand
 
 GIB = 2**30
 TPU = Provenance("tpu:v5e:4x4", "libtpu 0.0.42.1", "full", "target compiler", "0.10.2")

@@ -23,12 +23,7 @@ from tests.plan.installed import INSTALLED
 
 import shardax as sx
 from shardax import plan
-from shardax.models import (
-    DECODER_RULES,
-    Decoder,
-    DecoderConfig,
-    next_token_loss,
-)
+from shardax.models import DECODER_RULES, Decoder, DecoderConfig, next_token_loss
 
 b, d, f = 512, 1024, 4096
 LAYERS, EXPERTS, TOKENS = 6, 8, 256

@@ -14,12 +14,7 @@ from tests.plan.steps import perceptron
 
 import shardax as sx
 from shardax.plan import Layout, Target
-from shardax.plan.compile.cache import (
-    ProgramCache,
-    cache_folder,
-    program_key,
-    program_text,
-)
+from shardax.plan.compile.cache import ProgramCache, cache_folder, program_key, program_text
 from shardax.plan.compile.compilers import CompileResult, TargetCompiler, compiler_for
 from shardax.plan.compile.evaluate import evaluate, lower
 from shardax.plan.inputs import Inputs

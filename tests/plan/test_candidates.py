@@ -52,12 +52,7 @@ def named(layout: Layout) -> dict[str, Any]:
 
 def test_names_of_a_decoder_are_sorted_by_the_rules() -> None:
     space = space_of_decoder()
-    assert space.groups == (
-        ("batch",),
-        ("seq",),
-        ("embed",),
-        ("vocab", "heads", "kv_heads", "mlp"),
-    )
+    assert space.groups == (("batch",), ("seq",), ("embed",), ("vocab", "heads", "kv_heads", "mlp"))
     assert dict(space.fixed) == {"layers": None, "head_dim": None}
     assert [note.partition(":")[0] for note in space.notes] == [
         "layers stays whole",

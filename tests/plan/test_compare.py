@@ -12,12 +12,7 @@ import pytest
 
 import shardax as sx
 from shardax import plan
-from shardax.plan.errors import (
-    LayoutAssertionError,
-    PlanFileError,
-    PlanInputError,
-    TargetError,
-)
+from shardax.plan.errors import LayoutAssertionError, PlanFileError, PlanInputError, TargetError
 
 BATCH, EMBED, MLP = 32, 64, 256
 MESH = {"data": 2, "model": 4}
@@ -84,10 +79,7 @@ def test_a_comparison_has_a_report_per_rule_set_the_ones_that_cannot_be_last() -
 def test_several_meshes_are_compared_under_names_that_tell_them_apart() -> None:
     meshes = [{"data": 8, "model": 1}, {"data": 2, "model": 4}]
     found = plan.compare(train_step, (Mlp(), X), {"tp": TP}, meshes, "cpu:8", cache=None)
-    assert {each.layout.name for each in found} == {
-        "tp data=8,model=1",
-        "tp data=2,model=4",
-    }
+    assert {each.layout.name for each in found} == {"tp data=8,model=1", "tp data=2,model=4"}
     assert dict(found["tp data=2,model=4"].layout.rules) == dict(TP)
 
 

@@ -275,9 +275,7 @@ def test_steps_of_several_batch_sizes_tie_by_the_time_of_one_example() -> None:
 
 
 @given(times=st.lists(st.floats(0.1, 10), max_size=8))
-def test_no_layout_is_in_two_ties_and_those_of_a_tie_are_within_a_tenth(
-    times: list[float],
-) -> None:
+def test_no_layout_is_in_two_ties_and_those_of_a_tie_are_within_a_tenth(times: list[float]) -> None:
     reports = [report(f"layout {i}", time, time) for i, time in enumerate(times)]
     groups = plan.ties(reports)
     names = [name for group in _names(groups) for name in group]

@@ -18,12 +18,7 @@ from shardax.partition.context import current_rules
 from shardax.plan import NamedShape
 from shardax.plan.compile.pool import make_evaluator
 from shardax.plan.inputs import Inputs
-from shardax.plan.report.progress import (
-    Bar,
-    Lines,
-    Progress,
-    progress_for,
-)
+from shardax.plan.report.progress import Bar, Lines, Progress, progress_for
 from shardax.plan.search import search as searching
 
 EIGHT = [{"data": 8}]

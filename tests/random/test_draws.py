@@ -94,8 +94,7 @@ def test_the_nth_draw_is_that_of_jax_random_with_the_nth_key(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "impl"),
-    [*((name, "threefry2x32") for name in PAIRS), ("choice", "rbg")],
+    ("name", "impl"), [*((name, "threefry2x32") for name in PAIRS), ("choice", "rbg")]
 )
 def test_the_numbers_are_the_same_whatever_the_sharding(name: str, impl: str, mesh: Mesh) -> None:
     key = jax.random.key(0, impl=impl)

@@ -368,11 +368,7 @@ def test_processes_share_out_the_rows_of_evaluation_batches(process_count: int):
     slices = [
         list(
             EvalBatches(
-                HELD_OUT,
-                batch_size=6,
-                seq_len=13,
-                process_index=index,
-                process_count=process_count,
+                HELD_OUT, batch_size=6, seq_len=13, process_index=index, process_count=process_count
             )
         )
         for index in range(process_count)

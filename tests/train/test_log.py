@@ -153,10 +153,7 @@ def test_records_survive_kill_9_and_a_torn_line_is_cut_off(path: Path):
     torn=st.sampled_from([b"", b"{", b'{"step":']),
 )
 def test_resuming_keeps_what_was_logged_before_the_first_later_step(
-    tmp_path_factory: pytest.TempPathFactory,
-    steps: list[int | None],
-    resume_step: int,
-    torn: bytes,
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int | None], resume_step: int, torn: bytes
 ):
     numbers = iter(sorted(step for step in steps if step is not None))
     records: list[dict[str, Any]] = [

@@ -15,13 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 import shardax as sx
 from shardax.train.errors import MetricError
-from shardax.train.metrics import (
-    Accuracy,
-    Average,
-    MultiMetric,
-    Perplexity,
-    Welford,
-)
+from shardax.train.metrics import Accuracy, Average, MultiMetric, Perplexity, Welford
 
 ROWS = 12  # one size, since each compiles anew; weights of zero make it smaller
 VALUES = hnp.arrays(np.float32, ROWS, elements=st.floats(-1e3, 1e3, width=32))

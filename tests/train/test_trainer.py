@@ -370,9 +370,7 @@ def test_held_out_batches_that_cannot_be_divided_are_refused_at_the_start(tmp_pa
     assert not trainer.directory.exists()
 
 
-def test_a_model_that_cannot_be_laid_out_is_refused_before_anything_is_made(
-    tmp_path: Path,
-) -> None:
+def test_a_model_that_cannot_be_laid_out_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run", 3, mesh=jax.make_mesh((8,), ("data",)))
     with pytest.raises(PartitionCheckError, match="'model'"):
         trainer.run(display=Quiet())

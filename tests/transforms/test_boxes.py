@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 
 import shardax as sx
 from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError, PrefixError
-from shardax.partition import (
-    PARTITION_NAME,
-    AxisMetadata,
-    LogicallyPartitioned,
-    Partitioned,
-)
+from shardax.partition import PARTITION_NAME, AxisMetadata, LogicallyPartitioned, Partitioned
 
 LAYERS = {PARTITION_NAME: "layers"}
 COUNT = 5
@@ -137,12 +132,7 @@ def test_boxes_in_boxes_and_boxes_of_many_arrays_are_told_as_well() -> None:
     assert seen == [(("x",), ("a",), None)]
 
 
-@given(
-    st.permutations(["a", "b", "c"]),
-    st.integers(1, 3),
-    st.integers(-3, 2),
-    st.integers(-3, 2),
-)
+@given(st.permutations(["a", "b", "c"]), st.integers(1, 3), st.integers(-3, 2), st.integers(-3, 2))
 def test_law_what_goes_through_comes_back_with_its_names_in_any_place(
     names: list[str], rank: int, into: int, out: int
 ) -> None:

@@ -12,24 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from tests.strategies import (
-    Edit,
-    apply_edit,
-    assert_equal_values,
-    assert_same_model,
-    edits,
-    models,
-)
+from tests.strategies import Edit, apply_edit, assert_equal_values, assert_same_model, edits, models
 from tests.transforms.examples import Box, Many, Scale, Tied, step, values
 
 import shardax as sx
 from shardax._core.errors import ForeignMutationError
-from shardax._transforms.errors import (
-    ArgumentError,
-    BranchError,
-    DecisionError,
-    OutputError,
-)
+from shardax._transforms.errors import ArgumentError, BranchError, DecisionError, OutputError
 
 
 class Noisy(sx.Module):

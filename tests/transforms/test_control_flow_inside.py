@@ -51,11 +51,7 @@ def _by_bounded(model: Dropped, x: Any) -> Any:
         return model, model(x) + 1
 
     return sx.bounded_while_loop(
-        lambda carry: carry[0].count < 2,
-        body,
-        (model, x),
-        max_steps=3,
-        differentiable="recompute",
+        lambda carry: carry[0].count < 2, body, (model, x), max_steps=3, differentiable="recompute"
     ).final[1]
 
 

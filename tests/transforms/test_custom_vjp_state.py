@@ -12,12 +12,7 @@ from tests.transforms.rules import Sine, X, flat, tenfold
 
 import shardax as sx
 from shardax._core.errors import ForeignMutationError, ShardaxError
-from shardax._transforms.errors import (
-    ClosureError,
-    DifferentiationError,
-    OutputError,
-    TangentError,
-)
+from shardax._transforms.errors import ClosureError, DifferentiationError, OutputError, TangentError
 
 # --- state that the forward writes ---
 

@@ -269,11 +269,7 @@ def test_static_arguments_are_named_as_those_of_the_layers_call() -> None:
             traces.append((times, plus))
             return jnp.concatenate([x * self.w.value] * times) + plus
 
-    for options in (
-        {"static_argnums": 1},
-        {"static_argnames": "times"},
-        {"static_argnums": -2},
-    ):
+    for options in ({"static_argnums": 1}, {"static_argnames": "times"}, {"static_argnums": -2}):
         layer = sx.Jitted(Repeat(), **options)
         assert layer(X, 2).shape == layer(X, times=2).shape == (4, 4)
         assert layer(X, 3, 1).shape == (6, 4)

@@ -145,10 +145,7 @@ def test_further_paths_lead_through_shared_modules_but_not_around_in_circles() -
     model.a = Tied()
     model.b = [model.a, model]
     model.a.up = model
-    assert alias_paths(flatten(model).graphdef) == (
-        (0, ("a", "head")),
-        (0, ("b", 0, "embed")),
-    )
+    assert alias_paths(flatten(model).graphdef) == ((0, ("a", "head")), (0, ("b", 0, "embed")))
 
 
 def test_further_paths_may_lead_through_the_way_back_of_a_circle() -> None:

@@ -103,9 +103,7 @@ def test_leaves_of_containers_and_keywords_are_named() -> None:
     run = sx.jit(lambda batch, *, mask: batch["x"][0] * mask)
     run({"x": [jnp.ones(2)]}, mask=1.0)
     assert _reasons(
-        run,
-        lambda: run({"x": [jnp.ones(3)]}, mask=1.0),
-        lambda: run({"x": [jnp.ones(2)]}, mask=1),
+        run, lambda: run({"x": [jnp.ones(3)]}, mask=1.0), lambda: run({"x": [jnp.ones(2)]}, mask=1)
     ) == [
         (".batch['x'][0]: float32[2] -> float32[3]",),
         (".mask: float32[] (weakly typed) -> int32[] (weakly typed)",),
@@ -115,11 +113,7 @@ def test_leaves_of_containers_and_keywords_are_named() -> None:
 def test_static_values_that_compare_equal_are_told_apart() -> None:
     run = sx.jit(lambda x, times: x * times, static_argnames="times")
     run(1.0, 1)
-    assert _reasons(
-        run,
-        lambda: run(1.0, True),
-        lambda: run(1.0, 1.0),
-    ) == [
+    assert _reasons(run, lambda: run(1.0, True), lambda: run(1.0, 1.0)) == [
         ("static argument 'times': 1 (int) -> True (bool)",),
         ("static argument 'times': 1 (int) -> 1.0 (float)",),
     ]

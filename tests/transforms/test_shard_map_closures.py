@@ -10,14 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh
 from tests.transforms.examples import Box
-from tests.transforms.sharded import (
-    RULES,
-    Block,
-    P,
-    Table,
-    batch,
-    close,
-)
+from tests.transforms.sharded import RULES, Block, P, Table, batch, close
 
 import shardax as sx
 from shardax._core.errors import ForeignMutationError

@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh
 from tests.strategies import assert_same_model
-from tests.transforms.sharded import (
-    BY_TYPE,
-    P,
-    Table,
-    spec_of,
-)
+from tests.transforms.sharded import BY_TYPE, P, Table, spec_of
 
 import shardax as sx
 from shardax._transforms.errors import SharedWriteError

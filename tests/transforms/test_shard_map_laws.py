@@ -13,10 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from tests.strategies import Edit, apply_edit, assert_same_model, edits, models
-from tests.transforms.sharded import (
-    P,
-    close,
-)
+from tests.transforms.sharded import P, close
 
 import shardax as sx
 
@@ -95,10 +92,7 @@ def test_sums_over_shards_are_sums_over_the_whole(
     whole, parts = make(), make()
     x = jnp.asarray(draw.normal(size=8), jnp.float32)
     specs = sx.StateSharding(
-        [
-            (lambda path, v: bool(v.axes) and v.axes == ("rows",), P("data")),
-            (..., P()),
-        ]
+        [(lambda path, v: bool(v.axes) and v.axes == ("rows",), P("data")), (..., P())]
     )
     run = sx.shard_map(
         functools.partial(call, over_mesh=True),

@@ -10,16 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
-from tests.transforms.sharded import (
-    BY_TYPE,
-    RULES,
-    Block,
-    P,
-    Table,
-    batch,
-    close,
-    spec_of,
-)
+from tests.transforms.sharded import BY_TYPE, RULES, Block, P, Table, batch, close, spec_of
 
 import shardax as sx
 from shardax._core.errors import AbstractValueError
@@ -65,16 +56,7 @@ def test_meshes_that_are_none_or_others_than_in_scope_are_refused(auto_mesh: Mes
         ((P("data", "data"), P()), PrefixError, "twice"),
         ((P(), P("data", "model")), AxisSizeError, r"\.x, which has shape \(6,\)"),
         ((P(), P("model")), AxisSizeError, r"\.x,.* 0 .*\(6,\) .* 'model' of size 4.* of 4"),
-        (
-            (
-                P(
-                    ("data", "model"),
-                ),
-                P(),
-            ),
-            AxisSizeError,
-            r"\.table\.calls",
-        ),
+        ((P(("data", "model")), P()), AxisSizeError, r"\.table\.calls"),
         (
             (sx.StateSharding({sx.Param: P(None, "model"), ...: P()}), P()),
             AxisSizeError,
@@ -150,11 +132,7 @@ def test_axes_that_are_not_named_are_left_to_the_compiler(mesh: Mesh) -> None:
 
     run = sx.jit(
         sx.shard_map(
-            call,
-            mesh=mesh,
-            in_specs=(BY_TYPE, P("data")),
-            out_specs=P("data"),
-            axis_names={"data"},
+            call, mesh=mesh, in_specs=(BY_TYPE, P("data")), out_specs=P("data"), axis_names={"data"}
         )
     )
     x = jax.device_put(jnp.ones(8), NamedSharding(mesh, P(("data", "model"))))

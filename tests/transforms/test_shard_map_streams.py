@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh
-from tests.transforms.sharded import (
-    P,
-)
+from tests.transforms.sharded import P
 
 import shardax as sx
 from shardax._transforms.errors import OutputError

@@ -10,14 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from tests.transforms.sharded import (
-    BY_TYPE,
-    RULES,
-    P,
-    Table,
-    batch,
-    close,
-)
+from tests.transforms.sharded import BY_TYPE, RULES, P, Table, batch, close
 
 import shardax as sx
 from shardax._transforms.errors import SharedWriteError

@@ -9,14 +9,7 @@ import jax
 import jax.numpy as jnp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.strategies import (
-    Edit,
-    apply_edit,
-    assert_equal_values,
-    assert_same_model,
-    edits,
-    models,
-)
+from tests.strategies import Edit, apply_edit, assert_equal_values, assert_same_model, edits, models
 
 import shardax as sx
 

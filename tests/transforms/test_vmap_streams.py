@@ -135,8 +135,7 @@ def test_it_draws_the_same_compiled() -> None:
 def test_without_an_axis_all_lanes_draw_the_same_numbers() -> None:
     rngs, eager = sx.Rngs(0), sx.Rngs(0)
     drawn = sx.vmap(
-        lambda r, x: (jax.random.normal(r.noise()), jax.random.normal(r.noise())),
-        in_axes=(None, 0),
+        lambda r, x: (jax.random.normal(r.noise()), jax.random.normal(r.noise())), in_axes=(None, 0)
     )(rngs, ONES)
     expected = [jax.random.normal(eager.noise()) for _ in range(2)]
     assert [row.tolist() for row in drawn] == [[float(x)] * 3 for x in expected]

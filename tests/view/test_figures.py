@@ -12,12 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax.view.figures import (
-    ADAPTER,
-    ArrayFigure,
-    as_figure,
-    sharding_part,
-)
+from shardax.view.figures import ADAPTER, ArrayFigure, as_figure, sharding_part
 
 treescope = pytest.importorskip("treescope", reason="pip install 'shardax[view]'")
 nda = treescope.ndarray_adapters

@@ -19,10 +19,7 @@ from typing import Annotated, Any, Union
 from shardax._core.errors import ShardaxError
 
 # Packages, and the extra that brings them.
-_EXTRAS = {
-    **dict.fromkeys(("optax", "orbax", "rich", "tyro"), "train"),
-    "cloudpickle": "plan",
-}
+_EXTRAS = {**dict.fromkeys(("optax", "orbax", "rich", "tyro"), "train"), "cloudpickle": "plan"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -272,11 +272,7 @@ class PlanCommand:
             target.check_mesh(layout.sizes)
         made = self._make(self.batch[0] if self.batch else None)
         reports = reports_of(
-            Inputs(made.step, made.args),
-            layouts,
-            target,
-            progress=True,
-            **self._compile_options(),
+            Inputs(made.step, made.args), layouts, target, progress=True, **self._compile_options()
         )
         return plan.Plan(target.text, tuple(reports))
 

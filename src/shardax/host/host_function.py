@@ -425,11 +425,7 @@ def tangent_like(args: tuple[Any, ...], result: Any, tangents: Any, **kwargs: An
 
 
 def gradients_like(
-    static: Container[int | str],
-    args: tuple[Any, ...],
-    result: Any,
-    cotangent: Any,
-    **kwargs: Any,
+    static: Container[int | str], args: tuple[Any, ...], result: Any, cotangent: Any, **kwargs: Any
 ) -> Any:
     """Shape rule of vjp rules: gradients are like arguments, dicts for Modules."""
     moving = tuple(arg for position, arg in enumerate(args) if position not in static)

@@ -33,12 +33,7 @@ from jax.sharding import Mesh
 
 from shardax._core.cross_process import landing_on, reduced
 from shardax._core.errors import PickleReadError, PickleWriteError
-from shardax._core.graph.flatten import (
-    VariableDef,
-    definition_children,
-    definition_paths,
-    flatten,
-)
+from shardax._core.graph.flatten import VariableDef, definition_children, definition_paths, flatten
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.graph.static import Static
 from shardax._core.object import Object

@@ -138,12 +138,7 @@ class Worker(concurrent.futures.Executor):
 
     @classmethod
     def connect(
-        cls,
-        address: str,
-        authkey: bytes,
-        *,
-        timeout: float | None = None,
-        heartbeat: float = 5.0,
+        cls, address: str, authkey: bytes, *, timeout: float | None = None, heartbeat: float = 5.0
     ) -> Worker:
         """Connects to a worker that another process of this machine started.
 
@@ -555,11 +550,7 @@ class RemoteFunction:
     ) -> None:
         self.__wrapped__ = function
         self.executor = executor
-        self._options: dict[str, Any] = {
-            "timeout": timeout,
-            "idempotent": idempotent,
-            "keep": keep,
-        }
+        self._options: dict[str, Any] = {"timeout": timeout, "idempotent": idempotent, "keep": keep}
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the function there, and waits for its result."""

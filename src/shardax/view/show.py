@@ -41,9 +41,7 @@ def show(value: Any) -> None:
         )
     """
     if in_notebook():
-        from IPython.display import (  # pyright: ignore[reportMissingImports] (it is running)
-            display,
-        )
+        from IPython.display import display  # pyright: ignore[reportMissingImports] (it is running)
 
         display({"text/html": html_fragment(value), "text/plain": repr(value)}, raw=True)
     else:

@@ -150,12 +150,7 @@ class LoadedFunction(Module):
         return structure(self.signature.output).unflatten(leaves)
 
 
-def load(
-    path: Any,
-    mesh: Mesh | None = None,
-    *,
-    verify: bool = True,
-) -> LoadedFunction:
+def load(path: Any, mesh: Mesh | None = None, *, verify: bool = True) -> LoadedFunction:
     """Loads what ``export`` wrote, without its Python code.
 
     Needs ``pip install 'shardax[export]'``. The compiler gets the program as it is in the folder,

@@ -36,13 +36,7 @@ from shardax.plan.report.columns import (
     scale,
     wire_axes,
 )
-from shardax.plan.report.explanation import (
-    UNKNOWN,
-    CollectiveGroup,
-    descriptions,
-    groups,
-    headline,
-)
+from shardax.plan.report.explanation import UNKNOWN, CollectiveGroup, descriptions, groups, headline
 from shardax.plan.report.table import (
     LABELS,
     Note,
