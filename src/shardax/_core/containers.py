@@ -24,16 +24,8 @@ import numpy as np
 from shardax._core.errors import StaticAttributeError, VariableValueError
 from shardax._core.frames import Frame, check_structural_write, owner_here
 from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
+from shardax._core.graph import handlers
 from shardax._core.graph.flatten import DictDef, ListDef, register_graph
-from shardax._core.graph.handlers import (
-    DICT,
-    LIST,
-    Pairs,
-    handler_of,
-    has_parts,
-    map_children,
-    register,
-)
 from shardax._core.graph.static import Static, exact_key
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, epoch
@@ -56,9 +48,9 @@ def box(value: Any, where: str) -> Any:
         return List(value)
     if isinstance(value, dict):
         return Dict(value)
-    if handler_of(value).stores_items:
-        return map_children(lambda item: box(item, where), value)
-    if has_parts(value):
+    if handlers.handler_of(value).stores_items:
+        return handlers.map_children(lambda item: box(item, where), value)
+    if handlers.has_parts(value):
         return value
     if not jax.tree_util.all_leaves((value,)) and _is_array_tree(value):
         return _box_arrays(value, where)
@@ -99,8 +91,8 @@ def unbox(value: Any) -> Any:
     """Returns a stored value as the user sees it."""
     if isinstance(value, BOXES):
         return value.value
-    if handler_of(value).stores_items and has_parts(value):
-        return map_children(unbox, value)
+    if handlers.handler_of(value).stores_items and handlers.has_parts(value):
+        return handlers.map_children(unbox, value)
     return value
 
 
@@ -112,8 +104,8 @@ def unbox_attribute(value: Any) -> Any:
 
 def copy_boxes(value: Any, where: str) -> Any:
     """Copies the array attributes of a stored value."""
-    if handler_of(value).stores_items and is_boxed(value):
-        return map_children(lambda item: copy_boxes(item, where), value)
+    if handlers.handler_of(value).stores_items and is_boxed(value):
+        return handlers.map_children(lambda item: copy_boxes(item, where), value)
     return box(value.value, where) if isinstance(value, ArrayAttribute) else value
 
 
@@ -123,7 +115,7 @@ def is_boxed(value: Any) -> bool:
         return True
     if isinstance(value, Slot):
         return value.variable_type is ArrayAttribute
-    handler = handler_of(value)
+    handler = handlers.handler_of(value)
     return handler.stores_items and any(is_boxed(child) for _, child in handler.children(value))
 
 
@@ -131,7 +123,12 @@ def same_structure(old: Any, new: Any) -> bool:
     """Whether replacing a stored value leaves the structure as it was."""
     if old is new:
         return True
-    if isinstance(old, Object) or isinstance(new, Object) or has_parts(old) or has_parts(new):
+    if (
+        isinstance(old, Object)
+        or isinstance(new, Object)
+        or handlers.has_parts(old)
+        or handlers.has_parts(new)
+    ):
         return False
     return Static(old) == Static(new)
 
@@ -414,11 +411,11 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
         self._items = {key.value: decode(item) for key, item in definition.items}
 
 
-def _fill_list(holder: List[Any], pairs: Pairs) -> None:
+def _fill_list(holder: List[Any], pairs: handlers.Pairs) -> None:
     holder._items = [item for _, item in pairs]
 
 
-def _fill_dict(holder: Dict[Any, Any], pairs: Pairs) -> None:
+def _fill_dict(holder: Dict[Any, Any], pairs: handlers.Pairs) -> None:
     holder._items = dict(pairs)
 
 
@@ -427,10 +424,10 @@ def empty_like(holder: Any) -> Any:
     return type(holder)._allocate(owner_here(), None)
 
 
-register(
+handlers.register(
     List,
     dataclasses.replace(
-        LIST,
+        handlers.LIST,
         name="List",
         children=lambda holder: list(enumerate(holder._items)),
         empty=empty_like,
@@ -438,10 +435,10 @@ register(
         is_object=True,
     ),
 )
-register(
+handlers.register(
     Dict,
     dataclasses.replace(
-        DICT,
+        handlers.DICT,
         name="Dict",
         children=lambda holder: list(holder._items.items()),
         empty=empty_like,

@@ -33,13 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from shardax._core import errors
 from shardax._core._jax import Tracer
-from shardax._core.errors import (
-    LayoutLostWarning,
-    PickleReadError,
-    PickleWriteError,
-    PrecisionLostWarning,
-)
 
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
 _known: WeakValueDictionary[int, PickledArray] = WeakValueDictionary()
@@ -79,17 +74,17 @@ def packed(value: Any) -> Any:
 def reduced(array: jax.Array) -> Any:
     """Returns how to make an array again, for ``__reduce__``."""
     if isinstance(array, Tracer):
-        raise PickleWriteError(
+        raise errors.PickleWriteError(
             f"Cannot pickle {jax.typeof(array)}: it is being traced, so it has no numbers yet. "
             f"Return it from the compiled function and pickle the result."
         )
     if array.is_deleted():
-        raise PickleWriteError(
+        raise errors.PickleWriteError(
             f"Cannot pickle the array {jax.typeof(array)}: it was deleted, usually by being "
             f"donated to a compiled function. Pickle what that function returned."
         )
     if not (array.is_fully_addressable or array.is_fully_replicated):
-        raise PickleWriteError(
+        raise errors.PickleWriteError(
             f"Cannot pickle the array {jax.typeof(array)}: parts of it are on devices of other "
             f"processes. Write a checkpoint from all of them, sx.train.checkpoint.save; or "
             f"gather it first, jax.experimental.multihost_utils.process_allgather."
@@ -119,7 +114,7 @@ def _landed(
         warnings.warn(
             f"An array {dtype}{list(array.shape)} was read as {array.dtype}: this process has no "
             f"64-bit numbers. Begin it with sx.configure(x64=True) to keep them.",
-            PrecisionLostWarning,
+            errors.PrecisionLostWarning,
             stacklevel=2,
         )
     return array
@@ -143,7 +138,7 @@ def _warn(found: str) -> None:
     warnings.warn(
         f"{found} It is whole, on the default device. Lay the model out over a mesh that is here: "
         f"sx.shard(model, mesh, rules).",
-        LayoutLostWarning,
+        errors.LayoutLostWarning,
         stacklevel=3,
     )
 
@@ -208,7 +203,7 @@ def restored_mesh(
 def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:
-        raise PickleReadError(
+        raise errors.PickleReadError(
             f"What was pickled was laid out over mesh axes {tuple(names)}, but the mesh given has "
             f"{mesh.axis_names} and no {', '.join(missing)}. Load it without a mesh, and lay it "
             f"out by rules: sx.shard(model, mesh, rules)."

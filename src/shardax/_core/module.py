@@ -21,15 +21,7 @@ from typing import Any, Self
 
 import jax.numpy as jnp
 
-from shardax._core.containers import (
-    box,
-    copy_boxes,
-    empty_like,
-    is_boxed,
-    same_structure,
-    unbox,
-    write_through,
-)
+from shardax._core import containers
 from shardax._core.errors import MissingAttributeError, ReservedNameError, StateMismatchError
 from shardax._core.frames import Frame, check_structural_write, owner_here
 from shardax._core.frozen import FrozenVariable
@@ -111,24 +103,24 @@ class Module(Object):
         where = f"attribute {name!r} of {type(self).__name__}"
         attributes, boxed = self.__dict__, self._array_attributes
         old = boxed[name] if name in boxed else attributes.get(name, _ABSENT)
-        if old is not _ABSENT and (value is old or write_through(old, value, where)):
+        if old is not _ABSENT and (value is old or containers.write_through(old, value, where)):
             return
         check_structural_write(self, where)
-        new = box(value, where)
-        if is_boxed(new):
+        new = containers.box(value, where)
+        if containers.is_boxed(new):
             attributes.pop(name, None)
             boxed[name] = new
         else:
             boxed.pop(name, None)
             attributes[name] = new
-        if self._marked and (old is _ABSENT or not same_structure(old, new)):
+        if self._marked and (old is _ABSENT or not containers.same_structure(old, new)):
             epoch.advance()
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
             boxed = object.__getattribute__(self, "_array_attributes")
             if name in boxed:
-                return unbox(boxed[name])
+                return containers.unbox(boxed[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __delattr__(self, name: str) -> None:
@@ -167,7 +159,8 @@ class Module(Object):
         copied.__dict__.update(self.__dict__)
         where = f"a copy of {type(self).__name__}"
         copied._array_attributes.update(
-            (name, copy_boxes(value, where)) for name, value in self._array_attributes.items()
+            (name, containers.copy_boxes(value, where))
+            for name, value in self._array_attributes.items()
         )
         return copied
 
@@ -354,7 +347,7 @@ def _fill(module: Module, pairs: Pairs) -> None:
     attributes.clear()
     boxed.clear()
     for name, item in pairs:
-        (boxed if is_boxed(item) else attributes)[name] = item
+        (boxed if containers.is_boxed(item) else attributes)[name] = item
 
 
 register_graph(Module)
@@ -363,7 +356,7 @@ register(
     Handler(
         "Module",
         children=lambda module: [*vars(module).items(), *module._array_attributes.items()],
-        empty=empty_like,
+        empty=containers.empty_like,
         fill=_fill,
         mutable=True,
         is_object=True,

@@ -24,6 +24,7 @@ from typing import Any
 from shardax._core.containers import BOXES
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Shown
+from shardax._select import predicates
 from shardax._select.edit import HOLE, OLD, Items, Journal, edit_tree, undo
 from shardax._select.places import (
     ABSENT,
@@ -42,16 +43,6 @@ from shardax._select.places import (
     search,
     selection_text,
     split_places,
-)
-from shardax._select.predicates import (
-    Test,
-    accessed,
-    classes_in,
-    equals,
-    is_instance,
-    may_be_values,
-    to_test,
-    with_path,
 )
 
 # A dict key that a path shows as an attribute: ``['name']`` for ``.name``.
@@ -131,7 +122,9 @@ class Selection(Shown):
     def _narrowed(self, places: Iterable[Place]) -> Selection:
         return Selection(self._tree, places, self._every_path, self._journal)
 
-    def _search(self, test: Test, innermost: bool, into_values: bool = True) -> Selection:
+    def _search(
+        self, test: predicates.Test, innermost: bool, into_values: bool = True
+    ) -> Selection:
         return self._narrowed(
             search(
                 self._places,
@@ -162,7 +155,9 @@ class Selection(Shown):
             >>> sx.select(mlp).at(lambda m: (m.up.kernel.value, m.down)).keypaths()
             (('up', 'kernel', 'value'), ('down',))
         """
-        found = self._narrowed(p for place in self._places for p in accessed(place, accessor))
+        found = self._narrowed(
+            p for place in self._places for p in predicates.accessed(place, accessor)
+        )
         found._check_disjoint()
         return found
 
@@ -180,14 +175,16 @@ class Selection(Shown):
             >>> sx.select(mlp).at_instances_of(sx.nn.Linear).keypaths()
             (('gate',), ('up',), ('down',))
         """
-        classes = classes_in(cls)
+        classes = predicates.classes_in(cls)
         if classes is None:
             raise SelectionError(
                 f"{cls!r} is not a class, a union or a tuple of classes. For a filter or a "
                 f"function use at_subtrees_where."
             )
         return self._search(
-            lambda place: is_instance(place, classes), innermost, may_be_values(classes)
+            lambda place: predicates.is_instance(place, classes),
+            innermost,
+            predicates.may_be_values(classes),
         )
 
     def at_subtrees_where(self, fn: Any, *, innermost: bool = False) -> Selection:
@@ -206,7 +203,7 @@ class Selection(Shown):
             >>> sx.select(mlp).at_subtrees_where(sx.PathContains("up")).keypaths()
             (('up',),)
         """
-        return self._search(to_test(fn), innermost)
+        return self._search(predicates.to_test(fn), innermost)
 
     def at_equal_to(self, value: Any) -> Selection:
         """Selects what equals a value, in type too.
@@ -222,7 +219,7 @@ class Selection(Shown):
             >>> sx.select({"a": 1, "b": True, "c": (1.0, 1)}).at_equal_to(1).keypaths()
             (('a',), ('c', 1))
         """
-        return self._search(equals(value), innermost=False)
+        return self._search(predicates.equals(value), innermost=False)
 
     def at_keypaths(self, *paths: Path | str) -> Selection:
         """Selects what stands at some paths, in their order.
@@ -271,7 +268,7 @@ class Selection(Shown):
             >>> params.where(lambda param: param.shape[0] == 4).keypaths()
             (('down', 'kernel'),)
         """
-        test = to_test(fn)
+        test = predicates.to_test(fn)
         return self._narrowed(place for place in self._places if test(place))
 
     def pick_nth(self, n: int) -> Selection:
@@ -472,7 +469,7 @@ class Selection(Shown):
             >>> sx.select(config).at_instances_of(float).apply(lambda rate: rate / 2)
             {'rate': 0.05, 'layers': [0.1, 'relu']}
         """
-        made = with_path(fn)
+        made = predicates.with_path(fn)
         return self._edit(lambda p: [made(p.path, self._read(p))], inplace, allow_empty)
 
     def set_all(
@@ -701,7 +698,7 @@ class Selection(Shown):
             )
         if make is None:
             return self._edit(lambda place: arrange(value), inplace, allow_empty)
-        made = with_path(make)
+        made = predicates.with_path(make)
         return self._edit(
             lambda place: arrange(made(place.path, self._read(place))), inplace, allow_empty
         )

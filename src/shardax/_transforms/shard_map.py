@@ -36,27 +36,10 @@ from shardax._core.graph.flatten import VariableDef, flatten
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import Init, compute_all
 from shardax._core.variable import Variable
-from shardax._transforms.errors import (
-    ArgumentError,
-    AxisSizeError,
-    MeshError,
-    NoMeshError,
-    PrefixError,
-    SharedWriteError,
-)
+from shardax._transforms import errors
+from shardax._transforms.lift import engine
 from shardax._transforms.lift.arguments import parameters_of
 from shardax._transforms.lift.closures import find_sources, objects_in
-from shardax._transforms.lift.engine import (
-    Effects,
-    LiftedCall,
-    NewCaptures,
-    RunContext,
-    SealedFrame,
-    check_result,
-    retry_captured,
-    stands_for,
-    wraps,
-)
 from shardax._transforms.lift.prefix import (
     EntryAssignment,
     FilterMapping,
@@ -83,12 +66,12 @@ def canonical(prefix: Any, name: str) -> Any:
         if isinstance(leaf, FilterMapping) and not isinstance(leaf, StateAxes):
             return type(leaf)([(item, canonical(value, name)) for item, value in leaf.items()])
         if not isinstance(leaf, PartitionSpec):
-            raise PrefixError(
+            raise errors.PrefixError(
                 f"{name} gives {leaf!r}; an entry is a PartitionSpec (None for P()), for a Module "
                 f"also a State of specs, such as sx.partition_specs(model), or sx.StateSharding."
             )
         if PartitionSpec.UNCONSTRAINED in tuple(leaf):
-            raise PrefixError(
+            raise errors.PrefixError(
                 f"{name} gives {leaf}; inside sx.shard_map every dimension is split over mesh axes "
                 f"or whole, so none can be left to the compiler. Leave mesh axes to it instead, "
                 f"with axis_names=..."
@@ -135,7 +118,7 @@ def spread(entry: Any, value: Any, path: Path, name: str) -> list[PartitionSpec]
     try:
         return jax.tree.leaves(jax.tree.broadcast(entry, value))
     except ValueError as error:
-        raise PrefixError(
+        raise errors.PrefixError(
             f"{name} does not fit the value at {format_path(path)}: it has {entry} where the value "
             f"is {jax.tree.structure(value)}. Give one spec for the whole value."
         ) from error
@@ -168,20 +151,20 @@ def assign(
     most = max(len(positional), len(args))
     if not len(args) <= len(specs) <= most:
         shown = f" ({', '.join(positional)})" if positional else ""
-        raise PrefixError(
+        raise errors.PrefixError(
             f"in_specs has {len(specs)} entries, but the function was given {len(args)} positional "
             f"arguments{shown}. Give one entry per parameter, or one for everything."
         )
     named = {}
     for keyword in kwargs:
         if keyword not in positional:
-            raise PrefixError(
+            raise errors.PrefixError(
                 f"in_specs has one entry per positional parameter, so there is none for the "
                 f"argument {keyword!r}, which can only be given by name. Make it positional, or "
                 f"give one entry for everything."
             )
         if positional.index(keyword) >= len(specs):
-            raise PrefixError(
+            raise errors.PrefixError(
                 f"in_specs has {len(specs)} entries, so there is none for the argument {keyword!r} "
                 f"at position {positional.index(keyword)}."
             )
@@ -215,7 +198,7 @@ class ManualRegion(NamedTuple):
                 f"sx.shard(model, mesh, rules), or use sx.eval_shape."
             )
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"The argument of sx.shard_map at {where} is {leaf!r} of type "
                 f"{type(leaf).__name__}, which is neither an array nor a Module. Bind it "
                 f"beforehand with functools.partial, or keep it as configuration of a Module."
@@ -228,7 +211,7 @@ class ManualRegion(NamedTuple):
         """Checks that an array of a shape can be split by a spec."""
         where, parts = format_path(path), dimension_axes(spec)
         if len(parts) > len(shape):
-            raise AxisSizeError(
+            raise errors.AxisSizeError(
                 f"{name} gives {spec} for the array at {where}, which has shape {shape} and so no "
                 f"dimension {len(parts) - 1}. Give it P() if all shards see it whole."
             )
@@ -236,7 +219,7 @@ class ManualRegion(NamedTuple):
             count = math.prod(self.mesh.shape[axis] for axis in axes)
             if shape[dimension] % count:
                 sizes = " and ".join(f"{axis!r} of size {self.mesh.shape[axis]}" for axis in axes)
-                raise AxisSizeError(
+                raise errors.AxisSizeError(
                     f"{name} gives {spec} for the array at {where}, but its dimension {dimension} "
                     f"of shape {shape} cannot be divided over the mesh axis {sizes}. Pad it to a "
                     f"multiple of {count}, or give another spec."
@@ -272,13 +255,13 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
     scope_mesh = jax.sharding.get_abstract_mesh()
     if mesh is None:
         if scope_mesh.empty:
-            raise NoMeshError(
+            raise errors.NoMeshError(
                 "sx.shard_map needs a mesh: none was given and none is in scope. Pass one, "
                 "sx.shard_map(f, mesh=mesh, ...), or put one in scope: with jax.set_mesh(mesh): ..."
             )
         found = _with_devices(scope_mesh)
     elif not isinstance(mesh, (Mesh, AbstractMesh)) or mesh.empty:
-        raise MeshError(
+        raise errors.MeshError(
             f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh with axes. Make one of the "
             f"devices at hand, for instance mesh = jax.make_mesh((8,), ('data',)), or pass None to "
             f"use the mesh in scope."
@@ -288,7 +271,7 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
     elif dict(scope_mesh.shape) == dict(mesh.shape) and AxisType.Manual in scope_mesh.axis_types:
         found = scope_mesh  # the same mesh, seen from inside the shard_map around this call
     else:
-        raise MeshError(
+        raise errors.MeshError(
             f"sx.shard_map was given {mesh}, which differs from the mesh in scope here, "
             f"{scope_mesh}. Pass the same mesh, or none to take the one in scope."
         )
@@ -296,7 +279,7 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
     free = [axis for axis, kind in pairs if kind is not AxisType.Manual]
     wanted = frozenset(axis_names)
     if not wanted <= set(free):
-        raise MeshError(
+        raise errors.MeshError(
             f"axis_names={sorted(wanted)} is not a part of the mesh axes {free} that can become "
             f"manual here."
         )
@@ -318,12 +301,12 @@ def check_axes(region: ManualRegion, specs: Iterable[PartitionSpec], name: str) 
         named = axes_of(spec)
         unknown = [axis for axis in named if axis not in region.axes]
         if unknown:
-            raise PrefixError(
+            raise errors.PrefixError(
                 f"{name} gives {spec}, but the mesh axes to split over here are "
                 f"{list(region.axes)} of {region.mesh}."
             )
         if len(set(named)) < len(named):
-            raise PrefixError(f"{name} gives {spec}, which names a mesh axis twice.")
+            raise errors.PrefixError(f"{name} gives {spec}, which names a mesh axis twice.")
 
 
 _REASON = (
@@ -409,7 +392,7 @@ def shard_map(
             check_vma=check_vma,
         )
     if isinstance(axis_names, str):
-        raise PrefixError(
+        raise errors.PrefixError(
             f"axis_names={axis_names!r} is one string; give a set: {{{axis_names!r}}}."
         )
     options = _ShardMapOptions(
@@ -420,20 +403,20 @@ def shard_map(
         check_vma,
     )
 
-    @wraps(function)
+    @engine.wraps(function)
     def sharded(*args: Any, **kwargs: Any) -> Any:
         region = find_region(mesh, options.axis_names)
         check_axes(region, specs_in(options.in_specs), "in_specs")
         check_axes(region, specs_in(options.out_specs), "out_specs")
         assigned = assign(function, options.in_specs, args, kwargs)
-        return retry_captured(
+        return engine.retry_captured(
             lambda known: _ShardMapCall(function, options, region, assigned, known).run()
         )
 
     return sharded
 
 
-class _ShardFrame(SealedFrame):
+class _ShardFrame(engine.SealedFrame):
     """A frame in which captured Variables must be inputs."""
 
     __slots__ = ()
@@ -444,10 +427,10 @@ class _ShardFrame(SealedFrame):
         for source in (source for f in self.functions for source in find_sources(f)):
             for item in objects_in(source.read()):
                 leaves = flatten(item).leaves
-                if any(leaf is outer or stands_for(outer, leaf) for leaf in leaves):
+                if any(leaf is outer or engine.stands_for(outer, leaf) for leaf in leaves):
                     alike = [resolve(v, self.parent) for v in leaves if type(v) is type(outer)]
                     found.update((id(variable), variable) for variable in alike)
-        raise NewCaptures(list(found.values()))
+        raise engine.NewCaptures(list(found.values()))
 
 
 class _ShardMapCall:
@@ -464,7 +447,7 @@ class _ShardMapCall:
         make_frame = functools.partial(_ShardFrame, functions=[function], reason=_REASON)
         self.options = options
         self.region = region
-        self.call = LiftedCall(
+        self.call = engine.LiftedCall(
             "shard_map", [function], given.args, given.kwargs, make_frame, captured
         )
         self.assignment = EntryAssignment(
@@ -559,9 +542,9 @@ class _ShardMapCall:
             values[stream.key] = jax.random.fold_in(values[stream.key], shard)
         return self.call.run(values, positional, named, self._leave)
 
-    def _leave(self, context: RunContext) -> tuple[list[Any], ...]:
+    def _leave(self, context: engine.RunContext) -> tuple[list[Any], ...]:
         """Groups what leaves a shard by spec."""
-        check_result(context.result, "shard_map")
+        engine.check_result(context.result, "shard_map")
         output_entries = self.assignment.output_entries(
             context, self.options.out_specs, "out_specs"
         )
@@ -579,7 +562,7 @@ class _ShardMapCall:
         return self.grouped.group(pairs)
 
     def _places(
-        self, effects: Effects, output_entries: OutputEntries
+        self, effects: engine.Effects, output_entries: OutputEntries
     ) -> Iterator[tuple[str, Path, Any]]:
         """Yields (kind, path, entry) of every value that leaves."""
         for path, entry in output_entries.labels:
@@ -593,7 +576,7 @@ class _ShardMapCall:
     def _check_leaving(self, kind: str, path: Path, leaf: Any, spec: PartitionSpec) -> None:
         """Checks that shards can be put together to one array."""
         if len(spec) > jnp.ndim(leaf):
-            raise AxisSizeError(
+            raise errors.AxisSizeError(
                 f"sx.shard_map puts the {kind} value at {format_path(path)} together by {spec}, "
                 f"but it has shape {jnp.shape(leaf)} in each shard and so no dimension "
                 f"{len(spec) - 1}. Add one, x[None], or reduce it and give P()."
@@ -608,7 +591,7 @@ class _ShardMapCall:
         reduced = f"jax.lax.pmean(x, {named!r})"
         where = format_path(path)
         if kind == "result":
-            raise SharedWriteError(
+            raise errors.SharedWriteError(
                 f"out_specs of sx.shard_map gives {spec} for the value at {where}, but it differs "
                 f"between shards over the mesh axes {over}. Reduce it, {reduced} or psum, or name "
                 f"these axes in out_specs."
@@ -616,7 +599,7 @@ class _ShardMapCall:
         if kind.startswith("new"):
             name = kind.removeprefix("new ")
             place = f"at {where}" if path else "attached to what the function is bound to"
-            raise SharedWriteError(
+            raise errors.SharedWriteError(
                 f"The new {name} {place} has the spec {spec} (that of the Module that it was "
                 f"attached to, or of its place in the result), but its value differs between "
                 f"shards over the mesh axes {over}. Reduce it, {reduced}, or give it a spec of its "
@@ -624,7 +607,7 @@ class _ShardMapCall:
                 f"sx.StateSharding([({name}, P({named!r})), (..., P())])."
             )
         position = self.assignment.leaf_paths.index(path)
-        raise SharedWriteError(
+        raise errors.SharedWriteError(
             f"The {type(self.call.graph.leaves[position]).__name__} at {where} has the spec {spec} "
             f"in in_specs, but was written with a value that differs between shards over the mesh "
             f"axes {over}. Write a value that is equal in all of them, {reduced} or psum, or name "

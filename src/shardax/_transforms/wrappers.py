@@ -26,13 +26,7 @@ from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError, StaticArgumentError
 from shardax._transforms.jit.jit import Jit, jit
 from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
-from shardax._transforms.lift.arguments import (
-    NUMBERS,
-    as_tuple,
-    check_static,
-    check_static_option,
-    resolve_arguments,
-)
+from shardax._transforms.lift import arguments
 from shardax._transforms.lift.engine import SingleRunCall, check_operands, check_result, wraps
 
 
@@ -89,15 +83,15 @@ def remat(
             static_argnames=static_argnames,
             static=static,
         )
-    check_static_option(static)
-    positions, names = resolve_arguments(
+    arguments.check_static_option(static)
+    positions, names = arguments.resolve_arguments(
         function, static_argnums, static_argnames, "static", StaticArgumentError
     )
     fixed = {*positions, *names}
 
     @wraps(function)
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
-        check_static(function, fixed, args, kwargs)
+        arguments.check_static(function, fixed, args, kwargs)
         once = SingleRunCall(
             "remat",
             function,
@@ -105,7 +99,7 @@ def remat(
             kwargs,
             static=fixed,
             auto_static=static is not None,
-            static_numbers=static == NUMBERS,
+            static_numbers=static == arguments.NUMBERS,
         )
         check_operands(once, "make it static: sx.remat(f, static_argnames=...)")
 
@@ -237,7 +231,7 @@ class CallCompiler:
         """Returns the options of a function whose first argument is the body."""
         shifted = dict(self.options)
         for name in ("static_argnums", "donate_argnums"):
-            places = as_tuple(shifted.get(name))
+            places = arguments.as_tuple(shifted.get(name))
             shifted[name] = tuple(place + 1 if place >= 0 else place for place in places)
         declared = shifted.get("in_shardings")
         if declared is not None:

@@ -25,16 +25,7 @@ from shardax import plan
 from shardax._core.init.rng import Rngs
 from shardax._transforms.grad.grad import value_and_grad
 from shardax._transforms.jit.jit import jit
-from shardax.cli.inputs import (
-    CommandError,
-    decoder_optimizer,
-    find_preset,
-    is_target,
-    load_layouts,
-    load_rules,
-    load_target,
-    mesh_sizes,
-)
+from shardax.cli import inputs
 from shardax.models import Decoder, next_token_loss
 from shardax.partition.errors import did_you_mean
 from shardax.plan.compare import layouts_over, reports_of
@@ -74,23 +65,23 @@ def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
 
 def preset_step(name: str, batch: int | None = None, seq_len: int | None = None) -> PlannedStep:
     """Returns the training step of a preset, without arrays."""
-    preset = find_preset(name)
+    preset = inputs.find_preset(name)
     rows = preset.batch_size if batch is None else batch
     length = preset.seq_len if seq_len is None else seq_len
     for option, size in (("batch", rows), ("seq-len", length)):
         if size < 1:
-            raise CommandError(f"--{option} {size}: give at least 1.")
+            raise inputs.CommandError(f"--{option} {size}: give at least 1.")
     model = Decoder(preset.model, rngs=Rngs(params=0))
-    optimizer = Optimizer(model, decoder_optimizer(preset.steps, preset.learning_rate))
+    optimizer = Optimizer(model, inputs.decoder_optimizer(preset.steps, preset.learning_rate))
     tokens = plan.NamedShape((rows, length), "int32", ("batch", "seq"))
     return PlannedStep(train_step, (model, optimizer, {"inputs": tokens, "targets": tokens}))
 
 
 def own_step(target: str, batch: int | None = None) -> PlannedStep:
     """Returns the step that a function of the user's makes."""
-    found = load_target(target)
+    found = inputs.load_target(target)
     if not callable(found):
-        raise CommandError(
+        raise inputs.CommandError(
             f"{target!r} is {found!r}, which cannot be called. Name a function that returns "
             "(step, args)."
         )
@@ -99,7 +90,7 @@ def own_step(target: str, batch: int | None = None) -> PlannedStep:
         inspect.signature(found).bind(**given)
     except TypeError as error:
         how = f"as {target.partition(':')[2]}(batch={batch})" if given else "without arguments"
-        raise CommandError(f"{target!r} is called {how}: {error}.") from error
+        raise inputs.CommandError(f"{target!r} is called {how}: {error}.") from error
     return as_planned(found(**given), target)
 
 
@@ -112,18 +103,18 @@ def as_planned(made: Any, target: str) -> PlannedStep:
         parts = dict(zip(("step", "args"), made, strict=True))
     if not isinstance(parts, Mapping) or not {"step", "args"} <= set(parts):
         kind = type(made).__name__
-        raise CommandError(
+        raise inputs.CommandError(
             f"{target!r} returned {kind}. It should return (step, args), or a "
             f"mapping or dataclass with step and args, and if wanted {', '.join(_OPTIONS)}."
         )
     for name in parts:
         if name not in _KEYS:
-            raise CommandError(
+            raise inputs.CommandError(
                 f"{target!r} returned something with {name!r}; there are {', '.join(_KEYS)}."
                 f"{did_you_mean(name, _KEYS)}"
             )
     if not callable(parts["step"]) or not isinstance(parts["args"], (tuple, list)):
-        raise CommandError(
+        raise inputs.CommandError(
             f"{target!r} returned step={parts['step']!r} and args of type "
             f"{type(parts['args']).__name__}. step is the function that is compiled, and args the "
             "tuple of its positional arguments."
@@ -189,7 +180,7 @@ class PlanCommand:
         """Runs the command; returns the exit status."""
         self._check()
         target = plan.Target.parse(self.target)
-        meshes = [mesh_sizes(text) for text in self.mesh]
+        meshes = [inputs.mesh_sizes(text) for text in self.mesh]
         _pretend_devices(target.kind, target.device_count)
         try:
             if self.rules is None:
@@ -213,21 +204,23 @@ class PlanCommand:
             path: Path | None = getattr(self, option)
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
                 found = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-                raise CommandError(f"--{option.replace('_', '-')} {path}: {found}.")
-        if self.step is not None and not is_target(self.step):
-            raise CommandError(
+                raise inputs.CommandError(f"--{option.replace('_', '-')} {path}: {found}.")
+        if self.step is not None and not inputs.is_target(self.step):
+            raise inputs.CommandError(
                 f"{self.step!r} is not MODULE:NAME of a function that makes a step, as in shardax "
                 "plan my_package.training:make_step."
             )
         if self.step is not None and self.seq_len is not None:
-            raise CommandError("--seq-len is of the presets; a step of your own has its lengths.")
+            raise inputs.CommandError(
+                "--seq-len is of the presets; a step of your own has its lengths."
+            )
         if self.rules is not None and len(self.batch) > 1:
-            raise CommandError(
+            raise inputs.CommandError(
                 f"--batch {' '.join(map(str, self.batch))}: with --rules give one batch size; "
                 "several are compared by a search."
             )
         if self.top < 1 or (self.processes is not None and self.processes < 1):
-            raise CommandError("--top and --processes take a number of at least 1.")
+            raise inputs.CommandError("--top and --processes take a number of at least 1.")
 
     def _make(self, batch: int | None) -> PlannedStep:
         if self.step is None:
@@ -260,10 +253,12 @@ class PlanCommand:
     def _compare(self, target: plan.Target, meshes: list[dict[str, int]], rules: str) -> plan.Plan:
         """Compares the layouts of a file."""
         layouts: list[Layout] = []
-        for entry in load_layouts(rules) if rules.endswith(".toml") else (load_rules(rules),):
+        for entry in (
+            inputs.load_layouts(rules) if rules.endswith(".toml") else (inputs.load_rules(rules),)
+        ):
             over = meshes or ([dict(entry.mesh)] if entry.mesh else [])
             if not over:
-                raise CommandError(
+                raise inputs.CommandError(
                     f"--rules {rules}: the layout {entry.name!r} names no mesh; name it, such as "
                     "--mesh data=4,model=2, or in the file: mesh = { data = 4, model = 2 }."
                 )

@@ -13,14 +13,7 @@ import numpy as np
 from shardax import models, train, view
 from shardax._core.graph.paths import format_path
 from shardax._core.state.split_merge import iter_variables
-from shardax.cli.inputs import (
-    CommandError,
-    decoder_optimizer,
-    find_preset,
-    load_rules,
-    parse_mesh,
-    use_devices,
-)
+from shardax.cli import inputs
 from shardax.cli.runs import RunSettings, read_settings, sample_text, write_settings
 from shardax.partition.mesh import mesh_text
 from shardax.plan.rules_file import entry_to_data
@@ -72,24 +65,24 @@ class Train:
         """Runs the command; returns the exit status."""
         settings = self._resumed(read_settings(self.out)) if self.resume else self._fresh()
         if settings.zero and not settings.mesh:
-            raise CommandError(
+            raise inputs.CommandError(
                 "--zero splits the optimizer's state over the mesh axis data, but there is no "
                 "mesh; name one, such as --mesh data=2,model=4."
             )
         if settings.rules is not None and not settings.mesh:
-            raise CommandError(
+            raise inputs.CommandError(
                 f"--rules {self.rules} names no mesh, and without one there is nothing to lay out; "
                 "name it, such as --mesh data=2,model=4."
             )
-        use_devices(settings.devices)
+        inputs.use_devices(settings.devices)
         run = _TrainingRun(settings, self.out)
         run.trainer.check(resume=self.resume)
         write_settings(self.out, settings)
         return run.run(self.resume)
 
     def _fresh(self) -> RunSettings:
-        preset = find_preset(self.preset)
-        given = None if self.rules is None else load_rules(self.rules)
+        preset = inputs.find_preset(self.preset)
+        given = None if self.rules is None else inputs.load_rules(self.rules)
         own_mesh = "" if given is None else mesh_text(given.mesh or (), ",")
         sizes: dict[str, Any] = {
             name: getattr(preset if getattr(self, name) is None else self, name) for name in _SIZES
@@ -121,7 +114,7 @@ class Train:
             )
         ]
         if differing:
-            raise CommandError(
+            raise inputs.CommandError(
                 f"The run in {self.out} was started with other settings than "
                 f"{', '.join(differing)}. Leave them out to go on with it, or start another run: "
                 "no --resume, and another --out."
@@ -141,12 +134,12 @@ class _TrainingRun:
     def __init__(self, settings: RunSettings, out: Path) -> None:
         self.settings = settings
         self.out = out
-        self.mesh = parse_mesh(settings.mesh, settings.mesh_axes)
+        self.mesh = inputs.parse_mesh(settings.mesh, settings.mesh_axes)
         training, held_out = train.open_text(settings.text).split()
         shape = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
         self.held_out = train.EvalBatches(held_out, **shape, max_batches=settings.eval_batches)
         self.model = settings.make_model()
-        optimizer = decoder_optimizer(settings.steps, settings.learning_rate)
+        optimizer = inputs.decoder_optimizer(settings.steps, settings.learning_rate)
         self.trainer = train.Trainer(
             self.model,
             train.Optimizer(self.model, optimizer),

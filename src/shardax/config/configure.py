@@ -29,14 +29,7 @@ import jax
 
 from shardax._core._jax import is_eager
 from shardax._core.errors import ShardaxError
-from shardax._core.init.defaults import (
-    as_device,
-    default_float,
-    parse_device,
-    process_defaults,
-    set_process_device,
-    set_process_dtype,
-)
+from shardax._core.init import defaults
 from shardax._core.init.rng import check_whole_process
 from shardax.partition.errors import did_you_mean
 
@@ -223,7 +216,7 @@ def _apply(changes: Changes) -> None:
 
 def _settings_now(seed: Any, runs: bool) -> dict[str, Any]:
     options = jax.config.values
-    dtype, device = process_defaults()
+    dtype, device = defaults.process_defaults()
     count = options[CPU_DEVICES]
     return {
         "platform": jax.default_backend() if runs else options[PLATFORMS_OPTION] or None,
@@ -397,32 +390,32 @@ def _seed(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
 
 
 def _dtype(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
-    dtype, x64 = given.get("dtype", process_defaults()[0]), given.get("x64")
+    dtype, x64 = given.get("dtype", defaults.process_defaults()[0]), given.get("x64")
     if _is_default(dtype):
-        changes.actions.append(partial(set_process_dtype, None))
+        changes.actions.append(partial(defaults.set_process_dtype, None))
     elif dtype is not None:
         try:  # with the new x64, on which it depends whether a dtype is valid
             with jax.enable_x64(x64 if type(x64) is bool else jax.config.values[SWITCHES["x64"]]):
-                exact = default_float(dtype)
+                exact = defaults.default_float(dtype)
         except ShardaxError as problem:
             yield f"dtype={dtype!r}{'' if 'dtype' in given else ', set before'}: {problem}"
         else:
-            changes.actions.append(partial(set_process_dtype, exact))
+            changes.actions.append(partial(defaults.set_process_dtype, exact))
 
 
 def _create_on(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
     device = given.get("create_on")
     if _is_default(device):
-        changes.actions.append(partial(set_process_device, None))
+        changes.actions.append(partial(defaults.set_process_device, None))
     elif device is not None:
         try:
-            platform, _ = parse_device(device)
+            platform, _ = defaults.parse_device(device)
             if runs:
-                as_device(device)
+                defaults.as_device(device)
         except ShardaxError as problem:
             yield f"create_on={device!r}: {problem}"
             return
-        changes.actions.append(partial(set_process_device, device))
+        changes.actions.append(partial(defaults.set_process_device, device))
         chosen = changes.options.get(PLATFORMS_OPTION, jax.config.values[PLATFORMS_OPTION])
         if chosen and not runs and platform not in (*chosen.split(","), "gpu"):
             changes.options[PLATFORMS_OPTION] = f"{chosen},{platform}"

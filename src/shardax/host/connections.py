@@ -37,16 +37,8 @@ from pathlib import Path
 from typing import Any
 
 from shardax.config.configure import configure
+from shardax.host import errors
 from shardax.host.calls import decode
-from shardax.host.errors import (
-    CallCancelledError,
-    WorkerAuthenticationError,
-    WorkerCallError,
-    WorkerConfigError,
-    WorkerCrashedError,
-    WorkerStartError,
-    WorkerTimeoutError,
-)
 
 CONNECT_SECONDS = 10.0
 LOST_SECONDS = 2.0  # that a process may take to end after its connection has
@@ -138,10 +130,10 @@ class PendingCall:
     def _error(self, reply: dict[str, Any]) -> Exception:
         text: str = reply["text"]
         if reply["error"] == "cancelled":
-            return CallCancelledError(f"{self.name} was interrupted in its worker: {text}")
+            return errors.CallCancelledError(f"{self.name} was interrupted in its worker: {text}")
         error: Any = None
         if reply["error"] == "timeout":
-            error = WorkerTimeoutError(
+            error = errors.WorkerTimeoutError(
                 f"{self.name} ran in a worker for longer than its timeout of "
                 f"{self.request['timeout']:g} seconds and was interrupted."
             )
@@ -151,7 +143,7 @@ class PendingCall:
                 error = decode(reply["parts"])
         # The caller's process is not to end because something in the worker wanted to.
         if not isinstance(error, Exception):
-            error = WorkerCallError(
+            error = errors.WorkerCallError(
                 f"{self.name} raised in its worker what cannot be sent as an object; "
                 f"it ended with: {text.rstrip().splitlines()[-1]}"
             )
@@ -196,7 +188,7 @@ class Connection:
         try:
             arguments = security_of(credentials).get_connection_args("client")
         except ValueError as error:
-            raise WorkerConfigError(
+            raise errors.WorkerConfigError(
                 f"These are not the credentials of a worker ({error}). Pass those of the worker: "
                 f"sx.host.Worker.connect(worker.address, worker.authkey)."
             ) from None
@@ -212,19 +204,19 @@ class Connection:
             await self._comm.write({"op": "attach", "client": self._client})
             hello = await asyncio.wait_for(self._comm.read(), CONNECT_SECONDS)
         except FatalCommClosedError as error:
-            raise WorkerAuthenticationError(
+            raise errors.WorkerAuthenticationError(
                 f"The worker at {self.address!r} and its client could not show each other that "
                 f"they have the same credentials ({error}). Pass those of that worker: "
                 f"sx.host.Worker.connect(worker.address, worker.authkey)."
             ) from None
         except (TimeoutError, OSError, ValueError) as error:
-            raise WorkerCrashedError(
+            raise errors.WorkerCrashedError(
                 f"No worker listens at {self.address!r} ({error!r}). It has ended, or was never "
                 f"there."
             ) from error
         if hello["python"] != python_version():
             self._comm.abort()
-            raise WorkerConfigError(
+            raise errors.WorkerConfigError(
                 f"The worker at {self.address!r} runs Python {hello['python']}, and this process "
                 f"Python {python_version()}: functions and values cannot be sent between them."
             )
@@ -264,7 +256,9 @@ class Connection:
                     self._take(number).begin()  # notifies who waits for it
                     return
                 if call.future.interrupted:
-                    error = CallCancelledError(f"{call.name} was interrupted; it was not rerun.")
+                    error = errors.CallCancelledError(
+                        f"{call.name} was interrupted; it was not rerun."
+                    )
                     self._take(number).fail(error)
                     return
                 if not await self._rpc.begin(name=call.name, drop=self._take_dropped(), **me):
@@ -311,7 +305,7 @@ class Connection:
                 raise OSError("the connection is lost")
             return self._run(asyncio.wait_for(getattr(self._rpc, procedure)(), seconds))
         except (TimeoutError, OSError) as error:
-            raise WorkerCrashedError(
+            raise errors.WorkerCrashedError(
                 f"The worker did not answer within {seconds:g} seconds ({error!r})."
             ) from error
 
@@ -415,7 +409,7 @@ class WorkerProcess:
         except BaseException as error:
             self.end(0)
             if isinstance(error, BrokenPipeError):
-                raise WorkerStartError("The process of the worker ended at once.") from error
+                raise errors.WorkerStartError("The process of the worker ended at once.") from error
             raise
         self.address: str = answer["address"]
         self.credentials: bytes = answer["key"].encode()
@@ -457,19 +451,19 @@ class WorkerProcess:
 def _first_answer(ready: Any, seconds: float, log: str | None) -> dict[str, Any]:
     readable, _, _ = select.select([ready], [], [], seconds)
     if not readable:
-        raise WorkerStartError(
+        raise errors.WorkerStartError(
             f"The worker did not start within {seconds:g} seconds. Give it more: "
             f"sx.host.Worker(start_timeout={2 * seconds:g})."
         )
     line = ready.readline()
     if not line:
-        raise WorkerStartError(
+        raise errors.WorkerStartError(
             "The process of the worker ended while it started; what it said is in "
             f"{log or 'the output of this process'}."
         )
     answer = json.loads(line)
     if "error" in answer:
-        raise WorkerStartError(f"The worker could not start:\n\n{answer['error']}")
+        raise errors.WorkerStartError(f"The worker could not start:\n\n{answer['error']}")
     return answer
 
 
@@ -535,7 +529,7 @@ class NamedProcess(GivenAddress):
 
     def __init__(self, name: str, how: ProcessOptions) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-            raise WorkerConfigError(
+            raise errors.WorkerConfigError(
                 f"A worker cannot be named {name!r}. Use up to 64 letters, digits, '.', '_', '-'."
             )
         self._where = f"the worker named {name!r}"
@@ -552,7 +546,9 @@ class NamedProcess(GivenAddress):
             with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
                 found = json.loads(self._file.read_text())
             if found is not None:
-                with contextlib.suppress(WorkerCrashedError, WorkerAuthenticationError):
+                with contextlib.suppress(
+                    errors.WorkerCrashedError, errors.WorkerAuthenticationError
+                ):
                     return self._connect_to(found, connect)
             return self._start(connect)
 
@@ -564,7 +560,7 @@ class NamedProcess(GivenAddress):
         connection = connect(found["address"], found["key"].encode())
         if found["how"] != self._options():
             connection.close()
-            raise WorkerConfigError(
+            raise errors.WorkerConfigError(
                 f"T{self._where[1:]} runs with other options than those asked for: "
                 f"{found['how']}. Ask for the same, or end its process first: kill {found['pid']}"
             )
@@ -594,7 +590,7 @@ def _private_folder() -> Path:
     found = folder.lstat()
     private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
     if not private or found.st_uid != os.getuid():
-        raise WorkerConfigError(
+        raise errors.WorkerConfigError(
             f"{folder}, where the keys of named workers are kept, must be a folder that belongs to "
             f"you and that only you can read. Remove it, or make it so: chmod 700 {folder}"
         )

@@ -36,15 +36,7 @@ from shardax._transforms.grad.custom_vjp import CustomVjp
 from shardax._transforms.grad.targets import DiffArgument, DiffState, Tangents, is_differentiable
 from shardax._transforms.lift.arguments import resolve_arguments, static_argument
 from shardax._transforms.lift.engine import LateFrame, LiftedCall, wraps
-from shardax.host.callback import (
-    VMAP_METHODS,
-    HostFrame,
-    HostProgram,
-    call_on_host,
-    promise,
-    staged,
-    take,
-)
+from shardax.host import callback
 from shardax.host.errors import HostSpecError
 
 _PROGRAMS = 64  # how many forms of its arguments a host function remembers
@@ -123,7 +115,7 @@ def host_function(
     given = {"vjp": vjp, "jvp": jvp, "nondiff": nondiff}
     options = {**given, "out": out, "vmap": vmap}
     options |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
-    if vmap not in VMAP_METHODS:
+    if vmap not in callback.VMAP_METHODS:
         raise HostSpecError(f"vmap={vmap!r} of host_function; use 'sequential' or 'vectorized'.")
     chosen = [name for name, value in given.items() if value]
     if len(chosen) > 1:
@@ -186,7 +178,7 @@ class HostFunction(PickledByName):
         self.derivative = derivative
         self.static = static
         self.fills = fills
-        self._staged = functools.lru_cache(maxsize=_PROGRAMS)(staged)
+        self._staged = functools.lru_cache(maxsize=_PROGRAMS)(callback.staged)
         self._ruled: CustomVjp | None = None
         if derivative.vjp is not None:
             positions = tuple(key for key in static if isinstance(key, int))
@@ -208,7 +200,7 @@ class HostFunction(PickledByName):
         return str(getattr(inner, "__qualname__", None) or type(inner).__name__)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(local.frame, HostFrame):  # on the host already
+        if isinstance(local.frame, callback.HostFrame):  # on the host already
             return self.function(*args, **kwargs)
         if self.out is None:
             raise HostSpecError(
@@ -243,22 +235,22 @@ class HostFunction(PickledByName):
         call = LiftedCall(
             "host_function", [self.function], args, kwargs, static=self.static, auto_static=True
         )
-        program, leaves, paths = take(self.name, call, static, self.vmap, self.fills)
+        program, leaves, paths = callback.take(self.name, call, static, self.vmap, self.fills)
         program = self._with_promise(program)
-        run = functools.partial(call_on_host, program, self._staged(program))
+        run = functools.partial(callback.call_on_host, program, self._staged(program))
         results = self._derived(call, program, leaves, paths, run)
         return program.out_tree.unflatten(results)
 
-    def _with_promise(self, program: HostProgram) -> HostProgram:
+    def _with_promise(self, program: callback.HostProgram) -> callback.HostProgram:
         with Frame("host_function") as frame:
             _, args, kwargs = program.restore(program.forms, frame)
-            forms, treedef = promise(self.name, self.out, args, kwargs)
+            forms, treedef = callback.promise(self.name, self.out, args, kwargs)
         return dataclasses.replace(program, out_forms=forms, out_tree=treedef)
 
     def _derived(
         self,
         call: LiftedCall,
-        program: HostProgram,
+        program: callback.HostProgram,
         leaves: Any,
         paths: Any,
         run: Callable[..., Any],
@@ -339,7 +331,7 @@ def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any
 def forward(
     rule: Callable[..., Any],
     call: LiftedCall,
-    program: HostProgram,
+    program: callback.HostProgram,
     run: Callable[[Sequence[Any]], list[Any]],
     leaves: Sequence[Any],
 ) -> list[Any]:
@@ -367,7 +359,7 @@ def _some(tangent: Any) -> Any:
 
 
 def _arranged(
-    targets: Sequence[DiffArgument], program: HostProgram, tangents: Sequence[Any]
+    targets: Sequence[DiffArgument], program: callback.HostProgram, tangents: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Arrange the tangents of leaves like the positional arguments."""
     values, plain, _ = program.treedef.unflatten(tangents)
@@ -375,7 +367,7 @@ def _arranged(
     return tuple(target.gradient(by_index, plain[target.position]) for target in targets)
 
 
-def _fitted(program: HostProgram, given: Any, results: Sequence[Any]) -> list[Any]:
+def _fitted(program: callback.HostProgram, given: Any, results: Sequence[Any]) -> list[Any]:
     """Flatten what a jvp rule returned like the result."""
     try:
         parts = program.out_tree.flatten_up_to(given)
@@ -396,7 +388,7 @@ def _fitted(program: HostProgram, given: Any, results: Sequence[Any]) -> list[An
     return fitted
 
 
-def out_paths(program: HostProgram) -> list[Path]:
+def out_paths(program: callback.HostProgram) -> list[Path]:
     """Return the path of each leaf of a program's result."""
     marked = program.out_tree.unflatten(range(program.out_tree.num_leaves))
     pairs = jax.tree_util.tree_leaves_with_path(marked)

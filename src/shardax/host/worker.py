@@ -19,22 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardax._core.errors import ShardaxError
+from shardax.host import connections, errors
 from shardax.host.calls import check_size, decode, name_of, pack, run_packed
-from shardax.host.connections import (
-    Connection,
-    GivenAddress,
-    NamedProcess,
-    OwnProcess,
-    PendingCall,
-    ProcessOptions,
-    WorkerFuture,
-)
-from shardax.host.errors import (
-    RemoteValueError,
-    WorkerConfigError,
-    WorkerCrashedError,
-    WorkerStartError,
-)
 
 RETRIES = 2  # how often a call marked idempotent is run again
 INFO_SECONDS = 10.0
@@ -119,7 +105,7 @@ class Worker(concurrent.futures.Executor):
         )  # fmt: skip
         if name is not None and idle_timeout is None:
             idle_timeout = 3600.0
-        how = ProcessOptions(
+        how = connections.ProcessOptions(
             {
                 "functions": functions,
                 "max_message": max_message,
@@ -132,8 +118,10 @@ class Worker(concurrent.futures.Executor):
             None if log is None else os.fspath(log),
         )
         if name is not None and log is not None:
-            raise WorkerConfigError("A worker with a name has a log of its own: omit log=.")
-        origin = OwnProcess(how) if name is None else NamedProcess(name, how)
+            raise errors.WorkerConfigError("A worker with a name has a log of its own: omit log=.")
+        origin = (
+            connections.OwnProcess(how) if name is None else connections.NamedProcess(name, how)
+        )
         self._open(origin, heartbeat, restarts, timeout)
 
     @classmethod
@@ -157,17 +145,17 @@ class Worker(concurrent.futures.Executor):
         """
         _check_positive(timeout=timeout, heartbeat=heartbeat)
         if not isinstance(authkey, bytes):
-            raise WorkerConfigError(
+            raise errors.WorkerConfigError(
                 f"The credentials of a worker are bytes, not {type(authkey).__name__}: pass on "
                 f"worker.authkey."
             )
         worker = cls.__new__(cls)
-        worker._open(GivenAddress(address, authkey), heartbeat, 0, timeout)
+        worker._open(connections.GivenAddress(address, authkey), heartbeat, 0, timeout)
         return worker
 
     def _open(
         self,
-        origin: OwnProcess | NamedProcess | GivenAddress,
+        origin: connections.OwnProcess | connections.NamedProcess | connections.GivenAddress,
         heartbeat: float,
         restarts: int,
         timeout: float | None,
@@ -178,7 +166,7 @@ class Worker(concurrent.futures.Executor):
             if importlib.util.find_spec(package) is None
         ]
         if missing:
-            raise WorkerStartError(
+            raise errors.WorkerStartError(
                 f"A worker needs {' and '.join(missing)}: pip install 'shardax[worker]'."
             )
         self._origin = origin
@@ -198,23 +186,27 @@ class Worker(concurrent.futures.Executor):
                 self._finalizer()
                 raise
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> connections.Connection:
         lost = weakref.WeakMethod(self._lost)
 
-        def on_lost(connection: Connection, calls: list[PendingCall], why: str) -> None:
+        def on_lost(
+            connection: connections.Connection, calls: list[connections.PendingCall], why: str
+        ) -> None:
             method = lost()
             if method is not None:
                 method(connection, calls, why)
 
-        def connect(address: str, credentials: bytes) -> Connection:
+        def connect(address: str, credentials: bytes) -> connections.Connection:
             self.address, self.authkey = address, credentials
-            return Connection(address, credentials, self._heartbeat, on_lost)
+            return connections.Connection(address, credentials, self._heartbeat, on_lost)
 
         return self._origin.open(connect)
 
     # --- calls ---
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> WorkerFuture:
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> connections.WorkerFuture:
         """Has a function called in the worker, as executors do.
 
         Args:
@@ -241,7 +233,7 @@ class Worker(concurrent.futures.Executor):
         timeout: float | None = None,
         idempotent: bool = False,
         keep: bool | str = False,
-    ) -> WorkerFuture:
+    ) -> connections.WorkerFuture:
         """Has a function called in the worker, with options.
 
         Args:
@@ -273,7 +265,7 @@ class Worker(concurrent.futures.Executor):
                 return decode(reply["parts"])
             return Remote(self, reply["kept"], reply["text"])
 
-        call = PendingCall(
+        call = connections.PendingCall(
             name=name_of(function),
             request={
                 "head": head,
@@ -281,7 +273,7 @@ class Worker(concurrent.futures.Executor):
                 "timeout": self._timeout if timeout is None else timeout,
                 "keep": keep,
             },
-            future=WorkerFuture(),
+            future=connections.WorkerFuture(),
             retries=RETRIES if idempotent else 0,
             is_idempotent=idempotent,
             receive=receive,  # refers to this worker, which stays until there is a result
@@ -289,13 +281,13 @@ class Worker(concurrent.futures.Executor):
         self._send(call)
         return call.future
 
-    def _send(self, call: PendingCall) -> None:
+    def _send(self, call: connections.PendingCall) -> None:
         while True:
             with self._changed:
                 if self._closing:
                     raise RuntimeError("This worker was shut down: cannot schedule new futures.")
                 if self._broken is not None:
-                    raise WorkerCrashedError(f"{self._broken}") from self._broken
+                    raise errors.WorkerCrashedError(f"{self._broken}") from self._broken
                 if self._connection.submit(call):
                     return
                 self._changed.wait()  # until the worker runs again
@@ -304,7 +296,7 @@ class Worker(concurrent.futures.Executor):
         if type(obj) is not Remote:
             return None
         if obj.worker is not self:
-            raise WorkerConfigError(
+            raise errors.WorkerConfigError(
                 f"{obj} is kept in another worker than the one that is called. Fetch it, "
                 f"value.get(), or call its own worker, value.worker."
             )
@@ -344,7 +336,9 @@ class Worker(concurrent.futures.Executor):
 
     # --- life cycle ---
 
-    def _lost(self, connection: Connection, calls: list[PendingCall], why: str) -> None:
+    def _lost(
+        self, connection: connections.Connection, calls: list[connections.PendingCall], why: str
+    ) -> None:
         """Fail or repeat the calls of a lost connection, and reconnect."""
         with self._changed:
             closing = self._closing or not self._finalizer.alive  # or the program ends
@@ -371,7 +365,7 @@ class Worker(concurrent.futures.Executor):
     def _reopen(self, why: str, expected: bool) -> None:
         try:
             if not (expected or self._restarts_left):
-                raise WorkerCrashedError(
+                raise errors.WorkerCrashedError(
                     f"The worker is lost ({why}) and was not started again: it crashed "
                     f"{self._restarts + 1} times in a row. Make a new one."
                 )
@@ -396,10 +390,10 @@ class Worker(concurrent.futures.Executor):
             while self._connection is connection and self._broken is None:
                 self._changed.wait()
             if self._broken is not None:
-                raise WorkerCrashedError(f"{self._broken}") from self._broken
+                raise errors.WorkerCrashedError(f"{self._broken}") from self._broken
 
-    def _end_process(self, connection: Connection) -> None:
-        with contextlib.suppress(WorkerCrashedError):
+    def _end_process(self, connection: connections.Connection) -> None:
+        with contextlib.suppress(errors.WorkerCrashedError):
             connection.ask("stop", INFO_SECONDS)
         self._origin.close()
         connection.wait_for_end()
@@ -422,7 +416,7 @@ class Worker(concurrent.futures.Executor):
         else:
             threading.Thread(target=self._finish, args=[calls], daemon=True).start()
 
-    def _finish(self, calls: Sequence[PendingCall]) -> None:
+    def _finish(self, calls: Sequence[connections.PendingCall]) -> None:
         concurrent.futures.wait([call.future for call in calls])
         self._connection.close()
         self._finalizer()
@@ -439,7 +433,7 @@ class Worker(concurrent.futures.Executor):
         return f"Worker({self.address!r}, {state})"
 
 
-def _crashed(call: PendingCall, why: str) -> WorkerCrashedError:
+def _crashed(call: connections.PendingCall, why: str) -> errors.WorkerCrashedError:
     when = "while it ran" if call.future.running() else "before it was known to have begun"
     again = (
         "It has been run again as often as it may."
@@ -447,13 +441,13 @@ def _crashed(call: PendingCall, why: str) -> WorkerCrashedError:
         else "It was not run again, since it is not marked idempotent. A function that may be run "
         "again from its beginning is marked so: worker.request(f, args, idempotent=True)."
     )
-    return WorkerCrashedError(f"The worker of {call.name} was lost {when}: {why}. {again}")
+    return errors.WorkerCrashedError(f"The worker of {call.name} was lost {when}: {why}. {again}")
 
 
 def _check_positive(**options: float | None) -> None:
     for name, value in options.items():
         if value is not None and not (isinstance(value, (int, float)) and value > 0):
-            raise WorkerConfigError(f"{name}={value!r} is not a positive number.")
+            raise errors.WorkerConfigError(f"{name}={value!r} is not a positive number.")
 
 
 class Remote:
@@ -501,7 +495,7 @@ class Remote:
                 self.delete()
 
     def __reduce__(self) -> Any:
-        raise RemoteValueError(
+        raise errors.RemoteValueError(
             f"{self!r} cannot be pickled or copied: it stands for a value in a worker. "
             f"Send the value, remote.get(), or keep it under a name, worker.put(value, name='...'),"
             f" and connect to the worker there: worker.value('...')."
@@ -627,14 +621,14 @@ def remote(
     given = [name for name, value in options.items() if value not in (None, False)]
     if not (executor is None or isinstance(executor, Worker)):
         if given:
-            raise WorkerConfigError(
+            raise errors.WorkerConfigError(
                 f"{', '.join(given)} of sx.host.remote({name_of(f)}) is for sx.host.Worker only, "
                 f"and the executor is a {type(executor).__name__}. Give that its own option, such "
                 f"as client.get_executor(retries=2) of dask.distributed, or wait for the future "
                 f"with result(timeout)."
             )
         if not callable(getattr(executor, "submit", None)):
-            raise WorkerConfigError(
+            raise errors.WorkerConfigError(
                 f"{executor!r} is no executor: it has no submit(f, *args). Pass sx.host.Worker(), "
                 f"or with dask.distributed client.get_executor()."
             )

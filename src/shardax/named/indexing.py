@@ -30,25 +30,7 @@ import numpy as np
 
 from shardax._core._jax import Tracer
 from shardax._core.array_ops import ArrayLike
-from shardax.named.base import (
-    Dims,
-    NamedAxesError,
-    NamedIndexError,
-    NamedStorage,
-    check_dims,
-    positional_places,
-    shown,
-    transposed,
-)
-from shardax.named.elementwise import (
-    Operand,
-    align,
-    check_sizes,
-    expand,
-    joined,
-    operand_of,
-    place_of,
-)
+from shardax.named import base, elementwise
 from shardax.named.lift import run_lifted
 
 
@@ -57,7 +39,7 @@ class ResolvedIndex(NamedTuple):
 
     permutation: tuple[int, ...] | None
     entries: tuple[Any, ...]  # one per dimension
-    dims: Dims  # of the result
+    dims: base.Dims  # of the result
     shape: tuple[int, ...]  # of the result
 
 
@@ -65,15 +47,17 @@ class _Gathered(NamedTuple):
     """Positions to take along one dimension, over dims of the result."""
 
     place: int
-    positions: Operand
+    positions: elementwise.Operand
 
 
-def resolve_index(array: Operand, index: Any) -> ResolvedIndex:
+def resolve_index(array: elementwise.Operand, index: Any) -> ResolvedIndex:
     """Resolves an index by names or position that adds no names."""
     entries = _by_place(array, index)
     entries = {place: _resolve(array, place, entry) for place, entry in entries.items()}
     taken = [
-        _Gathered(place, entry) for place, entry in entries.items() if isinstance(entry, Operand)
+        _Gathered(place, entry)
+        for place, entry in entries.items()
+        if isinstance(entry, elementwise.Operand)
     ]
     if not taken:
         whole = tuple(entries.get(place, slice(None)) for place in range(len(array.dims)))
@@ -84,17 +68,17 @@ def resolve_index(array: Operand, index: Any) -> ResolvedIndex:
     wanted = {name for each in taken for name in each.positions.dims if name is not None}
     for place, name in enumerate(array.dims):
         if name in wanted and place not in entries:
-            positions = Operand(jnp.arange(array.data.shape[place]), (name,))
+            positions = elementwise.Operand(jnp.arange(array.data.shape[place]), (name,))
             taken.append(_Gathered(place, positions))
     return _gather(array, entries, taken)
 
 
 def _gather(
-    array: Operand, entries: Mapping[int, Any], taken: Sequence[_Gathered]
+    array: elementwise.Operand, entries: Mapping[int, Any], taken: Sequence[_Gathered]
 ) -> ResolvedIndex:
     """Orders dimensions so that gathered ones stand where JAX leaves them."""
     # In the place of a single array of positions; in front, if there are more, or integers.
-    positions, dims = align([each.positions for each in taken])
+    positions, dims = elementwise.align([each.positions for each in taken])
     gathered = [each.place for each in taken]
     single = [place for place, entry in entries.items() if isinstance(entry, int)]
     rest = [place for place in range(len(array.dims)) if place not in (*gathered, *single)]
@@ -105,9 +89,9 @@ def _gather(
     kept = (*names[:before], *dims, *names[before:])
     twice = [name for name in kept if name is not None and kept.count(name) > 1]
     if twice:
-        raise NamedAxesError(
+        raise base.NamedAxesError(
             f"The result of this index would have the axis {twice[0]!r} twice: the array has "
-            f"{shown(array.dims, array.data.shape)} and takes only a slice along {twice[0]!r}, "
+            f"{base.shown(array.dims, array.data.shape)} and takes only a slice along {twice[0]!r}, "
             f"where positions have that name too. Take the slice first: x[{{...: slice}}][...]."
         )
     sizes = _sizes(array, entries, rest)
@@ -120,7 +104,9 @@ def _gather(
     )
 
 
-def _sizes(array: Operand, entries: Mapping[int, Any], places: Sequence[int]) -> tuple[int, ...]:
+def _sizes(
+    array: elementwise.Operand, entries: Mapping[int, Any], places: Sequence[int]
+) -> tuple[int, ...]:
     """Sizes of dimensions that stay, whole or sliced."""
     return tuple(
         len(range(*entries.get(place, slice(None)).indices(array.data.shape[place])))
@@ -128,37 +114,37 @@ def _sizes(array: Operand, entries: Mapping[int, Any], places: Sequence[int]) ->
     )
 
 
-def _by_place(array: Operand, index: Any) -> dict[int, Any]:
+def _by_place(array: elementwise.Operand, index: Any) -> dict[int, Any]:
     if isinstance(index, Mapping):
         entries: dict[int, Any] = {}
         for axis, entry in index.items():
-            place = place_of(array.dims, axis)
+            place = elementwise.place_of(array.dims, axis)
             if place in entries:
-                raise NamedAxesError(f"The index {dict(index)} has an axis twice.")
+                raise base.NamedAxesError(f"The index {dict(index)} has an axis twice.")
             entries[place] = entry
         return entries
     given = index if isinstance(index, tuple) else (index,)
-    places = positional_places(array.dims)
+    places = base.positional_places(array.dims)
     if sum(entry is Ellipsis for entry in given) > 1:
-        raise NamedAxesError("An index has one Ellipsis (...) at most.")
+        raise base.NamedAxesError("An index has one Ellipsis (...) at most.")
     if any(entry is None for entry in given):
-        raise NamedAxesError(
+        raise base.NamedAxesError(
             "None in an index would add a dimension without saying where among names. Add an axis "
             "by name, x[{'new': None}]; for a positional one say so after, .untag('new')."
         )
     before = next((i for i, entry in enumerate(given) if entry is Ellipsis), len(given))
     after = given[before + 1 :]
     if before + len(after) > len(places):
-        raise NamedAxesError(
+        raise base.NamedAxesError(
             f"The index has {before + len(after)} entries, but an array with axes "
-            f"{shown(array.dims, array.data.shape)} has {len(places)} positional dimensions, which "
+            f"{base.shown(array.dims, array.data.shape)} has {len(places)} positional dimensions, which "
             f"is what an index without names counts. Index by name: x[{{name: ...}}]."
         )
     pairs = zip(places[len(places) - len(after) :], after, strict=True)
     return {**dict(zip(places, given[:before], strict=False)), **dict(pairs)}
 
 
-def _resolve(array: Operand, place: int, entry: Any) -> Any:
+def _resolve(array: elementwise.Operand, place: int, entry: Any) -> Any:
     """Returns an integer, a slice, or an ``Operand`` of positions."""
     name, size = array.dims[place], int(array.data.shape[place])
     if isinstance(entry, ArrayLike):
@@ -167,8 +153,8 @@ def _resolve(array: Operand, place: int, entry: Any) -> Any:
         return _check_slice(name, entry)
     if isinstance(entry, (int, np.integer)) and not isinstance(entry, bool):
         return _in_range(name, int(entry), size)
-    if isinstance(entry, NamedStorage):
-        operand = Operand(*entry._parts())
+    if isinstance(entry, base.NamedStorage):
+        operand = elementwise.Operand(*entry._parts())
         if operand.data.dtype == jnp.bool_:
             return _masked(name, operand.data, operand.dims, size)
     elif isinstance(entry, (list, np.ndarray, jax.Array)):
@@ -180,31 +166,31 @@ def _resolve(array: Operand, place: int, entry: Any) -> Any:
         if not isinstance(entry, jax.Array):
             _check_known(name, entry, size)
     else:
-        raise NamedAxesError(
+        raise base.NamedAxesError(
             f"The axis {name!r} cannot be indexed by {entry!r} of type {type(entry).__name__}. Use "
             f"an integer, a slice, an array of integers or booleans, or a NamedArray of integers."
         )
     if not jnp.issubdtype(operand.data.dtype, jnp.integer):
-        raise NamedAxesError(
+        raise base.NamedAxesError(
             f"The axis {name!r} is indexed by an array of {operand.data.dtype}; positions are "
             f"integers, and masks booleans."
         )
     return operand
 
 
-def _unnamed(name: Any, positions: Any) -> Operand:
+def _unnamed(name: Any, positions: Any) -> elementwise.Operand:
     if positions.ndim > 1 or (name is None and positions.ndim):
-        raise NamedAxesError(
+        raise base.NamedAxesError(
             f"The axis {name!r} is indexed by an array of shape {tuple(positions.shape)}, whose "
             f"dimensions have no names that the result could have. Name them: "
             f"named.wrap(positions, {', '.join(map(repr, ('one', 'other')[: positions.ndim]))})."
         )
-    return Operand(jnp.asarray(positions), (name,) * positions.ndim)
+    return elementwise.Operand(jnp.asarray(positions), (name,) * positions.ndim)
 
 
 def _in_range(name: Any, position: int, size: int) -> int:
     if not -size <= position < size:
-        raise NamedIndexError(
+        raise base.NamedIndexError(
             f"Position {position} is out of range for the axis {name!r} of size {size}."
         )
     return position
@@ -220,30 +206,30 @@ def _check_slice(name: Any, entry: slice) -> slice:
     bounds = (entry.start, entry.stop, entry.step)
     if all(bound is None or isinstance(bound, (int, np.integer)) for bound in bounds):
         return entry
-    raise NamedAxesError(
+    raise base.NamedAxesError(
         f"The axis {name!r} is indexed by {entry}, whose bounds are not plain integers. The size "
         f"of a slice is fixed when a program is compiled; for one that starts anywhere, take "
         f"positions: x[{{{name!r}: start + jnp.arange(length)}}]."
     )
 
 
-def _masked(name: Any, mask: Any, dims: Dims, size: int) -> Operand:
+def _masked(name: Any, mask: Any, dims: base.Dims, size: int) -> elementwise.Operand:
     if isinstance(mask, Tracer):
-        raise NamedAxesError(
+        raise base.NamedAxesError(
             f"The axis {name!r} is indexed by booleans inside a trace, where how many are true is "
             f"not known, and so neither is the size. Keep the size: named.where(mask, x, 0)."
         )
     if mask.shape != (size,) or dims not in ((name,), (None,)):
-        raise NamedAxesError(
+        raise base.NamedAxesError(
             f"The axis {name!r} of size {size} is indexed by booleans with axes "
-            f"{shown(dims, mask.shape) if len(dims) == mask.ndim else tuple(mask.shape)}. A mask "
+            f"{base.shown(dims, mask.shape) if len(dims) == mask.ndim else tuple(mask.shape)}. A mask "
             f"has one entry per position of its axis; for several axes at once, keep the shape: "
             f"named.where(mask, x, 0)."
         )
-    return Operand(jnp.asarray(np.flatnonzero(np.asarray(mask))), (name,))
+    return elementwise.Operand(jnp.asarray(np.flatnonzero(np.asarray(mask))), (name,))
 
 
-class Indexing(NamedStorage):
+class Indexing(base.NamedStorage):
     """Indexing of named arrays."""
 
     __slots__ = ()
@@ -254,15 +240,15 @@ class Indexing(NamedStorage):
             for entry in (index if isinstance(index, tuple) else (index,))
         ):
             return run_lifted(self._make, lambda array, at: array[at], (self, index), {})
-        array = Operand(*self._parts())
-        added: Dims = ()
+        array = elementwise.Operand(*self._parts())
+        added: base.Dims = ()
         if isinstance(index, Mapping):
             added = tuple(name for name, entry in index.items() if entry is None)
             if added:
-                check_dims((*added, *(name for name in array.dims if name is not None)))
+                base.check_dims((*added, *(name for name in array.dims if name is not None)))
                 index = {name: entry for name, entry in index.items() if entry is not None}
         found = resolve_index(array, index)
-        data = transposed(array.data, found.permutation)[found.entries]
+        data = base.transposed(array.data, found.permutation)[found.entries]
         if added:
             data = jax.lax.expand_dims(data, range(len(added)))
         return self._make(data, (*added, *found.dims))
@@ -315,34 +301,34 @@ class Update:
         reference, found, _ = self._reference()
         return self.array._make(reference.get(**options), found.dims)
 
-    def _reference(self) -> tuple[Any, ResolvedIndex, Operand]:
-        array = Operand(*self.array._parts())
+    def _reference(self) -> tuple[Any, ResolvedIndex, elementwise.Operand]:
+        array = elementwise.Operand(*self.array._parts())
         found = resolve_index(array, self.index)
-        return transposed(array.data, found.permutation).at[found.entries], found, array
+        return base.transposed(array.data, found.permutation).at[found.entries], found, array
 
     def _run(self, change: Callable[[Any, Any], Any], value: Any) -> Any:
         reference, found, array = self._reference()
         part = jax.ShapeDtypeStruct(found.shape, array.data.dtype)
-        data = change(reference, _fitting(value, Operand(part, found.dims)))
+        data = change(reference, _fitting(value, elementwise.Operand(part, found.dims)))
         if found.permutation is not None:
-            data = transposed(data, tuple(map(found.permutation.index, range(data.ndim))))
+            data = base.transposed(data, tuple(map(found.permutation.index, range(data.ndim))))
         return self.array._make(data, array.dims)
 
 
-def _fitting(value: Any, part: Operand) -> Any:
+def _fitting(value: Any, part: elementwise.Operand) -> Any:
     """Returns a value with the dimensions of its part."""
-    found = operand_of(value, part)
+    found = elementwise.operand_of(value, part)
     if found is NotImplemented:
-        raise NamedAxesError(
+        raise base.NamedAxesError(
             f"A part of a NamedArray cannot be set to {value!r} of type {type(value).__name__}."
         )
-    if not isinstance(found, Operand):
+    if not isinstance(found, elementwise.Operand):
         return found
-    check_sizes((part, found))
-    if joined(part.dims, found.dims) != part.dims:
-        raise NamedAxesError(
-            f"A value with axes {shown(found.dims, found.data.shape)} does not fit into a part "
-            f"with axes {shown(part.dims, part.data.shape)}: it may lack axes, along which it is "
+    elementwise.check_sizes((part, found))
+    if elementwise.joined(part.dims, found.dims) != part.dims:
+        raise base.NamedAxesError(
+            f"A value with axes {base.shown(found.dims, found.data.shape)} does not fit into a part "
+            f"with axes {base.shown(part.dims, part.data.shape)}: it may lack axes, along which it is "
             f"repeated, but not have more."
         )
-    return expand(found, part.dims)
+    return elementwise.expand(found, part.dims)

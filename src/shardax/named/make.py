@@ -17,15 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.variable import Variable
+from shardax.named import base
 from shardax.named.array import NamedArray, as_named
-from shardax.named.base import (
-    Axes,
-    NamedAxesError,
-    check_dims,
-    check_sizes_by_name,
-    shown,
-    sorted_names,
-)
 from shardax.named.elementwise import Operand, align, check_sizes, expand, joined, operand_of
 
 
@@ -59,7 +52,7 @@ def wrap(array: Any, *names: Any) -> NamedArray:
     return NamedArray(array, names)
 
 
-def full(axes: Axes, fill_value: Any, dtype: Any = None) -> NamedArray:
+def full(axes: base.Axes, fill_value: Any, dtype: Any = None) -> NamedArray:
     """Returns an array of one number.
 
     Args:
@@ -72,11 +65,11 @@ def full(axes: Axes, fill_value: Any, dtype: Any = None) -> NamedArray:
         >>> sx.named.full({"a": 2}, 7).unwrap("a").tolist()
         [7, 7]
     """
-    names, shape = check_sizes_by_name(axes)
+    names, shape = base.check_sizes_by_name(axes)
     return NamedArray(jnp.full(shape, fill_value, dtype), names)
 
 
-def zeros(axes: Axes, dtype: Any = None) -> NamedArray:
+def zeros(axes: base.Axes, dtype: Any = None) -> NamedArray:
     """Returns an array of zeros.
 
     Args:
@@ -88,11 +81,11 @@ def zeros(axes: Axes, dtype: Any = None) -> NamedArray:
         >>> sx.named.zeros({"a": 2, "b": 3}).axes
         {'a': 2, 'b': 3}
     """
-    names, shape = check_sizes_by_name(axes)
+    names, shape = base.check_sizes_by_name(axes)
     return NamedArray(jnp.zeros(shape, dtype), names)
 
 
-def ones(axes: Axes, dtype: Any = None) -> NamedArray:
+def ones(axes: base.Axes, dtype: Any = None) -> NamedArray:
     """Returns an array of ones.
 
     Args:
@@ -104,11 +97,11 @@ def ones(axes: Axes, dtype: Any = None) -> NamedArray:
         >>> sx.named.ones({"a": 2}).sum().item()
         2.0
     """
-    names, shape = check_sizes_by_name(axes)
+    names, shape = base.check_sizes_by_name(axes)
     return NamedArray(jnp.ones(shape, dtype), names)
 
 
-def arange(axes: Axes, start: Any = 0, step: Any = 1, dtype: Any = None) -> NamedArray:
+def arange(axes: base.Axes, start: Any = 0, step: Any = 1, dtype: Any = None) -> NamedArray:
     """Returns numbers in equal steps along one axis.
 
     Args:
@@ -125,9 +118,9 @@ def arange(axes: Axes, start: Any = 0, step: Any = 1, dtype: Any = None) -> Name
         >>> sx.named.arange({"time": 4}, start=1, step=2).unwrap("time").tolist()
         [1, 3, 5, 7]
     """
-    names, shape = check_sizes_by_name(axes)
+    names, shape = base.check_sizes_by_name(axes)
     if len(names) != 1:
-        raise NamedAxesError(
+        raise base.NamedAxesError(
             f"arange makes one axis, but was given {len(names)}: {dict(axes)}. Add numbers along "
             f"several axes, which meet by name: arange({{'a': 2}}) + 10 * arange({{'b': 3}})."
         )
@@ -135,7 +128,7 @@ def arange(axes: Axes, start: Any = 0, step: Any = 1, dtype: Any = None) -> Name
     return NamedArray(numbers if dtype is None else numbers.astype(dtype), names)
 
 
-def random(sampler: Callable[..., Any], key: Any, axes: Axes, **options: Any) -> NamedArray:
+def random(sampler: Callable[..., Any], key: Any, axes: base.Axes, **options: Any) -> NamedArray:
     """Draws random numbers by a function such as those of ``jax.random``.
 
     Args:
@@ -152,14 +145,14 @@ def random(sampler: Callable[..., Any], key: Any, axes: Axes, **options: Any) ->
         >>> sx.named.random(jax.random.gumbel, jax.random.key(0), {"vocab": 5}).axes
         {'vocab': 5}
     """
-    given, _ = check_sizes_by_name(axes)
-    names = sorted_names(given)
+    given, _ = base.check_sizes_by_name(axes)
+    names = base.sorted_names(given)
     shape = tuple(axes[name] for name in names)
     key = key.unwrap() if isinstance(key, NamedArray) else key
     return NamedArray(sampler(key, shape=shape, **options), names)
 
 
-def normal(key: Any, axes: Axes, dtype: Any = float) -> NamedArray:
+def normal(key: Any, axes: base.Axes, dtype: Any = float) -> NamedArray:
     """Draws numbers of the standard normal distribution.
 
     Args:
@@ -181,7 +174,7 @@ def normal(key: Any, axes: Axes, dtype: Any = float) -> NamedArray:
 
 
 def uniform(
-    key: Any, axes: Axes, dtype: Any = float, minval: Any = 0.0, maxval: Any = 1.0
+    key: Any, axes: base.Axes, dtype: Any = float, minval: Any = 0.0, maxval: Any = 1.0
 ) -> NamedArray:
     """Draws numbers evenly from ``[minval, maxval)``.
 
@@ -203,7 +196,7 @@ def uniform(
     return random(jax.random.uniform, key, axes, dtype=dtype, minval=minval, maxval=maxval)
 
 
-def randint(key: Any, axes: Axes, minval: Any, maxval: Any, dtype: Any = int) -> NamedArray:
+def randint(key: Any, axes: base.Axes, minval: Any, maxval: Any, dtype: Any = int) -> NamedArray:
     """Draws integers evenly from ``[minval, maxval)``.
 
     Args:
@@ -225,7 +218,7 @@ def randint(key: Any, axes: Axes, minval: Any, maxval: Any, dtype: Any = int) ->
     return random(jax.random.randint, key, axes, minval=minval, maxval=maxval, dtype=dtype)
 
 
-def random_split(key: Any, axes: Axes) -> NamedArray:
+def random_split(key: Any, axes: base.Axes) -> NamedArray:
     """Returns a random key for every position.
 
     A function run by ``nmap`` then draws differently at each. A key that is not split is the same
@@ -269,9 +262,9 @@ def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
     operands = _operands(arrays, "concatenate")
     for data, dims in operands:
         if axis is None or axis not in dims:
-            raise NamedAxesError(
+            raise base.NamedAxesError(
                 f"concatenate along {axis!r} was given an array with axes "
-                f"{shown(dims, data.shape)}. Every array needs it; stack makes a new axis."
+                f"{base.shown(dims, data.shape)}. Every array needs it; stack makes a new axis."
             )
     others = []  # the arrays without the axis, along which their sizes may differ
     for data, dims in operands:
@@ -314,7 +307,7 @@ def stack(arrays: Sequence[Any], axis: Any) -> NamedArray:
     """
     datas, dims = align(_operands(arrays, "stack"))
     full = jnp.broadcast_arrays(*datas)
-    return NamedArray._make(jnp.stack(full), check_dims((axis, *dims)))
+    return NamedArray._make(jnp.stack(full), base.check_dims((axis, *dims)))
 
 
 def unstack(array: NamedArray, axis: Any) -> tuple[NamedArray, ...]:
@@ -368,7 +361,7 @@ def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[Nam
         parts = sizes
         sizes = (whole // parts,) * parts if parts > 0 else ()
     if sum(sizes) != whole or any(size < 0 for size in sizes):
-        raise NamedAxesError(
+        raise base.NamedAxesError(
             f"The axis {axis!r} has size {whole}, which the parts {tuple(sizes)} are not. Give "
             f"sizes that add up, or a number of parts that divides it."
         )
@@ -399,7 +392,7 @@ def where(condition: Any, x: Any, y: Any) -> NamedArray:
     """
     first = next((each for each in (x, y, condition) if isinstance(each, NamedArray)), None)
     if first is None:
-        raise NamedAxesError(
+        raise base.NamedAxesError(
             "named.where chooses between named arrays, but none was given; for plain ones there "
             "is jnp.where."
         )
@@ -407,7 +400,9 @@ def where(condition: Any, x: Any, y: Any) -> NamedArray:
     found = [operand_of(each, beside) for each in (x, y, condition)]
     for each, given in zip(found, (x, y, condition), strict=True):
         if each is NotImplemented:
-            raise NamedAxesError(f"named.where takes arrays and numbers, but was given {given!r}.")
+            raise base.NamedAxesError(
+                f"named.where takes arrays and numbers, but was given {given!r}."
+            )
     datas, dims = align([each for each in found if isinstance(each, Operand)])
     expanded = iter(datas)
     chosen, other, mask = (next(expanded) if isinstance(e, Operand) else e for e in found)
@@ -422,5 +417,5 @@ def _operands(arrays: Sequence[Any], function: str) -> list[Operand]:
         for array in arrays
     ]
     if not operands:
-        raise NamedAxesError(f"{function} needs at least one array.")
+        raise base.NamedAxesError(f"{function} needs at least one array.")
     return operands

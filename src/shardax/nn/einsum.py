@@ -22,18 +22,8 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
+from shardax.nn import parameters
 from shardax.nn.linear import add_bias, einsum
-from shardax.nn.parameters import (
-    as_array,
-    as_axes,
-    as_sizes,
-    canonical_dtype,
-    cast_all,
-    lecun_normal,
-    make_parameter,
-    refuse_input,
-    zeros,
-)
 
 _FORM = re.compile(r"(\.\.\.)?([A-Za-z]+),([A-Za-z]+)->(\.\.\.)?([A-Za-z]*)")
 
@@ -134,23 +124,23 @@ class Einsum(Module):
         dtype: Any = None,
         param_dtype: Any = np.float32,
         kernel_init: Initializer | None = None,
-        bias_init: Initializer = zeros,
+        bias_init: Initializer = parameters.zeros,
         kernel_axes: Sequence[str | None] | None = None,
         rngs: Rngs | None,
     ) -> None:
         parsed = Equation.parse(equation)
         name = f"Einsum('{parsed}')"
-        sizes = as_sizes(name, "shape", tuple(shape))
+        sizes = parameters.as_sizes(name, "shape", tuple(shape))
         if len(sizes) != len(parsed.kernel):
             raise LayerConfigError(
                 f"{name} has a kernel {parsed.kernel!r} of {len(parsed.kernel)} dimensions, but "
                 f"shape={sizes} has {len(sizes)}. Give one size per letter."
             )
         given = tuple(parsed.kernel) if kernel_axes is None else kernel_axes
-        axes = as_axes(name, "kernel_axes", given, len(sizes))
+        axes = parameters.as_axes(name, "kernel_axes", given, len(sizes))
         if kernel_init is None:
-            kernel_init = lecun_normal(*parsed.kernel_dimensions())
-        self.kernel = make_parameter(name, kernel_init, sizes, param_dtype, axes, rngs)
+            kernel_init = parameters.lecun_normal(*parsed.kernel_dimensions())
+        self.kernel = parameters.make_parameter(name, kernel_init, sizes, param_dtype, axes, rngs)
         self.bias = None
         if bias_shape is not None:
             made = [parsed.kernel.index(letter) for letter in parsed.made]
@@ -161,11 +151,11 @@ class Einsum(Module):
                     f"that come from the kernel alone have the sizes {expected}. Give "
                     f"bias_shape={expected}."
                 )
-            self.bias = make_parameter(
+            self.bias = parameters.make_parameter(
                 name, bias_init, expected, param_dtype, [axes[i] for i in made], rngs
             )
         self.equation = parsed
-        self.dtype = canonical_dtype(dtype)
+        self.dtype = parameters.canonical_dtype(dtype)
 
     def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
         """Maps an input.
@@ -181,19 +171,19 @@ class Einsum(Module):
         Raises:
             LayerInputError: If the shape does not fit the equation and the kernel.
         """
-        x, kernel, equation = as_array(x), self.kernel.value, self.equation
+        x, kernel, equation = parameters.as_array(x), self.kernel.value, self.equation
         extra = x.ndim - len(equation.input)
         sizes = dict(zip(equation.kernel, kernel.shape, strict=True))
         if not _fits(equation, sizes, x.shape):
             dots = ["..."] if equation.ellipsis else []
             expected = [str(sizes.get(letter, letter)) for letter in equation.input]
-            refuse_input(
+            parameters.refuse_input(
                 f"Einsum('{equation}')",
                 f"an input of shape ({', '.join(dots + expected)})",
                 x,
                 f"The kernel has the shape {kernel.shape}.",
             )
-        x, kernel = cast_all(self.dtype, x, kernel)
+        x, kernel = parameters.cast_all(self.dtype, x, kernel)
         y = einsum(equation.spelled_out(extra), x, kernel, out_sharding)
         if self.bias is None:
             return y

@@ -13,16 +13,8 @@ import numpy as np
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
+from shardax.nn import parameters
 from shardax.nn.linear import contract
-from shardax.nn.parameters import (
-    as_array,
-    as_size,
-    canonical_dtype,
-    cast_all,
-    make_parameter,
-    refuse_input,
-    shown_sizes,
-)
 from shardax.partition.explicit import joined_sharding
 
 default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(
@@ -69,12 +61,14 @@ class Embed(Module):
         rngs: Rngs | None,
     ) -> None:
         shape = (
-            as_size("Embed", "num_embeddings", num_embeddings),
-            as_size("Embed", "features", features),
+            parameters.as_size("Embed", "num_embeddings", num_embeddings),
+            parameters.as_size("Embed", "features", features),
         )
-        self.embedding = make_parameter("Embed", embedding_init, shape, param_dtype, axes, rngs)
+        self.embedding = parameters.make_parameter(
+            "Embed", embedding_init, shape, param_dtype, axes, rngs
+        )
         self.num_embeddings, self.features = shape
-        self.dtype = canonical_dtype(dtype)
+        self.dtype = parameters.canonical_dtype(dtype)
 
     def __call__(self, indices: Any, *, out_sharding: Any = None) -> jax.Array:
         """Looks vectors up.
@@ -91,16 +85,16 @@ class Embed(Module):
         Raises:
             LayerInputError: If the indices are not integers.
         """
-        indices = as_array(indices)
+        indices = parameters.as_array(indices)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
-            refuse_input(
+            parameters.refuse_input(
                 f"Embed({self.num_embeddings}, {self.features})",
                 "integers to look up",
                 indices,
                 "Cast them: indices.astype(int). For a distribution over the vectors, multiply: "
                 "weights @ embed.embedding.",
             )
-        (table,) = cast_all(self.dtype, self.embedding.value)
+        (table,) = parameters.cast_all(self.dtype, self.embedding.value)
         if out_sharding is None:
             out_sharding = joined_sharding(((indices, range(indices.ndim)), (table, (1,))))
         if out_sharding is None:
@@ -123,13 +117,13 @@ class Embed(Module):
         Raises:
             LayerInputError: If the last dimension is not ``features``.
         """
-        x, table = as_array(x), self.embedding.value
+        x, table = parameters.as_array(x), self.embedding.value
         if x.shape[-1:] != (self.features,):
-            refuse_input(
+            parameters.refuse_input(
                 f"Embed({self.num_embeddings}, {self.features}).attend",
-                f"an input of shape {shown_sizes((self.features,))}",
+                f"an input of shape {parameters.shown_sizes((self.features,))}",
                 x,
                 "It is the transpose of the lookup, so it takes what the lookup gives.",
             )
-        x, table = cast_all(self.dtype, x, table)
+        x, table = parameters.cast_all(self.dtype, x, table)
         return contract(x, table, (1,), out_sharding)

@@ -18,19 +18,7 @@ import numpy as np
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax.nn.parameters import (
-    Sizes,
-    as_array,
-    as_axes,
-    as_sizes,
-    canonical_dtype,
-    cast_all,
-    lecun_normal,
-    make_parameter,
-    refuse_input,
-    shown_sizes,
-    zeros,
-)
+from shardax.nn import parameters
 from shardax.partition.explicit import align, joined_sharding
 
 
@@ -102,34 +90,38 @@ class Linear(Module):
 
     def __init__(
         self,
-        in_features: Sizes,
-        out_features: Sizes,
+        in_features: parameters.Sizes,
+        out_features: parameters.Sizes,
         *,
         use_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = np.float32,
         kernel_init: Initializer | None = None,
-        bias_init: Initializer = zeros,
+        bias_init: Initializer = parameters.zeros,
         kernel_axes: Sequence[str | None] | None = None,
         rngs: Rngs | None,
     ) -> None:
-        inputs = as_sizes("Linear", "in_features", in_features)
-        outputs = as_sizes("Linear", "out_features", out_features)
+        inputs = parameters.as_sizes("Linear", "in_features", in_features)
+        outputs = parameters.as_sizes("Linear", "out_features", out_features)
         shape, count = inputs + outputs, len(inputs)
         if kernel_axes is None:
             kernel_axes = (*_numbered("in", count), *_numbered("out", len(outputs)))
-        axes = as_axes("Linear", "kernel_axes", kernel_axes, len(shape))
+        axes = parameters.as_axes("Linear", "kernel_axes", kernel_axes, len(shape))
         if kernel_init is None:
-            kernel_init = lecun_normal(tuple(range(count)), tuple(range(count, len(shape))))
-        self.kernel = make_parameter("Linear", kernel_init, shape, param_dtype, axes, rngs)
+            kernel_init = parameters.lecun_normal(
+                tuple(range(count)), tuple(range(count, len(shape)))
+            )
+        self.kernel = parameters.make_parameter(
+            "Linear", kernel_init, shape, param_dtype, axes, rngs
+        )
         self.bias = (
-            make_parameter("Linear", bias_init, outputs, param_dtype, axes[count:], rngs)
+            parameters.make_parameter("Linear", bias_init, outputs, param_dtype, axes[count:], rngs)
             if use_bias
             else None
         )
         self.in_features = in_features
         self.out_features = out_features
-        self.dtype = canonical_dtype(dtype)
+        self.dtype = parameters.canonical_dtype(dtype)
 
     def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
         """Maps an input.
@@ -145,19 +137,19 @@ class Linear(Module):
         Raises:
             LayerInputError: If the last dimensions are not ``in_features``.
         """
-        x, kernel = as_array(x), self.kernel.value
+        x, kernel = parameters.as_array(x), self.kernel.value
         count = len(self.in_features) if isinstance(self.in_features, tuple) else 1
         sizes = kernel.shape[:count]
         if x.shape[-count:] != sizes:
-            refuse_input(
+            parameters.refuse_input(
                 f"Linear(in_features={self.in_features}, out_features={self.out_features})",
-                f"an input of shape {shown_sizes(sizes)}",
+                f"an input of shape {parameters.shown_sizes(sizes)}",
                 x,
                 f"Make the layer with in_features="
                 f"{x.shape[-1] if count == 1 and x.ndim else x.shape[-count:]}, or bring the "
                 f"features to the end.",
             )
-        x, kernel = cast_all(self.dtype, x, kernel)
+        x, kernel = parameters.cast_all(self.dtype, x, kernel)
         y = contract(x, kernel, range(count), out_sharding)
         return y if self.bias is None else add_bias(y, self.bias.value)
 

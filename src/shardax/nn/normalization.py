@@ -26,21 +26,7 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.variable import BatchStat
 from shardax._transforms.errors import LayerConfigError
-from shardax.nn.parameters import (
-    LayerInputError,
-    as_array,
-    as_axes,
-    as_size,
-    at_least_float32,
-    canonical_dtype,
-    check_epsilon,
-    make_parameter,
-    ones,
-    refuse_input,
-    result_dtype,
-    shown_sizes,
-    zeros,
-)
+from shardax.nn import parameters
 from shardax.partition.explicit import align
 
 
@@ -80,19 +66,21 @@ class RMSNorm(Module):
         use_scale: bool = True,
         dtype: Any = None,
         param_dtype: Any = np.float32,
-        scale_init: Initializer = ones,
+        scale_init: Initializer = parameters.ones,
         axes: Sequence[str | None] = ("embed",),
         rngs: Rngs | None = None,
     ) -> None:
-        self.features = as_size("RMSNorm", "features", features)
-        self.epsilon = check_epsilon("RMSNorm", epsilon)
-        names = as_axes("RMSNorm", "axis names", axes, 1)
+        self.features = parameters.as_size("RMSNorm", "features", features)
+        self.epsilon = parameters.check_epsilon("RMSNorm", epsilon)
+        names = parameters.as_axes("RMSNorm", "axis names", axes, 1)
         self.scale = (
-            make_parameter("RMSNorm", scale_init, (self.features,), param_dtype, names, rngs)
+            parameters.make_parameter(
+                "RMSNorm", scale_init, (self.features,), param_dtype, names, rngs
+            )
             if use_scale
             else None
         )
-        self.dtype = canonical_dtype(dtype)
+        self.dtype = parameters.canonical_dtype(dtype)
 
     def __call__(self, x: Any) -> jax.Array:
         """Normalises an input.
@@ -108,9 +96,9 @@ class RMSNorm(Module):
         """
         x = _check_input("RMSNorm", self.features, x)
         scale = None if self.scale is None else self.scale.value
-        wide = x.astype(at_least_float32(x.dtype))
+        wide = x.astype(parameters.at_least_float32(x.dtype))
         normed = _over_root_mean_square(wide, self.epsilon, scale)
-        return normed.astype(result_dtype(self.dtype, x, scale))
+        return normed.astype(parameters.result_dtype(self.dtype, x, scale))
 
 
 class LayerNorm(Module):
@@ -153,20 +141,25 @@ class LayerNorm(Module):
         use_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = np.float32,
-        scale_init: Initializer = ones,
-        bias_init: Initializer = zeros,
+        scale_init: Initializer = parameters.ones,
+        bias_init: Initializer = parameters.zeros,
         axes: Sequence[str | None] = ("embed",),
         rngs: Rngs | None = None,
     ) -> None:
-        self.features = as_size("LayerNorm", "features", features)
-        self.epsilon = check_epsilon("LayerNorm", epsilon)
-        names, shape = as_axes("LayerNorm", "axis names", axes, 1), (self.features,)
+        self.features = parameters.as_size("LayerNorm", "features", features)
+        self.epsilon = parameters.check_epsilon("LayerNorm", epsilon)
+        names, shape = parameters.as_axes("LayerNorm", "axis names", axes, 1), (self.features,)
         make = functools.partial(
-            make_parameter, "LayerNorm", shape=shape, dtype=param_dtype, axes=names, rngs=rngs
+            parameters.make_parameter,
+            "LayerNorm",
+            shape=shape,
+            dtype=param_dtype,
+            axes=names,
+            rngs=rngs,
         )
         self.scale = make(scale_init) if use_scale else None
         self.bias = make(bias_init) if use_bias else None
-        self.dtype = canonical_dtype(dtype)
+        self.dtype = parameters.canonical_dtype(dtype)
 
     def __call__(self, x: Any) -> jax.Array:
         """Normalises an input.
@@ -183,21 +176,21 @@ class LayerNorm(Module):
         x = _check_input("LayerNorm", self.features, x)
         scale = None if self.scale is None else self.scale.value
         bias = None if self.bias is None else self.bias.value
-        wide = x.astype(at_least_float32(x.dtype))
+        wide = x.astype(parameters.at_least_float32(x.dtype))
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         # Of centred values, so that a large common offset costs no precision.
         normed = _over_root_mean_square(centred, self.epsilon, scale)
         if bias is not None:
             normed = normed + _spread(bias, normed)
-        return normed.astype(result_dtype(self.dtype, x, scale, bias))
+        return normed.astype(parameters.result_dtype(self.dtype, x, scale, bias))
 
 
 def _check_input(layer: str, features: int, x: Any) -> jax.Array:
-    x = as_array(x)
+    x = parameters.as_array(x)
     if x.shape[-1:] != (features,):
-        refuse_input(
+        parameters.refuse_input(
             f"{layer}({features})",
-            f"an input of shape {shown_sizes((features,))}",
+            f"an input of shape {parameters.shown_sizes((features,))}",
             x,
             f"Make the layer with features={x.shape[-1] if x.ndim else 1}, or bring the features "
             f"to the end.",
@@ -277,8 +270,8 @@ class BatchNorm(Module):
         use_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = np.float32,
-        scale_init: Initializer = ones,
-        bias_init: Initializer = zeros,
+        scale_init: Initializer = parameters.ones,
+        bias_init: Initializer = parameters.zeros,
         axes: Sequence[str | None] = ("embed",),
         rngs: Rngs | None = None,
     ) -> None:
@@ -287,21 +280,26 @@ class BatchNorm(Module):
                 f"BatchNorm needs a momentum from 0 to 1, the part of the running statistics to "
                 f"keep, but momentum={momentum!r}."
             )
-        self.features = as_size("BatchNorm", "features", features)
+        self.features = parameters.as_size("BatchNorm", "features", features)
         self.axis = int(axis)
         self.momentum = float(momentum)
-        self.epsilon = check_epsilon("BatchNorm", epsilon)
+        self.epsilon = parameters.check_epsilon("BatchNorm", epsilon)
         self.use_running_average = bool(use_running_average)
         self.axis_name = axis_name
-        names, shape = as_axes("BatchNorm", "axis names", axes, 1), (self.features,)
-        self.mean = BatchStat(Init(zeros, shape, np.float32), axes=names)
-        self.var = BatchStat(Init(ones, shape, np.float32), axes=names)
+        names, shape = parameters.as_axes("BatchNorm", "axis names", axes, 1), (self.features,)
+        self.mean = BatchStat(Init(parameters.zeros, shape, np.float32), axes=names)
+        self.var = BatchStat(Init(parameters.ones, shape, np.float32), axes=names)
         make = functools.partial(
-            make_parameter, "BatchNorm", shape=shape, dtype=param_dtype, axes=names, rngs=rngs
+            parameters.make_parameter,
+            "BatchNorm",
+            shape=shape,
+            dtype=param_dtype,
+            axes=names,
+            rngs=rngs,
         )
         self.scale = make(scale_init) if use_scale else None
         self.bias = make(bias_init) if use_bias else None
-        self.dtype = canonical_dtype(dtype)
+        self.dtype = parameters.canonical_dtype(dtype)
 
     def __call__(
         self, x: Any, *, use_running_average: bool | None = None, mask: Any = None
@@ -321,9 +319,9 @@ class BatchNorm(Module):
             LayerInputError: If the dimension of the features has another size, or there is no axis
                 ``axis_name`` here.
         """
-        x = as_array(x)
+        x = parameters.as_array(x)
         if not -x.ndim <= self.axis < x.ndim or x.shape[self.axis] != self.features:
-            refuse_input(
+            parameters.refuse_input(
                 f"BatchNorm({self.features})",
                 f"an input whose dimension {self.axis} has size {self.features}",
                 x,
@@ -331,7 +329,7 @@ class BatchNorm(Module):
                 "stand.",
             )
         dimension = self.axis % x.ndim
-        wide = x.astype(at_least_float32(x.dtype))
+        wide = x.astype(parameters.at_least_float32(x.dtype))
         running = self.use_running_average if use_running_average is None else use_running_average
         if running:
             mean, var = self.mean.value, self.var.value
@@ -345,14 +343,18 @@ class BatchNorm(Module):
             normed = normed * _spread(scale, wide, dimension)
         if bias is not None:
             normed = normed + _spread(bias, wide, dimension)
-        return normed.astype(result_dtype(self.dtype, x, scale, bias))
+        return normed.astype(parameters.result_dtype(self.dtype, x, scale, bias))
 
     def _batch_statistics(
         self, x: jax.Array, dimension: int, mask: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Returns mean and variance of features, and updates the running ones."""
         others = tuple(axis for axis in range(x.ndim) if axis != dimension)
-        where = None if mask is None else jnp.broadcast_to(as_array(mask).astype(bool), x.shape)
+        where = (
+            None
+            if mask is None
+            else jnp.broadcast_to(parameters.as_array(mask).astype(bool), x.shape)
+        )
         count = None if where is None else self._over_axis(jax.lax.psum, where.sum(others))
 
         def average(values: jax.Array) -> jax.Array:
@@ -379,7 +381,7 @@ class BatchNorm(Module):
         try:
             return collective(x, self.axis_name)
         except NameError as error:
-            raise LayerInputError(
+            raise parameters.LayerInputError(
                 f"BatchNorm(axis_name={self.axis_name!r}) was called where there is no such axis. "
                 f"Call it inside sx.vmap(..., axis_name={self.axis_name!r}) or sx.shard_map over a "
                 f"mesh with that axis, or in evaluation, model.eval()."

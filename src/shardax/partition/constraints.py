@@ -30,14 +30,8 @@ from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.paths import format_path
 from shardax._transforms.errors import MeshError, NoMeshError
+from shardax.partition import context
 from shardax.partition.checker import diagnose
-from shardax.partition.context import (
-    OnNoMesh,
-    is_marking,
-    mark_names,
-    resolve_on_no_mesh,
-    resolve_rules,
-)
 from shardax.partition.errors import ConstraintError, NoRulesError
 from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
 from shardax.partition.rules import (
@@ -60,7 +54,7 @@ def constrain(
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
     *,
-    on_no_mesh: OnNoMesh | None = None,
+    on_no_mesh: context.OnNoMesh | None = None,
 ) -> jax.Array:
     """Lays an array out by axis names, inside a program or outside.
 
@@ -99,7 +93,7 @@ def constrain(
         ...     jax.typeof(double(jnp.ones((2, 3)))).str_short()
         'float32[2@data,3]'
     """
-    policy = resolve_on_no_mesh(on_no_mesh)
+    policy = context.resolve_on_no_mesh(on_no_mesh)
     names = check_names(axes)
     array = _as_array(x, names)
     if len(names) != array.ndim:
@@ -107,8 +101,8 @@ def constrain(
             f"{_intro(array, names)} there are {len(names)} axis names for {array.ndim} "
             "dimensions. Give one entry per dimension, None for a dimension without a name."
         )
-    if is_marking():
-        return mark_names(array, names)
+    if context.is_marking():
+        return context.mark_names(array, names)
     where = _mesh_for(array, mesh)
     if not _has_devices(where, array):
         if policy == "ignore":
@@ -120,7 +114,7 @@ def constrain(
             "scope, give it arrays that are laid out over one, or jax.ShapeDtypeStruct(..., "
             f"sharding=...). {_TO_IGNORE}"
         )
-    chosen = resolve_rules(rules)
+    chosen = context.resolve_rules(rules)
     has_names = next(iter(strings(names)), None) is not None
     if where is None:
         if policy == "ignore":

@@ -29,15 +29,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast
 from jax.sharding import AxisType, PartitionSpec
 
 from shardax._transforms.errors import NoMeshError
-from shardax.partition.errors import (
-    AxisConflictError,
-    AxisNamesError,
-    Diagnostic,
-    RulesError,
-    UnmappedAxisError,
-    did_you_mean,
-    raise_on_errors,
-)
+from shardax.partition import errors
 from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
 
 UNCONSTRAINED: Any = PartitionSpec.UNCONSTRAINED
@@ -99,11 +91,11 @@ def strings(names: Names) -> Iterator[str]:
 def check_names(names: Iterable[Any]) -> Names:
     """Names of one array as a checked tuple; lists inside become tuples."""
     if isinstance(names, str):
-        raise AxisNamesError(
+        raise errors.AxisNamesError(
             f"Axis names {names!r} are one string; give one name per dimension: ({names!r},)."
         )
     if not isinstance(names, Iterable):
-        raise AxisNamesError(
+        raise errors.AxisNamesError(
             f"Axis names are {names!r} of type {type(names).__name__}; give one entry per "
             "dimension, for instance ('embed', 'mlp')."
         )
@@ -114,7 +106,7 @@ def check_names(names: Iterable[Any]) -> Names:
         else:
             valid = isinstance(entry, str) or entry is None or entry is UNCONSTRAINED
         if not valid:
-            raise AxisNamesError(
+            raise errors.AxisNamesError(
                 f"Axis names {entries}: entry {position} is {entry!r} of type "
                 f"{type(entry).__name__}. An entry is a string, None (unnamed), "
                 "PartitionSpec.UNCONSTRAINED, or a tuple of strings for a merged dimension."
@@ -122,7 +114,7 @@ def check_names(names: Iterable[Any]) -> Names:
     flat = list(strings(entries))
     repeated = sorted({name for name in flat if flat.count(name) > 1})
     if repeated:
-        raise AxisNamesError(
+        raise errors.AxisNamesError(
             f"Axis names {entries} hold {', '.join(map(repr, repeated))} more than once, but one "
             "array can use a mesh axis only once. Name the dimensions apart, for instance "
             f"{repeated[0] + '_in'!r} and {repeated[0] + '_out'!r}, or None for one to replicate."
@@ -219,7 +211,7 @@ class Rules:
             if value is None:
                 value = known[0] if base is None else getattr(base, name)
             if value not in known:
-                raise RulesError(f"{name}={value!r} is not a policy; use one of {known}.")
+                raise errors.RulesError(f"{name}={value!r} is not a policy; use one of {known}.")
             object.__setattr__(self, name, value)
             policies.append(value)
         object.__setattr__(self, "pairs", checked)
@@ -271,12 +263,14 @@ class Rules:
         entries = check_names(names)
         assignment = assign(entries, self.pairs)
         if self.on_unmapped == "error" and assignment.unmapped:
-            raise UnmappedAxisError(f"Axis names {entries}: {explain_unmapped(assignment, self)}")
+            raise errors.UnmappedAxisError(
+                f"Axis names {entries}: {explain_unmapped(assignment, self)}"
+            )
         if self.on_conflict == "error" and assignment.passed_over:
-            raise AxisConflictError(f"Axis names {entries}: {explain_conflicts(assignment)}")
+            raise errors.AxisConflictError(f"Axis names {entries}: {explain_conflicts(assignment)}")
         return PartitionSpec(*assignment.entries)
 
-    def check(self, mesh: AnyMesh | None = None) -> list[Diagnostic]:
+    def check(self, mesh: AnyMesh | None = None) -> list[errors.Diagnostic]:
         """Returns diagnostics of the rules by themselves, without any array.
 
         ``shardax.check(model, mesh, rules)`` has more, because it knows the arrays.
@@ -303,7 +297,7 @@ class Rules:
             info unused-mesh-axis
         """
         where = None if mesh is None else resolve_mesh(mesh)
-        diagnostics: list[Diagnostic] = []
+        diagnostics: list[errors.Diagnostic] = []
         if where is not None:
             diagnostics += (d for rule in self.pairs for d in unknown_mesh_axes(rule, where))
         diagnostics += _shadowed(self.pairs, self.on_conflict)
@@ -337,7 +331,7 @@ class Rules:
                 "Rules are validated against a mesh: none was given and none is in scope. Pass "
                 "one, rules.validate(mesh); rules.check() checks rules alone."
             )
-        raise_on_errors(self.check(where))
+        errors.raise_on_errors(self.check(where))
         return self
 
     def extend(self, more: RulesLike) -> Rules:
@@ -424,20 +418,20 @@ def _check_pairs(pairs: Any) -> tuple[Rule, ...]:
     if isinstance(pairs, Mapping):
         pairs = cast("Mapping[Any, Any]", pairs).items()
     if isinstance(pairs, str) or not isinstance(pairs, Iterable):
-        raise RulesError(
+        raise errors.RulesError(
             f"Rules are made of pairs or a mapping, not of {pairs!r} ({type(pairs).__name__}). "
             f"Write for instance {example}; Rules([]) has no rules."
         )
     checked: list[Rule] = []
     for position, pair in enumerate(pairs):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise RulesError(
+            raise errors.RulesError(
                 f"Rule {position} is {pair!r}, not a pair of a logical name and a target. "
                 f"Write for instance {example}."
             )
         name, target = pair
         if not isinstance(name, str):
-            raise RulesError(
+            raise errors.RulesError(
                 f"Rule {position} is {tuple(pair)!r}: the logical name {name!r} is of type "
                 f"{type(name).__name__}; names are strings."
             )
@@ -452,18 +446,18 @@ def _check_target(position: int, name: str, target: Any) -> SpecEntry:
         return _plain(target)
     where = f"Rule {position} for {name!r}"
     if not isinstance(target, (tuple, list)):
-        raise RulesError(
+        raise errors.RulesError(
             f"{where} has the target {target!r} of type {type(target).__name__}. A target is a "
             "mesh axis, a tuple of mesh axes, None (replicate) or PartitionSpec.UNCONSTRAINED."
         )
     axes = tuple(target)
     if not all(isinstance(axis, str) for axis in axes):
-        raise RulesError(
+        raise errors.RulesError(
             f"{where} has the target {axes!r}: a tuple holds names of mesh axes only. "
             f"To offer a second choice, write a second rule for {name!r} after this one."
         )
     if len(set(axes)) < len(axes):
-        raise RulesError(
+        raise errors.RulesError(
             f"{where} has the target {axes!r}, which holds a mesh axis twice; one array "
             f"can use a mesh axis only once. Write {tuple(dict.fromkeys(axes))!r}."
         )
@@ -510,19 +504,19 @@ def explain_unmapped(assignment: AxisAssignment, rules: Rules) -> str:
 # --- Diagnostics of rules ---
 
 
-def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[Diagnostic]:
+def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
     """Yields an error for each mesh axis unknown to the mesh."""
     for axis in mesh_axes_of(rule[1]):
         if axis not in mesh.shape:
             text = (
                 f"The rule {format_rule(rule)} names the mesh axis {axis!r}, but the mesh has the "
-                f"axes ({mesh_text(mesh.shape)}).{did_you_mean(axis, mesh.shape)} Correct or "
+                f"axes ({mesh_text(mesh.shape)}).{errors.did_you_mean(axis, mesh.shape)} Correct or "
                 f"remove it, or make the mesh with an axis {axis!r} (of size 1 to switch it off)."
             )
-            yield Diagnostic("error", (), "unknown-mesh-axis", text)
+            yield errors.Diagnostic("error", (), "unknown-mesh-axis", text)
 
 
-def _shadowed(pairs: Sequence[Rule], on_conflict: str) -> Iterator[Diagnostic]:
+def _shadowed(pairs: Sequence[Rule], on_conflict: str) -> Iterator[errors.Diagnostic]:
     """Yields a warning for each rule made useless by an earlier one."""
     for position, rule in enumerate(pairs):
         for earlier in range(position):
@@ -531,7 +525,7 @@ def _shadowed(pairs: Sequence[Rule], on_conflict: str) -> Iterator[Diagnostic]:
                 first = pairs[earlier]
                 way = "" if first == rule else f", or move it above {format_rule(first)}"
                 text = f"The rule {format_rule(rule)} is never used: {why}. Remove it{way}."
-                yield Diagnostic("warning", (), "shadowed-rule", text)
+                yield errors.Diagnostic("warning", (), "shadowed-rule", text)
                 break
 
 
@@ -553,11 +547,11 @@ def _why_shadowed(pairs: Sequence[Rule], earlier: int, later: int, on_conflict: 
     return None
 
 
-def _unused_mesh_axes(rules: Rules, mesh: AnyMesh) -> Iterator[Diagnostic]:
+def _unused_mesh_axes(rules: Rules, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
     for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if axis not in rules.mesh_axes and mesh.shape[axis] > 1 and kind is not AxisType.Manual:
             text = (
                 f"No rule names the mesh axis {axis!r} of size {mesh.shape[axis]}: every array is "
                 "held whole along it."
             )
-            yield Diagnostic("info", (), "unused-mesh-axis", text)
+            yield errors.Diagnostic("info", (), "unused-mesh-axis", text)

@@ -38,16 +38,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from shardax._core._jax import is_eager
 from shardax._core.errors import SeedError, ShardaxError
+from shardax._core.init import lazy
 from shardax._core.init.defaults import as_device, creation_device
-from shardax._core.init.lazy import (
-    NO_MESH,
-    InitializerProgram,
-    KeySource,
-    LazyKey,
-    all_key_words,
-    cuts_freely,
-    program_into,
-)
 from shardax._core.init.rng import key_value, seed_source
 from shardax.partition.mesh import resolve_mesh
 
@@ -115,11 +107,11 @@ def key_size(impl: Any) -> int:
 class KeyStream:
     """A stream, thread-safe; without a source seeded at the first draw."""
 
-    def __init__(self, source: KeySource | StreamState | None) -> None:
+    def __init__(self, source: lazy.KeySource | StreamState | None) -> None:
         self._lock = threading.Lock()
         self.restart(source)
 
-    def restart(self, source: KeySource | StreamState | None) -> None:
+    def restart(self, source: lazy.KeySource | StreamState | None) -> None:
         with self._lock:
             self._source = source
             self._key: tuple[str, np.ndarray] | None = None
@@ -154,7 +146,7 @@ class KeyStream:
                         f"one array. Give all the same seed first: shardax.random.seed(0)."
                     )
                 source = source or seed_source(secrets.randbits(128))
-                self._key = (str(source.impl), all_key_words([source])[0])
+                self._key = (str(source.impl), lazy.all_key_words([source])[0])
         return self._key
 
 
@@ -176,19 +168,19 @@ def current(caller: str) -> KeyStream:
     return _isolated.get() or _of_all_threads
 
 
-def as_source(seed: Any) -> KeySource | StreamState:
+def as_source(seed: Any) -> lazy.KeySource | StreamState:
     """The start of a stream from a seed, key or state."""
     if isinstance(seed, StreamState):
         return seed
     key = key_value(seed)
-    if isinstance(key, LazyKey):
+    if isinstance(key, lazy.LazyKey):
         return key.source
     if key.ndim:
         raise SeedError(
             f"A stream starts from one key, but was given {key.size} of shape {key.shape}. Choose "
             f"one: key[0]."
         )
-    return KeySource(key)
+    return lazy.KeySource(key)
 
 
 def seed(seed: Any) -> None:
@@ -345,7 +337,7 @@ def _program(
     operands: tuple[tuple[str, tuple[int, ...], Any], ...],
     options: tuple[tuple[str, Hashable], ...],
     place: Sharding | None,
-) -> InitializerProgram:
+) -> lazy.InitializerProgram:
     sampler = jax.random.clone if name == "key" else getattr(jax.random, name)
 
     def sample(given: tuple[Any, ...]) -> jax.Array:
@@ -360,10 +352,10 @@ def _program(
         (jax.ShapeDtypeStruct((), np.uint32),) * folds,
         {operand: jax.ShapeDtypeStruct(shape, dtype) for operand, shape, dtype in operands},
     )
-    with jax.sharding.use_abstract_mesh(NO_MESH):
+    with jax.sharding.use_abstract_mesh(lazy.NO_MESH):
         made = jax.eval_shape(sample, given)  # raises for wrong arguments
     if not isinstance(place, NamedSharding):
-        return InitializerProgram(sample, given, place)
+        return lazy.InitializerProgram(sample, given, place)
     try:
         place.shard_shape(made.shape)
     except ValueError as error:
@@ -371,7 +363,7 @@ def _program(
             f"shardax.random.{name} cannot lay out {made.dtype}{list(made.shape)} by {place}: "
             f"{error} Choose a shape that the mesh divides, or another sharding."
         ) from error
-    return program_into(place, sample, given, cuts_freely(sample, given, impl))
+    return lazy.program_into(place, sample, given, lazy.cuts_freely(sample, given, impl))
 
 
 def _placement(name: str, device: Any, sharding: Any) -> Sharding | None:

@@ -27,13 +27,8 @@ from shardax.partition.mesh import resolve_mesh
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.specs import abstract
 from shardax.train import checkpoint_format as storage
+from shardax.train import errors
 from shardax.train.checkpoint_format import Contents, ModelArray, contents_of
-from shardax.train.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CheckpointValueError,
-    CheckpointWriteError,
-)
 
 
 def save(tree: Any, path: Any, *, extra: Any = None) -> None:
@@ -147,7 +142,7 @@ def _to_store(contents: Contents, extra: Any) -> tuple[dict[str, Any], dict[str,
         arrays.append(array._replace(value=leaves[id(array.variable)].pop(0)))
     traced = [array.path for array in arrays if isinstance(array.value, Tracer)]
     if traced:
-        raise CheckpointValueError(
+        raise errors.CheckpointValueError(
             f"Cannot save inside a compiled function: {', '.join(traced[:4])} have no numbers "
             "while it is traced. Save outside."
         )
@@ -222,7 +217,7 @@ class Checkpoints:
     def __init__(self, directory: Any, *, keep: int | None = 3, every: int | None = None) -> None:
         for name, number in (("keep", keep), ("every", every)):
             if number is not None and (type(number) is not int or number < 1):
-                raise CheckpointValueError(
+                raise errors.CheckpointValueError(
                     f"{name}={number!r} must be an integer of at least 1, or None."
                 )
         self.directory = storage.as_path(directory)
@@ -263,13 +258,13 @@ class Checkpoints:
                 be saved.
         """
         if type(step) is not int or step < 0:
-            raise CheckpointValueError(
+            raise errors.CheckpointValueError(
                 f"step={step!r} must be an integer of at least 0: int(step)."
             )
         self.wait()
         latest = self.latest()
         if latest is not None and step <= latest:
-            raise CheckpointExistsError(
+            raise errors.CheckpointExistsError(
                 f"Cannot save step {step} in {self.directory}: step {latest} is there already, and "
                 "it would stay the latest. To go on from an earlier step, give up the later ones: "
                 f"checkpoints.rewind({step - 1})."
@@ -301,7 +296,7 @@ class Checkpoints:
         except Exception as error:
             latest = self.latest()
             kept = "None is complete." if latest is None else f"The last complete one is {latest}."
-            raise CheckpointWriteError(
+            raise errors.CheckpointWriteError(
                 f"Writing a checkpoint in {self.directory} failed: {type(error).__name__}: "
                 f"{error}. {kept} Once the cause is gone (a full disk, a folder that was removed), "
                 "save again."
@@ -346,7 +341,9 @@ class Checkpoints:
         self.wait()
         chosen = self.latest() if step is None else step
         if chosen is None:
-            raise CheckpointNotFoundError(f"There is no complete checkpoint in {self.directory}.")
+            raise errors.CheckpointNotFoundError(
+                f"There is no complete checkpoint in {self.directory}."
+            )
         return restore(tree, self.path(chosen), mesh, rules, **options)
 
     def close(self) -> None:

@@ -36,12 +36,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Variable
-from shardax.train.errors import (
-    CheckpointExistsError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    CheckpointValueError,
-)
+from shardax.train import errors
 
 FORMAT_VERSION = 1  # of the description; a reader refuses versions that it does not know
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that is being written
@@ -113,7 +108,7 @@ def _without_positions(tree: Any, path: Path, positions: dict[str, Any]) -> Any:
     if isinstance(tree, dict):
         items = tree.items()
         return {key: _without_positions(item, (*path, key), positions) for key, item in items}
-    raise CheckpointValueError(
+    raise errors.CheckpointValueError(
         f"Cannot save or restore {tree!r} at {format_path(path)}, of type {type(tree).__name__}. A "
         "checkpoint's tree is made of Modules and Variables, positions (dicts of JSON values, or "
         "objects with state() and restore()), and tuples, lists or dicts of these. Put an array "
@@ -173,7 +168,7 @@ def _check_json(value: Any, what: str) -> None:
         for key, item in value.items():
             _check_json(item, f"{what}[{key!r}]")
     else:
-        raise CheckpointValueError(
+        raise errors.CheckpointValueError(
             f"{what} is {value!r} of type {type(value).__name__}, which would not come back from "
             "JSON as it is. Use None, bool, int, float, str, lists, and dicts with str keys: "
             "int(x) for a NumPy integer, list(x) for a tuple."
@@ -183,7 +178,7 @@ def _check_json(value: Any, what: str) -> None:
 def stored_arrays(description: Mapping[str, Any], where: str) -> dict[str, StoredArray]:
     """Reads the stored arrays of a description, by path."""
     if description.get("format") != "shardax" or description.get("version") != FORMAT_VERSION:
-        raise CheckpointValueError(
+        raise errors.CheckpointValueError(
             f"The checkpoint {where} has the format {description.get('format')!r}, version "
             f"{description.get('version')!r}; this shardax reads 'shardax', version "
             f"{FORMAT_VERSION}. Read it with the version that wrote it."
@@ -237,7 +232,7 @@ def check_fit(
     for title, entries in sections.items():
         if entries:
             message += "\n  ".join((f"\n{len(entries)} {title}:", *entries))
-    raise CheckpointMismatchError(
+    raise errors.CheckpointMismatchError(
         f"{message}\nRestore into a model of the same configuration. To leave out what only the "
         "checkpoint has: partial=True. To convert floating dtypes: cast=True."
     )
@@ -285,7 +280,7 @@ def write(path: Any, arrays: Mapping[str, Any], description: Any, writer: Any = 
     import orbax.checkpoint as ocp
 
     if path.exists():
-        raise CheckpointExistsError(
+        raise errors.CheckpointExistsError(
             f"There already is something at {path}. A checkpoint never overwrites another; choose "
             "another path or remove that one first."
         )
@@ -305,7 +300,7 @@ def read_description(path: Any) -> dict[str, Any]:
 
     if not is_complete(path):
         what = "There is no complete shardax checkpoint" if path.exists() else "There is nothing"
-        raise CheckpointNotFoundError(f"{what} at {path}.{_near_checkpoints(path)}")
+        raise errors.CheckpointNotFoundError(f"{what} at {path}.{_near_checkpoints(path)}")
     with ocp.Checkpointer(_handler(ocp)) as checkpointer:
         items = ocp.args.Composite(description=ocp.args.JsonRestore())
         return checkpointer.restore(path, args=items).description

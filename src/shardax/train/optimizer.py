@@ -30,20 +30,16 @@ from shardax._core.state.split_merge import iter_variables
 from shardax._core.state.state import Origin, State, flatten_mapping
 from shardax._core.variable import OptState, Param, Variable
 from shardax.partition.boxes.boxes import BOX_ENTRY
+from shardax.train import optimizer_state
 from shardax.train.errors import GradientMismatchError, OptimizerStateError
-from shardax.train.optimizer_state import (
-    InitialValue,
-    StateLayout,
-    StateLeaf,
-    StateValue,
-    TrainedParameters,
-    Transformation,
-    layout_of,
-    separate_arrays,
-)
 
-_STEP = StateLeaf(
-    ("step",), (), np.dtype(np.int32), None, (), InitialValue((), np.zeros((), np.int32))
+_STEP = optimizer_state.StateLeaf(
+    ("step",),
+    (),
+    np.dtype(np.int32),
+    None,
+    (),
+    optimizer_state.InitialValue((), np.zeros((), np.int32)),
 )
 
 
@@ -92,7 +88,7 @@ class Optimizer(Module):
 
     def __init__(self, model: Any, tx: Any, wrt: Any = Param) -> None:
         self.model = model
-        self._transformation = Transformation(tx)
+        self._transformation = optimizer_state.Transformation(tx)
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         variables = [variable for _, variable in self._chosen()]
         if not variables:
@@ -102,9 +98,11 @@ class Optimizer(Module):
                 f"nothing to train. Choose others: Optimizer(model, tx, wrt=filter)."
             )
         shapes = jax.tree.map(_shape_of, self._state_of([v._value for v in variables]))
-        layout = layout_of(self._transformation, shapes)
-        parameters = TrainedParameters(self._transformation, variables, jax.tree.structure(shapes))
-        self.step = OptState(StateValue(_STEP, parameters, -1))
+        layout = optimizer_state.layout_of(self._transformation, shapes)
+        parameters = optimizer_state.TrainedParameters(
+            self._transformation, variables, jax.tree.structure(shapes)
+        )
+        self.step = OptState(optimizer_state.StateValue(_STEP, parameters, -1))
         self.opt_state = self._make_state(layout, parameters, variables)
 
     @property
@@ -131,7 +129,7 @@ class Optimizer(Module):
         chosen = self._chosen()
         params = self._state_of([variable.value for _, variable in chosen])
         aligned = _align(grads, params)
-        layout = layout_of(self._transformation, jax.tree.map(_shape_of, params))
+        layout = optimizer_state.layout_of(self._transformation, jax.tree.map(_shape_of, params))
         variables = self._state_variables(layout)
         state = layout.join(variable.value for variable in variables)
         update = self.tx.update
@@ -162,7 +160,10 @@ class Optimizer(Module):
         return State.from_flat(dict(zip(paths, values, strict=True)), origins)
 
     def _make_state(
-        self, layout: StateLayout, parameters: TrainedParameters, variables: Sequence[Variable[Any]]
+        self,
+        layout: optimizer_state.StateLayout,
+        parameters: optimizer_state.TrainedParameters,
+        variables: Sequence[Variable[Any]],
     ) -> dict[Any, Any]:
         """Makes the nested mapping of ``OptState``, lazy where the values can wait."""
         owners = [v for v in variables for _ in jax.tree.leaves(v._value)]
@@ -170,10 +171,10 @@ class Optimizer(Module):
         traced: list[Any] | None = None
         if any(isinstance(value, Tracer) for value in known):
             params = self._state_of([variable.value for variable in variables])
-            traced = separate_arrays(self.tx.init(params)).arrays
+            traced = optimizer_state.separate_arrays(self.tx.init(params)).arrays
         nested: dict[Any, Any] = {}
         for position, leaf in enumerate(layout.leaves):
-            value: Any = StateValue(leaf, parameters, position)
+            value: Any = optimizer_state.StateValue(leaf, parameters, position)
             if traced is not None:
                 value = traced[position]
             elif leaf.initial.needs and all(
@@ -186,7 +187,7 @@ class Optimizer(Module):
             mapping[leaf.path[-1]] = OptState(value, **_metadata_of(leaf, owners))
         return nested
 
-    def _state_variables(self, layout: StateLayout) -> list[Variable[Any]]:
+    def _state_variables(self, layout: optimizer_state.StateLayout) -> list[Variable[Any]]:
         """Returns the Variables of the state in the order of the layout."""
         present = dict(iter_variables(self.opt_state))
         wrong = [
@@ -206,7 +207,9 @@ class Optimizer(Module):
         return [present[leaf.path] for leaf in layout.leaves]
 
 
-def _metadata_of(leaf: StateLeaf, owners: Sequence[Variable[Any]]) -> dict[str, Any]:
+def _metadata_of(
+    leaf: optimizer_state.StateLeaf, owners: Sequence[Variable[Any]]
+) -> dict[str, Any]:
     """Returns the axes of a leaf, and the box of its parameter."""
     if leaf.follows is None:
         return {}
@@ -281,9 +284,9 @@ def _shown(value: Any) -> str:
     return str(shapes[0] if len(shapes) == 1 else shapes)
 
 
-def _check_state(state: Any, layout: StateLayout) -> list[Any]:
+def _check_state(state: Any, layout: optimizer_state.StateLayout) -> list[Any]:
     """Returns the arrays of a new state, or raises OptimizerStateError."""
-    separated = separate_arrays(state)
+    separated = optimizer_state.separate_arrays(state)
     if separated.treedef != layout.treedef or separated.static.keys() != layout.static.keys():
         raise OptimizerStateError(
             "The transformation returned a state of another structure than its init made, so it "

@@ -36,17 +36,11 @@ from shardax.partition.mesh import resolve_mesh
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.placement import shard
 from shardax.partition.specs import shardings
+from shardax.train import prefetch
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.checkpoint import Checkpoints
 from shardax.train.errors import TrainerError
 from shardax.train.log import JsonlLog, read_jsonl
-from shardax.train.prefetch import (
-    Positioned,
-    Prefetch,
-    batch_shardings,
-    in_device_memory,
-    put_batch,
-)
 from shardax.train.progress import Throughput, TrainingProgress
 
 Loss = Callable[[Any, Any], Any]
@@ -228,7 +222,7 @@ class Trainer:
         @jit
         def eval_step(model: Any, batch: Any) -> tuple[Any, Any]:
             """Mean loss of a batch, and its number of targets."""
-            with in_device_memory(model):
+            with prefetch.in_device_memory(model):
                 mean = loss(model, batch)
             mask = batch.get("mask") if isinstance(batch, Mapping) else None
             if mask is not None:
@@ -253,7 +247,7 @@ class Trainer:
         gradient = accumulated_value_and_grad(self.loss, self.settings.grad_accumulation)
 
         def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
-            with in_device_memory((model, optimizer)):
+            with prefetch.in_device_memory((model, optimizer)):
                 value, gradients = gradient(model, batch)
                 optimizer.update(gradients)
             return value
@@ -301,7 +295,7 @@ class Trainer:
 
     def _train_shardings(self) -> Any:
         source = self.batches
-        if not isinstance(source, Positioned):
+        if not isinstance(source, prefetch.Positioned):
             raise TrainerError(
                 f"The batches ({type(source).__name__}) have no state() and restore(), so the run "
                 "could not be resumed. Use TrainBatches, or give your iterator these two methods."
@@ -312,7 +306,9 @@ class Trainer:
         if first is None:
             raise TrainerError("The training batches are empty; give an endless iterator.")
         parts = self.settings.grad_accumulation
-        return batch_shardings(first, self.mesh, self.rules, parts=parts, of="training batch")
+        return prefetch.batch_shardings(
+            first, self.mesh, self.rules, parts=parts, of="training batch"
+        )
 
     def _held_out_shardings(self) -> Any:
         if self.held_out is None:
@@ -325,7 +321,7 @@ class Trainer:
         first = next(iter(self.held_out), None)
         if first is None:
             raise TrainerError("held_out has no batches; give None to train without evaluation.")
-        return batch_shardings(first, self.mesh, self.rules, parts=1, of="held-out batch")
+        return prefetch.batch_shardings(first, self.mesh, self.rules, parts=1, of="held-out batch")
 
     def run(
         self, *, resume: bool = False, display: Callable[[int, int], Any] = TrainingProgress
@@ -355,7 +351,7 @@ class Trainer:
                 self._place(checkpoints)
                 with (
                     JsonlLog(self.log_path, resume_step=saved) as log,
-                    Prefetch(self.batches, self._train_shardings()) as source,
+                    prefetch.Prefetch(self.batches, self._train_shardings()) as source,
                 ):
                     run = _Run(checkpoints, log, source, shown, stop, first, saved)
                     self._loop(run)
@@ -435,7 +431,7 @@ class Trainer:
             for batch in self.held_out:
                 if should_stop():
                     return None
-                batch = put_batch(batch, places)
+                batch = prefetch.put_batch(batch, places)
                 mean, targets = jax.device_get(self.eval_step(self.model, batch))
                 if targets:  # the mean over nothing may be anything
                     total += float(mean) * float(targets)
@@ -491,7 +487,7 @@ class _Run:
 
     checkpoints: Checkpoints
     log: JsonlLog
-    source: Prefetch
+    source: prefetch.Prefetch
     shown: Any
     stop: StopRequest
     step: int

@@ -28,17 +28,7 @@ from shardax._core.module import Drawing
 from shardax._core.object import Shown
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax.named import NamedArray
-from shardax.view.drawings import (
-    PLACES,
-    NoValue,
-    array_text,
-    comment,
-    describe,
-    drawing_of,
-    example_array,
-    known_sharding,
-    place_title,
-)
+from shardax.view import drawings
 from shardax.view.shardings import platform_of, spans_by_device
 
 MOST_PICTURES = 100  # arrays of one drawing that are shown with their values
@@ -62,7 +52,7 @@ class ArrayFigure:
 
     def __init__(self, array: Any, names: Sequence[Any] | None, positional: bool = True) -> None:
         self.array = array
-        self.head = array_text(array)
+        self.head = drawings.array_text(array)
         self.names = tuple(names or (None,) * array.ndim)
         self.positional = positional  # whether dimensions have positions beside their names
 
@@ -119,7 +109,7 @@ def as_figure(array: Any) -> ArrayFigure:
     if not isinstance(array, NamedArray):
         return ArrayFigure(array, None)
     figure = ArrayFigure(array.data, array.dims, positional=False)
-    figure.head = array_text(array)
+    figure.head = drawings.array_text(array)
     return figure
 
 
@@ -294,7 +284,7 @@ class FoldableTree:
         return lines
 
     def _line(self, drawing: Drawing, path: str | None) -> Any:
-        text, color = describe(drawing), self.color(drawing.name)
+        text, color = drawings.describe(drawing), self.color(drawing.name)
         if self.large and not drawing.again:
             style = f"background: {color}; color: black"
             return self.parts.custom_style(self.parts.text(text), style)
@@ -306,14 +296,14 @@ class FoldableTree:
         """A line without the numbers; unfolded, numbers and layout."""
         picture = self._picture(drawing.value, path)
         if isinstance(drawing.value, ArrayAttribute):
-            return picture or self._abbreviation(f"<{describe(drawing)}>")
+            return picture or self._abbreviation(f"<{drawings.describe(drawing)}>")
         if picture is None:
             return self._line(drawing, path)
         whole = self.parts.build_full_line_with_annotations(picture)
         for inner in whole.foldables_in_this_part():  # one click is enough to see the numbers
             inner.set_expand_state(self.parts.ExpandState.EXPANDED)
         return self.parts.build_foldable_tree_node_from_children(
-            prefix=describe(drawing).removesuffix(")"),
+            prefix=drawings.describe(drawing).removesuffix(")"),
             children=[self.parts.fold_condition(expanded=whole)],
             suffix=")",
             path=path,
@@ -324,18 +314,20 @@ class FoldableTree:
     def _picture(self, variable: Variable[Any], path: str | None) -> Any:
         """The numbers of a Variable, or its sharding, or None."""
         value, names = variable._here()._value, variable.axes
-        if isinstance(value, (LazyValue, NoValue)):
+        if isinstance(value, (LazyValue, drawings.NoValue)):
             return None
         self.pictures_left -= 1
         if self.pictures_left < 0:
             return None
         if isinstance(value, jax.ShapeDtypeStruct):
-            return None if known_sharding(variable) is None else sharding_part(value, names)
+            return (
+                None if drawings.known_sharding(variable) is None else sharding_part(value, names)
+            )
         shown = ArrayFigure(value, names) if isinstance(value, (jax.Array, np.ndarray)) else value
         return self.render_value(shown, path=None if path is None else f"{path}.value")
 
     def _comment(self, drawing: Drawing) -> Any:
-        text = comment(drawing)
+        text = drawings.comment(drawing)
         if drawing is self.root and self.pictures_left < 0:
             text += f"  # with the values of the first {MOST_PICTURES} arrays"
         return self.parts.custom_text_color(self.parts.text(text), _GREY)
@@ -354,7 +346,7 @@ def tree_html(value: Any) -> str:
     import treescope
     from treescope import layout_algorithms
 
-    drawing = drawing_of(value)
+    drawing = drawings.drawing_of(value)
     pictures = _Pictures()
 
     def handle(node: Any, path: str | None, subtree_renderer: Renderer) -> Any:
@@ -362,7 +354,7 @@ def tree_html(value: Any) -> str:
             return FoldableTree(drawing, subtree_renderer).part(path)
         if isinstance(node, (jax.Array, np.ndarray, NamedArray)):
             return subtree_renderer(as_figure(node), path=path)
-        if isinstance(node, PLACES):
+        if isinstance(node, drawings.PLACES):
             return _place_part(node, unfolded=node is value) if pictures.take() else NotImplemented
         return NotImplemented
 
@@ -407,10 +399,10 @@ def _place_part(place: Mesh | AbstractMesh | NamedSharding, unfolded: bool) -> A
     from treescope import rendering_parts as parts
 
     names = None if isinstance(place, NamedSharding) else place.axis_names
-    picture = sharding_part(example_array(place), names) or parts.empty_part()
+    picture = sharding_part(drawings.example_array(place), names) or parts.empty_part()
     state = parts.ExpandState.EXPANDED if unfolded else parts.ExpandState.WEAKLY_COLLAPSED
     return parts.build_custom_foldable_tree_node(
-        label=parts.abbreviation_color(parts.text(f"<{place_title(place)}")),
+        label=parts.abbreviation_color(parts.text(f"<{drawings.place_title(place)}")),
         contents=parts.siblings(
             parts.fold_condition(expanded=parts.indented_children([picture])),
             parts.abbreviation_color(parts.text(">")),

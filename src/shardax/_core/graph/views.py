@@ -35,14 +35,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.errors import LayerViewError, StackError
 from shardax._core.frames import Blocked, Frame, local, owner_here, resolve
-from shardax._core.graph.flatten import (
-    ChildDecoder,
-    GraphWalk,
-    Ref,
-    VariableDef,
-    assemble,
-    definition_children,
-)
+from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Metadata, Static
 from shardax._core.init.lazy import InitializerProgram, KeySource, LazyValue, Recipe
@@ -298,8 +291,8 @@ class _ViewOfVariable:
         plain: Any = self._plain
         return _copied_view, (plain, plain.__getstate__(self))
 
-    def _flatten(self, encode: Any) -> VariableDef:
-        return VariableDef(self._plain, self._metadata)
+    def _flatten(self, encode: Any) -> flatten.VariableDef:
+        return flatten.VariableDef(self._plain, self._metadata)
 
     def _stand_in(self, frame: Frame) -> Any:
         return stand_in(self, frame)
@@ -407,7 +400,7 @@ def _plain_type(variable: Any) -> Any:
     return type(variable) if variable._parent is None else variable._plain
 
 
-class _Shallow(GraphWalk):
+class _Shallow(flatten.GraphWalk):
     """A walk that does not look into what it meets."""
 
     def visit(self, item: Object, path: Any) -> int:
@@ -425,7 +418,7 @@ def _fill(made: Any, source: Any, index: int, shared: Container[Any]) -> None:
     walk = _Shallow()
     definition = source._flatten(lambda child, key: walk.encode(child, (key,)))
     made._unflatten(
-        definition, ChildDecoder([view(child, index, shared) for child in walk.objects])
+        definition, flatten.ChildDecoder([view(child, index, shared) for child in walk.objects])
     )
 
 
@@ -479,7 +472,7 @@ def stack_objects(roots: Sequence[Object], axis_name: Any, older: Collection[int
     first = walks[0]
     shared = _shared(walks, older)
 
-    def stacked(position: int, definition: VariableDef) -> tuple[Any, Metadata]:
+    def stacked(position: int, definition: flatten.VariableDef) -> tuple[Any, Metadata]:
         values = _values([walk.objects[position] for walk in walks], first, position)
         return stack_values(values), definition.metadata.with_axis(0, axis_name)
 
@@ -492,34 +485,34 @@ def unstack_objects(root: Object, shared: Collection[Path], count: int) -> list[
     walk = _walk(root)
     kept = {position for position, path in enumerate(walk.paths) if path in shared}
 
-    def part(index: int, position: int, definition: VariableDef) -> tuple[Any, Metadata]:
+    def part(index: int, position: int, definition: flatten.VariableDef) -> tuple[Any, Metadata]:
         whole = resolve(walk.objects[position], local.frame)._value
         return part_of(whole, index), definition.metadata.without_axis(0)
 
     return [_rebuilt(walk, kept, functools.partial(part, index)) for index in range(count)]
 
 
-def _walk(root: Object) -> GraphWalk:
-    walk = GraphWalk()
+def _walk(root: Object) -> flatten.GraphWalk:
+    walk = flatten.GraphWalk()
     walk.visit(root, ())
     return walk
 
 
 def _rebuilt(
-    walk: GraphWalk,
+    walk: flatten.GraphWalk,
     kept: Collection[int],
-    variable: Callable[[int, VariableDef], tuple[Any, Metadata]],
+    variable: Callable[[int, flatten.VariableDef], tuple[Any, Metadata]],
 ) -> Any:
     """Builds the objects of a walk anew."""
     owner = owner_here()
     given = {position: walk.objects[position] for position in kept}
     for position, definition in enumerate(walk.definitions):
-        if position not in given and type(definition) is VariableDef:
+        if position not in given and type(definition) is flatten.VariableDef:
             given[position] = definition.type._make(*variable(position, definition), owner)
-    return assemble(walk.definitions, given, owner).objects[0]
+    return flatten.assemble(walk.definitions, given, owner).objects[0]
 
 
-def _shared(walks: Sequence[GraphWalk], older: Collection[int]) -> set[int]:
+def _shared(walks: Sequence[flatten.GraphWalk], older: Collection[int]) -> set[int]:
     """Returns the positions of objects that all walks share."""
     shared = set()
     for position, item in enumerate(walks[0].objects):
@@ -542,7 +535,7 @@ def _shared(walks: Sequence[GraphWalk], older: Collection[int]) -> set[int]:
 # --- what must be alike ---------------------------------------------------------------------------
 
 
-def _check_alike(first: GraphWalk, other: GraphWalk, number: int) -> None:
+def _check_alike(first: flatten.GraphWalk, other: flatten.GraphWalk, number: int) -> None:
     """Raises if two objects differ in structure; says where."""
     if first.definitions == other.definitions:
         return
@@ -560,9 +553,9 @@ def _difference(path: Path, one: Any, two: Any) -> tuple[Path, str]:
     """Returns the path at which two definitions differ, and how."""
     if type(one) is not type(two) or getattr(one, "type", None) is not getattr(two, "type", None):
         return path, f"{_kind(one)} against {_kind(two)}"
-    if isinstance(one, VariableDef):
+    if isinstance(one, flatten.VariableDef):
         return path, f"metadata ({one.metadata!r}) against ({two.metadata!r})"
-    before, after = (dict(definition_children(each)) for each in (one, two))
+    before, after = (dict(flatten.definition_children(each)) for each in (one, two))
     for key in {**before, **after}:
         if key not in before or key not in after:
             return (*path, key), "only one of them has it"
@@ -579,7 +572,7 @@ def _kind(definition: Any) -> str:
 def _child(child: Any) -> str:
     if isinstance(child, Static):
         return repr(child.value)
-    if isinstance(child, Ref):
+    if isinstance(child, flatten.Ref):
         return "an object"
     return f"a {getattr(child.config, '__name__', child.handler.name)}"
 
@@ -588,7 +581,9 @@ def _where(path: Path) -> str:
     return format_path(path) if path else "the top"
 
 
-def _values(variables: Sequence[Variable[Any]], walk: GraphWalk, position: int) -> list[Any]:
+def _values(
+    variables: Sequence[Variable[Any]], walk: flatten.GraphWalk, position: int
+) -> list[Any]:
     """Returns the values of like Variables."""
     values = [resolve(variable, local.frame)._value for variable in variables]
     first = values[0]

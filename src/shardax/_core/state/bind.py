@@ -24,15 +24,7 @@ import jax
 from shardax._core.errors import BindError, LabelConflictError, StatelessCallError
 from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable, Slot, frozen
-from shardax._core.graph.flatten import (
-    ChildDecoder,
-    GraphDef,
-    GraphWalk,
-    Ref,
-    VariableDef,
-    assemble,
-    definition_children,
-)
+from shardax._core.graph import flatten
 from shardax._core.graph.handlers import has_parts
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
@@ -53,13 +45,13 @@ class FlatTree:
 
     def __init__(self, tree: Any) -> None:
         leaves, self._treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_part)
-        self.walk = GraphWalk()
+        self.walk = flatten.GraphWalk()
         self._leaves = [
             (self._encoded(keys, leaf) if has_parts(leaf) else leaf) for keys, leaf in leaves
         ]
         self._paths = [plain_path(keys) for keys, _ in leaves]
         definitions = enumerate(self.walk.definitions)
-        self.variables = [i for i, each in definitions if type(each) is VariableDef]
+        self.variables = [i for i, each in definitions if type(each) is flatten.VariableDef]
 
     def _encoded(self, keys: Sequence[Any], leaf: Any) -> _Encoded:
         return _Encoded(self.walk.encode(leaf, plain_path(keys)))
@@ -73,7 +65,7 @@ class FlatTree:
     def bare(self) -> set[int]:
         """Returns the positions of Variables outside of all Modules."""
         children = (leaf.child for leaf in self._leaves if type(leaf) is _Encoded)
-        return {child.position for child in children if type(child) is Ref}
+        return {child.position for child in children if type(child) is flatten.Ref}
 
     def open_slots(self) -> Iterator[OpenSlot]:
         """Yields every slot, in order."""
@@ -81,17 +73,17 @@ class FlatTree:
             if type(leaf) is _Encoded:
                 yield from _slots_in(leaf.child, path)
         for path, definition in zip(self.walk.paths, self.walk.definitions, strict=True):
-            if type(definition) is not VariableDef:
+            if type(definition) is not flatten.VariableDef:
                 yield from _below(definition, path)
 
     def rebuilt(
         self,
         variables: Mapping[int, Any],
-        decoder: Callable[[list[Any]], ChildDecoder] = ChildDecoder,
+        decoder: Callable[[list[Any]], flatten.ChildDecoder] = flatten.ChildDecoder,
     ) -> Any:
         """Returns the tree with new Modules and containers."""
         given = {i: variables.get(i, self.walk.objects[i]) for i in self.variables}
-        decode = assemble(self.walk.definitions, given, owner_here(), decoder=decoder)
+        decode = flatten.assemble(self.walk.definitions, given, owner_here(), decoder=decoder)
         return self._treedef.unflatten(
             [decode(leaf.child) if type(leaf) is _Encoded else leaf for leaf in self._leaves]
         )
@@ -111,12 +103,12 @@ def _slots_in(child: Any, path: Path) -> Iterator[OpenSlot]:
     if type(child) is Static:
         if isinstance(child.value, Slot):
             yield OpenSlot(path, child.value)
-    elif type(child) is not Ref:
+    elif type(child) is not flatten.Ref:
         yield from _below(child, path)
 
 
 def _below(definition: Any, path: Path) -> Iterator[OpenSlot]:
-    for key, child in definition_children(definition):
+    for key, child in flatten.definition_children(definition):
         yield from _slots_in(child, path if key is None else (*path, key))
 
 
@@ -231,7 +223,7 @@ def thaw(tree: Any, *filters: Filter) -> Any:
 # --- putting in -----------------------------------------------------------------------------------
 
 
-class _SlotDecoder(ChildDecoder):
+class _SlotDecoder(flatten.ChildDecoder):
     """Turns children into values, with Variables for slots."""
 
     __slots__ = ("by_label",)
@@ -444,19 +436,19 @@ def _with_frozen_rest(tree: Any, arguments: Any) -> Any:
     return flat.rebuilt({i: frozen(v, path) for i, v, path in items if id(v) not in given})
 
 
-def _structure(tree: Any) -> tuple[GraphDef, list[Path]]:
+def _structure(tree: Any) -> tuple[flatten.GraphDef, list[Path]]:
     walk = FlatTree(tree).walk
-    return GraphDef(tuple(walk.definitions), ()), walk.paths
+    return flatten.GraphDef(tuple(walk.definitions), ()), walk.paths
 
 
 def _check_unchanged(
-    before: tuple[GraphDef, list[Path]], after: tuple[GraphDef, list[Path]]
+    before: tuple[flatten.GraphDef, list[Path]], after: tuple[flatten.GraphDef, list[Path]]
 ) -> None:
     if before[0] == after[0]:
         return
     old, new = (dict(zip(paths, each.objects, strict=True)) for each, paths in (before, after))
     changed = [p for p in {**old, **new} if old.get(p) != new.get(p)]
-    made = [p for p in changed if p not in old and type(new[p]) is VariableDef]
+    made = [p for p in changed if p not in old and type(new[p]) is flatten.VariableDef]
     shown = ", ".join(format_path(path[1:]) for path in (made or changed)[:4])
     what = f"added the Variables {shown}" if made else f"changed the structure of {shown}"
     raise StatelessCallError(

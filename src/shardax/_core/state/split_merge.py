@@ -16,6 +16,7 @@ from shardax._core.containers import Dict, box, unbox_attribute
 from shardax._core.errors import FilterError, StateMismatchError, VariableValueError
 from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
+from shardax._core.graph import handlers
 from shardax._core.graph.flatten import (
     Flat,
     GraphDef,
@@ -24,14 +25,6 @@ from shardax._core.graph.flatten import (
     flatten,
     flatten_roots,
     values_of,
-)
-from shardax._core.graph.handlers import (
-    DICT,
-    LIST,
-    NAMED_TUPLE,
-    TUPLE,
-    children_in_model,
-    handler_of,
 )
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
@@ -48,12 +41,12 @@ def flatten_tree(tree: Any) -> Flat:
     return flatten(tree) if isinstance(tree, Object) else flatten_roots((_box_tree(tree),))
 
 
-_PLAIN = (LIST, TUPLE, NAMED_TUPLE, DICT)
+_PLAIN = (handlers.LIST, handlers.TUPLE, handlers.NAMED_TUPLE, handlers.DICT)
 
 
 def _box_tree(tree: Any) -> Any:
     """Returns the tree with arrays boxed and plain containers kept plain."""
-    handler = handler_of(tree)
+    handler = handlers.handler_of(tree)
     if handler in _PLAIN:
         pairs = [(key, _box_tree(child)) for key, child in handler.children(tree)]
         return handler.rebuild(handler.config(tree), pairs)
@@ -61,11 +54,11 @@ def _box_tree(tree: Any) -> Any:
 
 
 def _unbox_tree(tree: Any) -> Any:
-    handler = handler_of(tree)
+    handler = handlers.handler_of(tree)
     if handler not in _PLAIN:
         return unbox_attribute(tree)
     pairs = [(key, _unbox_tree(child)) for key, child in handler.children(tree)]
-    return handler.rebuild(list if handler is LIST else handler.config(tree), pairs)
+    return handler.rebuild(list if handler is handlers.LIST else handler.config(tree), pairs)
 
 
 def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
@@ -248,7 +241,7 @@ def _misfit(variable: Variable[Any], new: Any) -> str | None:
 
 def _directly_in(value: Any) -> Iterator[Object]:
     """Yields the objects in a value without looking into them."""
-    handler = handler_of(value)
+    handler = handlers.handler_of(value)
     if handler.is_object:
         yield value
     elif handler.in_models:
@@ -332,7 +325,11 @@ def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]
     walk.encode(root, ())
     places = [
         (None, None, root),
-        *((item, key, child) for item in walk.objects for key, child in children_in_model(item)),
+        *(
+            (item, key, child)
+            for item in walk.objects
+            for key, child in handlers.children_in_model(item)
+        ),
     ]
     for holder, key, child in places:
         found = [item for item in _directly_in(child) if id(item) in chosen]
@@ -429,6 +426,6 @@ def _occurrences(
         return
     if id(value) in above:
         return
-    for key, child in children_in_model(value):
+    for key, child in handlers.children_in_model(value):
         below = path if key is None else (*path, key)
         yield from _occurrences(child, below, (*above, id(value)))

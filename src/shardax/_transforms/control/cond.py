@@ -16,36 +16,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardax._core.graph.flatten import (
-    GraphDef,
-    ModuleDef,
-    Ref,
-    VariableDef,
-    definition_children,
-    definition_paths,
-    is_object,
-)
+from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.graph.static import Static
 from shardax._core.variable import Variable
-from shardax._transforms.control.loops import (
-    abstract_eval,
-    as_integer,
-    as_predicate,
-    describe_change,
-    form,
-    vary_alike,
-)
+from shardax._transforms.control import loops
 from shardax._transforms.errors import BranchError
-from shardax._transforms.lift.engine import (
-    Effects,
-    LiftedCall,
-    LiftedOutputs,
-    RunContext,
-    check_operands,
-    check_result,
-    retry_captured,
-)
+from shardax._transforms.lift import engine
 from shardax._transforms.lift.prefix import one_level
 
 
@@ -59,15 +36,15 @@ class BranchOutcome(NamedTuple):
     """What one branch leaves."""
 
     label: str  # how the caller knows the branch
-    effects: Effects
+    effects: engine.Effects
     outline: Any  # its result with a ``ResultLeaf`` for every leaf
     arrays: Sequence[Any]  # shapes of the arrays in the result
     written: dict[int, Any]  # shapes of the values of written Variables, by position
     fresh: Sequence[Any]  # shapes of the values of new Variables
 
 
-def _result_outline(result: Any, effects: Effects) -> Any:
-    leaves, treedef = jax.tree.flatten(result, is_leaf=is_object)
+def _result_outline(result: Any, effects: engine.Effects) -> Any:
+    leaves, treedef = jax.tree.flatten(result, is_leaf=flatten.is_object)
     positions = {} if effects.result is None else dict(effects.result.roots)
     return treedef.unflatten([ResultLeaf(positions.get(place)) for place in range(len(leaves))])
 
@@ -75,7 +52,7 @@ def _result_outline(result: Any, effects: Effects) -> Any:
 class _Comparison:
     """Outcomes of two branches, which must agree in all but numbers."""
 
-    def __init__(self, call: LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
+    def __init__(self, call: engine.LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
         self.call, self.first, self.other = call, first, other
         self.graphdef, self.paths = call.graph.flat.graphdef, call.graph.flat.paths
 
@@ -94,7 +71,7 @@ class _Comparison:
             if mine == theirs:
                 continue
             shown = [
-                describe_change(old, new) if new != old else "nothing changes"
+                loops.describe_change(old, new) if new != old else "nothing changes"
                 for new in (mine, theirs)
             ]
             if shown[0] == shown[1]:
@@ -114,8 +91,8 @@ class _Comparison:
     def _describe_attributes(self, outcome: BranchOutcome, new: Any, against: Any) -> str:
         """Returns the attributes in which one definition differs from another."""
         mine, theirs = (
-            {key: child for key, child in definition_children(item) if isinstance(key, str)}
-            if isinstance(item, ModuleDef)
+            {key: child for key, child in flatten.definition_children(item) if isinstance(key, str)}
+            if isinstance(item, flatten.ModuleDef)
             else {}
             for item in (new, against)
         )
@@ -124,7 +101,7 @@ class _Comparison:
             if child == theirs.get(name):
                 continue
             what = "another container"
-            if isinstance(child, Ref):
+            if isinstance(child, flatten.Ref):
                 what = self._describe(outcome, ResultLeaf(child.position))
             elif isinstance(child, Static):
                 what = repr(child.value)[:40]
@@ -156,7 +133,7 @@ class _Comparison:
                 )
             if mine.position is not None:
                 continue
-            one, two = map(form, next(arrays))
+            one, two = map(loops.form, next(arrays))
             if one != two:
                 raise BranchError(
                     f"The branches of {name} return different types{_at(path)}: {first.label} "
@@ -183,8 +160,8 @@ class _Comparison:
                 kind = f"a {definitions[0].type.__name__}" if definitions else "nothing"
                 if count + offset in outcome.effects.foreign:
                     kind += " from outside"
-                elif definitions and type(definitions[0]) is VariableDef:
-                    kind += f" {form(next(fresh))}"
+                elif definitions and type(definitions[0]) is flatten.VariableDef:
+                    kind += f" {loops.form(next(fresh))}"
                 made.append((definitions, kind, id(outcome.effects.foreign.get(count + offset))))
                 shown.append(f"{outcome.label} {kind}")
             if made[0] == made[1]:
@@ -204,13 +181,15 @@ class _Comparison:
             outcome.effects.updates.get(i, old) for i, old in enumerate(self.graphdef.objects)
         ]
         returned = [
-            (("result", *path), Ref(leaf.position))
+            (("result", *path), flatten.Ref(leaf.position))
             for path, leaf in _outline_leaves(outcome.outline)
             if leaf.position is not None
         ]
         roots = (*self.graphdef.roots, *(ref for _, ref in returned))
         names = [*self.call.names, *(path for path, _ in returned)]
-        return definition_paths(GraphDef((*objects, *outcome.effects.fresh), roots), names)
+        return flatten.definition_paths(
+            flatten.GraphDef((*objects, *outcome.effects.fresh), roots), names
+        )
 
     def _check_written(self, before: Sequence[Any]) -> None:
         flat = self.call.graph.flat
@@ -218,7 +197,9 @@ class _Comparison:
             forms, shown = [], []
             for outcome in (self.first, self.other):
                 is_written = position in outcome.written
-                forms.append(form(outcome.written[position] if is_written else before[position]))
+                forms.append(
+                    loops.form(outcome.written[position] if is_written else before[position])
+                )
                 verb = "writes" if is_written else "leaves it as"
                 shown.append(f"{outcome.label} {verb} {forms[-1]}")
             if forms[0] != forms[1]:
@@ -306,7 +287,7 @@ def cond(
         ([1.0, 2.0, 3.0], 4.0)
     """
     _check_callable("cond", {"true_fun": true_fun, "false_fun": false_fun})
-    decision = as_predicate(pred, "pred of sx.cond")
+    decision = loops.as_predicate(pred, "pred of sx.cond")
 
     def choose(branches: Sequence[Callable[[], Any]]) -> Any:
         return jax.lax.cond(decision, *branches)
@@ -342,7 +323,7 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     if not functions:
         raise BranchError("sx.switch was given no branches; give a sequence of at least one.")
     _check_callable("switch", dict(zip(labels, functions, strict=True)))
-    decision = as_integer(index, "index of sx.switch")
+    decision = loops.as_integer(index, "index of sx.switch")
 
     def choose(branches: Sequence[Callable[[], Any]]) -> Any:
         return jax.lax.switch(decision, branches)
@@ -368,21 +349,21 @@ def _run(
     choose: Callable[..., Any],
 ) -> Any:
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = LiftedCall(name, functions, operands, {}, captured=captured)
+        call = engine.LiftedCall(name, functions, operands, {}, captured=captured)
         return _BranchingCall(call, labels).run(decision, choose)
 
-    return retry_captured(attempt)
+    return engine.retry_captured(attempt)
 
 
 class _BranchingCall:
     """One call of ``cond`` or ``switch``."""
 
-    def __init__(self, call: LiftedCall, labels: Sequence[str]) -> None:
-        check_operands(call)
+    def __init__(self, call: engine.LiftedCall, labels: Sequence[str]) -> None:
+        engine.check_operands(call)
         self.call = call
         self.labels = labels
         self.values = call.graph.values()
-        self.done: dict[int, tuple[Effects, Any, Any]] = {}
+        self.done: dict[int, tuple[engine.Effects, Any, Any]] = {}
         self.union: tuple[int, ...] = ()
         # Compiled as a unit so that JAX traces it once, for its shapes and for the choice.
         self.ones = [
@@ -393,9 +374,9 @@ class _BranchingCall:
     def _one(self, which: int, values: list[Any], plain: tuple[Any, ...]) -> Any:
         """Runs a branch; returns result arrays, written and new values."""
 
-        def leave(context: RunContext) -> Any:
+        def leave(context: engine.RunContext) -> Any:
             context.require_inputs()
-            check_result(context.result, self.call.name)
+            engine.check_result(context.result, self.call.name)
             outputs = context.record_effects(context.result)
             effects = outputs.effects
             leaves, treedef = jax.tree.flatten(outputs.result)
@@ -418,11 +399,11 @@ class _BranchingCall:
 
     def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
         """Traces all branches, runs the chosen one, and applies its effects."""
-        differ = functools.partial(vary_alike, other=decision)
+        differ = functools.partial(loops.vary_alike, other=decision)
         inputs = jax.tree.map(differ, (self.values, self.call.arguments.plain))
         outcomes = []
         for which, label in enumerate(self.labels):
-            leaves, written, fresh = abstract_eval(self.ones[which], *inputs)
+            leaves, written, fresh = loops.abstract_eval(self.ones[which], *inputs)
             effects, outline, _ = self.done[which]
             outcomes.append(BranchOutcome(label, effects, outline, leaves, written, fresh))
         for other in outcomes[1:]:
@@ -443,7 +424,7 @@ class _BranchingCall:
         leaves, written, fresh = jax.tree.unflatten(jax.tree.structure(rows[0]), flat)
         effects, _, treedef = self.done[0]
         effects.written = self.union
-        outputs = LiftedOutputs(treedef.unflatten(leaves), written, fresh, effects)
+        outputs = engine.LiftedOutputs(treedef.unflatten(leaves), written, fresh, effects)
         return self.call.apply(outputs)
 
 
@@ -464,5 +445,5 @@ class _OutputType:
         if getattr(jax.typeof(leaf), "weak_type", False) and not self.weak:
             leaf = jax.lax.convert_element_type(leaf, self.dtype)
         for other in self.others:
-            leaf = vary_alike(leaf, other)
+            leaf = loops.vary_alike(leaf, other)
         return leaf

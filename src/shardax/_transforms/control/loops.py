@@ -28,17 +28,7 @@ from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import CarryError, DecisionError
-from shardax._transforms.lift.engine import (
-    ARRAY_OR_NUMBER,
-    LiftedCall,
-    LiftedOutputs,
-    RunContext,
-    check_operands,
-    check_result,
-    path_of,
-    retry_captured,
-    same_value,
-)
+from shardax._transforms.lift import engine
 
 
 def as_predicate(value: Any, what: str) -> Any:
@@ -64,7 +54,7 @@ def as_integer(value: Any, what: str) -> Any:
 
 def _one_number(value: Any, what: str, wanted: str, hint: str) -> Any:
     number = value.value if isinstance(value, Variable) else value
-    if not isinstance(number, ARRAY_OR_NUMBER):
+    if not isinstance(number, engine.ARRAY_OR_NUMBER):
         raise DecisionError(f"{what} must be {wanted}, but is a {type(value).__name__}.")
     if jnp.shape(number) != ():
         raise DecisionError(f"{what} must be {wanted}, but has shape {jnp.shape(number)}. {hint}")
@@ -93,8 +83,8 @@ class LoopBody:
 
     def __init__(
         self,
-        call: LiftedCall,
-        carry_of: Callable[[RunContext], tuple[Any, Any]],
+        call: engine.LiftedCall,
+        carry_of: Callable[[engine.RunContext], tuple[Any, Any]],
         label: str,
         carried_plain: Sequence[int] | None = None,
     ) -> None:
@@ -108,7 +98,7 @@ class LoopBody:
         self.carried_plain = range(len(self.plain)) if carried_plain is None else carried_plain
         self.carried_variables: tuple[int, ...] = ()
         self.carry_paths: list[Path] = []
-        self.outputs: LiftedOutputs | None = None
+        self.outputs: engine.LiftedOutputs | None = None
         # A unit, so that JAX traces it once, for its shapes and for the loop; put into the program
         # of the loop, which is then smaller and quicker to differentiate.
         self.one = jax.jit(self._one, inline=True)
@@ -118,10 +108,10 @@ class LoopBody:
         positional, named = self.plain_tree.unflatten(plain)
         return self.call.run(values, positional, named, self._leave, graphdef=self.graphdef)
 
-    def _leave(self, context: RunContext) -> tuple[list[Any], dict[int, Any], Any]:
+    def _leave(self, context: engine.RunContext) -> tuple[list[Any], dict[int, Any], Any]:
         name = self.call.name
         context.require_inputs()
-        check_result(context.result, name)
+        engine.check_result(context.result, name)
         given, returned = self.carry_of(context)
         returned = jax.tree.map(context.here, returned, is_leaf=is_object)
         paths, leaves = matching_leaves(given, returned, self.label, name)
@@ -131,13 +121,13 @@ class LoopBody:
         written = zip(self.outputs.effects.written, self.outputs.written, strict=True)
         return leaves, {p: v for p, v in written if p not in apart}, extra
 
-    def outgoing(self, context: RunContext) -> Any:
+    def outgoing(self, context: engine.RunContext) -> Any:
         """Returns the result as it leaves the loop."""
         return context.result
 
     def leave_more(
-        self, context: RunContext, outputs: LiftedOutputs
-    ) -> tuple[LiftedOutputs, Any, Collection[int]]:
+        self, context: engine.RunContext, outputs: engine.LiftedOutputs
+    ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
         """Decides what leaves every iteration besides the carry: here, nothing."""
         refuse_changes(self.call, outputs, outputs.effects.updates)
         if outputs.effects.fresh:
@@ -174,7 +164,7 @@ class LoopBody:
             for position, kind in zip(positions, after, strict=True):
                 before = inputs[position]
                 inputs[position] = jax.tree.map(vary_alike, before, kind)
-                changed |= not same_value(before, inputs[position])
+                changed |= not engine.same_value(before, inputs[position])
         return changed
 
     def differ_like(self, decision: Any) -> bool:
@@ -227,14 +217,14 @@ class LoopBody:
             all_plain[index] = leaf
         return all_values, all_plain
 
-    def finish(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> LiftedOutputs:
+    def finish(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> engine.LiftedOutputs:
         """Returns the outputs of a loop that returns only the carry."""
         assert self.outputs is not None
         effects = self.outputs.effects
         final = dict(zip(self.carried_variables, carry[0], strict=True))
         treedef = jax.tree.structure(self.outputs.result)
         written = [final[position] for position in effects.written]
-        return LiftedOutputs(treedef.unflatten(carry[1]), written, [], effects)
+        return engine.LiftedOutputs(treedef.unflatten(carry[1]), written, [], effects)
 
 
 def vary_alike(leaf: Any, other: Any) -> Any:
@@ -337,7 +327,9 @@ def _same_type(before: Any, after: Any) -> bool:
 
 
 def refuse_changes(
-    call: LiftedCall, outputs: LiftedOutputs, changed: Sequence[int] | Mapping[int, Any]
+    call: engine.LiftedCall,
+    outputs: engine.LiftedOutputs,
+    changed: Sequence[int] | Mapping[int, Any],
 ) -> None:
     """Raises if a body changed the structure of its Modules."""
     effects = outputs.effects
@@ -400,12 +392,12 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
     """
 
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = LiftedCall("while_loop", [body_fun, cond_fun], [init], {}, captured=captured)
+        call = engine.LiftedCall("while_loop", [body_fun, cond_fun], [init], {}, captured=captured)
         body, condition = body_and_condition(call)
         carry = jax.lax.while_loop(condition, lambda carry: body.step(carry)[0], body.start())
         return call.apply(body.finish(carry))
 
-    return retry_captured(attempt)
+    return engine.retry_captured(attempt)
 
 
 def fori_loop(
@@ -449,8 +441,8 @@ def fori_loop(
     index = jnp.zeros((), jnp.result_type(first, stop))
 
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = LiftedCall("fori_loop", [body_fun], [index, init], {}, captured=captured)
-        check_operands(call)
+        call = engine.LiftedCall("fori_loop", [body_fun], [index, init], {}, captured=captured)
+        engine.check_operands(call)
         count = len(jax.tree.leaves(list(call.arguments.plain)))
         body = LoopBody(
             call, lambda context: (context.args[1], context.result), call.labels[1], range(1, count)
@@ -465,7 +457,7 @@ def fori_loop(
         carry = jax.lax.fori_loop(first, stop, step, body.start(), unroll=unroll)
         return call.apply(body.finish(carry))
 
-    return retry_captured(attempt)
+    return engine.retry_captured(attempt)
 
 
 class ReadOnlyFunction:
@@ -486,10 +478,10 @@ class ReadOnlyFunction:
         positional, named = self.body.plain_tree.unflatten(plain)
         return self.body.call.run(values, positional, named, self._leave, which=self.which)
 
-    def _leave(self, context: RunContext) -> Any:
+    def _leave(self, context: engine.RunContext) -> Any:
         call = self.body.call
         for item in context.captured():
-            self._refuse(item.outer, path_of(call.functions, item.outer))
+            self._refuse(item.outer, engine.path_of(call.functions, item.outer))
         effects = context.record_effects(None).effects
         for position in effects.written:
             self._refuse(call.graph.leaves[position], call.graph.flat.leaf_paths[position])
@@ -506,9 +498,9 @@ class ReadOnlyFunction:
         )
 
 
-def body_and_condition(call: LiftedCall) -> tuple[LoopBody, ReadOnlyFunction]:
+def body_and_condition(call: engine.LiftedCall) -> tuple[LoopBody, ReadOnlyFunction]:
     """Returns the first two functions of a call, the form of the carry settled."""
-    check_operands(call)
+    engine.check_operands(call)
     body = LoopBody(call, lambda context: (context.args[0], context.result), call.labels[0])
     body.discover(body.values, body.plain)
     what = f"What the condition of sx.{call.name} returns"

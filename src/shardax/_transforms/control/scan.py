@@ -26,13 +26,7 @@ from shardax._core.graph.flatten import ModuleDef, VariableDef
 from shardax._core.variable import Variable
 from shardax._transforms.control.loops import LoopBody, abstract_eval, refuse_changes
 from shardax._transforms.errors import CarryError, PrefixError
-from shardax._transforms.lift.engine import (
-    LiftedCall,
-    LiftedOutputs,
-    RunContext,
-    retry_captured,
-    wraps,
-)
+from shardax._transforms.lift import engine
 from shardax._transforms.lift.prefix import (
     Carry,
     EntryAssignment,
@@ -114,14 +108,14 @@ def scan(
     has_carry = _check_axes(in_axes, out_axes)
     name = mapped_name(metadata, "scan")
 
-    @wraps(function)
+    @engine.wraps(function)
     def scanned(*args: Any, **kwargs: Any) -> Any:
         def attempt(captured: list[Variable[Any]]) -> Any:
-            call = LiftedCall("scan", [function], args, kwargs, captured=captured)
+            call = engine.LiftedCall("scan", [function], args, kwargs, captured=captured)
             loop = _Scan(call, in_axes, out_axes, has_carry, name, args, kwargs)
             return loop.run(length, reverse, unroll)
 
-        return retry_captured(attempt)
+        return engine.retry_captured(attempt)
 
     return scanned
 
@@ -177,13 +171,13 @@ class _ScanBody(LoopBody):
         super().__init__(scan.call, scan.carry_of, label, carried_plain)
         self.scan = scan
 
-    def outgoing(self, context: RunContext) -> Any:
+    def outgoing(self, context: engine.RunContext) -> Any:
         """Returns the result with boxes that have the scanned dimension."""
         return self.scan.boxes.leave(context.result, self.scan.output_entries(context))
 
     def leave_more(
-        self, context: RunContext, outputs: LiftedOutputs
-    ) -> tuple[LiftedOutputs, Any, Collection[int]]:
+        self, context: engine.RunContext, outputs: engine.LiftedOutputs
+    ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
         """Returns the rows of results and of sliced, sown, new Variables."""
         outputs, rows = self.scan.rows_of(context, outputs)
         return outputs, rows, {*self.scan.sliced, *self.scan.grown}
@@ -194,7 +188,7 @@ class _Scan:
 
     def __init__(
         self,
-        call: LiftedCall,
+        call: engine.LiftedCall,
         in_axes: Any,
         out_axes: Any,
         has_carry: bool,
@@ -228,7 +222,7 @@ class _Scan:
         self.result_axes: list[Any] = []
         self.axes_of_new: list[int] = []
 
-    def carry_of(self, context: RunContext) -> tuple[Any, Any]:
+    def carry_of(self, context: engine.RunContext) -> tuple[Any, Any]:
         """Returns what was given for the carried argument, and what came back."""
         if self.carry_position is None:
             return None, None
@@ -246,11 +240,13 @@ class _Scan:
             )
         return given, result[place]
 
-    def output_entries(self, context: RunContext) -> OutputEntries:
+    def output_entries(self, context: engine.RunContext) -> OutputEntries:
         """Returns the entry of everything that leaves an iteration."""
         return self.assignment.output_entries(context, self.out_axes, "out_axes")
 
-    def rows_of(self, context: RunContext, outputs: LiftedOutputs) -> tuple[LiftedOutputs, Any]:
+    def rows_of(
+        self, context: engine.RunContext, outputs: engine.LiftedOutputs
+    ) -> tuple[engine.LiftedOutputs, Any]:
         """Returns what an iteration did, and the rows that leave it."""
         refuse_foreign(outputs.effects, "scan")
         output_entries = self.output_entries(context)
@@ -288,7 +284,7 @@ class _Scan:
         return outputs, (rows, slices, sown, outputs.fresh)
 
     def _check_changes(
-        self, context: RunContext, outputs: LiftedOutputs, new: Sequence[Any]
+        self, context: engine.RunContext, outputs: engine.LiftedOutputs, new: Sequence[Any]
     ) -> None:
         """Raises if the body changed structure other than by sowing."""
         effects = outputs.effects
@@ -334,7 +330,7 @@ class _Scan:
         outputs = self._assemble(carry, rows)
         return self.call.apply(outputs)
 
-    def _assemble(self, carry: Any, rows: Any) -> LiftedOutputs:
+    def _assemble(self, carry: Any, rows: Any) -> engine.LiftedOutputs:
         """Puts together what went around and what left every iteration."""
         assert self.body.outputs is not None
         outputs = self.body.outputs
@@ -355,7 +351,7 @@ class _Scan:
             _from_front(value, axis) for value, axis in zip(fresh, self.axes_of_new, strict=True)
         ]
         written = [final[position] for position in effects.written]
-        whole = LiftedOutputs(treedef.unflatten(leaves), written, new, effects)
+        whole = engine.LiftedOutputs(treedef.unflatten(leaves), written, new, effects)
         return self.streams.restore(whole, self.moved)
 
 

@@ -38,28 +38,10 @@ from shardax._core.object import Object
 from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import ClosureError, DifferentiationError, OutputError
+from shardax._transforms.grad import targets
 from shardax._transforms.grad.grad import refuse_objects
-from shardax._transforms.grad.targets import (
-    DiffArgument,
-    DiffState,
-    Tangents,
-    dtype_of,
-    is_differentiable,
-    replaced,
-)
+from shardax._transforms.lift import engine
 from shardax._transforms.lift.arguments import join_argument, split_argument
-from shardax._transforms.lift.engine import (
-    Effects,
-    InputGraph,
-    LiftedCall,
-    LiftedOutputs,
-    NewCaptures,
-    RunContext,
-    check_result,
-    path_of,
-    retry_captured,
-    wraps,
-)
 from shardax._transforms.lift.prefix import expand
 
 
@@ -87,7 +69,7 @@ def pack_residuals(item: Any) -> PackedResiduals:
     """Packs an item with the present values of its Variables."""
     roots: list[Any] = []
     template, plain = split_argument(item, roots, auto_static=True, static_numbers=True)
-    graph = InputGraph(roots)
+    graph = engine.InputGraph(roots)
     return PackedResiduals(graph.values(), plain, graph.flat.graphdef, template)
 
 
@@ -149,7 +131,7 @@ class BackwardFrame(Frame):
 
     def capture(self, outer: Any) -> Any:
         """Refuses what ``bwd`` was not given."""
-        known = format_path(path_of([self.function], outer)).removeprefix(".")
+        known = format_path(engine.path_of([self.function], outer)).removeprefix(".")
         raise ClosureError(
             f"bwd of sx.custom_vjp uses the {type(outer).__name__} {known}, which it was not "
             f"given. It may run long after the call, when that value is another. Let fwd return "
@@ -175,13 +157,13 @@ class CustomVjpCall:
         self.static = {key: value for key, value in given.items() if key in static}
         make_frame = functools.partial(VjpFrame, rule)
         functions = [rule.function, rule.fwd]
-        self.call = LiftedCall(
+        self.call = engine.LiftedCall(
             "custom_vjp", functions, args, kwargs, make_frame, captured, static, auto_static=True
         )
-        self.targets = [DiffArgument(self.call, item) for item in chosen]
+        self.targets = [targets.DiffArgument(self.call, item) for item in chosen]
         self.indices = sorted({entry.leaf for target in self.targets for entry in target.entries})
         self.positions = [target.position for target in self.targets if target.has_plain]
-        self.effects: Effects | None = None
+        self.effects: engine.Effects | None = None
         self.emit: frozenset[int] = frozenset()
         self.known: list[tuple[Any, int]] = []
         self.written_paths: list[Path] = list(self.call.graph.flat.leaf_paths)
@@ -196,8 +178,8 @@ class CustomVjpCall:
         differentiable = ([values[i] for i in self.indices], [plain[p] for p in self.positions])
         self.varying = jax.tree.map(_jax.varying_axes, differentiable)
         nondifferentiable = (
-            replaced(values, self.indices, [None] * len(self.indices)),
-            replaced(plain, self.positions, [None] * len(self.positions)),
+            targets.replaced(values, self.indices, [None] * len(self.indices)),
+            targets.replaced(plain, self.positions, [None] * len(self.positions)),
             named,
         )
         used = self._explore(differentiable, nondifferentiable)
@@ -207,7 +189,7 @@ class CustomVjpCall:
         if not self.rule.state_cotangents:
             written, fresh = jax.lax.stop_gradient((written, fresh))
         assert self.effects is not None
-        outputs = LiftedOutputs(result, written, fresh, self.effects)
+        outputs = engine.LiftedOutputs(result, written, fresh, self.effects)
         out = self.call.apply(outputs)
         known, self.known = self.known, []
         self.call.release(known)
@@ -222,7 +204,7 @@ class CustomVjpCall:
                 return [True] * count  # fwd calls the function itself, as is usual
             frame = frame.parent
 
-        def leave(context: RunContext) -> Any:
+        def leave(context: engine.RunContext) -> Any:
             outputs, packed = self._forward(context)
             self.known, self.emit = context.known(), frozenset(outputs.effects.written)
             return outputs, packed
@@ -231,7 +213,7 @@ class CustomVjpCall:
             program = jax.make_jaxpr(functools.partial(self._run, 1, leave))(
                 differentiable, nondifferentiable
             )
-        except NewCaptures:
+        except engine.NewCaptures:
             raise
         except Exception:  # noqa: BLE001 (it is raised again, should fwd really run)
             return [True] * count
@@ -259,27 +241,27 @@ class CustomVjpCall:
     def _run(
         self,
         which: int,
-        leave: Callable[[RunContext], Any],
+        leave: Callable[[engine.RunContext], Any],
         differentiable: Any,
         nondifferentiable: Any,
     ) -> Any:
-        values = replaced(nondifferentiable[0], self.indices, differentiable[0])
-        plain = replaced(nondifferentiable[1], self.positions, differentiable[1])
+        values = targets.replaced(nondifferentiable[0], self.indices, differentiable[0])
+        plain = targets.replaced(nondifferentiable[1], self.positions, differentiable[1])
         return self.call.run(values, plain, nondifferentiable[2], leave, which)
 
-    def _leave(self, context: RunContext) -> Any:
+    def _leave(self, context: engine.RunContext) -> Any:
         outputs = self._record_effects(context, context.result)
         self._check_same_effects(context, outputs.effects)
         if not self.known:
             self.known = context.known()
         return outputs.result, outputs.written, outputs.fresh
 
-    def _leave_forward(self, context: RunContext) -> Any:
+    def _leave_forward(self, context: engine.RunContext) -> Any:
         outputs, packed = self._forward(context)
         self._check_same_effects(context, outputs.effects)
         return (outputs.result, outputs.written, outputs.fresh), packed
 
-    def _forward(self, context: RunContext) -> tuple[LiftedOutputs, PackedResiduals]:
+    def _forward(self, context: engine.RunContext) -> tuple[engine.LiftedOutputs, PackedResiduals]:
         result = context.result
         if not (isinstance(result, tuple) and len(result) == 2):
             raise OutputError(
@@ -290,14 +272,14 @@ class CustomVjpCall:
         packed = pack_residuals([nondiff, result[1]])
         return self._record_effects(context, result[0]), packed
 
-    def _record_effects(self, context: RunContext, result: Any) -> LiftedOutputs:
+    def _record_effects(self, context: engine.RunContext, result: Any) -> engine.LiftedOutputs:
         refuse_objects(result, "custom_vjp")
-        check_result(result, "custom_vjp")
+        engine.check_result(result, "custom_vjp")
         if context.frame.captured:
-            raise NewCaptures([item.outer for item in context.frame.captured])
+            raise engine.NewCaptures([item.outer for item in context.frame.captured])
         return context.record_effects(result, self.emit)
 
-    def _check_same_effects(self, context: RunContext, effects: Effects) -> None:
+    def _check_same_effects(self, context: engine.RunContext, effects: engine.Effects) -> None:
         """Checks that every run has the effects of the first."""
         first = self.effects
         if first is None:
@@ -341,7 +323,7 @@ class CustomVjpCall:
             {
                 path: value
                 for path, value in pairs
-                if any(is_differentiable(leaf) for leaf in jax.tree.leaves(value))
+                if any(targets.is_differentiable(leaf) for leaf in jax.tree.leaves(value))
             }
         )
 
@@ -355,7 +337,7 @@ class CustomVjpCall:
                 f"({', '.join(labels)}), but it returned a {type(gradients).__name__}{count}."
             )
         values, plain = self.like
-        tangents = Tangents("gradient", values, strict=False)
+        tangents = targets.Tangents("gradient", values, strict=False)
         parts: dict[int, Any] = {}
         for target, given in zip(self.targets, gradients, strict=True):
             like = plain[target.position]
@@ -369,26 +351,26 @@ class CustomVjpCall:
         )
 
 
-def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[DiffState]]:
+def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[targets.DiffState]]:
     """Returns the positions without gradient, and what is differentiated in the others."""
     given = rule.nondiff_argnums
     items = list(given) if isinstance(given, (tuple, list)) else [given]
     filters: dict[int, Any] = {}
     nondiff: list[int] = []
     for item in items:
-        argnum = item.argnum if isinstance(item, DiffState) else int(item)
+        argnum = item.argnum if isinstance(item, targets.DiffState) else int(item)
         if not -count <= argnum < count:
             raise DifferentiationError(
                 f"nondiff_argnums names the argument {argnum}, but the call has {count}."
             )
         if argnum % count in filters or argnum % count in nondiff:
             raise DifferentiationError(f"nondiff_argnums names the argument {argnum} twice.")
-        if isinstance(item, DiffState):
+        if isinstance(item, targets.DiffState):
             filters[argnum % count] = item.filter
         else:
             nondiff.append(argnum % count)
     chosen = [
-        DiffState(position, filters.get(position, rule.wrt))
+        targets.DiffState(position, filters.get(position, rule.wrt))
         for position in range(count)
         if position not in nondiff
     ]
@@ -401,7 +383,7 @@ def _holds_data(value: Any) -> bool:
 
 
 def _like(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype_of(leaf))
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), targets.dtype_of(leaf))
 
 
 def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
@@ -417,7 +399,7 @@ def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
     return gradient
 
 
-def _fresh_paths(context: RunContext, effects: Effects) -> list[Path]:
+def _fresh_paths(context: engine.RunContext, effects: engine.Effects) -> list[Path]:
     """Returns the path of each new Variable."""
     names = [*zip(context.call.labels, context.args, strict=True), *sorted(context.kwargs.items())]
     found = {
@@ -431,7 +413,7 @@ def _fresh_paths(context: RunContext, effects: Effects) -> list[Path]:
 
 def forbid_gradient(value: Any, name: str) -> Any:
     """Returns a value that it is an error to differentiate."""
-    if not isinstance(value, Tracer) or not is_differentiable(value):
+    if not isinstance(value, Tracer) or not targets.is_differentiable(value):
         return value
 
     @jax.custom_jvp
@@ -516,7 +498,7 @@ class CustomVjp(PickledByName):
     """
 
     def __init__(self, function: Callable[..., Any], nondiff_argnums: Any, wrt: Any) -> None:
-        wraps(function)(self)
+        engine.wraps(function)(self)
         self.function = function
         self.nondiff_argnums = nondiff_argnums
         self.wrt = wrt
@@ -578,7 +560,7 @@ class CustomVjp(PickledByName):
         def attempt(captured: list[Variable[Any]]) -> Any:
             return CustomVjpCall(self, positional, named, captured).run()
 
-        return retry_captured(attempt)
+        return engine.retry_captured(attempt)
 
     def __repr__(self) -> str:
         return f"<custom_vjp of {getattr(self.function, '__qualname__', self.function)}>"

@@ -25,12 +25,7 @@ from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import path_step
 from shardax._core.object import Object
 from shardax._core.variable import Param, Variable
-from shardax._transforms.errors import (
-    ArgumentError,
-    DecisionError,
-    DifferentiationError,
-    TangentError,
-)
+from shardax._transforms import errors
 from shardax._transforms.grad.targets import (
     DiffArgument,
     DiffState,
@@ -95,7 +90,7 @@ def _scalar(value: Any, holomorphic: bool) -> Any:
         if is_array
         else f"a {type(value).__name__}"
     )
-    raise DifferentiationError(
+    raise errors.DifferentiationError(
         f"Only a function that returns one {'complex' if holomorphic else 'real'} number has a "
         f"gradient, but it returned {shown}. Reduce it (loss.mean(), loss.sum()), return more "
         f"with has_aux=True as (loss, aux), or use jax.jacobian for arrays."
@@ -111,7 +106,7 @@ def _chosen(argnums: Any, wrt: Any) -> tuple[list[DiffState], bool]:
     ]
     positions = [item.argnum for item in items]
     if len(set(positions)) != len(positions):
-        raise DifferentiationError(
+        raise errors.DifferentiationError(
             f"argnums names an argument twice: {positions}. Join the filters instead: "
             f"sx.DiffState({positions[0]}, (sx.Param, ...))."
         )
@@ -271,19 +266,19 @@ def safe_where(
     """
     chosen = jnp.asarray(condition)
     if chosen.dtype != jnp.bool_:
-        raise DecisionError(
+        raise errors.DecisionError(
             f"The condition of sx.safe_where must be boolean, but has dtype {chosen.dtype}. "
             f"Compare it: x != 0."
         )
     if not operands:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             "sx.safe_where was given no operands. What the function finds in a closure cannot be "
             "kept from it; pass it: sx.safe_where(x > 0, jnp.log, x, otherwise=0, stand_in=1)."
         )
     arrays = [jnp.asarray(operand) for operand in operands]
     for position, array in enumerate(arrays):
         if jnp.result_type(array, stand_in) != array.dtype:
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"Operand {position} of sx.safe_where has dtype {array.dtype} and cannot hold the "
                 f"stand-in {stand_in!r}. Give another stand-in, or convert the operand."
             )
@@ -372,7 +367,7 @@ def _targets(once: SingleRunCall, wrt: Any, count: int) -> list[DiffArgument]:
     items = wrt if isinstance(wrt, (tuple, list)) else (wrt,)
     if any(isinstance(item, DiffState) for item in items):
         if not all(isinstance(item, DiffState) for item in items):
-            raise DifferentiationError(
+            raise errors.DifferentiationError(
                 f"wrt={wrt!r} mixes filters and DiffStates. Give one filter for all arguments, or "
                 f"only DiffStates."
             )
@@ -407,7 +402,7 @@ def _separate_aux(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
         return result, None
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    raise DifferentiationError(
+    raise errors.DifferentiationError(
         f"With has_aux=True the function given to sx.{name} must return (result, aux), but it "
         f"returned a {type(result).__name__}."
     )
@@ -424,7 +419,7 @@ def refuse_objects(result: Any, name: str) -> None:
     for keys, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
         if isinstance(leaf, Object):
             place = ".".join(str(path_step(key)) for key in keys) or "the result itself"
-            raise DifferentiationError(
+            raise errors.DifferentiationError(
                 f"The function given to sx.{name} returned a {type(leaf).__name__} at {place}, but "
                 f"only arrays are differentiated. Return its values (variable.value), or return "
                 f"(arrays, objects) with has_aux=True; what is written into arguments is carried "
@@ -509,12 +504,12 @@ def _jvp(
 def _check_pairs(primals: Any, tangents: Any) -> None:
     for name, given in (("primals", primals), ("tangents", tangents)):
         if not isinstance(given, (tuple, list)):
-            raise TangentError(
+            raise errors.TangentError(
                 f"The {name} of sx.jvp are a tuple with one entry per argument, but were given as "
                 f"{type(given).__name__}. Write sx.jvp(f, (x,), (direction,))."
             )
     if len(primals) != len(tangents):
-        raise TangentError(
+        raise errors.TangentError(
             f"sx.jvp was given {len(primals)} primals and {len(tangents)} tangents. Give one "
             f"tangent per argument, None for one that does not move."
         )

@@ -17,14 +17,7 @@ from typing import Any
 
 import jax
 
-from shardax._core.graph.flatten import (
-    GraphDef,
-    ModuleDef,
-    Ref,
-    VariableDef,
-    definition_children,
-    definition_paths,
-)
+from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path
 from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths, parameter_name
 
@@ -183,7 +176,10 @@ def _exact(value: Any) -> str:
 
 
 def structure_differences(
-    old: GraphDef, new: GraphDef, old_names: Sequence[Path] = (), new_names: Sequence[Path] = ()
+    old: flatten.GraphDef,
+    new: flatten.GraphDef,
+    old_names: Sequence[Path] = (),
+    new_names: Sequence[Path] = (),
 ) -> list[str]:
     """Describes how two structures differ, a line per place, by path."""
     if old == new:
@@ -209,22 +205,22 @@ def _entry(value: Any) -> str:
     return _exact(value)
 
 
-def _by_path(graphdef: GraphDef, names: Sequence[Path]) -> dict[Any, Any]:
+def _by_path(graphdef: flatten.GraphDef, names: Sequence[Path]) -> dict[Any, Any]:
     """Returns types and metadata of objects, and static values, by path."""
-    paths = definition_paths(graphdef, names)
+    paths = flatten.definition_paths(graphdef, names)
     found: dict[Any, Any] = {}
     for index, path in paths.items():
         definition = graphdef.objects[index]
-        if type(definition) is VariableDef:
+        if type(definition) is flatten.VariableDef:
             found[path] = (definition.type, definition.metadata)
             continue
         found[path] = (
             definition.type,
-            None if type(definition) is ModuleDef else len(definition.items),
+            None if type(definition) is flatten.ModuleDef else len(definition.items),
         )
-        for key, child in definition_children(definition):
+        for key, child in flatten.definition_children(definition):
             if hasattr(child, "value"):
                 found[(*path, key)] = child
-            elif type(child) is Ref and paths[child.position] != (*path, key):
+            elif type(child) is flatten.Ref and paths[child.position] != (*path, key):
                 found[(*path, key)] = f"same as {format_path(paths[child.position])}"
     return found

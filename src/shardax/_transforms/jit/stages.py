@@ -23,16 +23,8 @@ from shardax._transforms.jit.error_context import explain_places, explain_values
 from shardax._transforms.jit.jit import CachedCall, Jit
 from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
 from shardax._transforms.jit.specialization import Specialization, StaleOutputShardings
+from shardax._transforms.lift import engine
 from shardax._transforms.lift.arguments import SplitArguments, join_argument, root_names
-from shardax._transforms.lift.engine import (
-    Effects,
-    InputGraph,
-    LiftedOutputs,
-    NewCaptures,
-    abstract,
-    apply_effects,
-    check_no_leak,
-)
 
 # What the function that JAX compiles (see ``Specialization``) calls its inputs.
 _INPUTS = "flat"
@@ -44,12 +36,12 @@ def trace_jit(jit: Jit, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
         program, graph, arguments = jit.prepare(args, kwargs)
         local.call = CachedCall(program, graph)
         try:
-            full = program.pack(abstract(graph.leaves), arguments)
+            full = program.pack(engine.abstract(graph.leaves), arguments)
             traced = program.jitted(full).trace(*full)
             return Traced(
                 _StageSource(jit, program, _states(graph, arguments), traced.out_info[3]), traced
             )
-        except NewCaptures as found:
+        except engine.NewCaptures as found:
             jit.capture(found.objects)
         except StaleOutputShardings:
             jit.specializations.pop(program.key, None)
@@ -67,11 +59,11 @@ class _StageSource(NamedTuple):
     program: Specialization
     # Of each object in the arguments: positions of its Variables, and what they are, by path.
     states: list[tuple[dict[Path, int], dict[Path, Origin]]]
-    effects: Effects
+    effects: engine.Effects
 
 
 def _states(
-    graph: InputGraph, arguments: SplitArguments
+    graph: engine.InputGraph, arguments: SplitArguments
 ) -> list[tuple[dict[Path, int], dict[Path, Origin]]]:
     index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
     found = []
@@ -203,7 +195,7 @@ class _Stage:
         return _result_view(self._source.program, (*tree[:3], self._effects))
 
     @property
-    def _effects(self) -> Effects:
+    def _effects(self) -> engine.Effects:
         return self._source.effects
 
     def __repr__(self) -> str:
@@ -308,23 +300,23 @@ class Compiled(_Stage):
         hidden = jit.hidden()
         names = [(), *root_names(named, arguments), *(name for name, _ in hidden)]
         roots = [jit.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
-        graph = InputGraph(roots, names)
+        graph = engine.InputGraph(roots, names)
         self._check(arguments, graph, names, labels)
         full = program.pack(graph.values(), arguments)
         try:
-            outputs = LiftedOutputs(*self._stage(*full))
+            outputs = engine.LiftedOutputs(*self._stage(*full))
         except Exception as error:
             explain_values(error, program, graph)
             if "flat[" not in str(error):
                 raise
             raise StructureMismatchError(in_user_terms(str(error), program)) from error
-        check_no_leak(graph, outputs)
-        return apply_effects(graph, outputs)
+        engine.check_no_leak(graph, outputs)
+        return engine.apply_effects(graph, outputs)
 
     def _check(
         self,
         arguments: SplitArguments,
-        graph: InputGraph,
+        graph: engine.InputGraph,
         names: Sequence[Path],
         labels: Sequence[str],
     ) -> None:

@@ -40,13 +40,7 @@ from shardax._core.state.filters import PathContains, first_match, no_match_erro
 from shardax._core.state.state import State, flatten_mapping
 from shardax._core.variable import Variable
 from shardax._transforms.errors import InconsistentAliasingError, OutputError, PrefixError
-from shardax._transforms.lift.engine import (
-    Effects,
-    LiftedCall,
-    LiftedOutputs,
-    RunContext,
-    same_value,
-)
+from shardax._transforms.lift import engine
 
 
 def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
@@ -438,7 +432,7 @@ class EntryAssignment:
 
     def __init__(
         self,
-        call: LiftedCall,
+        call: engine.LiftedCall,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         prefixes: Sequence[Any],
@@ -475,7 +469,9 @@ class EntryAssignment:
         """The path of each Variable of the graph."""
         return self.call.graph.flat.leaf_paths
 
-    def output_entries(self, context: RunContext, out_prefix: Any, out_name: str) -> OutputEntries:
+    def output_entries(
+        self, context: engine.RunContext, out_prefix: Any, out_name: str
+    ) -> OutputEntries:
         """Returns the entry of everything that leaves."""
         of_result = [
             (("result", *path), leaf, entry)
@@ -543,16 +539,16 @@ class GroupedOutputs:
 class FlatOutputs:
     """The values of ``LiftedOutputs`` as one flat list."""
 
-    def __init__(self, outputs: LiftedOutputs) -> None:
+    def __init__(self, outputs: engine.LiftedOutputs) -> None:
         self.effects = outputs.effects
         leaves, self.treedef = jax.tree.flatten(outputs.result)
         self.counts = (len(leaves), len(outputs.written))
         self.values = [*leaves, *outputs.written, *outputs.fresh]
 
-    def assemble(self, values: Sequence[Any]) -> LiftedOutputs:
+    def assemble(self, values: Sequence[Any]) -> engine.LiftedOutputs:
         """Returns the ``LiftedOutputs`` with other values."""
         result, written = self.counts
-        return LiftedOutputs(
+        return engine.LiftedOutputs(
             self.treedef.unflatten(values[:result]),
             list(values[result : result + written]),
             list(values[result + written :]),
@@ -560,7 +556,7 @@ class FlatOutputs:
         )
 
 
-def drop_written(outputs: LiftedOutputs, positions: Container[int]) -> LiftedOutputs:
+def drop_written(outputs: engine.LiftedOutputs, positions: Container[int]) -> engine.LiftedOutputs:
     """Returns, inside the transform, what leaves without some of the written Variables."""
     pairs = zip(outputs.effects.written, outputs.written, strict=True)
     kept = [(position, value) for position, value in pairs if position not in positions]
@@ -568,14 +564,14 @@ def drop_written(outputs: LiftedOutputs, positions: Container[int]) -> LiftedOut
     return outputs._replace(written=[value for _, value in kept])
 
 
-def add_written(outputs: LiftedOutputs, more: Mapping[int, Any]) -> LiftedOutputs:
+def add_written(outputs: engine.LiftedOutputs, more: Mapping[int, Any]) -> engine.LiftedOutputs:
     """Returns, outside the transform, what left with more written Variables."""
     outputs.effects.written = (*outputs.effects.written, *more)
     return outputs._replace(written=[*outputs.written, *more.values()])
 
 
 def appended(
-    context: RunContext, effects: Effects, is_shared: Callable[[int], bool]
+    context: engine.RunContext, effects: engine.Effects, is_shared: Callable[[int], bool]
 ) -> dict[int, tuple[Any, ...]]:
     """Returns what was sown into the tuples of shared Variables."""
     # Such values have a part per batch element or iteration, though the tuple that was there before
@@ -586,12 +582,12 @@ def appended(
         if not is_shared(position) or not (isinstance(before, tuple) and type(after) is tuple):
             continue
         count = len(before)
-        if len(after) > count and same_value(before, after[:count]):
+        if len(after) > count and engine.same_value(before, after[:count]):
             found[position] = after[count:]
     return found
 
 
-def refuse_foreign(effects: Effects, name: str) -> None:
+def refuse_foreign(effects: engine.Effects, name: str) -> None:
     """Raises if objects that were not passed in stand in the result."""
     for item in effects.foreign.values():
         raise OutputError(

@@ -36,23 +36,9 @@ from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.graph.static import PARTITION_NAME
 from shardax._core.init.rng import RngStream
 from shardax._core.object import Object
-from shardax._transforms.errors import (
-    AxisSizeError,
-    BoxError,
-    MappedShardingError,
-    OutputError,
-    PartitioningUnspecifiedError,
-    PrefixError,
-)
+from shardax._transforms import errors
+from shardax._transforms.lift import prefix
 from shardax._transforms.lift.engine import Effects, LiftedCall, LiftedOutputs
-from shardax._transforms.lift.prefix import (
-    EntryAssignment,
-    OutputEntries,
-    add_written,
-    drop_written,
-    is_axis,
-    map_variable_definitions,
-)
 
 
 class StreamPositions(NamedTuple):
@@ -114,19 +100,19 @@ class SplitStreams:
         """Separates, inside the transform, what was written to split streams."""
         written = outputs.effects.written
         for position in self.keys.intersection(written):
-            raise OutputError(
+            raise errors.OutputError(
                 f"The random stream at {format_path(self.call.graph.flat.leaf_paths[position])} "
                 f"was given another key inside sx.{self.call.name}, which splits it: every batch "
                 f"element has a key of its own, so there is not one to keep. Reseed it outside, or "
                 f"make a stream of its own inside (sx.Rngs)."
             )
         moved = {position: self.before[position] for position in written if position in self.before}
-        return drop_written(outputs, moved), moved
+        return prefix.drop_written(outputs, moved), moved
 
     def restore(self, outputs: LiftedOutputs, moved: Mapping[int, Any]) -> LiftedOutputs:
         """Adds, outside the transform, the counts of the streams that moved on."""
         counts = {position: count + jnp.uint32(1) for position, count in moved.items()}
-        return add_written(outputs, counts)
+        return prefix.add_written(outputs, counts)
 
 
 def _laid_out(array: Any, sharding: Any) -> Any:
@@ -138,7 +124,10 @@ EnteringArray = tuple[Path, Any, Any]
 
 
 def entering_arrays(
-    assignment: EntryAssignment, streams: SplitStreams, values: Sequence[Any], plain: Sequence[Any]
+    assignment: prefix.EntryAssignment,
+    streams: SplitStreams,
+    values: Sequence[Any],
+    plain: Sequence[Any],
 ) -> list[EnteringArray]:
     """Returns the arrays that enter, except those of split streams."""
     variables = zip(assignment.leaf_paths, values, assignment.leaves, strict=True)
@@ -149,7 +138,7 @@ def entering_arrays(
         for leaf in jax.tree.leaves(value)
     ]
     rows += zip(assignment.plain_paths, plain, assignment.plain, strict=True)
-    return [(path, leaf, entry if is_axis(entry) else None) for path, leaf, entry in rows]
+    return [(path, leaf, entry if prefix.is_axis(entry) else None) for path, leaf, entry in rows]
 
 
 def common_size(rows: Iterable[EnteringArray], given: int | None, name: str) -> int:
@@ -160,14 +149,14 @@ def common_size(rows: Iterable[EnteringArray], given: int | None, name: str) -> 
         if axis is None:
             continue
         if not hasattr(leaf, "shape") and not isinstance(leaf, (bool, int, float, complex)):
-            raise AxisSizeError(
+            raise errors.AxisSizeError(
                 f"sx.{name} maps axis {axis} of what stands at {format_path(path)}, but "
                 f"{leaf!r} is a {type(leaf).__name__}, not an array. Give it None in in_axes, or "
                 f"bind it with functools.partial."
             )
         shape = jnp.shape(leaf)
         if not -len(shape) <= axis < len(shape):
-            raise AxisSizeError(
+            raise errors.AxisSizeError(
                 f"sx.{name} maps axis {axis} of the array at {format_path(path)}, which has shape "
                 f"{shape}. Give it None in in_axes if it is the same for all, or another axis."
             )
@@ -177,9 +166,9 @@ def common_size(rows: Iterable[EnteringArray], given: int | None, name: str) -> 
             f"  {option if path is None else format_path(path)}: {size}"
             for size, path in found.items()
         )
-        raise AxisSizeError(f"sx.{name} maps arrays of different sizes:\n{shown}")
+        raise errors.AxisSizeError(f"sx.{name} maps arrays of different sizes:\n{shown}")
     if not found:
-        raise AxisSizeError(
+        raise errors.AxisSizeError(
             f"sx.{name} does not know how many times to run: no argument has an axis to map. Give "
             f"{option}=..., or an axis in in_axes."
         )
@@ -188,10 +177,10 @@ def common_size(rows: Iterable[EnteringArray], given: int | None, name: str) -> 
 
 def check_new_axis(value: Any, axis: Any, path: Path, name: str) -> None:
     """Raises if a value has no place for a mapped dimension."""
-    for leaf in jax.tree.leaves(value) if is_axis(axis) else []:
+    for leaf in jax.tree.leaves(value) if prefix.is_axis(axis) else []:
         rank = jnp.ndim(leaf) + 1
         if not -rank <= axis < rank:
-            raise AxisSizeError(
+            raise errors.AxisSizeError(
                 f"sx.{name} puts {format_path(path)} together along axis {axis}, but each part has "
                 f"shape {jnp.shape(leaf)}, so the whole has no axis {axis}. Give it one from "
                 f"{-rank} to {rank - 1}: in out_axes for a result, in in_axes for what belongs to "
@@ -207,7 +196,7 @@ def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding |
         return None
     first, other = mapped[0], next((row for row in mapped if row[2] != mapped[0][2]), None)
     if other is not None:
-        raise MappedShardingError(
+        raise errors.MappedShardingError(
             f"sx.{name} maps arrays whose mapped dimensions are split differently over the mesh:\n"
             f"  {format_path(first[0])}: {first[2]}\n  {format_path(other[0])}: {other[2]}\n"
             f"Over Explicit mesh axes nothing is moved without being asked. Use jax.reshard, or "
@@ -217,7 +206,7 @@ def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding |
     for path, leaf, axis in rows:
         used = {part for spec in _specs(leaf) for part in _as_tuple(spec)}
         if axis is None and used & set(over):
-            raise MappedShardingError(
+            raise errors.MappedShardingError(
                 f"sx.{name} maps a dimension that is split over the mesh axes {over}, but the "
                 f"array at {format_path(path)}, which the whole batch shares, is split over them "
                 f"too: {jax.typeof(leaf)}. Use jax.reshard to take it off them, or map it as well."
@@ -230,11 +219,11 @@ def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding |
 def refuse_split(rows: Iterable[EnteringArray], name: str) -> None:
     """Raises if a scanned dimension is split over Explicit mesh axes."""
     for path, leaf, axis in rows:
-        if not is_axis(axis) or not isinstance(leaf, jax.Array):
+        if not prefix.is_axis(axis) or not isinstance(leaf, jax.Array):
             continue
         over = _specs(leaf)[axis]
         if over is not None:
-            raise MappedShardingError(
+            raise errors.MappedShardingError(
                 f"sx.{name} takes slices along axis {axis} of the array at {format_path(path)}, "
                 f"which is split over the mesh axis {over!r} there: {jax.typeof(leaf)}. One slice "
                 f"after another cannot be split so over Explicit mesh axes. Keep the dimension "
@@ -255,7 +244,7 @@ def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
     """Returns the name that ``metadata`` gives the mapped dimension."""
     others = [key for key in metadata or {} if key != PARTITION_NAME]
     if others:
-        raise PrefixError(
+        raise errors.PrefixError(
             f"metadata of sx.{name} has {others}; its one entry is the name of the mapped "
             f"dimension: metadata={{sx.partition.PARTITION_NAME: 'layers'}}."
         )
@@ -263,13 +252,13 @@ def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
 
 
 def element_graphdef(
-    assignment: EntryAssignment, streams: SplitStreams, partition_name: Any
+    assignment: prefix.EntryAssignment, streams: SplitStreams, partition_name: Any
 ) -> GraphDef:
     """Returns the structure of one batch element: mapped axes have no name."""
 
     def change(position: int, definition: VariableDef) -> VariableDef:
         axis = assignment.leaves[position]
-        if not is_axis(axis) or position in streams:
+        if not prefix.is_axis(axis) or position in streams:
             return definition
         try:
             metadata = definition.metadata.without_axis(axis, partition_name)
@@ -280,11 +269,11 @@ def element_graphdef(
             ) from error
         return definition._replace(metadata=metadata)
 
-    return map_variable_definitions(assignment.call.graph.flat.graphdef, change)
+    return prefix.map_variable_definitions(assignment.call.graph.flat.graphdef, change)
 
 
 def name_new_dimensions(
-    assignment: EntryAssignment,
+    assignment: prefix.EntryAssignment,
     streams: SplitStreams,
     effects: Effects,
     axes_of_new: Iterable[Any],
@@ -294,7 +283,7 @@ def name_new_dimensions(
     remaining = iter(axes_of_new)
     fresh = []
     for definition in effects.fresh:
-        if type(definition) is VariableDef and is_axis(axis := next(remaining)):
+        if type(definition) is VariableDef and prefix.is_axis(axis := next(remaining)):
             metadata = definition.metadata.with_axis(axis, partition_name)
             definition = definition._replace(metadata=metadata)
         fresh.append(definition)
@@ -305,7 +294,7 @@ def name_new_dimensions(
         if type(definition) is not VariableDef or leaf_of[index] in streams:
             continue
         axis, outer = assignment.leaves[leaf_of[index]], graphdef.objects[index].metadata
-        if is_axis(axis):
+        if prefix.is_axis(axis):
             name = outer.axes[axis] if outer.axes is not None else partition_name
             metadata = definition.metadata.with_axis(axis, name)
             effects.updates[index] = definition._replace(metadata=metadata)
@@ -314,7 +303,7 @@ def name_new_dimensions(
 class MappedBoxes:
     """The boxes of one mapped call."""
 
-    def __init__(self, assignment: EntryAssignment, partition_name: Any) -> None:
+    def __init__(self, assignment: prefix.EntryAssignment, partition_name: Any) -> None:
         self.assignment = assignment
         self.partition_name = partition_name
         self._names: dict[type, Any] = {}
@@ -331,7 +320,7 @@ class MappedBoxes:
             {name: self._map(arg, (name,), axes, self._without) for name, arg in kwargs.items()},
         )
 
-    def leave(self, result: Any, output_entries: OutputEntries) -> Any:
+    def leave(self, result: Any, output_entries: prefix.OutputEntries) -> Any:
         """Returns the result with the mapped dimension in its boxes."""
         return self._map(result, ("result",), dict(output_entries.labels), self._with)
 
@@ -360,13 +349,17 @@ class MappedBoxes:
             below = [map(path_step, keys) for keys, _ in jax.tree_util.tree_leaves_with_path(leaf)]
             found = {axes.get((*path, *steps)) for steps in below}
             if len(found) > 1:
-                raise PrefixError(
+                raise errors.PrefixError(
                     f"The arrays in the box at {format_path(path)} have the axes {found} in "
                     f"sx.{self.assignment.call.name}, but its names hold for all of them. Give the "
                     f"box one axis."
                 )
             axis: Any = next(iter(found), None)
-            return _changed(path, leaf, lambda box: change(box, axis)) if is_axis(axis) else leaf
+            return (
+                _changed(path, leaf, lambda box: change(box, axis))
+                if prefix.is_axis(axis)
+                else leaf
+            )
 
         return jax.tree_util.tree_map_with_path(
             visit, tree, is_leaf=lambda item: is_box(item) or isinstance(item, Object)
@@ -387,7 +380,7 @@ def _changed(path: Path, box: Any, change: Callable[[Any], Any]) -> Any:
     """Changes a box and the boxes in it."""
     try:
         changed = change(box)
-    except (BoxError, PartitioningUnspecifiedError) as error:
+    except (errors.BoxError, errors.PartitioningUnspecifiedError) as error:
         raise type(error)(f"{format_path(path)}: {error}") from error
     return jax.tree.map(
         lambda leaf: _changed(path, leaf, change) if is_box(leaf) else leaf,

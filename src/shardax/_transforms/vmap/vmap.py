@@ -19,20 +19,8 @@ import numpy as np
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import ArrayAttribute
 from shardax._transforms.errors import PrefixError, SharedWriteError
+from shardax._transforms.lift import prefix
 from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, check_result, wraps
-from shardax._transforms.lift.prefix import (
-    EntryAssignment,
-    FlatOutputs,
-    GroupedOutputs,
-    OutputEntries,
-    add_written,
-    appended,
-    check_axes_only,
-    drop_written,
-    entries_in,
-    per_argument,
-    refuse_foreign,
-)
 from shardax._transforms.vmap.axes import (
     MappedBoxes,
     SplitStreams,
@@ -126,13 +114,13 @@ def vmap(
         in_axes = check_automatic(in_axes, batch, axis_size)
         axis_size = in_axes.size
     else:
-        check_axes_only(in_axes, "in_axes")
+        prefix.check_axes_only(in_axes, "in_axes")
         if batch is not None:
             raise PrefixError(
                 "batch= says how to find the axes of arguments, but in_axes gives them. Give one "
                 "of the two: in_axes='auto' with batch=."
             )
-    check_axes_only(out_axes, "out_axes")
+    prefix.check_axes_only(out_axes, "out_axes")
     name = mapped_name(metadata, "vmap")
 
     @wraps(function)
@@ -162,8 +150,10 @@ class _VmapCall:
         if isinstance(in_axes, Batch):
             prefixes, named = in_axes.find_call(self.call.labels, args, kwargs).axes
         else:
-            prefixes = per_argument(in_axes, self.call.labels, "in_axes")
-        self.assignment = EntryAssignment(self.call, args, kwargs, prefixes, named, None, "in_axes")
+            prefixes = prefix.per_argument(in_axes, self.call.labels, "in_axes")
+        self.assignment = prefix.EntryAssignment(
+            self.call, args, kwargs, prefixes, named, None, "in_axes"
+        )
         self.out_axes = out_axes
         self.partition_name = partition_name
         self.values = self.call.graph.values()
@@ -175,9 +165,11 @@ class _VmapCall:
         self.graphdef = element_graphdef(self.assignment, self.streams, partition_name)
         self.boxes = MappedBoxes(self.assignment, partition_name)
         self.call.enter = self.boxes.enter
-        self.grouped = GroupedOutputs([*entries_in((prefixes, named, out_axes)), 0, None])
+        self.grouped = prefix.GroupedOutputs(
+            [*prefix.entries_in((prefixes, named, out_axes)), 0, None]
+        )
         # Known after the function ran:
-        self.flat: FlatOutputs | None = None
+        self.flat: prefix.FlatOutputs | None = None
         self.moved: dict[int, Any] = {}
         self.grown: list[int] = []
 
@@ -198,7 +190,7 @@ class _VmapCall:
         count = len(self.flat.values)
         outputs = self.flat.assemble(left[:count])
         pairs = zip(self.grown, left[count:], strict=True)
-        outputs = add_written(outputs, {p: (*self.values[p], *more) for p, more in pairs})
+        outputs = prefix.add_written(outputs, {p: (*self.values[p], *more) for p, more in pairs})
         outputs = self.streams.restore(outputs, self.moved)
         return self.call.apply(outputs)
 
@@ -225,10 +217,12 @@ class _VmapCall:
             context.record_effects(self.boxes.leave(context.result, output_entries))
         )
         effects = outputs.effects
-        refuse_foreign(effects, "vmap")
-        sown = appended(context, effects, lambda position: self.assignment.leaves[position] is None)
-        outputs, self.grown = drop_written(outputs, sown), list(sown)
-        self.flat = FlatOutputs(outputs)
+        prefix.refuse_foreign(effects, "vmap")
+        sown = prefix.appended(
+            context, effects, lambda position: self.assignment.leaves[position] is None
+        )
+        outputs, self.grown = prefix.drop_written(outputs, sown), list(sown)
+        self.flat = prefix.FlatOutputs(outputs)
         paths = self.assignment.leaf_paths
         leaves = [
             *(OutputLeaf("result", path, axis) for path, axis in output_entries.labels),
@@ -293,7 +287,7 @@ class OutputLeaf(NamedTuple):
     axis: Any  # its axis, or None
 
 
-def _new_leaf(output_entries: OutputEntries, key: int) -> OutputLeaf:
+def _new_leaf(output_entries: prefix.OutputEntries, key: int) -> OutputLeaf:
     """Returns the leaf of a new Variable."""
     path, axis = output_entries.by_id.get(key, ((), None))
     in_result = key in output_entries.by_id and key not in output_entries.attached

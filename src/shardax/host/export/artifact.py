@@ -27,13 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax.host.errors import (
-    ArtifactDamagedError,
-    ArtifactExistsError,
-    ArtifactNotFoundError,
-    ArtifactVersionError,
-    ExportError,
-)
+from shardax.host import errors
 
 FORMAT = "shardax artifact"
 VERSION = 1
@@ -62,7 +56,7 @@ def free_place(path: Any) -> pathlib.Path:
     """Return the absolute path of an artifact that is to be written."""
     place = pathlib.Path(os.path.abspath(path))
     if place.exists():
-        raise ArtifactExistsError(
+        raise errors.ArtifactExistsError(
             f"There already is something at {place}. An artifact never overwrites another; choose "
             "another path or remove that one first."
         )
@@ -117,7 +111,7 @@ def write_weights(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
         name for name, array in arrays.items() if not getattr(array, "is_fully_addressable", True)
     ]
     if foreign:
-        raise ExportError(
+        raise errors.ExportError(
             f"Other processes hold parts of {', '.join(foreign[:4])}. Export from one process that "
             "holds all: restore a checkpoint there."
         )
@@ -161,14 +155,14 @@ def read_signature(path: Any, verify: bool) -> tuple[pathlib.Path, dict[str, Any
     file = place / SIGNATURE
     if not file.is_file():
         there = "no artifact (a folder with signature.json)" if place.exists() else "nothing"
-        raise ArtifactNotFoundError(f"There is {there} at {place}.")
+        raise errors.ArtifactNotFoundError(f"There is {there} at {place}.")
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
         found = entries["format"], entries["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(file, f"cannot be read ({error!r})") from error
     if found != (FORMAT, VERSION):
-        raise ArtifactVersionError(
+        raise errors.ArtifactVersionError(
             f"{place} has the format {found[0]!r}, version {found[1]!r}; this shardax reads "
             f"{FORMAT!r}, version {VERSION}. Load it with the version that wrote it, or export "
             "the function anew."
@@ -183,8 +177,8 @@ def read_signature(path: Any, verify: bool) -> tuple[pathlib.Path, dict[str, Any
     return place, entries
 
 
-def _damaged(file: pathlib.Path, what: str) -> ArtifactDamagedError:
-    return ArtifactDamagedError(
+def _damaged(file: pathlib.Path, what: str) -> errors.ArtifactDamagedError:
+    return errors.ArtifactDamagedError(
         f"{file} {what}. Copy the artifact again from where it was written, or export the "
         "function anew; an artifact is not meant to be edited."
     )

@@ -21,12 +21,7 @@ from shardax._core.module import Module
 from shardax._core.variable import Variable
 from shardax._transforms.errors import MeshError
 from shardax._transforms.jit.jit import jit
-from shardax.host.errors import (
-    ArtifactCallError,
-    ArtifactDamagedError,
-    ArtifactEnvironmentError,
-    ArtifactVersionError,
-)
+from shardax.host import errors
 from shardax.host.export import artifact
 from shardax.host.export.signature import (
     ArrayForm,
@@ -72,7 +67,7 @@ class LoadedProgram:
 
         @program.defjvp
         def _refuse(primals: Any, tangents: Any) -> Any:
-            raise ArtifactCallError(
+            raise errors.ArtifactCallError(
                 f"{self.signature.name} was exported without derivatives. Export it with "
                 "vjp_order=1, or more for higher ones."
             )
@@ -87,12 +82,12 @@ class LoadedProgram:
         """Return what JAX says about exported programs in terms of ``export``."""
         text, name = str(error), self.signature.name
         if "refining shapes" in text and self.signature.constraints:
-            return ArtifactCallError(
+            return errors.ArtifactCallError(
                 f"The sizes of the call break what {name} was exported under: "
                 f"{', '.join(self.signature.constraints)}. It takes {self.signature}."
             )
         if "atching rule" in text:
-            return ArtifactCallError(
+            return errors.ArtifactCallError(
                 f"{name} cannot be mapped by vmap: an exported program is as it is. Export it with "
                 "a dimension for the batch, dynamic={'batch': 0}, or call it in a loop (sx.scan)."
             )
@@ -195,7 +190,7 @@ def _parsed(folder: Any, entries: Any) -> Signature:
     try:
         return Signature.from_json(entries["signature"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ArtifactDamagedError(
+        raise errors.ArtifactDamagedError(
             f"{folder / artifact.SIGNATURE} cannot be read ({error!r}). Export the function anew."
         ) from error
 
@@ -207,14 +202,14 @@ def _program(folder: Any, entries: Any) -> Any:
     highest = jax.export.maximum_supported_calling_convention_version
     here = f"JAX {jax.__version__} reads calling conventions {lowest} to {highest}"
     if not lowest <= written <= highest:
-        raise ArtifactVersionError(
+        raise errors.ArtifactVersionError(
             f"The program in {folder} was exported by JAX {entries['jax']} with the calling "
             f"convention {written}; {here}. Load it with a JAX of nearer age, or export it anew."
         )
     try:
         return jax.export.deserialize(bytearray((folder / artifact.PROGRAM).read_bytes()))
     except Exception as error:
-        raise ArtifactVersionError(
+        raise errors.ArtifactVersionError(
             f"JAX {jax.__version__} cannot read the program in {folder}, which JAX "
             f"{entries['jax']} exported: {type(error).__name__}: {error}. Load it with a JAX of "
             "nearer age, or export it anew."
@@ -231,13 +226,13 @@ def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
     devices = list(jax.devices() if mesh is None else mesh.devices.flat)
     count = signature.devices
     if len(devices) < count or (mesh is not None and len(devices) != count):
-        raise ArtifactEnvironmentError(
+        raise errors.ArtifactEnvironmentError(
             f"{where} runs on {count} devices, and {'here' if mesh is None else 'in the mesh'} are "
             f"{len(devices)}. Load it over {count} devices, or export it for {len(devices)}."
         )
     kinds = {"gpu": ("cuda", "rocm")}.get(devices[0].platform, (devices[0].platform,))
     if not {*kinds, devices[0].platform} & {*signature.platforms}:
-        raise ArtifactEnvironmentError(
+        raise errors.ArtifactEnvironmentError(
             f"{where} was exported for {', '.join(signature.platforms)}, and the devices here are "
             f"{devices[0].platform}. Export it with platforms={(*signature.platforms, kinds[0])}."
         )
@@ -245,7 +240,7 @@ def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
     forms += [form for item in signature.inputs for form in item.forms]
     wide = sorted({form.dtype for form in forms if form.is_wide})
     if wide and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
-        raise ArtifactEnvironmentError(
+        raise errors.ArtifactEnvironmentError(
             f"{where} uses {', '.join(wide)}, and JAX has 32 bits here. Before anything else: "
             "sx.configure(x64=True)."
         )

@@ -27,19 +27,8 @@ from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
-from shardax.partition.boxes.boxes import (
-    BOX_ENTRY,
-    AxisMetadata,
-    LogicallyPartitioned,
-    Partitioned,
-    layout_of_variable,
-)
-from shardax.partition.errors import (
-    AxisNamesError,
-    ConstraintError,
-    NoRulesError,
-    PartitionCheckError,
-)
+from shardax.partition import errors
+from shardax.partition.boxes import boxes
 from shardax.partition.inventory import walk
 from shardax.partition.mesh import resolve_mesh
 
@@ -49,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class VariableBox(LogicallyPartitioned[T]):
+class VariableBox(boxes.LogicallyPartitioned[T]):
     """A Variable as a box, with its type and metadata.
 
     Attributes:
@@ -75,7 +64,7 @@ class VariableBox(LogicallyPartitioned[T]):
     ) -> None:
         object.__setattr__(self, "variable_type", variable_type)
         object.__setattr__(self, "entries", entries)
-        super().__init__(value, names, *layout_of_variable(names, entries.entries))
+        super().__init__(value, names, *boxes.layout_of_variable(names, entries.entries))
 
     def _named(self, names: tuple[Any, ...]) -> Self:
         return type(self)(self.value, names, self.variable_type, self.entries)
@@ -115,9 +104,9 @@ def to_boxes(tree: Any) -> Any:
     def to_box(leaf: Any) -> Any:
         if isinstance(leaf, Variable):
             box = _box_of(leaf)
-            original = leaf.metadata.get(BOX_ENTRY)
+            original = leaf.metadata.get(boxes.BOX_ENTRY)
             alone = box.variable_type is Param and len(leaf.metadata) == 1
-            if alone and isinstance(original, Partitioned):
+            if alone and isinstance(original, boxes.Partitioned):
                 return dataclasses.replace(original, value=box.value, names=box.names)
             return box
         if isinstance(leaf, Object):
@@ -127,7 +116,7 @@ def to_boxes(tree: Any) -> Any:
             )
         return leaf
 
-    return jax.tree.map(to_box, tree, is_leaf=lambda x: isinstance(x, (AxisMetadata, Object)))
+    return jax.tree.map(to_box, tree, is_leaf=lambda x: isinstance(x, (boxes.AxisMetadata, Object)))
 
 
 def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
@@ -154,24 +143,26 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
     """
 
     def to_variable(leaf: Any) -> Any:
-        if not isinstance(leaf, AxisMetadata):
+        if not isinstance(leaf, boxes.AxisMetadata):
             return leaf
         inner = jax.tree.leaves(leaf.value, is_leaf=_is_metadata)
-        if not isinstance(leaf, Partitioned) or any(map(_is_metadata, inner)):
+        if not isinstance(leaf, boxes.Partitioned) or any(map(_is_metadata, inner)):
             raise BoxError(
                 f"{leaf!r}: has no names, or holds another box, so it is no Variable. Make one of "
                 "its value: sx.Param(unbox(box), axes=...)."
             )
         if isinstance(leaf, VariableBox):
             return _variable_of(leaf)
-        metadata = Metadata(leaf.names, {BOX_ENTRY: leaf.replace_boxed(None)})
+        metadata = Metadata(leaf.names, {boxes.BOX_ENTRY: leaf.replace_boxed(None)})
         return _new_variable(variable_type, leaf.value, metadata)
 
-    return jax.tree.map(to_variable, tree, is_leaf=lambda x: isinstance(x, (AxisMetadata, Object)))
+    return jax.tree.map(
+        to_variable, tree, is_leaf=lambda x: isinstance(x, (boxes.AxisMetadata, Object))
+    )
 
 
 def _is_metadata(value: Any) -> bool:
-    return isinstance(value, AxisMetadata)
+    return isinstance(value, boxes.AxisMetadata)
 
 
 def _new_variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> Variable[Any]:
@@ -182,11 +173,11 @@ def _new_variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> 
 # --- Trees of boxes ---
 
 _LOCATED = (
-    AxisNamesError,
+    errors.AxisNamesError,
     BoxError,
-    ConstraintError,
-    NoRulesError,
-    PartitionCheckError,
+    errors.ConstraintError,
+    errors.NoRulesError,
+    errors.PartitionCheckError,
     PartitioningUnspecifiedError,
 )
 """Errors of one box, to which its path in the tree is added."""
@@ -206,7 +197,7 @@ def is_box(value: Any) -> bool:
         >>> is_box(sx.Param(jnp.ones(2))), is_box(jnp.ones(2))
         (True, False)
     """
-    return isinstance(value, (AxisMetadata, Variable))
+    return isinstance(value, (boxes.AxisMetadata, Variable))
 
 
 def unbox(tree: Any, apply_constraint: bool = True) -> Any:
@@ -237,7 +228,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
     def unboxed(path: Path, leaf: Any) -> Any:
         if isinstance(leaf, Variable):
             leaf = _box_of(leaf).replace_boxed(leaf.value)
-        if not isinstance(leaf, AxisMetadata):
+        if not isinstance(leaf, boxes.AxisMetadata):
             return leaf
         known = in_scope or getattr(leaf, "mesh", None) is not None
         value = _located(path, lambda: leaf.unbox(apply_constraint and known))
@@ -277,7 +268,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
     def replaced(leaf: Any, value: Any) -> Any:
         if isinstance(leaf, Variable):
             return _variable_of(replaced(_box_of(leaf), value))
-        if not isinstance(leaf, AxisMetadata):
+        if not isinstance(leaf, boxes.AxisMetadata):
             return value
         return leaf.replace_boxed(replace_boxed(leaf.value, value) if _has_boxes(leaf) else value)
 
@@ -346,7 +337,7 @@ def _map(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> An
     return treedef.unflatten([function((*path, *below), leaf) for below, leaf in subtrees])
 
 
-def _has_boxes(box: AxisMetadata[Any]) -> bool:
+def _has_boxes(box: boxes.AxisMetadata[Any]) -> bool:
     """Whether there are boxes in a box."""
     return any(is_box(leaf) for _, leaf in walk(box.value)[0])
 
@@ -355,9 +346,9 @@ def _located(path: Path, function: Callable[[], Any]) -> Any:
     """Calls a method of a box; errors get its path."""
     try:
         return function()
-    except PartitionCheckError as error:
+    except errors.PartitionCheckError as error:
         lines = "".join(f"\n  {finding}" for finding in error.findings)
-        raise ConstraintError(
+        raise errors.ConstraintError(
             f"{format_path(path)}: cannot be laid out as its box says:{lines}"
         ) from error
     except _LOCATED as error:
@@ -385,7 +376,7 @@ def _renamed(tree: Any, rename: Callable[[Any], Any]) -> Any:
                 "their own axes, which sx.vmap and sx.scan keep true: "
                 "sx.vmap(make, metadata={PARTITION_NAME: 'layers'})."
             )
-        if not isinstance(leaf, AxisMetadata):
+        if not isinstance(leaf, boxes.AxisMetadata):
             return leaf
         box = _located(path, lambda: rename(leaf))
         return box.replace_boxed(_map(renamed, box.value, path)) if _has_boxes(box) else box

@@ -33,18 +33,13 @@ from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.estimate import rewritten
 from shardax.hlo.live_memory import peak_bytes
 from shardax.hlo.program import CompilerFailedError, parse
-from shardax.plan.compile.compilers import (
-    CompileResult,
-    TargetCompiler,
-    known_compilers,
-    temporary_environment,
-)
+from shardax.plan.compile import compilers
 from shardax.plan.errors import PlanInputError, TargetError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.hardware.targets import Target
 
 
-class CpuCompiler(TargetCompiler):
+class CpuCompiler(compilers.TargetCompiler):
     """XLA for the CPU devices of a process."""
 
     # Without LLVM's optimizations; the program in HLO and its memory stay as they are.
@@ -78,15 +73,15 @@ class EstimateCompiler(CpuCompiler):
 
     @property
     def label(self) -> str:
-        return f"{known_compilers()[0].label}, estimate"
+        return f"{compilers.known_compilers()[0].label}, estimate"
 
-    def _compile(self, lowered: jax.stages.Lowered, effort: str) -> CompileResult:
+    def _compile(self, lowered: jax.stages.Lowered, effort: str) -> compilers.CompileResult:
         del effort  # the partitioner has one
         start = time.perf_counter()
         text = partitioned_text(lowered)
         seconds = time.perf_counter() - start
         peak = peak_bytes(rewritten(parse(text)))
-        return CompileResult(text, peak, None, None, seconds, estimate=True)
+        return compilers.CompileResult(text, peak, None, None, seconds, estimate=True)
 
 
 _LIBTPU_ENVIRONMENT = {
@@ -107,7 +102,7 @@ _REQUESTED = (
 )
 
 
-class TpuCompiler(TargetCompiler):
+class TpuCompiler(compilers.TargetCompiler):
     """XLA with libtpu."""
 
     screen_options: ClassVar = {"exec_time_optimization_effort": -1.0}
@@ -159,7 +154,7 @@ def _tpu_devices(target: Target) -> dict[tuple[int, ...], Any]:
     name = f"{chip.compiler['topology']}:{'x'.join(map(str, target.topology))}"
     try:
         # libtpu reads it when it is loaded.
-        with temporary_environment(_LIBTPU_ENVIRONMENT, override=False):
+        with compilers.temporary_environment(_LIBTPU_ENVIRONMENT, override=False):
             devices = topologies.get_topology_desc(
                 platform="tpu", topology_name=name, **options
             ).devices
@@ -200,7 +195,7 @@ _SINCE_AMPERE = {
 }
 
 
-class GpuCompiler(TargetCompiler):
+class GpuCompiler(compilers.TargetCompiler):
     """XLA with the CUDA plugin."""
 
     def environment(self) -> dict[str, str]:
@@ -210,7 +205,7 @@ class GpuCompiler(TargetCompiler):
         devices = np.array(_gpu_devices(self.target), dtype=object)
         return devices.reshape(tuple(sizes.values()))
 
-    def _compile(self, lowered: jax.stages.Lowered, effort: str) -> CompileResult:
+    def _compile(self, lowered: jax.stages.Lowered, effort: str) -> compilers.CompileResult:
         result = super()._compile(lowered, effort)
         peak, limit = result.peak_bytes or 0, self.target.limit_bytes
         if peak <= limit:
@@ -257,7 +252,7 @@ def _gpu_devices(target: Target) -> tuple[Any, ...]:
     config = target_config(target.hardware)
     nodes, gpus = target.topology
     try:
-        with temporary_environment(_CUDA_ENVIRONMENT, override=False):
+        with compilers.temporary_environment(_CUDA_ENVIRONMENT, override=False):
             described = topologies.get_topology_desc(
                 "", platform="cuda", target_config=config, topology=f"1x{nodes}x{gpus}"
             )

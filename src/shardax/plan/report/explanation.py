@@ -17,15 +17,7 @@ from shardax.hlo.collectives import Collective
 from shardax.partition.errors import did_you_mean
 from shardax.plan.errors import PlanInputError
 from shardax.plan.records import LayoutReport
-from shardax.plan.report.columns import (
-    BINARY,
-    DECIMAL,
-    TIMES,
-    axes_text,
-    band_text,
-    quantity,
-    scale,
-)
+from shardax.plan.report import columns
 
 BY = ("source", "parameter", "kind")
 
@@ -77,11 +69,13 @@ def explain(report: LayoutReport, axis: str | None = None, by: str = "source") -
         return "\n".join([*lines, report.reason or "it was not compiled, so nothing is known"])
     if not found:
         return "\n".join([*lines, f"nothing on the wire{along}"])
-    lines.append(f"{quantity(total, DECIMAL)} on the wire of each device in a step{along}")
-    widest = max(len(quantity(group.wire_bytes, DECIMAL)) for group in found)
+    lines.append(
+        f"{columns.quantity(total, columns.DECIMAL)} on the wire of each device in a step{along}"
+    )
+    widest = max(len(columns.quantity(group.wire_bytes, columns.DECIMAL)) for group in found)
     for group in found:
         share = 100 * group.wire_bytes / total if total else 0.0
-        amount = quantity(group.wire_bytes, DECIMAL).rjust(widest)
+        amount = columns.quantity(group.wire_bytes, columns.DECIMAL).rjust(widest)
         lines += ["", f"{amount}  {share:3.0f}%  {group.key or UNKNOWN[by]}"]
         for sentence, details in descriptions(group.collectives, by):
             lines += _wrapped(sentence, 4)
@@ -94,12 +88,14 @@ def headline(report: LayoutReport) -> str:
     """Summarizes a layout in one line."""
     parts = [f"{report.layout.name} over {report.layout.mesh_text}: {report.outcome}"]
     if report.peak_bytes is not None:
-        peak = f"peak {quantity(report.peak_bytes, BINARY)}"
+        peak = f"peak {columns.quantity(report.peak_bytes, columns.BINARY)}"
         limit = report.limit_bytes
-        parts.append(peak if limit is None else f"{peak} of {quantity(limit, BINARY)}")
+        parts.append(
+            peak if limit is None else f"{peak} of {columns.quantity(limit, columns.BINARY)}"
+        )
     if report.time is not None:
-        unit, size = scale([report.time.upper], TIMES)
-        band = band_text(report.time, size)
+        unit, size = columns.scale([report.time.upper], columns.TIMES)
+        band = columns.band_text(report.time, size)
         parts.append(f"{band} {unit} (estimate), bound by {report.time.binding}")
     return "; ".join(parts)
 
@@ -163,7 +159,7 @@ def descriptions(members: Sequence[Collective], by: str) -> list[tuple[str, tupl
     for same in sorted(found.values(), key=lambda same: -sum(each.wire_bytes for each in same)):
         sentence = _sentence(same[0])
         if len(same) > 1:
-            together = quantity(sum(each.wire_bytes for each in same), DECIMAL)
+            together = columns.quantity(sum(each.wire_bytes for each in same), columns.DECIMAL)
             sentence = f"{len(same)} times {sentence}, {together} together"
         details = zip(*(_details(each, by) for each in same), strict=True)
         made.append((sentence, tuple(map(join_layers, details))))
@@ -172,9 +168,12 @@ def descriptions(members: Sequence[Collective], by: str) -> list[tuple[str, tupl
 
 def _sentence(each: Collective) -> str:
     runs = f"{each.runs}" if each.runs_known else f"at least {each.runs}"
-    payload, wire = quantity(each.payload, DECIMAL), quantity(each.wire_bytes, DECIMAL)
+    payload, wire = (
+        columns.quantity(each.payload, columns.DECIMAL),
+        columns.quantity(each.wire_bytes, columns.DECIMAL),
+    )
     parts = [
-        f"{each.kind} along {axes_text(each.axes)}",
+        f"{each.kind} along {columns.axes_text(each.axes)}",
         f"{runs} x {payload} of {each.dtype}: {wire}",
     ]
     if each.asynchronous:
