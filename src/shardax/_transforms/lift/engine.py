@@ -263,7 +263,7 @@ def _matches(item: Any, definition: Any, objects: Sequence[Any]) -> bool:
         return item._metadata is definition.metadata
     if kind is ModuleDef:
         return _match(item.__dict__.items(), definition.attributes, objects) and _match(
-            item._boxed.items(), definition.array_attributes, objects
+            item._array_attributes.items(), definition.array_attributes, objects
         )
     if kind is ListDef:
         return _match([*enumerate(item._items)], [*enumerate(definition.items)], objects)
