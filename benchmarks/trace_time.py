@@ -8,7 +8,7 @@ traced before, for all alike, as in a long-running process. Compiling is left ou
 `program.py` shows that the programs are the same. Time is that of the processor, since tracing is
 the work of one Python thread.
 
-Bound on the median over repeats: shardax takes at most 1.15 of raw JAX at 48 layers, tracing and
+Bound on the median over repeats: shardax takes at most 1.08 of raw JAX at 48 layers, tracing and
 lowering together.
 
     python benchmarks/trace_time.py --json trace_time.json
@@ -24,7 +24,7 @@ from _decoder_steps import Step
 from _harness import Opponent, Report, arguments, compare, measure, table
 from raw_decoder import Config
 
-BOUND_RATIO = 1.15
+BOUND_RATIO = 1.08
 
 
 def tracing(step: Step) -> Callable[[int], None]:
