@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core._jax import Tracer, is_eager
+from shardax._core._jax import Tracer
 from shardax._core.array_ops import ArrayLike, snapshot
 from shardax._core.errors import FrozenVariableError, UnboundVariableError
-from shardax._core.frames import owner_here
+from shardax._core.frames import is_eager, owner_here
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Axes, Metadata, exact_key
 from shardax._core.init.lazy import LazyValue

@@ -32,7 +32,10 @@ from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
 
 _ABSENT = object()
-_RESERVED = frozenset({"_array_attributes", "_flat", "_lock", "_marked", "_owner"})
+# By these names shardax walks and copies Modules; with a user's own it would silently go wrong.
+_RESERVED = {"_allocate", "_flatten", "_unflatten", "_array_attributes"} | {
+    *("_flat", "_lock", "_marked", "_owner")
+}
 
 
 class Module(Object):
@@ -75,6 +78,14 @@ class Module(Object):
                 f"{cls.__name__} defines __slots__, but shardax finds a Module's data in its "
                 f"attributes. Remove __slots__."
             )
+        for name in sorted(_RESERVED):
+            owner = next(each for each in cls.__mro__ if name in vars(each))
+            if owner is not Module:
+                of = "" if owner is cls else f" of {owner.__name__}"
+                raise ReservedNameError(
+                    f"{cls.__name__} has the attribute {name}{of}, by which shardax itself walks "
+                    f"and copies Modules. Give it another name, such as {name.lstrip('_')}."
+                )
         super().__init_subclass__(**kwargs)
         register_graph(cls)
 

@@ -26,11 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.array_ops import ArrayLike, as_value, knows_axes, leaf_of, realise
+from shardax._core.array_ops import ArrayLike, as_value, leaf_of, realise
 from shardax._core.cross_process import packed
 from shardax._core.errors import MetadataError, VariableValueError
 from shardax._core.frames import Frame, check_trace, check_unlocked, local, owner_here, resolve
 from shardax._core.graph.flatten import VariableDef, register_variable
+from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
@@ -340,7 +341,7 @@ def _copied_leaf(leaf: Any) -> Any:
 def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
     if axes is None or not hasattr(variable._value, "ndim"):
         return
-    if knows_axes(variable._value):
+    if axes_of(variable._value) is not None:
         raise MetadataError(
             f"A {type(variable).__name__} was given axes={axes} and a "
             f"{type(variable._value).__name__}, which knows the names of its dimensions. Leave "

@@ -24,20 +24,19 @@ ordinary model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from shardax._core._jax import Tracer
-from shardax._core.array_ops import realise_all
 from shardax._core.errors import LayerViewError, StaticAttributeError
 from shardax._core.frames import READ_ONLY, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of, has_parts
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY, Metadata, Static
-from shardax._core.init.lazy import LazyValue
+from shardax._core.init.lazy import LazyValue, realise_all
 from shardax._core.object import Object, Shown, epoch
 
 
@@ -172,6 +171,14 @@ def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
             yield from ((key.value, child) for key, child in definition.items)
         case NodeDef():
             yield from zip(definition.keys, definition.items, strict=True)
+
+
+def static_values(child: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yields (path, value) of every static value in a child or definition."""
+    if type(child) is Static:
+        yield path, child.value
+    for key, below in definition_children(child):
+        yield from static_values(below, path if key is None else (*path, key))
 
 
 class Flat:

@@ -41,13 +41,10 @@ def flatten_tree(tree: Any) -> Flat:
     return flatten(tree) if isinstance(tree, Object) else flatten_roots((_box_tree(tree),))
 
 
-_PLAIN = (handlers.LIST, handlers.TUPLE, handlers.NAMED_TUPLE, handlers.DICT)
-
-
 def _box_tree(tree: Any) -> Any:
     """Returns the tree with arrays boxed and plain containers kept plain."""
     handler = handlers.handler_of(tree)
-    if handler in _PLAIN:
+    if handler in handlers.PLAIN:
         pairs = [(key, _box_tree(child)) for key, child in handler.children(tree)]
         return handler.rebuild(handler.config(tree), pairs)
     return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
@@ -55,7 +52,7 @@ def _box_tree(tree: Any) -> Any:
 
 def _unbox_tree(tree: Any) -> Any:
     handler = handlers.handler_of(tree)
-    if handler not in _PLAIN:
+    if handler not in handlers.PLAIN:
         return unbox_attribute(tree)
     pairs = [(key, _unbox_tree(child)) for key, child in handler.children(tree)]
     return handler.rebuild(list if handler is handlers.LIST else handler.config(tree), pairs)

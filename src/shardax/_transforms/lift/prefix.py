@@ -34,7 +34,7 @@ from shardax._core.graph.flatten import (
     definition_children,
     flatten,
 )
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, no_match_error, to_predicates
 from shardax._core.state.state import State, flatten_mapping
@@ -304,7 +304,7 @@ def expand(
     if _is_entry(prefix):
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
         for key_path, leaf in leaves:
-            below = (*where, *(path_step(key) for key in key_path))
+            below = (*where, *plain_path(key_path))
             if isinstance(leaf, Object):
                 yield from expand(prefix, leaf, name, below, known)
             else:
@@ -321,7 +321,7 @@ def expand(
             f"entry each."
         )
     for key, child in children:
-        yield from expand(parts[key], child, name, (*where, key), known)
+        yield from expand(parts[key], child, name, (*where, *key), known)
 
 
 def _place(name: str, where: Path) -> tuple[str, str]:
@@ -346,10 +346,12 @@ def refuse_filters(prefix: Any, name: str, where: Path) -> None:
             )
 
 
-def one_level(tree: Any) -> list[tuple[Hashable, Any]]:
-    """Returns (path step, child) of each child of a pytree node."""
+def one_level(tree: Any) -> list[tuple[Path, Any]]:
+    """Returns (path from the node, child) of each child of a pytree node."""
+    if type(tree) in (tuple, list):
+        return [((position,), child) for position, child in enumerate(tree)]
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
-    return [(path_step(path[0]), child) for path, child in pairs if path]
+    return [(plain_path(path), child) for path, child in pairs if path]
 
 
 def _shape(tree: Any) -> str:
@@ -380,13 +382,13 @@ def _expand_object(
 
 def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Path, Any], Any]:
     """Returns the function from (path, Variable) to entry."""
-    kind, at = _place(name, where)
     if isinstance(prefix, FilterMapping):
 
         def by_filter(path: Path, variable: Any) -> Any:
             try:
                 return prefix.lookup(path, variable)
             except FilterError as error:
+                kind, at = _place(name, where)
                 raise PrefixError(f"{name} for the {kind}{at}: {error}") from error
 
         return by_filter
@@ -403,6 +405,7 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
 
         return at_path
     if isinstance(prefix, (Variable, Object)) or not _is_entry(prefix):
+        kind, at = _place(name, where)
         raise PrefixError(
             f"{name} for the {kind}{at}, a {type(root).__name__}, is a {type(prefix).__name__}. "
             f"Give one entry, a State of entries, or a filter mapping."
