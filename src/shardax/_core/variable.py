@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy as _copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -356,6 +356,23 @@ def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
 
 
 register_variable(Variable)
+
+
+class Origin(NamedTuple):
+    """What a value came from: Variable type and metadata."""
+
+    variable_type: type[Variable[Any]]
+    all_metadata: Metadata
+
+    @property
+    def axes(self) -> tuple[Any, ...] | None:
+        """Logical axis names, or None."""
+        return self.all_metadata.axes
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Metadata entries other than the axes."""
+        return self.all_metadata.entries
 
 
 class Param(Variable[T]):

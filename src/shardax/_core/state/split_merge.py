@@ -27,7 +27,7 @@ from shardax._core.graph.flatten import (
     values_of,
 )
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.module import Module
+from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.state import Origin, State, merged_values
@@ -382,11 +382,7 @@ def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
         >>> [type(module).__name__ for _, module in sx.iter_modules(mlp)]
         ['MLP', 'Linear', 'Linear', 'Linear']
     """
-    walk = GraphWalk()
-    walk.encode(_box_tree(tree), ())
-    for path, item in zip(walk.paths, walk.objects, strict=True):
-        if isinstance(item, Module):
-            yield path, item
+    yield from modules_in(_box_tree(tree))
 
 
 def find_duplicates(tree: Any) -> list[list[Path]]:

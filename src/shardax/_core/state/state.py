@@ -10,7 +10,7 @@ value, the type and metadata of its Variable, so that it can be filtered like a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,28 +20,10 @@ from shardax._core.cross_process import format_mesh, packed
 from shardax._core.errors import StateMismatchError
 from shardax._core.graph.handlers import Handler, register
 from shardax._core.graph.paths import Path, PathKey, format_path, plain_path
-from shardax._core.graph.static import EMPTY, Metadata
+from shardax._core.graph.static import EMPTY
 from shardax._core.object import Shown
 from shardax._core.state.filters import Filter, group_by_filter, matching
-from shardax._core.variable import Variable
-
-
-class Origin(NamedTuple):
-    """What a value came from: Variable type and metadata."""
-
-    variable_type: type[Variable[Any]]
-    all_metadata: Metadata
-
-    @property
-    def axes(self) -> tuple[Any, ...] | None:
-        """Logical axis names, or None."""
-        return self.all_metadata.axes
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Metadata entries other than the axes."""
-        return self.all_metadata.entries
-
+from shardax._core.variable import Origin, Variable
 
 _UNKNOWN = Origin(Variable, EMPTY)
 
