@@ -100,7 +100,7 @@ class GraphDef(Shown):
         True
     """
 
-    __slots__ = ("_aliases", "_hash", "_paths", "leaves", "objects", "roots")
+    __slots__ = ("__weakref__", "_hash", "_paths", "leaves", "objects", "roots")
 
     def __init__(self, objects: tuple[Any, ...], roots: tuple[Any, ...]) -> None:
         self.objects = objects
@@ -108,8 +108,6 @@ class GraphDef(Shown):
         self.leaves = tuple(i for i, item in enumerate(objects) if type(item) is VariableDef)
         self._hash = hash((objects, roots))
         self._paths: list[Path] | None = None
-        # Alias paths, by _transforms.lift.prefix: kept here they keep nothing alive.
-        self._aliases: Any = None
 
     @property
     def leaf_paths(self) -> list[Path]:

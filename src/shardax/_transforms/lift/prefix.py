@@ -19,6 +19,7 @@ can occur; so values leave grouped by entry, one list for each (``GroupedOutputs
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -47,11 +48,16 @@ def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
     """Returns (position among the Variables, path) of further ways to reach Variables."""
     # From every shared place there is one way to each Variable that can be reached from there, so
     # that there are not more than shared places times Variables, and every Variable with a further
-    # way has one here. No way leads back to an object that it came through. Remembered on the
-    # structure.
-    if graphdef._aliases is None:
-        graphdef._aliases = _find_alias_paths(graphdef)
-    return graphdef._aliases
+    # way has one here. No way leads back to an object that it came through.
+    known = _aliases.get(graphdef)
+    if known is None:
+        known = _aliases[graphdef] = _find_alias_paths(graphdef)
+    return known
+
+
+_aliases: weakref.WeakKeyDictionary[GraphDef, tuple[tuple[int, Path], ...]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _find_alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
