@@ -16,16 +16,7 @@ from shardax._core.containers import Dict, box, unbox_attribute
 from shardax._core.errors import FilterError, StateMismatchError, VariableValueError
 from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
-from shardax._core.graph import handlers
-from shardax._core.graph.flatten import (
-    Flat,
-    GraphDef,
-    GraphWalk,
-    build,
-    flatten,
-    flatten_roots,
-    values_of,
-)
+from shardax._core.graph import flatten, handlers
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
@@ -36,9 +27,13 @@ from shardax._core.variable import ArrayAttribute, Variable
 T = TypeVar("T")
 
 
-def flatten_tree(tree: Any) -> Flat:
+def flatten_tree(tree: Any) -> flatten.Flat:
     """Flattens a tree; a single object's flattening is remembered."""
-    return flatten(tree) if isinstance(tree, Object) else flatten_roots((_box_tree(tree),))
+    return (
+        flatten.flatten(tree)
+        if isinstance(tree, Object)
+        else flatten.flatten_roots((_box_tree(tree),))
+    )
 
 
 def _box_tree(tree: Any) -> Any:
@@ -58,11 +53,11 @@ def _unbox_tree(tree: Any) -> Any:
     return handler.rebuild(list if handler is handlers.LIST else handler.config(tree), pairs)
 
 
-def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
+def _read(flat: flatten.Flat, positions: Iterable[int] | None = None) -> State:
     """Reads the values of the Variables at some positions (None: all)."""
     chosen = range(len(flat.leaves)) if positions is None else list(positions)
     paths = [flat.leaf_paths[i] for i in chosen]
-    values = values_of(flat.leaves[i] for i in chosen)
+    values = flatten.values_of(flat.leaves[i] for i in chosen)
     definitions = [flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen]
     origins = [Origin(each.type, each.metadata) for each in definitions]
     return State.from_flat(
@@ -70,7 +65,7 @@ def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
     )
 
 
-def _named(flat: Flat) -> Iterator[tuple[Path, Any]]:
+def _named(flat: flatten.Flat) -> Iterator[tuple[Path, Any]]:
     return zip(flat.leaf_paths, flat.leaves, strict=True)
 
 
@@ -103,7 +98,7 @@ def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
     return (flat.graphdef, *(_read(flat, group) for group in groups))
 
 
-def merge(graphdef: GraphDef, *states: Any) -> Any:
+def merge(graphdef: flatten.GraphDef, *states: Any) -> Any:
     """Makes a new model from a structure and values.
 
     It is the inverse of ``split``.
@@ -126,7 +121,7 @@ def merge(graphdef: GraphDef, *states: Any) -> Any:
     """
     paths = graphdef.leaf_paths
     values = merged_values(states, paths, complete=True)
-    roots, _ = build(graphdef, [values[path] for path in paths], owner_here())
+    roots, _ = flatten.build(graphdef, [values[path] for path in paths], owner_here())
     return _unbox_tree(roots[0])
 
 
@@ -157,7 +152,7 @@ def state(tree: Any, *filters: Filter) -> Any:
     return states[0] if len(states) == 1 else states
 
 
-def graphdef(tree: Any) -> GraphDef:
+def graphdef(tree: Any) -> flatten.GraphDef:
     """Returns the structure of a model.
 
     It is hashable, and equal for models that differ only in values.
@@ -265,7 +260,7 @@ def clone(tree: T) -> T:
     """
     flat = flatten_tree(tree)
     values = [snapshot(resolve(leaf, local.frame)._value) for leaf in flat.leaves]
-    roots, _ = build(flat.graphdef, values, owner_here())
+    roots, _ = flatten.build(flat.graphdef, values, owner_here())
     return _unbox_tree(roots[0])
 
 
@@ -318,7 +313,7 @@ def pop(tree: Any, *filters: Filter) -> Any:
 
 def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]]:
     """Yields (holder, key) of every place of a chosen Variable."""
-    walk = GraphWalk()
+    walk = flatten.GraphWalk()
     walk.encode(root, ())
     places = [
         (None, None, root),
