@@ -132,7 +132,7 @@ def _usable(known: tuple[Any, Any]) -> Any:
 
 
 def is_writable(target: Any) -> bool:
-    """Whether a write to an object would be neither refused nor lost here."""
+    """Whether a write to an object is neither refused nor lost."""
     home = _jax.eager() if target._owner is None else target._owner.trace
     return target._lock is None and _jax.trace_state() == home
 

@@ -56,7 +56,7 @@ T = TypeVar("T")
 def walk(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
     """The subtrees of a mixed tree by path, and their treedef."""
     leaves, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_whole)
-    return [(plain_path(key_path), leaf) for key_path, leaf in leaves], treedef
+    return [(plain_path(path) if path else (), leaf) for path, leaf in leaves], treedef
 
 
 def is_array(value: Any) -> bool:

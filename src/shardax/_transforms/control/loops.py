@@ -266,7 +266,7 @@ def matching_leaves(
 
 def _with_paths(tree: Any, label: str) -> list[tuple[Path, Any]]:
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object)
-    return [((label, *plain_path(path)), leaf) for path, leaf in pairs]
+    return [((label, *(plain_path(path) if path else ())), leaf) for path, leaf in pairs]
 
 
 def _difference(before: Mapping[Path, Any], after: Mapping[Path, Any], given: Any, got: Any) -> str:

@@ -310,7 +310,7 @@ def expand(
     if _is_entry(prefix):
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
         for key_path, leaf in leaves:
-            below = (*where, *plain_path(key_path))
+            below = (*where, *plain_path(key_path)) if key_path else where
             if isinstance(leaf, Object):
                 yield from expand(prefix, leaf, name, below, known)
             else:
