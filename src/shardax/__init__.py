@@ -9,7 +9,6 @@ from shardax import partition as partition
 from shardax._core import object as _display
 from shardax._core.containers import Dict as Dict
 from shardax._core.containers import List as List
-from shardax._core.frozen import Frozen as Frozen
 from shardax._core.frozen import FrozenVariable as FrozenVariable
 from shardax._core.frozen import Slot as Slot
 from shardax._core.graph.flatten import GraphDef as GraphDef
@@ -28,6 +27,7 @@ from shardax._core.state.bind import thaw as thaw
 from shardax._core.state.bind import unbind as unbind
 from shardax._core.state.filters import All as All
 from shardax._core.state.filters import Any as Any
+from shardax._core.state.filters import Frozen as Frozen
 from shardax._core.state.filters import Not as Not
 from shardax._core.state.filters import PathContains as PathContains
 from shardax._core.state.split_merge import clone as clone

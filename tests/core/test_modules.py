@@ -214,10 +214,33 @@ def test_an_unknown_attribute_is_an_ordinary_attribute_error() -> None:
     assert getattr(Node(), "kernel", 5) == 5
 
 
-@pytest.mark.parametrize("name", ["_owner", "_array_attributes", "_marked", "_lock", "_flat"])
+RESERVED = ["_owner", "_array_attributes", "_marked", "_lock", "_flat", "_flatten", "_unflatten"]
+
+
+@pytest.mark.parametrize("name", RESERVED)
 def test_reserved_names_are_refused(name: str) -> None:
     with pytest.raises(ReservedNameError, match=f"'{name}' is reserved"):
         setattr(Node(), name, 5)
+
+
+@pytest.mark.parametrize("name", [*RESERVED, "_allocate"])
+@pytest.mark.parametrize("value", [lambda self: None, 3, property(lambda self: 3)])
+def test_a_class_that_defines_a_reserved_name_is_refused(name: str, value: object) -> None:
+    with pytest.raises(
+        ReservedNameError, match=f"^Taken has the attribute {name}, .* such as {name[1:]}"
+    ):
+        type("Taken", (sx.Module,), {name: value})
+    with pytest.raises(ReservedNameError, match=f"^Mine has the attribute {name}, "):
+        type("Mine", (sx.nn.Linear,), {name: value})
+
+
+def test_a_mixin_cannot_bring_a_reserved_name_either() -> None:
+    class Flattened:
+        def _flatten(self, encode: object) -> object:
+            return encode
+
+    with pytest.raises(ReservedNameError, match="Model has the attribute _flatten of Flattened"):
+        type("Model", (Flattened, sx.Module), {})
 
 
 def test_slots_are_refused_because_data_lives_in_attributes() -> None:

@@ -50,11 +50,6 @@ def eager() -> Any:
     return found[0]
 
 
-def is_eager() -> bool:
-    """Whether no JAX transform is tracing right now."""
-    return trace_state() == eager()
-
-
 def user_line(equation: Any) -> str:
     """Returns the user's file and line behind an equation, or ""."""
     traceback = getattr(getattr(equation, "source_info", None), "traceback", None)

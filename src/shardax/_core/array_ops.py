@@ -9,16 +9,15 @@ dtype, because making a Variable must not run a JAX operation.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core._jax import is_eager
 from shardax._core.errors import AbstractValueError, VariableValueError
-from shardax._core.init.lazy import LazyValue, Recipe, compute_all
+from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -74,28 +73,11 @@ def realise(value: Any, owner: Any) -> Any:
     return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
 
 
-def realise_all(variables: Sequence[Any]) -> None:
-    """Materialises the lazy values of several Variables in one go."""
-    lazy = [v for v in variables if isinstance(v._value, Recipe) and v._owner is None]
-    if len(lazy) > 1 and is_eager():  # in a trace they materialise one by one
-        arrays = compute_all([v._value for v in lazy], [None] * len(lazy))
-        for variable, array in zip(lazy, arrays, strict=True):
-            variable._value = array
-
-
 def snapshot(value: Any) -> Any:
     """Copies a value that could change in place."""
     if isinstance(value, (jax.Array, LazyValue)):
         return value
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value)
-
-
-def knows_axes(value: Any) -> bool:
-    """Whether an array knows the names of its dimensions by itself."""
-    # It is a pytree node with one child, the array that JAX sees; ``partition_axes`` is one name
-    # per dimension of the child, or None if there is no array. Asked of the class first, because a
-    # Variable has every attribute of its array.
-    return hasattr(type(value), "partition_axes") and value.partition_axes is not None
 
 
 def leaf_of(value: Any, owner: str) -> Any:

@@ -22,6 +22,11 @@ from shardax._core import _jax
 from shardax._core.errors import ForeignMutationError, ReadOnlyCopyError, TraceLeakError
 
 
+def is_eager() -> bool:
+    """Whether no JAX transform is tracing right now."""
+    return _jax.trace_state() == _jax.eager()
+
+
 class CapturedVariable(NamedTuple):
     """A Variable that a frame uses without having been passed it."""
 
@@ -126,6 +131,12 @@ def _usable(known: tuple[Any, Any]) -> Any:
     return known[1].refuse(known[0]) if type(known[1]) is Blocked else known[1]
 
 
+def is_writable(target: Any) -> bool:
+    """Whether a write to an object is neither refused nor lost."""
+    home = _jax.eager() if target._owner is None else target._owner.trace
+    return target._lock is None and _jax.trace_state() == home
+
+
 # Lock of objects that JAX rebuilt inside a plain transform: a write would be lost.
 READ_ONLY = "copy inside a plain JAX transform"
 
@@ -153,7 +164,7 @@ def check_structural_write(target: Any, what: str) -> None:
         check_trace(target, f"the structure of {what}")
         return
     if frame is None:  # made in a transform and kept by the user: its structure is ordinary Python
-        if not _jax.is_eager():
+        if not is_eager():
             check_trace(target, f"the structure of {what}")
         return
     hint = " (Writing values of its Variables works either way.)" if frame.carries_captured else ""

@@ -24,17 +24,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core._jax import Tracer, is_eager
+from shardax._core._jax import Tracer
 from shardax._core.array_ops import ArrayLike, snapshot
 from shardax._core.errors import FrozenVariableError, UnboundVariableError
-from shardax._core.frames import owner_here
+from shardax._core.frames import is_eager, owner_here
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Axes, Metadata, exact_key
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Placeholder, Shown
-from shardax._core.state.filters import Filter, to_predicate
-from shardax._core.state.state import Origin
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import ArrayAttribute, Origin, Variable
 
 T = TypeVar("T")
 
@@ -200,40 +198,6 @@ def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
     form = FrozenArray if kind is ArrayAttribute else FrozenVariable
     known = FrozenMetadata(metadata.axes, metadata.entries, kind, label)
     return form._make(snapshot(here._value), known, owner_here())
-
-
-class Frozen:
-    """Filter of the frozen values of what a filter matches.
-
-    Args:
-        filter: A filter of Variables; by default all.
-
-    Example:
-        >>> import shardax as sx
-        >>> layer = sx.freeze(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), sx.PathContains("bias"))
-        >>> [path for path, _ in sx.iter_variables(layer, sx.Frozen(sx.Param))]
-        [('bias',)]
-        >>> [path for path, _ in sx.iter_variables(layer, sx.Param)]
-        [('kernel',)]
-    """
-
-    def __init__(self, filter: Filter = ...) -> None:
-        self.predicate = to_predicate(filter)
-
-    def __call__(self, path: Path, variable: Any) -> bool:
-        metadata = variable.all_metadata if isinstance(variable, Origin) else variable._metadata
-        if not isinstance(metadata, FrozenMetadata):
-            return False
-        return self.predicate(path, metadata.origin())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Frozen) and self.predicate == other.predicate
-
-    def __hash__(self) -> int:
-        return hash((Frozen, self.predicate))
-
-    def __repr__(self) -> str:
-        return f"Frozen({self.predicate!r})"
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -25,14 +25,18 @@ from shardax._core import containers
 from shardax._core.errors import MissingAttributeError, ReservedNameError, StateMismatchError
 from shardax._core.frames import Frame, check_structural_write, owner_here
 from shardax._core.frozen import FrozenVariable
-from shardax._core.graph.flatten import ModuleDef, register_graph
+from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
 from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object, epoch
+from shardax._core.state import bind
 from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
 
 _ABSENT = object()
-_RESERVED = frozenset({"_array_attributes", "_flat", "_lock", "_marked", "_owner"})
+# By these names shardax walks and copies Modules; with a user's own it would silently go wrong.
+_RESERVED = {"_allocate", "_flatten", "_unflatten", "_array_attributes"} | {
+    *("_flat", "_lock", "_marked", "_owner")
+}
 
 
 class Module(Object):
@@ -75,6 +79,14 @@ class Module(Object):
                 f"{cls.__name__} defines __slots__, but shardax finds a Module's data in its "
                 f"attributes. Remove __slots__."
             )
+        for name in sorted(_RESERVED):
+            owner = next(each for each in cls.__mro__ if name in vars(each))
+            if owner is not Module:
+                of = "" if owner is cls else f" of {owner.__name__}"
+                raise ReservedNameError(
+                    f"{cls.__name__} has the attribute {name}{of}, by which shardax itself walks "
+                    f"and copies Modules. Give it another name, such as {name.lstrip('_')}."
+                )
         super().__init_subclass__(**kwargs)
         register_graph(cls)
 
@@ -257,9 +269,7 @@ class Module(Object):
             >>> result.shape, len(values)
             ((1, 3), 2)
         """
-        from shardax._core.state.bind import stateless_call  # functional calls stand above Modules
-
-        return stateless_call(self, variables, *args, **kwargs)
+        return bind.stateless_call(self, variables, *args, **kwargs)
 
     def set_attributes(
         self, *filters: Any, raise_if_not_found: bool = True, **attributes: Any
@@ -284,13 +294,9 @@ class Module(Object):
             >>> model.layers[0].rate
             0.1
         """
-        from shardax._core.state.split_merge import (
-            iter_modules,  # the functional interface stands above Modules
-        )
-
         chosen = [
             m
-            for path, m in iter_modules(self)
+            for path, m in modules_in(self)
             if not filters or any(_matches(f, path, m) for f in filters)
         ]
         targets = [
@@ -333,6 +339,15 @@ class Module(Object):
         self.set_attributes(
             deterministic=True, use_running_average=True, raise_if_not_found=False, **attributes
         )
+
+
+def modules_in(root: Any) -> Iterator[tuple[Path, Module]]:
+    """Yields the path and Module of each Module in an object or container of such."""
+    walk = GraphWalk()
+    walk.encode(root, ())
+    for path, item in zip(walk.paths, walk.objects, strict=True):
+        if isinstance(item, Module):
+            yield path, item
 
 
 def _matches(chosen: Any, path: Any, module: Module) -> bool:

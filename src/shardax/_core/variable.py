@@ -20,17 +20,18 @@ from __future__ import annotations
 
 import copy as _copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.array_ops import ArrayLike, as_value, knows_axes, leaf_of, realise
+from shardax._core.array_ops import ArrayLike, as_value, leaf_of, realise
 from shardax._core.cross_process import packed
 from shardax._core.errors import MetadataError, VariableValueError
 from shardax._core.frames import Frame, check_trace, check_unlocked, local, owner_here, resolve
 from shardax._core.graph.flatten import VariableDef, register_variable
+from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
@@ -340,7 +341,7 @@ def _copied_leaf(leaf: Any) -> Any:
 def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
     if axes is None or not hasattr(variable._value, "ndim"):
         return
-    if knows_axes(variable._value):
+    if axes_of(variable._value) is not None:
         raise MetadataError(
             f"A {type(variable).__name__} was given axes={axes} and a "
             f"{type(variable._value).__name__}, which knows the names of its dimensions. Leave "
@@ -355,6 +356,23 @@ def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
 
 
 register_variable(Variable)
+
+
+class Origin(NamedTuple):
+    """What a value came from: Variable type and metadata."""
+
+    variable_type: type[Variable[Any]]
+    all_metadata: Metadata
+
+    @property
+    def axes(self) -> tuple[Any, ...] | None:
+        """Logical axis names, or None."""
+        return self.all_metadata.axes
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Metadata entries other than the axes."""
+        return self.all_metadata.entries
 
 
 class Param(Variable[T]):

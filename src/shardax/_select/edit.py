@@ -35,22 +35,10 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import EMPTY, exact_key
 from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable
-from shardax._select.places import (
-    CombineError,
-    Holder,
-    HolderGraph,
-    Place,
-    SelectionError,
-    StaleSelectionError,
-    children,
-    locate,
-    parts,
-    root_place,
-    search,
-)
+from shardax._select import places
 
 
-def arranged(place: Place, new: Sequence[tuple[Place, Sequence[Any]]]) -> Pairs:
+def arranged(place: places.Place, new: Sequence[tuple[places.Place, Sequence[Any]]]) -> Pairs:
     """Returns the parts of a container after an edit."""
     content = place.content
     size = tree_handler_of(content).size
@@ -63,18 +51,18 @@ def arranged(place: Place, new: Sequence[tuple[Place, Sequence[Any]]]) -> Pairs:
     return pairs
 
 
-def check_count(child: Place, items: Sequence[Any], content: Any, removable: bool) -> None:
+def check_count(child: places.Place, items: Sequence[Any], content: Any, removable: bool) -> None:
     """Raises if a place cannot hold that many items."""
     if len(items) == 1 or (not items and removable):
         return
     where, kind = format_path(child.path), type(content).__name__
     if items:
-        raise SelectionError(
+        raise places.SelectionError(
             f"Nothing can be inserted beside {where}: it is part of a {kind}, not an item of a "
             f"list or tuple. Nothing was changed. Let one thing do both: "
             f".apply(lambda old: sx.nn.Sequential(old, new))."
         )
-    raise SelectionError(
+    raise places.SelectionError(
         f"{where} cannot be removed: it is part of a {kind}, which has a fixed number of parts. "
         f"Nothing was changed. Set something that does nothing: .set(sx.nn.Sequential())."
     )
@@ -149,14 +137,16 @@ def combine(*parts: Any) -> Any:
         True
     """
     if not parts:
-        raise CombineError("combine() was given nothing: pass all parts, combine(selected, rest).")
+        raise places.CombineError(
+            "combine() was given nothing: pass all parts, combine(selected, rest)."
+        )
     merge = _Merge(parts)
     whole = merge.merged(parts, ())
     missing = merge.missing
     if missing:
         shown = ", ".join(map(format_path, missing[:5]))
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise CombineError(
+        raise places.CombineError(
             f"No part has anything at {shown}{more}: every part has a hole there. Pass all parts "
             f"that partition returned."
         )
@@ -177,10 +167,10 @@ class _Merge:
         self._leading: set[int] = set()
         self._group(parts, ())
         for part in parts:
-            holes = search(
-                (root_place(part),), lambda place: is_hole(place.stored), every_path=False
+            holes = places.search(
+                (places.root_place(part),), lambda place: is_hole(place.stored), every_path=False
             )
-            graph = HolderGraph(part, holes, every_path=False)
+            graph = places.HolderGraph(part, holes, every_path=False)
             graph.spread([n for n in graph.nodes if id(n.place.holder) in self._groups])
             self._leading |= {id(node.place.holder) for node in graph.nodes if node.leads}
 
@@ -246,7 +236,7 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _aligned(present: tuple[Any, ...], path: Path) -> list[tuple[Any, tuple[Any, ...]]]:
     """Returns the children of like containers, by key."""
-    contents = [dict(parts(value)) for value in present]
+    contents = [dict(places.parts(value)) for value in present]
     first, *others = contents
     if any(other.keys() != first.keys() for other in others):
         raise _conflict(path, present)
@@ -266,9 +256,9 @@ def _same(first: Any, second: Any) -> bool:
         return False
 
 
-def _conflict(path: Path, present: tuple[Any, ...]) -> CombineError:
+def _conflict(path: Path, present: tuple[Any, ...]) -> places.CombineError:
     shown = " and ".join(f"{value!r}"[:80] for value in present)
-    return CombineError(
+    return places.CombineError(
         f"The parts differ at {format_path(path)}: {shown}. Where one part has something, all "
         f"others must have a hole; combine what partition returned, with values changed at most."
     )
@@ -283,7 +273,7 @@ Journal = list[Callable[[], None]]  # how to undo what was done, in the order of
 
 def edit_tree(
     tree: Any,
-    edits: Sequence[tuple[Place, Items]],
+    edits: Sequence[tuple[places.Place, Items]],
     every_path: bool,
     journal: Journal | None = None,
 ) -> Any:
@@ -302,46 +292,50 @@ def edit_tree(
 class _Edit:
     """One edit of one tree: what both ways have in common."""
 
-    def __init__(self, tree: Any, edits: Sequence[tuple[Place, Items]], every_path: bool) -> None:
+    def __init__(
+        self, tree: Any, edits: Sequence[tuple[places.Place, Items]], every_path: bool
+    ) -> None:
         self.tree = tree
         self.every_path = every_path
         self.items: Mapping[Hashable, Items] = {p.key(every_path): items for p, items in edits}
         kept = {key for key, items in self.items.items() if any(item is OLD for item in items)}
-        self.graph = HolderGraph(tree, [place for place, _ in edits], every_path, kept)
+        self.graph = places.HolderGraph(tree, [place for place, _ in edits], every_path, kept)
         for place, _ in edits:
             if place.key(every_path) not in self.graph.met:
                 raise _unmet(tree, place, every_path)
 
-    def result(self, node: Holder) -> Any:
+    def result(self, node: places.Holder) -> Any:
         """Returns what stands for a holder after the edit."""
         raise NotImplementedError
 
-    def content(self, node: Holder, place: Place) -> Any:
+    def content(self, node: places.Holder, place: places.Place) -> Any:
         """Returns what stands at an immutable place, with its parts edited."""
         new = self.parts(node, place)
         if all(len(items) == 1 and items[0] is child.stored for child, items in new):
             return place.content
         return tree_handler_of(place.content).remake(place.content, arranged(place, new))
 
-    def contents(self, node: Holder) -> Pairs:
+    def contents(self, node: places.Holder) -> Pairs:
         """Returns what a mutable holder stores after the edit."""
         new = self.parts(node, node.place)
         if isinstance(node.place.stored, Object):
             new = [(child, [_stored(child, item) for item in items]) for child, items in new]
         return arranged(node.place, new)
 
-    def value(self, node: Holder) -> Any:
+    def value(self, node: places.Holder) -> Any:
         """Returns the value of a Variable after the edit."""
         if isinstance(node.place.stored, BOXES):
             return self.content(node, node.place)
         ((_, value),) = arranged(node.place, self.parts(node, node.place))
         return value
 
-    def parts(self, node: Holder, place: Place) -> list[tuple[Place, list[Any]]]:
+    def parts(
+        self, node: places.Holder, place: places.Place
+    ) -> list[tuple[places.Place, list[Any]]]:
         """Returns every child of a place with its items after the edit."""
-        return [(child, self.after(node, child)) for child in children(place)]
+        return [(child, self.after(node, child)) for child in places.children(place)]
 
-    def after(self, node: Holder, child: Place) -> list[Any]:
+    def after(self, node: places.Holder, child: places.Place) -> list[Any]:
         """Returns the items that stand at a place afterwards."""
         items = self.items.get(child.key(self.every_path), (OLD,))
         if isinstance(node.place.stored, Object):
@@ -349,31 +343,31 @@ class _Edit:
                 _check_no_loss(child, item)
         return [self._item(node, child, item) for item in items]
 
-    def _item(self, node: Holder, child: Place, item: Any) -> Any:
+    def _item(self, node: places.Holder, child: places.Place, item: Any) -> Any:
         if item is OLD:
             return self._old(node, child)
         return hole_for(child.stored) if item is HOLE else item
 
-    def _old(self, node: Holder, child: Place) -> Any:
+    def _old(self, node: places.Holder, child: places.Place) -> Any:
         return self.result(node.below[child.path]) if child.is_holder else self.content(node, child)
 
 
-def _unmet(tree: Any, place: Place, every_path: bool) -> SelectionError:
+def _unmet(tree: Any, place: places.Place, every_path: bool) -> places.SelectionError:
     """Returns the error for a place that the walk did not find."""
     where = format_path(place.path)
-    found = locate(root_place(tree), place.path)
+    found = places.locate(places.root_place(tree), place.path)
     if found is not None and found.key(every_path) == place.key(every_path):
-        return SelectionError(
+        return places.SelectionError(
             f"What is at {where} lies within something else that is selected, so an edit could "
             f"not change both. Nothing was changed. Edit them one after the other."
         )
-    return StaleSelectionError(
+    return places.StaleSelectionError(
         f"The tree has no place {where} any more: it was changed after it was selected. Nothing "
         f"was changed. Select again."
     )
 
 
-def _check_no_loss(child: Place, item: Any) -> None:
+def _check_no_loss(child: places.Place, item: Any) -> None:
     """Raises if an array is to replace a Variable."""
     stored = child.stored
     if (
@@ -389,14 +383,14 @@ def _check_no_loss(child: Place, item: Any) -> None:
             else f"Select the value of the {kind}, .at(lambda v: v.value); or give one like it, "
             f".apply(lambda v: v.replace(array))"
         )
-        raise SelectionError(
+        raise places.SelectionError(
             f"An array cannot take the place of the {form} at {format_path(child.path)}: its type "
             f"and metadata would be lost. Nothing was changed. {ways}; or give a new one, "
             f"sx.{kind}(array)."
         )
 
 
-def _stored(child: Place, item: Any) -> Any:
+def _stored(child: places.Place, item: Any) -> Any:
     """Returns an item as the model stores it."""
     if item is child.stored or item is HOLE or isinstance(item, Object):
         return item
@@ -428,14 +422,14 @@ class _Copying(_Edit):
             return self.result(root)
         return self.content(root, root.place)
 
-    def result(self, node: Holder) -> Any:
+    def result(self, node: places.Holder) -> Any:
         """Returns a holder's copy, or the holder itself."""
         made = self._made.get(id(node))
         if made is None:
             made = self._made[id(node)] = self._variable(node)
         return made
 
-    def _variable(self, node: Holder) -> Any:
+    def _variable(self, node: places.Holder) -> Any:
         stored = node.place.stored
         if isinstance(stored, Variable) and node.leads:
             return _like(stored, self.value(node))
@@ -451,7 +445,7 @@ class _Changing(_Edit):
         """Changes the tree, notes in the journal how to undo it."""
         self._check_single()
         self._writes: list[tuple[Variable[Any], Any]] = []
-        changes: list[tuple[Place, Pairs]] = []
+        changes: list[tuple[places.Place, Pairs]] = []
         for node in self.graph.nodes:
             stored = node.place.stored
             if not node.chosen:
@@ -479,11 +473,11 @@ class _Changing(_Edit):
         journal.extend(done)
         return self.tree
 
-    def result(self, node: Holder) -> Any:
+    def result(self, node: places.Holder) -> Any:
         """Returns the holder, which stays."""
         return node.place.stored
 
-    def after(self, node: Holder, child: Place) -> list[Any]:
+    def after(self, node: places.Holder, child: places.Place) -> list[Any]:
         """Returns the items that stand at a place afterwards."""
         items = super().after(node, child)
         attribute = child.stored
@@ -501,15 +495,15 @@ class _Changing(_Edit):
         for node in self.graph.nodes:
             first, *others = paths[id(node.place.holder)]
             if node.chosen and others:
-                raise SelectionError(
+                raise places.SelectionError(
                     f"What is to be edited stands in one object that is reached by both "
                     f"{format_path(first)} and {format_path(others[0])}, so it cannot be changed "
                     f"in place at one of the two. Leave inplace out: in the new tree they are two."
                 )
 
 
-def _fixed_root(tree: Any) -> SelectionError:
-    return SelectionError(
+def _fixed_root(tree: Any) -> places.SelectionError:
+    return places.SelectionError(
         f"What is to be edited is the tree itself, or a part of it that is in no Module, list or "
         f"dict: a {type(tree).__name__} cannot be changed in place. Leave inplace out, and use "
         f"the tree that is returned."
@@ -517,7 +511,7 @@ def _fixed_root(tree: Any) -> SelectionError:
 
 
 def _differ(holder: Any, pairs: Pairs) -> bool:
-    old = parts(holder)
+    old = places.parts(holder)
     return len(old) != len(pairs) or any(
         key != new_key or item is not new_item
         for (key, item), (new_key, new_item) in zip(old, pairs, strict=True)
@@ -531,7 +525,7 @@ def _write(variable: Variable[Any], value: Any, done: Journal) -> None:
 
 
 def _refill(holder: Any, pairs: Pairs, done: Journal) -> None:
-    handler, old = handler_of(holder), parts(holder)
+    handler, old = handler_of(holder), places.parts(holder)
 
     def put(pairs: Pairs) -> None:
         handler.fill(holder, pairs)

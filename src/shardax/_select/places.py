@@ -324,6 +324,10 @@ def split_places(
     tree: Any, places: Sequence[Place], every_path: bool
 ) -> tuple[list[Place], list[Place]]:
     """Returns the outermost places of what is selected, and of the rest."""
+    # Not ``group_by_filter`` and ``assemble``: they sort and put together the Variables of a
+    # definition, each once. Here configuration, a leaf of any pytree or a whole Module may be on
+    # one side, one object may be on both (``every_path``), and what stays must stay the same
+    # object, all of which a definition does not tell.
     root = (root_place(tree),)
     keys = _held(places, HolderGraph(tree, places, every_path))
     held = search(root, lambda place: place.key(every_path) in keys, every_path=every_path)

@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError
-from shardax._core.frames import resolve
+from shardax._core.frames import is_eager, resolve
 from shardax._core.graph.flatten import VariableDef, flatten
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import Init, compute_all
@@ -471,7 +471,7 @@ class _ShardMapCall:
     def _materialise(self) -> None:
         """Computes lazy values in the arguments straight into their shards."""
         mesh, assignment = self.region.mesh, self.assignment
-        if not (isinstance(mesh, Mesh) and _jax.is_eager()):
+        if not (isinstance(mesh, Mesh) and is_eager()):
             return
         rows = [
             (path, variable, entry)

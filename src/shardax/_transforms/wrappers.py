@@ -19,8 +19,8 @@ from typing import Any
 
 import jax
 
-from shardax._core._jax import is_eager, trace_state
-from shardax._core.frames import local
+from shardax._core._jax import trace_state
+from shardax._core.frames import is_eager, local
 from shardax._core.graph.static import exact_key
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError, StaticArgumentError

@@ -27,8 +27,8 @@ from typing import Any
 
 import jax
 
-from shardax._core._jax import is_eager
 from shardax._core.errors import ShardaxError
+from shardax._core.frames import is_eager
 from shardax._core.init import defaults
 from shardax._core.init.rng import check_whole_process
 from shardax.partition.errors import did_you_mean

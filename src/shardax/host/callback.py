@@ -43,10 +43,10 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from shardax._core import _jax
-from shardax._core._jax import Tracer, is_eager
-from shardax._core.frames import Frame
+from shardax._core._jax import Tracer
+from shardax._core.frames import Frame, is_eager
 from shardax._core.graph.flatten import GraphDef, VariableDef, build
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.control.loops import vary_alike
@@ -111,7 +111,7 @@ def _at(path: Path) -> str:
 
 
 def _path(keys: Sequence[Any]) -> Path:
-    return tuple(path_step(key) for key in keys)
+    return plain_path(keys)
 
 
 class Promised:

@@ -27,7 +27,7 @@ from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import Frame, local
 from shardax._core.graph.flatten import flatten, is_object
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
 from shardax._transforms.control.loops import vary_alike
@@ -392,7 +392,7 @@ def out_paths(program: callback.HostProgram) -> list[Path]:
     """Return the path of each leaf of a program's result."""
     marked = program.out_tree.unflatten(range(program.out_tree.num_leaves))
     pairs = jax.tree_util.tree_leaves_with_path(marked)
-    return [tuple(path_step(key) for key in keys) for keys, _ in pairs]
+    return [plain_path(keys) for keys, _ in pairs]
 
 
 def backward(

@@ -33,9 +33,8 @@ from jax.sharding import Mesh
 
 from shardax._core.cross_process import landing_on, reduced
 from shardax._core.errors import PickleReadError, PickleWriteError
-from shardax._core.graph.flatten import VariableDef, definition_children, definition_paths, flatten
-from shardax._core.graph.paths import Path, format_path, path_step
-from shardax._core.graph.static import Static
+from shardax._core.graph.flatten import VariableDef, definition_paths, flatten, static_values
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 
 _MARK = b"shardax pickle 1"
@@ -238,7 +237,7 @@ def _places(tree: Any) -> Iterator[tuple[Path, Any]]:
     """Yield what a tree pickles by itself, with paths."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
     for key_path, leaf in pairs:
-        where = tuple(map(path_step, key_path))
+        where = plain_path(key_path)
         if isinstance(leaf, Object):
             yield from (((*where, *path), value) for path, value in _places_below(leaf))
         else:
@@ -253,13 +252,4 @@ def _places_below(root: Object) -> Iterator[tuple[Path, Any]]:
         definition = graphdef.objects[index]
         if type(definition) is not VariableDef:
             yield path, definition.type
-            yield from _static_below(definition, path)
-
-
-def _static_below(definition: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    for key, child in definition_children(definition):
-        here = path if key is None else (*path, key)
-        if isinstance(child, Static):
-            yield here, child.value
-        else:
-            yield from _static_below(child, here)
+            yield from static_values(definition, path)

@@ -26,6 +26,7 @@ that the function works on, it would give every slice all of it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import threading
@@ -40,6 +41,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core.array_ops import ArrayLike
 from shardax._core.cross_process import packed
 from shardax._core.errors import ShardaxError
+from shardax._core.graph import handlers
 from shardax._transforms.errors import ClosureError
 from shardax.partition.errors import AxisNamesError
 
@@ -283,7 +285,6 @@ class NamedStorage:
     @property
     def partition_axes(self) -> tuple[Any, ...] | None:
         """Names as rules have them, in canonical order; None without an array."""
-        # Whoever lays out trees takes a class with this attribute for one of arrays with names.
         try:
             (names, _), _ = canonical(self.dims, self.shape)
         except NamedAxesError:
@@ -379,6 +380,12 @@ def _rebuilt(cls: type[NamedStorage], form: Form, leaf: Any) -> Any:
     array = object.__new__(cls)
     array._data, array._dims, array._form = leaf, None, form
     return array
+
+
+handlers.register(
+    NamedStorage,
+    dataclasses.replace(handlers.NODE, name="named array", axes=lambda array: array.partition_axes),
+)
 
 
 def register(cls: type[NamedStorage]) -> None:

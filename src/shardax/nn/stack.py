@@ -29,9 +29,8 @@ from typing import Any, NamedTuple, overload
 import jax
 import numpy as np
 
-from shardax._core._jax import is_eager
 from shardax._core.errors import StackError, StateMismatchError
-from shardax._core.frames import owner_here
+from shardax._core.frames import is_eager, owner_here
 from shardax._core.graph.flatten import GraphWalk, is_object
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import PARTITION_NAME, Static

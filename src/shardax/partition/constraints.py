@@ -25,9 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardax._core._jax import Tracer, is_eager
+from shardax._core._jax import Tracer
 from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import ShardaxError
+from shardax._core.frames import is_eager
 from shardax._core.graph.paths import format_path
 from shardax._transforms.errors import MeshError, NoMeshError
 from shardax.partition import context

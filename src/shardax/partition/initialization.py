@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from shardax._core._jax import is_eager
+from shardax._core.frames import is_eager
 from shardax._core.graph.flatten import flatten_roots, is_object
 from shardax._core.graph.static import Static
 from shardax._core.object import Object

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -35,10 +35,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
-from shardax._core.array_ops import knows_axes
 from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
-from shardax._core.graph.paths import Path, PathKey, format_path, path_step
+from shardax._core.graph.handlers import axes_of, is_whole
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import EMPTY, Metadata
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
@@ -55,18 +55,8 @@ T = TypeVar("T")
 
 def walk(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
     """The subtrees of a mixed tree by path, and their treedef."""
-    leaves, treedef = jax.tree.flatten_with_path(
-        tree, is_leaf=lambda x: isinstance(x, (Object, State, AxisMetadata)) or knows_axes(x)
-    )
-    return [(plain_path(key_path), leaf) for key_path, leaf in leaves], treedef
-
-
-def plain_path(key_path: Sequence[Any]) -> Path:
-    """The path of a JAX key path."""
-    steps: list[Hashable] = []
-    for key in key_path:
-        steps += key.path if isinstance(key, PathKey) else (path_step(key),)
-    return tuple(steps)
+    leaves, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_whole)
+    return [(plain_path(path) if path else (), leaf) for path, leaf in leaves], treedef
 
 
 def is_array(value: Any) -> bool:
@@ -227,13 +217,16 @@ class TreeInventory:
         else:
             axes = metadata.axes
             usual = isinstance(value, (jax.Array, LazyValue))
-            if usual or (is_array(value) and not knows_axes(value)):
+            own_axes = None if usual else axes_of(value)
+            if usual or (is_array(value) and own_axes is None):
                 arrays, treedef = (_array_info(path, value),), None
             else:
-                found = jax.tree.leaves_with_path(value, is_leaf=knows_axes)
+                found = jax.tree.leaves_with_path(
+                    value, is_leaf=lambda each: axes_of(each) is not None
+                )
                 arrays = tuple(_leaf_info((*path, *plain_path(k)), each) for k, each in found)
                 treedef = jax.tree.structure(value)
-                axes = value.partition_axes if knows_axes(value) else axes
+                axes = metadata.axes if own_axes is None else own_axes
             leaf = LeafInfo(path, axes, arrays, treedef, variable, held)
             if BOX_ENTRY in metadata.entries:
                 mesh, rules = layout_of_variable(axes, metadata.entries)
@@ -309,10 +302,11 @@ def _origin_of(leaf: LeafInfo) -> Origin:
 
 def _leaf_info(path: Path, value: Any) -> ArrayInfo:
     """Type of an array, or of one that knows its axis names."""
-    if not knows_axes(value):
+    axes = axes_of(value)
+    if axes is None:
         return _array_info(path, value)
     (array,) = jax.tree.leaves(value)
-    return _array_info(path, array)._replace(axes=value.partition_axes)
+    return _array_info(path, array)._replace(axes=axes)
 
 
 def _array_info(path: Path, value: Any) -> ArrayInfo:

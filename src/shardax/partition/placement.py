@@ -25,9 +25,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
-from shardax._core import _jax
 from shardax._core._jax import Tracer
-from shardax._core.frames import check_trace, check_unlocked
+from shardax._core.frames import check_trace, check_unlocked, is_eager, is_writable
 from shardax._core.graph.paths import format_path
 from shardax._core.init.lazy import LazyValue, Recipe, compute_all
 from shardax._core.object import Object
@@ -180,7 +179,7 @@ def _check_devices(mesh: AnyMesh) -> None:
 
 def _check_writable(inventory: TreeInventory) -> None:
     for leaf in inventory.leaves:
-        if leaf.variable is not None:
+        if leaf.variable is not None and not is_writable(leaf.variable):
             what = f"to the {type(leaf.variable).__name__} at {format_path(leaf.path)}"
             check_unlocked(leaf.variable, what)
             check_trace(leaf.variable, what)
@@ -198,17 +197,18 @@ def _not_placeable(inventory: TreeInventory) -> Iterator[Diagnostic]:
             )
             yield Diagnostic("error", leaf.path, "layer-view", text)
     for _, info, array in inventory.arrays():
-        where = format_path(info.path)
         if isinstance(array, jax.ShapeDtypeStruct):
             text = (
-                f"{where}: is abstract, {array.dtype}{list(array.shape)}, without numbers. "
-                "Shard the model that this one was made from, or restore a checkpoint into it."
+                f"{format_path(info.path)}: is abstract, {array.dtype}{list(array.shape)}, without "
+                "numbers. Shard the model that this one was made from, or restore a checkpoint "
+                "into it."
             )
             yield Diagnostic("error", info.path, "abstract", text)
         elif isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
             text = (
-                f"{where}: its array was deleted, usually by donation through another Variable. "
-                "Copy before sharing: sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
+                f"{format_path(info.path)}: its array was deleted, usually by donation through "
+                "another Variable. Copy before sharing: "
+                "sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
             )
             yield Diagnostic("error", info.path, "deleted", text)
 
@@ -245,7 +245,7 @@ def _place(inventory: TreeInventory, model: T, destinations: Sequence[Destinatio
         for i, (leaf, to) in enumerate(zip(leaves, destinations, strict=True))
         if leaf.variable is not None and isinstance(leaf.value, Recipe) and to[0] is not None
     ]
-    if recipes and _jax.is_eager():
+    if recipes and is_eager():
         to = [destinations[i][0] for i in recipes]
         arrays = compute_all([leaves[i].value for i in recipes], to)
         for i in recipes:

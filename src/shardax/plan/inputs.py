@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.state import Origin
 from shardax._core.variable import OptState, Param, Variable
@@ -260,7 +260,7 @@ def _optax_states(tree: Any) -> list[Path]:
         return hasattr(type(value), "_fields") and module.partition(".")[0] == "optax"
 
     found = jax.tree.leaves_with_path(tree, is_leaf=lambda v: is_state(v) or _is_part(v))
-    return [tuple(map(path_step, path)) for path, leaf in found if is_state(leaf)]
+    return [plain_path(path) for path, leaf in found if is_state(leaf)]
 
 
 def _kind(leaf: LeafInfo, like: Any, states: Sequence[Path]) -> str:

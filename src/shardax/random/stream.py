@@ -36,8 +36,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from shardax._core._jax import is_eager
 from shardax._core.errors import SeedError, ShardaxError
+from shardax._core.frames import is_eager
 from shardax._core.init import lazy
 from shardax._core.init.defaults import as_device, creation_device
 from shardax._core.init.rng import key_value, seed_source

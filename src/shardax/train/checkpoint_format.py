@@ -32,6 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.frames import local, resolve
 from shardax._core.frozen import FrozenVariable
+from shardax._core.graph.handlers import DICT, PLAIN, handler_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
@@ -100,14 +101,16 @@ def _without_positions(tree: Any, path: Path, positions: dict[str, Any]) -> Any:
     """Returns the tree with None in place of positions, and collects these."""
     if isinstance(tree, Object):
         return tree
-    if _is_stateful(tree) or (isinstance(tree, dict) and not any(_parts(tree))):
+    if _is_stateful(tree) or (handler_of(tree) is DICT and not any(_parts(tree))):
         positions[format_path(path)] = tree
         return None
-    if isinstance(tree, (tuple, list)):
-        return tuple(_without_positions(item, (*path, i), positions) for i, item in enumerate(tree))
-    if isinstance(tree, dict):
-        items = tree.items()
-        return {key: _without_positions(item, (*path, key), positions) for key, item in items}
+    handler = handler_of(tree)
+    if handler in PLAIN:
+        pairs = [
+            (key, _without_positions(item, (*path, key), positions))
+            for key, item in handler.children(tree)
+        ]
+        return dict(pairs) if handler is DICT else tuple(item for _, item in pairs)
     raise errors.CheckpointValueError(
         f"Cannot save or restore {tree!r} at {format_path(path)}, of type {type(tree).__name__}. A "
         "checkpoint's tree is made of Modules and Variables, positions (dicts of JSON values, or "
@@ -122,8 +125,9 @@ def _is_stateful(value: Any) -> bool:
 
 def _parts(value: Any) -> Iterator[Any]:
     """Yields the objects, arrays and stateful things in plain containers."""
-    if isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
+    handler = handler_of(value)
+    if handler in PLAIN:
+        for _, item in handler.children(value):
             yield from _parts(item)
     elif isinstance(value, (Object, jax.Array, np.ndarray)) or _is_stateful(value):
         yield value

@@ -27,11 +27,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Literal, Tracer
 from shardax._core.array_ops import realise
-from shardax._core.graph.paths import Path, PathKey
+from shardax._core.graph.paths import Path, PathKey, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.init.lazy import LazyValue
 from shardax._core.variable import Variable
-from shardax.partition.inventory import dimensions_of_state, plain_path
+from shardax.partition.inventory import dimensions_of_state
 
 
 class Transformation:

@@ -20,7 +20,7 @@ from shardax._core._jax import Tracer
 from shardax._core.cross_process import format_mesh
 from shardax._core.frames import owner_here
 from shardax._core.graph.flatten import GraphDef, build
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.module import Drawing, draw, leaf_text, parameter_count
 from shardax._core.state.state import State
 from shardax._core.variable import ArrayAttribute, Variable
@@ -90,7 +90,7 @@ def _draw_selection(selection: Selection) -> Drawing:
     drawing = draw(tree)
     if drawing.parts is None and not isinstance(tree, Variable):  # a tree without objects
         leaves = jax.tree_util.tree_leaves_with_path(tree)
-        drawing = _nested(tree, {tuple(map(path_step, keys)): leaf for keys, leaf in leaves})
+        drawing = _nested(tree, {plain_path(keys): leaf for keys, leaf in leaves})
     objects = {id(place.holder) for place in selection._places if place.is_holder}
     for place in drawing.places():
         inside = place.parts is None and place.path in leading

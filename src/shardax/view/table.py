@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardax._core.array_ops import knows_axes
+from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.state.state import columns, format_axes
@@ -273,13 +273,15 @@ def _row(
     path: Path, inside: str, variable: Variable[Any], struct: jax.ShapeDtypeStruct, rules: Rules
 ) -> ParameterRow:
     value, shape, sharding = variable.value, struct.shape, struct.sharding
-    named = knows_axes(value)
-    names = value.partition_axes if named else variable.axes
+    own_names = axes_of(value)
+    names = variable.axes if own_names is None else own_names
     spec: Any = None
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
     else:
-        spec = spec_for(names if named or not inside else None, shape, None, rules)[0]
+        spec = spec_for(names if own_names is not None or not inside else None, shape, None, rules)[
+            0
+        ]
     entries = [
         "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
         for entry in spec or ()

@@ -24,20 +24,19 @@ ordinary model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from shardax._core._jax import Tracer
-from shardax._core.array_ops import realise_all
 from shardax._core.errors import LayerViewError, StaticAttributeError
 from shardax._core.frames import READ_ONLY, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of, has_parts
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY, Metadata, Static
-from shardax._core.init.lazy import LazyValue
+from shardax._core.init.lazy import LazyValue, realise_all
 from shardax._core.object import Object, Shown, epoch
 
 
@@ -101,7 +100,7 @@ class GraphDef(Shown):
         True
     """
 
-    __slots__ = ("_aliases", "_hash", "_paths", "leaves", "objects", "roots")
+    __slots__ = ("__weakref__", "_hash", "_paths", "leaves", "objects", "roots")
 
     def __init__(self, objects: tuple[Any, ...], roots: tuple[Any, ...]) -> None:
         self.objects = objects
@@ -109,8 +108,6 @@ class GraphDef(Shown):
         self.leaves = tuple(i for i, item in enumerate(objects) if type(item) is VariableDef)
         self._hash = hash((objects, roots))
         self._paths: list[Path] | None = None
-        # Alias paths, by _transforms.lift.prefix: kept here they keep nothing alive.
-        self._aliases: Any = None
 
     @property
     def leaf_paths(self) -> list[Path]:
@@ -172,6 +169,14 @@ def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
             yield from ((key.value, child) for key, child in definition.items)
         case NodeDef():
             yield from zip(definition.keys, definition.items, strict=True)
+
+
+def static_values(child: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yields (path, value) of every static value in a child or definition."""
+    if type(child) is Static:
+        yield path, child.value
+    for key, below in definition_children(child):
+        yield from static_values(below, path if key is None else (*path, key))
 
 
 class Flat:

@@ -72,6 +72,8 @@ class Handler:
     is_object: bool = False
     in_models: bool = False
     stores_items: bool = False  # children are stored as attributes are: arrays of a model boxed
+    whole: bool = False  # one entry of an inventory, as objects are, whatever its children
+    axes: Callable[[Any], Any] = lambda value: None  # the names an array has of its dimensions
     size: Literal["fixed", "shrinks", "any"] = "fixed"  # how many children an edit may leave
     text: Callable[[Any, Any], tuple[str, str]] = _node_text  # a child's label, the code to it
 
@@ -144,7 +146,7 @@ class Pattern:
 
 def _node_children(value: Any) -> Pairs:
     below, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
-    return [(plain_path(keys)[0], child) for keys, child in below]
+    return [(plain_path(keys)[0], child) for keys, child in below if keys]
 
 
 LEAF = Handler("leaf")
@@ -214,6 +216,7 @@ WRAPPER = Handler(
     in_models=True,
     text=lambda value, key: ("", ".__wrapped__"),
 )
+PLAIN = (LIST, TUPLE, NAMED_TUPLE, DICT)  # containers of Python's own
 NODE = Handler(
     "pytree node",
     children=_node_children,
@@ -290,6 +293,17 @@ def has_parts(value: Any) -> bool:
     if handler is METHOD:  # of anything else than an object it is configuration
         return isinstance(value.__self__, Object)
     return any(has_parts(child) for _, child in handler.children(value))
+
+
+def axes_of(value: Any) -> tuple[Any, ...] | None:
+    """Returns the names of an array that knows its dimensions by itself, or None."""
+    return handler_of(value).axes(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether an inventory of a tree has a value as one entry; for ``is_leaf=``."""
+    handler = handler_of(value)
+    return handler.is_object or handler.whole or handler.axes(value) is not None
 
 
 def children_in_model(value: Any) -> Pairs:

@@ -31,16 +31,12 @@ def plain_path(key_path: Iterable[Any]) -> Path:
     """Returns the path that a JAX key path stands for."""
     steps: list[Hashable] = []
     for key in key_path:
-        steps += key.path if type(key) is PathKey else (path_step(key),)
+        if type(key) is PathKey:
+            steps += key.path
+        else:
+            found = (getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
+            steps.append(next(found, str(key)))
     return tuple(steps)
-
-
-def path_step(key: Any) -> Hashable:
-    """Returns the path step of a JAX key path entry."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return str(key)
 
 
 class PathKey(NamedTuple):

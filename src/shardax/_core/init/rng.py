@@ -31,9 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core._jax import Tracer, is_eager
+from shardax._core._jax import Tracer
 from shardax._core.errors import RepeatedKeyError, ReservedNameError, SeedError, UnknownStreamError
-from shardax._core.frames import local, owner_here, resolve
+from shardax._core.frames import is_eager, local, owner_here, resolve
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
 from shardax._core.module import Module

@@ -27,7 +27,6 @@ from shardax._core.frozen import FrozenVariable, Slot, frozen
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import has_parts
 from shardax._core.graph.paths import Path, format_path, plain_path
-from shardax._core.graph.static import Static
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, matching
 from shardax._core.variable import Variable
@@ -69,12 +68,12 @@ class FlatTree:
 
     def open_slots(self) -> Iterator[OpenSlot]:
         """Yields every slot, in order."""
-        for path, leaf in zip(self._paths, self._leaves, strict=True):
-            if type(leaf) is _Encoded:
-                yield from _slots_in(leaf.child, path)
-        for path, definition in zip(self.walk.paths, self.walk.definitions, strict=True):
-            if type(definition) is not flatten.VariableDef:
-                yield from _below(definition, path)
+        leaves = zip(self._paths, self._leaves, strict=True)
+        below = [(path, leaf.child) for path, leaf in leaves if type(leaf) is _Encoded]
+        for path, child in (*below, *zip(self.walk.paths, self.walk.definitions, strict=True)):
+            for where, value in flatten.static_values(child, path):
+                if isinstance(value, Slot):
+                    yield OpenSlot(where, value)
 
     def rebuilt(
         self,
@@ -97,19 +96,6 @@ class _Encoded(NamedTuple):
 
 def _is_part(value: Any) -> bool:
     return isinstance(value, (Object, Slot))
-
-
-def _slots_in(child: Any, path: Path) -> Iterator[OpenSlot]:
-    if type(child) is Static:
-        if isinstance(child.value, Slot):
-            yield OpenSlot(path, child.value)
-    elif type(child) is not flatten.Ref:
-        yield from _below(child, path)
-
-
-def _below(definition: Any, path: Path) -> Iterator[OpenSlot]:
-    for key, child in flatten.definition_children(definition):
-        yield from _slots_in(child, path if key is None else (*path, key))
 
 
 # --- taking out -----------------------------------------------------------------------------------

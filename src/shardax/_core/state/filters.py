@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardax._core.errors import FilterError
+from shardax._core.frozen import FrozenMetadata
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Placeholder
-from shardax._core.variable import Variable
+from shardax._core.variable import Origin, Variable
 
 Predicate = Callable[[Path, typing.Any], bool]
 Filter = typing.Any
@@ -161,6 +162,40 @@ class Not(_Combination):
 
     def __call__(self, path: Path, variable: typing.Any) -> bool:
         return not self.predicates[0](path, variable)
+
+
+class Frozen:
+    """Filter of the frozen values of what a filter matches.
+
+    Args:
+        filter: A filter of Variables; by default all.
+
+    Example:
+        >>> import shardax as sx
+        >>> layer = sx.freeze(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), sx.PathContains("bias"))
+        >>> [path for path, _ in sx.iter_variables(layer, sx.Frozen(sx.Param))]
+        [('bias',)]
+        >>> [path for path, _ in sx.iter_variables(layer, sx.Param)]
+        [('kernel',)]
+    """
+
+    def __init__(self, filter: Filter = ...) -> None:
+        self.predicate = to_predicate(filter)
+
+    def __call__(self, path: Path, variable: typing.Any) -> bool:
+        metadata = variable.all_metadata if isinstance(variable, Origin) else variable._metadata
+        if not isinstance(metadata, FrozenMetadata):
+            return False
+        return self.predicate(path, metadata.origin())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Frozen) and self.predicate == other.predicate
+
+    def __hash__(self) -> int:
+        return hash((Frozen, self.predicate))
+
+    def __repr__(self) -> str:
+        return f"Frozen({self.predicate!r})"
 
 
 def to_predicate(item: Filter) -> Predicate:

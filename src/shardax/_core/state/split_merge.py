@@ -16,18 +16,9 @@ from shardax._core.containers import Dict, box, unbox_attribute
 from shardax._core.errors import FilterError, StateMismatchError, VariableValueError
 from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
-from shardax._core.graph import handlers
-from shardax._core.graph.flatten import (
-    Flat,
-    GraphDef,
-    GraphWalk,
-    build,
-    flatten,
-    flatten_roots,
-    values_of,
-)
+from shardax._core.graph import flatten, handlers
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.module import Module
+from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.state import Origin, State, merged_values
@@ -36,18 +27,19 @@ from shardax._core.variable import ArrayAttribute, Variable
 T = TypeVar("T")
 
 
-def flatten_tree(tree: Any) -> Flat:
+def flatten_tree(tree: Any) -> flatten.Flat:
     """Flattens a tree; a single object's flattening is remembered."""
-    return flatten(tree) if isinstance(tree, Object) else flatten_roots((_box_tree(tree),))
-
-
-_PLAIN = (handlers.LIST, handlers.TUPLE, handlers.NAMED_TUPLE, handlers.DICT)
+    return (
+        flatten.flatten(tree)
+        if isinstance(tree, Object)
+        else flatten.flatten_roots((_box_tree(tree),))
+    )
 
 
 def _box_tree(tree: Any) -> Any:
     """Returns the tree with arrays boxed and plain containers kept plain."""
     handler = handlers.handler_of(tree)
-    if handler in _PLAIN:
+    if handler in handlers.PLAIN:
         pairs = [(key, _box_tree(child)) for key, child in handler.children(tree)]
         return handler.rebuild(handler.config(tree), pairs)
     return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
@@ -55,17 +47,17 @@ def _box_tree(tree: Any) -> Any:
 
 def _unbox_tree(tree: Any) -> Any:
     handler = handlers.handler_of(tree)
-    if handler not in _PLAIN:
+    if handler not in handlers.PLAIN:
         return unbox_attribute(tree)
     pairs = [(key, _unbox_tree(child)) for key, child in handler.children(tree)]
     return handler.rebuild(list if handler is handlers.LIST else handler.config(tree), pairs)
 
 
-def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
+def _read(flat: flatten.Flat, positions: Iterable[int] | None = None) -> State:
     """Reads the values of the Variables at some positions (None: all)."""
     chosen = range(len(flat.leaves)) if positions is None else list(positions)
     paths = [flat.leaf_paths[i] for i in chosen]
-    values = values_of(flat.leaves[i] for i in chosen)
+    values = flatten.values_of(flat.leaves[i] for i in chosen)
     definitions = [flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen]
     origins = [Origin(each.type, each.metadata) for each in definitions]
     return State.from_flat(
@@ -73,7 +65,7 @@ def _read(flat: Flat, positions: Iterable[int] | None = None) -> State:
     )
 
 
-def _named(flat: Flat) -> Iterator[tuple[Path, Any]]:
+def _named(flat: flatten.Flat) -> Iterator[tuple[Path, Any]]:
     return zip(flat.leaf_paths, flat.leaves, strict=True)
 
 
@@ -106,7 +98,7 @@ def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
     return (flat.graphdef, *(_read(flat, group) for group in groups))
 
 
-def merge(graphdef: GraphDef, *states: Any) -> Any:
+def merge(graphdef: flatten.GraphDef, *states: Any) -> Any:
     """Makes a new model from a structure and values.
 
     It is the inverse of ``split``.
@@ -129,7 +121,7 @@ def merge(graphdef: GraphDef, *states: Any) -> Any:
     """
     paths = graphdef.leaf_paths
     values = merged_values(states, paths, complete=True)
-    roots, _ = build(graphdef, [values[path] for path in paths], owner_here())
+    roots, _ = flatten.build(graphdef, [values[path] for path in paths], owner_here())
     return _unbox_tree(roots[0])
 
 
@@ -160,7 +152,7 @@ def state(tree: Any, *filters: Filter) -> Any:
     return states[0] if len(states) == 1 else states
 
 
-def graphdef(tree: Any) -> GraphDef:
+def graphdef(tree: Any) -> flatten.GraphDef:
     """Returns the structure of a model.
 
     It is hashable, and equal for models that differ only in values.
@@ -268,7 +260,7 @@ def clone(tree: T) -> T:
     """
     flat = flatten_tree(tree)
     values = [snapshot(resolve(leaf, local.frame)._value) for leaf in flat.leaves]
-    roots, _ = build(flat.graphdef, values, owner_here())
+    roots, _ = flatten.build(flat.graphdef, values, owner_here())
     return _unbox_tree(roots[0])
 
 
@@ -321,7 +313,7 @@ def pop(tree: Any, *filters: Filter) -> Any:
 
 def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]]:
     """Yields (holder, key) of every place of a chosen Variable."""
-    walk = GraphWalk()
+    walk = flatten.GraphWalk()
     walk.encode(root, ())
     places = [
         (None, None, root),
@@ -385,11 +377,7 @@ def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
         >>> [type(module).__name__ for _, module in sx.iter_modules(mlp)]
         ['MLP', 'Linear', 'Linear', 'Linear']
     """
-    walk = GraphWalk()
-    walk.encode(_box_tree(tree), ())
-    for path, item in zip(walk.paths, walk.objects, strict=True):
-        if isinstance(item, Module):
-            yield path, item
+    yield from modules_in(_box_tree(tree))
 
 
 def find_duplicates(tree: Any) -> list[list[Path]]:

@@ -10,7 +10,7 @@ value, the type and metadata of its Variable, so that it can be filtered like a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,29 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from shardax._core.cross_process import format_mesh, packed
 from shardax._core.errors import StateMismatchError
 from shardax._core.graph.handlers import Handler, register
-from shardax._core.graph.paths import Path, PathKey, format_path
-from shardax._core.graph.static import EMPTY, Metadata
+from shardax._core.graph.paths import Path, PathKey, format_path, plain_path
+from shardax._core.graph.static import EMPTY
 from shardax._core.object import Shown
 from shardax._core.state.filters import Filter, group_by_filter, matching
-from shardax._core.variable import Variable
-
-
-class Origin(NamedTuple):
-    """What a value came from: Variable type and metadata."""
-
-    variable_type: type[Variable[Any]]
-    all_metadata: Metadata
-
-    @property
-    def axes(self) -> tuple[Any, ...] | None:
-        """Logical axis names, or None."""
-        return self.all_metadata.axes
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Metadata entries other than the axes."""
-        return self.all_metadata.entries
-
+from shardax._core.variable import Origin, Variable
 
 _UNKNOWN = Origin(Variable, EMPTY)
 
@@ -262,6 +244,7 @@ register(
         children=lambda state: [(key, state[key]) for key in state],
         config=State.origins,
         rebuild=_rebuild,
+        whole=True,
         size="shrinks",
     ),
 )
@@ -321,7 +304,7 @@ def layout_text(rows: Iterable[tuple[Path, Any, Any]]) -> str | None:
     """Formats shardings or specs as a table; None for other values."""
     # They are short, and alike from row to row: a column for each thing that differs reads best.
     leaves = [
-        (_leaf_path(path, below), axes, leaf)
+        ((*path, *plain_path(below)), axes, leaf)
         for path, axes, value in rows
         for below, leaf in jax.tree_util.tree_leaves_with_path(value)
     ]
@@ -363,14 +346,3 @@ def _spec(value: Any) -> str:
         return str(value)
     elsewhere = value.memory_kind not in (None, "device")
     return f"{value.spec}, in {value.memory_kind}" if elsewhere else str(value.spec)
-
-
-def _leaf_path(path: Path, below: Sequence[Any]) -> Path:
-    steps: list[Any] = []
-    for key in below:
-        if isinstance(key, PathKey):
-            steps.extend(key.path)
-            continue
-        names = (getattr(key, attribute, None) for attribute in ("key", "idx", "name"))
-        steps.append(next((name for name in names if name is not None), str(key)))
-    return (*path, *steps)

@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardax._core._jax import Tracer
 from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.variable import Variable
 from shardax._transforms.control import loops
 from shardax._transforms.errors import BoundedLoopError
@@ -344,7 +344,7 @@ def _row_of(result: Any) -> Any:
         value = leaf.value if isinstance(leaf, Variable) else leaf
         if isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             return jnp.asarray(value)
-        where = format_path(tuple(path_step(key) for key in path)) if path else "itself"
+        where = format_path(plain_path(path)) if path else "itself"
         raise BoundedLoopError(
             f"The history function of sx.bounded_while_loop returned a {type(leaf).__name__} at "
             f"{where}. A row of the history holds arrays: return the values to keep, "
@@ -369,7 +369,7 @@ def padding_row(padding: Any, kinds: Any) -> Any:
         ) from error
 
     def fill(path: Any, value: Any, kind: Any) -> Any:
-        return _filled(tuple(path_step(key) for key in path), value, kind)
+        return _filled(plain_path(path), value, kind)
 
     return jax.tree_util.tree_map_with_path(fill, spread, kinds)
 

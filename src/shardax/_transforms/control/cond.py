@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core.graph import flatten
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.variable import Variable
 from shardax._transforms.control import loops
@@ -213,7 +213,7 @@ class _Comparison:
 
 def _outline_leaves(outline: Any) -> list[tuple[Path, ResultLeaf]]:
     pairs = jax.tree_util.tree_leaves_with_path(outline, is_leaf=_is_result_leaf)
-    return [(tuple(map(path_step, keys)), leaf) for keys, leaf in pairs]
+    return [(plain_path(keys), leaf) for keys, leaf in pairs]
 
 
 def _is_result_leaf(item: Any) -> bool:
@@ -233,7 +233,7 @@ def _difference(first: Any, other: Any, path: Path) -> tuple[Path, str, str] | N
     children = [{} if _is_result_leaf(item) else dict(one_level(item)) for item in both]
     if type(first) is type(other) and list(children[0]) == list(children[1]):
         for key, child in children[0].items():
-            found = _difference(child, children[1][key], (*path, key))
+            found = _difference(child, children[1][key], (*path, *key))
             if found is not None:
                 return found
     shown = [_container(item, below) for item, below in zip(both, children, strict=True)]
@@ -248,7 +248,7 @@ def _container(item: Any, children: dict[Any, Any]) -> str:
     if item is None:
         return "None"
     if isinstance(item, dict):
-        return f"a {type(item).__name__} with keys {', '.join(map(repr, children)) or '(none)'}"
+        return f"a {type(item).__name__} with keys {', '.join(repr(key) for (key,) in children) or '(none)'}"
     return f"a {type(item).__name__} of {len(children)}"
 
 

@@ -24,7 +24,7 @@ from jax.sharding import AxisType
 
 from shardax._core._jax import varying_axes
 from shardax._core.graph.flatten import GraphDef, is_object
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import CarryError, DecisionError
@@ -266,7 +266,7 @@ def matching_leaves(
 
 def _with_paths(tree: Any, label: str) -> list[tuple[Path, Any]]:
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object)
-    return [((label, *(path_step(key) for key in path)), leaf) for path, leaf in pairs]
+    return [((label, *(plain_path(path) if path else ())), leaf) for path, leaf in pairs]
 
 
 def _difference(before: Mapping[Path, Any], after: Mapping[Path, Any], given: Any, got: Any) -> str:

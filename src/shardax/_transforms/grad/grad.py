@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.array_ops import knows_axes
 from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import path_step
+from shardax._core.graph.handlers import axes_of
+from shardax._core.graph.paths import plain_path
 from shardax._core.object import Object
 from shardax._core.variable import Param, Variable
 from shardax._transforms import errors
@@ -79,7 +79,7 @@ def _value_and_grad(
 def _scalar(value: Any, holomorphic: bool) -> Any:
     """Returns the number that is differentiated."""
     number = value.value if isinstance(value, Variable) else value
-    if knows_axes(number):
+    if axes_of(number) is not None:
         (number,) = jax.tree.leaves(number)
     wanted = jnp.complexfloating if holomorphic else jnp.floating
     is_array = isinstance(number, (jax.Array, np.ndarray, np.generic, float, complex))
@@ -418,7 +418,7 @@ def refuse_objects(result: Any, name: str) -> None:
     """Raises if a result that is differentiated holds objects."""
     for keys, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
         if isinstance(leaf, Object):
-            place = ".".join(str(path_step(key)) for key in keys) or "the result itself"
+            place = ".".join(map(str, plain_path(keys))) or "the result itself"
             raise errors.DifferentiationError(
                 f"The function given to sx.{name} returned a {type(leaf).__name__} at {place}, but "
                 f"only arrays are differentiated. Return its values (variable.value), or return "

@@ -16,7 +16,7 @@ import jax
 
 from shardax._core.frames import local
 from shardax._core.graph.flatten import GraphDef, Ref, VariableDef, definition_paths, flatten
-from shardax._core.graph.paths import Path, path_step
+from shardax._core.graph.paths import Path, plain_path
 from shardax._core.state.state import Origin, State
 from shardax._transforms.errors import StructureMismatchError
 from shardax._transforms.jit.error_context import explain_places, explain_values, in_user_terms
@@ -140,7 +140,7 @@ class _Stage:
             leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda v: isinstance(v, State))
             for path, leaf in leaves:
                 below = leaf.flat() if isinstance(leaf, State) else {(): leaf}
-                start = tuple(map(path_step, path))
+                start = plain_path(path)
                 for rest, name in below.items():
                     found.setdefault(name, (*start, *rest))
         return found

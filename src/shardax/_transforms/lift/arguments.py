@@ -31,8 +31,9 @@ import jax
 import numpy as np
 
 from shardax._core.errors import ShardaxError
-from shardax._core.graph.flatten import has_objects, has_parts, is_object
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.flatten import has_objects, is_object
+from shardax._core.graph.handlers import PLAIN, handler_of, has_parts
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static, exact_key
 from shardax._core.object import Object, Wrapper
 from shardax._transforms.errors import StaticArgumentError
@@ -349,7 +350,7 @@ def leaf_paths(treedef: Any) -> Sequence[Path]:
     """Returns the path of each leaf of a pytree structure."""
     marked = treedef.unflatten(range(treedef.num_leaves))
     pairs = jax.tree_util.tree_leaves_with_path(marked)
-    return [tuple(path_step(key) for key in keys) for keys, _ in pairs]
+    return [plain_path(keys) for keys, _ in pairs]
 
 
 def join_argument(template: Any, plain: Any, roots: Sequence[Any], with_static: bool = True) -> Any:
@@ -440,9 +441,8 @@ def _is_comparable(part: Any) -> bool:
     """Whether part of a partial is an object or hashable."""
     if not has_parts(part):
         return _is_hashable(part)
-    if isinstance(part, (tuple, list)):
-        return all(_is_comparable(item) for item in part)
-    return not isinstance(part, dict) or all(_is_comparable(item) for item in part.values())
+    handler = handler_of(part)
+    return handler not in PLAIN or all(_is_comparable(item) for _, item in handler.children(part))
 
 
 def _is_hashable(value: Any) -> bool:

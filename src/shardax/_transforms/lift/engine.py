@@ -38,7 +38,6 @@ import numpy as np
 
 from shardax._core import _jax
 from shardax._core._jax import Tracer
-from shardax._core.array_ops import realise_all
 from shardax._core.errors import AbstractValueError, TraceLeakError
 from shardax._core.frames import (
     CapturedVariable,
@@ -66,7 +65,7 @@ from shardax._core.graph.flatten import (
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import block_parents
-from shardax._core.init.lazy import LazyValue
+from shardax._core.init.lazy import LazyValue, realise_all
 from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.errors import ArgumentError, ClosureError, OutputError

@@ -19,6 +19,7 @@ can occur; so values leave grouped by entry, one list for each (``GroupedOutputs
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from shardax._core.graph.flatten import (
     definition_children,
     flatten,
 )
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, no_match_error, to_predicates
 from shardax._core.state.state import State, flatten_mapping
@@ -47,11 +48,16 @@ def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
     """Returns (position among the Variables, path) of further ways to reach Variables."""
     # From every shared place there is one way to each Variable that can be reached from there, so
     # that there are not more than shared places times Variables, and every Variable with a further
-    # way has one here. No way leads back to an object that it came through. Remembered on the
-    # structure.
-    if graphdef._aliases is None:
-        graphdef._aliases = _find_alias_paths(graphdef)
-    return graphdef._aliases
+    # way has one here. No way leads back to an object that it came through.
+    known = _aliases.get(graphdef)
+    if known is None:
+        known = _aliases[graphdef] = _find_alias_paths(graphdef)
+    return known
+
+
+_aliases: weakref.WeakKeyDictionary[GraphDef, tuple[tuple[int, Path], ...]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _find_alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
@@ -304,7 +310,7 @@ def expand(
     if _is_entry(prefix):
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
         for key_path, leaf in leaves:
-            below = (*where, *(path_step(key) for key in key_path))
+            below = (*where, *plain_path(key_path)) if key_path else where
             if isinstance(leaf, Object):
                 yield from expand(prefix, leaf, name, below, known)
             else:
@@ -321,7 +327,7 @@ def expand(
             f"entry each."
         )
     for key, child in children:
-        yield from expand(parts[key], child, name, (*where, key), known)
+        yield from expand(parts[key], child, name, (*where, *key), known)
 
 
 def _place(name: str, where: Path) -> tuple[str, str]:
@@ -346,10 +352,12 @@ def refuse_filters(prefix: Any, name: str, where: Path) -> None:
             )
 
 
-def one_level(tree: Any) -> list[tuple[Hashable, Any]]:
-    """Returns (path step, child) of each child of a pytree node."""
+def one_level(tree: Any) -> list[tuple[Path, Any]]:
+    """Returns (path from the node, child) of each child of a pytree node."""
+    if type(tree) in (tuple, list):
+        return [((position,), child) for position, child in enumerate(tree)]
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
-    return [(path_step(path[0]), child) for path, child in pairs if path]
+    return [(plain_path(path), child) for path, child in pairs if path]
 
 
 def _shape(tree: Any) -> str:
@@ -380,13 +388,13 @@ def _expand_object(
 
 def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Path, Any], Any]:
     """Returns the function from (path, Variable) to entry."""
-    kind, at = _place(name, where)
     if isinstance(prefix, FilterMapping):
 
         def by_filter(path: Path, variable: Any) -> Any:
             try:
                 return prefix.lookup(path, variable)
             except FilterError as error:
+                kind, at = _place(name, where)
                 raise PrefixError(f"{name} for the {kind}{at}: {error}") from error
 
         return by_filter
@@ -403,6 +411,7 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
 
         return at_path
     if isinstance(prefix, (Variable, Object)) or not _is_entry(prefix):
+        kind, at = _place(name, where)
         raise PrefixError(
             f"{name} for the {kind}{at}, a {type(root).__name__}, is a {type(prefix).__name__}. "
             f"Give one entry, a State of entries, or a filter mapping."

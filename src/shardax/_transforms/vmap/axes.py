@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.errors import MetadataError
 from shardax._core.graph.flatten import GraphDef, ModuleDef, Ref, VariableDef
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import PARTITION_NAME
 from shardax._core.init.rng import RngStream
 from shardax._core.object import Object
@@ -345,8 +345,8 @@ class MappedBoxes:
         def visit(key_path: Any, leaf: Any) -> Any:
             if not is_box(leaf):
                 return leaf
-            path = (*where, *map(path_step, key_path))
-            below = [map(path_step, keys) for keys, _ in jax.tree_util.tree_leaves_with_path(leaf)]
+            path = (*where, *plain_path(key_path))
+            below = [plain_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(leaf)]
             found = {axes.get((*path, *steps)) for steps in below}
             if len(found) > 1:
                 raise errors.PrefixError(

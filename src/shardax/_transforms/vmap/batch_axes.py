@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from shardax._core.errors import FilterError
 from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.handlers import axes_of, is_whole
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, to_predicates
@@ -65,7 +66,7 @@ class BatchPart(NamedTuple):
     @property
     def is_named(self) -> bool:
         """Whether it is an array with named dimensions."""
-        return _is_named(self.item)
+        return axes_of(self.item) is not None
 
     def candidates(self, size: int) -> list[int]:
         """Returns the mappable axes on which every array has a size."""
@@ -87,10 +88,12 @@ class BatchProblem:
         self._trees = [self._take_apart(where, tree) for where, tree in trees]
 
     def _take_apart(self, where: Path, tree: Any) -> tuple[Any, list[PartPosition]]:
-        pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_whole)
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda item: is_whole(item) or is_box(item)
+        )
         places: list[PartPosition] = []
         for key_path, leaf in pairs:
-            path = (*where, *map(path_step, key_path))
+            path = (*where, *plain_path(key_path))
             if isinstance(leaf, Object):
                 places.append(self._add_object(leaf, path))
             elif isinstance(leaf, State):
@@ -149,14 +152,6 @@ def _entry(place: PartPosition, axes: Sequence[int | None]) -> Any:
     return StateAxes([(ExactPath(path), axis) for path, axis in entries.items()])
 
 
-def _is_named(item: Any) -> bool:
-    return hasattr(type(item), "partition_axes")  # see shardax.named.base
-
-
-def _is_whole(item: Any) -> bool:
-    return isinstance(item, (Object, State)) or is_box(item) or _is_named(item)
-
-
 def _part_of_variable(leaf: Variable[Any], paths: tuple[Path, ...], is_stream: bool) -> BatchPart:
     here = resolve(leaf, local.frame)
     return BatchPart(paths, leaf, type(leaf), _arrays_in(here._value), here.axes, True, is_stream)
@@ -167,9 +162,7 @@ def _part_of_entry(value: Any, origin: Origin, path: Path) -> BatchPart:
 
 
 def _part_of_leaf(leaf: Any, path: Path) -> BatchPart:
-    names = leaf.partition_axes if _is_named(leaf) else None
-    if is_box(leaf):
-        names = getattr(leaf, "names", None)
+    names = getattr(leaf, "names", None) if is_box(leaf) else axes_of(leaf)
     return BatchPart((path,), leaf, type(leaf), _arrays_in(leaf), names, is_box(leaf))
 
 

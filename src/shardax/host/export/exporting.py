@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from shardax._core._jax import is_eager, jaxpr_as_fun, user_line
+from shardax._core._jax import jaxpr_as_fun, user_line
 from shardax._core.errors import ShardaxError
+from shardax._core.frames import is_eager
 from shardax._core.graph.flatten import GraphDef, VariableDef, definition_paths, is_object
-from shardax._core.graph.paths import Path, format_path, path_step
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import RngState
 from shardax._transforms.grad.custom_vjp import used_inputs
@@ -279,7 +280,7 @@ class _Dimensions:
         """Replace an array of an argument by its shape and dtype."""
         if isinstance(leaf, Object) or not hasattr(leaf, "dtype"):
             return leaf
-        where = format_path((label, *map(path_step, path)))
+        where = format_path((label, *plain_path(path)))
         shape = list(leaf.shape)
         for name, symbol in self.symbols.items():
             for axis in self._axes(name, label):

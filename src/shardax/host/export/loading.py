@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from shardax._core import variable as variable_types
-from shardax._core._jax import is_eager
 from shardax._core.errors import PickleWriteError
+from shardax._core.frames import is_eager
 from shardax._core.module import Module
 from shardax._core.variable import Variable
 from shardax._transforms.errors import MeshError

@@ -35,6 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import packed
+from shardax._core.graph import handlers
 from shardax._core.graph.static import PARTITION_NAME, check_axes, exact_key
 from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
 from shardax._transforms.lift.engine import wraps
@@ -234,6 +235,10 @@ def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: Any) -> Any:
     for name, item in attributes.items:
         object.__setattr__(box, name, item)
     return box
+
+
+# Children and structure are JAX's: a class may be registered with it in a way of its own.
+handlers.register(AxisMetadata, dataclasses.replace(handlers.NODE, name="box", whole=True))
 
 
 def _register(cls: type[Any]) -> None:
