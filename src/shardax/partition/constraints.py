@@ -34,16 +34,7 @@ from shardax.partition import context
 from shardax.partition.checker import diagnose
 from shardax.partition.errors import ConstraintError, NoRulesError
 from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
-from shardax.partition.rules import (
-    UNCONSTRAINED,
-    Names,
-    Rules,
-    RulesLike,
-    SpecEntry,
-    check_names,
-    mesh_axes_of,
-    strings,
-)
+from shardax.partition.rules import Names, RulesLike, SpecEntry, check_names, mesh_axes_of
 
 _TO_IGNORE = "To run without a mesh or rules too, say constrain(..., on_no_mesh='ignore')."
 
@@ -115,7 +106,6 @@ def constrain(
             f"sharding=...). {_TO_IGNORE}"
         )
     chosen = context.resolve_rules(rules)
-    has_names = next(iter(strings(names)), None) is not None
     if where is None:
         if policy == "ignore":
             return array
@@ -124,7 +114,7 @@ def constrain(
             "laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass mesh=mesh. "
             f"{_TO_IGNORE}"
         )
-    if rules is None and not chosen and has_names:
+    if rules is None and not chosen and chosen.assign(names).unmapped:
         if policy == "ignore":
             return array
         raise NoRulesError(
@@ -132,7 +122,13 @@ def constrain(
             f"scope, with sx.axis_rules(rules): ..., or pass rules=rules. {_TO_IGNORE}"
         )
     manual = frozenset(_axes_of_type(where, AxisType.Manual))
-    entries = _entries(array, names, where, chosen, manual)
+    entries = tuple(_without(target, manual) for target in chosen.assign(names).entries)
+    found = diagnose(tuple(array.shape), names, entries, where, rules=chosen)
+    # A message begins with the path of its array, and this one has none.
+    root = format_path(()) + ": "
+    errors = [str(d).removeprefix(root) for d in found if d.severity == "error"]
+    if errors:
+        raise ConstraintError("\n  ".join([_intro(array, names), *errors]))
     if manual and len(manual) == len(where.axis_names):
         return array
     try:
@@ -225,20 +221,6 @@ def _axes_of_type(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
     return tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t is kind)
 
 
-def _entries(
-    array: jax.Array, names: Names, mesh: AnyMesh, rules: Rules, manual: frozenset[str]
-) -> tuple[SpecEntry, ...]:
-    """One spec entry per dimension, without Manual axes; raises ConstraintError."""
-    entries = tuple(_without(target, manual) for target in rules.assign(names).entries)
-    found = diagnose(tuple(array.shape), names, entries, mesh, rules=rules)
-    errors = [diagnostic for diagnostic in found if diagnostic.severity == "error"]
-    if errors:
-        # A message begins with the path of its array, and this one has none.
-        lines = "".join(f"\n  {str(d).removeprefix(format_path(()) + ': ')}" for d in errors)
-        raise ConstraintError(_intro(array, names) + lines)
-    return entries
-
-
 def _without(target: SpecEntry, axes: frozenset[str]) -> SpecEntry:
     """The target without some mesh axes."""
     kept = tuple(axis for axis in mesh_axes_of(target) if axis not in axes)
@@ -305,6 +287,6 @@ def _fill_unconstrained(
     """Keeps entries of unconstrained dimensions, but for mesh axes now taken."""
     taken = frozenset(axis for entry in entries for axis in mesh_axes_of(entry))
     return tuple(
-        _without(now, taken) if entry is UNCONSTRAINED else entry
+        _without(now, taken) if entry is PartitionSpec.UNCONSTRAINED else entry
         for entry, now in zip(entries, present, strict=True)
     )

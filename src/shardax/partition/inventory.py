@@ -25,7 +25,6 @@ diagnostic ``reduced-state``. Without an owner the names are an error.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -420,20 +419,3 @@ def _reduced(leaf: LeafInfo, owner: LeafInfo) -> tuple[LeafInfo, Diagnostic]:
     )
     severity = "info" if names is not None or math.prod(shape) == 1 else "warning"
     return leaf._replace(axes=names), Diagnostic(severity, leaf.path, "reduced-state", text)
-
-
-def with_state_hints(
-    diagnostics: Sequence[Diagnostic], leaves: Sequence[LeafInfo]
-) -> list[Diagnostic]:
-    """The diagnostics, with a hint on states at rank mismatches of boxes."""
-    boxed = {info.path for leaf in leaves if leaf.box is not None for info in leaf.arrays}
-    hint = (
-        " If this is a state of an optimizer, give the parameters in the same tree, such as "
-        "(params, state): they tell which dimensions it has."
-    )
-    return [
-        dataclasses.replace(d, message=d.message + hint)
-        if d.code == "rank-mismatch" and d.path in boxed
-        else d
-        for d in diagnostics
-    ]

@@ -510,8 +510,9 @@ def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
         if axis not in mesh.shape:
             text = (
                 f"The rule {format_rule(rule)} names the mesh axis {axis!r}, but the mesh has the "
-                f"axes ({mesh_text(mesh.shape)}).{errors.did_you_mean(axis, mesh.shape)} Correct or "
-                f"remove it, or make the mesh with an axis {axis!r} (of size 1 to switch it off)."
+                f"axes ({mesh_text(mesh.shape)}).{errors.did_you_mean(axis, mesh.shape)} Correct "
+                f"or remove it, or make the mesh with an axis {axis!r} (of size 1 to switch it "
+                "off)."
             )
             yield errors.Diagnostic("error", (), "unknown-mesh-axis", text)
 

@@ -43,15 +43,7 @@ from shardax.partition.constraints import constrain
 from shardax.partition.context import OnNoMesh, axis_rules, current_rules
 from shardax.partition.errors import ConstraintError, NoRulesError, raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.rules import (
-    UNCONSTRAINED,
-    Names,
-    Rules,
-    RulesLike,
-    check_names,
-    mesh_axes_of,
-    strings,
-)
+from shardax.partition.rules import Names, Rules, RulesLike, check_names, mesh_axes_of
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -429,7 +421,7 @@ class Partitioned(AxisMetadata[T]):
     def _names_and_rules(self, what: str, way_out: str) -> tuple[Names, Rules]:
         names, own = self.layout()
         rules = current_rules() if own is None else own
-        if rules or next(iter(strings(check_names(names))), None) is None:
+        if rules or not rules.assign(names).unmapped:
             return names, rules
         raise NoRulesError(
             f"Cannot {what} {self!r} over a mesh: its names are logical, and it has no rules, nor "
@@ -658,7 +650,7 @@ def _is_names(value: Any) -> bool:
     if value is None or isinstance(value, PartitionSpec):
         return True
     return isinstance(value, tuple) and all(
-        entry is None or entry is UNCONSTRAINED or isinstance(entry, str) for entry in value
+        isinstance(x, str) or x is None or x is PartitionSpec.UNCONSTRAINED for x in value
     )
 
 

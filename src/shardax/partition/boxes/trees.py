@@ -116,7 +116,7 @@ def to_boxes(tree: Any) -> Any:
             )
         return leaf
 
-    return jax.tree.map(to_box, tree, is_leaf=lambda x: isinstance(x, (boxes.AxisMetadata, Object)))
+    return jax.tree.map(to_box, tree, is_leaf=_is_node)
 
 
 def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
@@ -156,13 +156,15 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
         metadata = Metadata(leaf.names, {boxes.BOX_ENTRY: leaf.replace_boxed(None)})
         return _new_variable(variable_type, leaf.value, metadata)
 
-    return jax.tree.map(
-        to_variable, tree, is_leaf=lambda x: isinstance(x, (boxes.AxisMetadata, Object))
-    )
+    return jax.tree.map(to_variable, tree, is_leaf=_is_node)
 
 
 def _is_metadata(value: Any) -> bool:
     return isinstance(value, boxes.AxisMetadata)
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, (boxes.AxisMetadata, Object))
 
 
 def _new_variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> Variable[Any]:
@@ -256,7 +258,10 @@ def replace_boxed(tree: Any, values: Any) -> Any:
         >>> replace_boxed(tree, {"w": jnp.zeros(3), "step": 4})
         {'step': 4, 'w': Partitioned(float32[3], names=('model',))}
     """
-    subtrees, treedef = walk(tree)
+    # Arrays with names of their own are nodes here, so that values have to have the same names.
+    leaves, treedef = jax.tree.flatten(
+        tree, is_leaf=lambda leaf: _is_node(leaf) or isinstance(leaf, State)
+    )
     try:
         others = treedef.flatten_up_to(values)
     except ValueError as error:
@@ -272,9 +277,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
             return value
         return leaf.replace_boxed(replace_boxed(leaf.value, value) if _has_boxes(leaf) else value)
 
-    return treedef.unflatten(
-        [replaced(leaf, v) for (_, leaf), v in zip(subtrees, others, strict=True)]
-    )
+    return treedef.unflatten(map(replaced, leaves, others))
 
 
 def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
