@@ -232,9 +232,8 @@ def aliases(program: Program) -> dict[int, int]:
     """Returns the argument whose memory a result takes, by number."""
 
     def value(key: str) -> str:
-        start = program.header.find(key)
-        start += len(key)
-        return program.header[start : balanced(program.header, start)] if start >= len(key) else ""
+        _, _, rest = program.header.partition(key)
+        return rest[: balanced(rest, 0)]
 
     pairs = _ALIAS.findall(value("input_output_alias="))
     found = {int(result or 0): int(argument) for result, argument in pairs}
