@@ -457,7 +457,7 @@ def usable_platform(name: Any) -> str:
         raise ConfigureError(_not_installed(name))
     if installed[0] == "cuda" and not nvidia_gpu_is_visible():
         raise ConfigureError(
-            f"platform={name!r}: this process sees no NVIDIA GPU (none of "
+            f"platform={name!r}: there is no NVIDIA GPU here that this process can see (none of "
             f"{', '.join(NVIDIA_FILES)} exists). Use a machine with one, or platform='cpu'."
         )
     return installed[0]

@@ -62,9 +62,7 @@ def spec_for(
                 "give the mesh Auto axes."
             )
             diagnostics.append(_diagnostic(path, "error", "unconstrained", text))
-    return PartitionSpec(
-        *(None if to is logical.UNCONSTRAINED else to for to in entries)
-    ), diagnostics
+    return _placed_spec(entries), diagnostics
 
 
 def explicit_spec(
@@ -83,10 +81,11 @@ def explicit_spec(
         )
         return PartitionSpec(), [_diagnostic(path, "error", "rank-mismatch", text)]
     diagnostics = list(diagnose(shape, None, tuple(spec), where, source=source, path=path))
-    entries = _usable(tuple(spec), where)
-    return PartitionSpec(
-        *(None if to is logical.UNCONSTRAINED else to for to in entries)
-    ), diagnostics
+    return _placed_spec(_usable(tuple(spec), where)), diagnostics
+
+
+def _placed_spec(entries: Sequence[logical.SpecEntry]) -> PartitionSpec:
+    return PartitionSpec(*(None if to is logical.UNCONSTRAINED else to for to in entries))
 
 
 def diagnose(
@@ -216,18 +215,16 @@ def _rules_of(name: Any, assignment: logical.AxisAssignment, rules: logical.Rule
     behind = [rules.pairs[chosen[part]] for part in parts if part in chosen]
     if all(rule[0] == rule[1] for rule in behind):
         return f"its own {'name' if len(behind) == 1 else 'names'}"
-    return (
-        f"{'rule' if len(behind) == 1 else 'rules'} {', '.join(map(logical.format_rule, behind))}"
-    )
+    listed = ", ".join(map(logical.format_rule, behind))
+    return f"{'rule' if len(behind) == 1 else 'rules'} {listed}"
 
 
 def _unmapped(
     path: Path, names: logical.Names, assignment: logical.AxisAssignment, rules: logical.Rules
 ) -> Iterator[Diagnostic]:
     if assignment.unmapped and rules.on_unmapped == "error":
-        yield _diagnostic(
-            path, "error", "unmapped-name", logical.explain_unmapped(assignment, rules)
-        )
+        text = logical.explain_unmapped(assignment, rules)
+        yield _diagnostic(path, "error", "unmapped-name", text)
         return
     for name in assignment.unmapped:
         near = difflib.get_close_matches(name, rules.names, n=1, cutoff=NEAR)

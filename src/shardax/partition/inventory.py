@@ -230,7 +230,7 @@ class TreeInventory:
                 arrays, treedef = (_array_info(path, value),), None
             else:
                 found = jax.tree.leaves_with_path(value, is_leaf=knows_axes)
-                arrays = tuple(_leaf_info((*path, *plain_path(k)), each) for k, each in found)
+                arrays = tuple(_array_info((*path, *plain_path(k)), each) for k, each in found)
                 treedef = jax.tree.structure(value)
                 axes = value.partition_axes if knows_axes(value) else axes
             leaf = LeafInfo(path, axes, arrays, treedef, variable, held)
@@ -306,20 +306,16 @@ def _origin_of(leaf: LeafInfo) -> Origin:
     return Origin(kind, Metadata(names, entries.entries if isinstance(entries, Metadata) else {}))
 
 
-def _leaf_info(path: Path, value: Any) -> ArrayInfo:
-    """Type of an array, or of one that knows its axis names."""
-    if not knows_axes(value):
-        return _array_info(path, value)
-    (array,) = jax.tree.leaves(value)
-    return _array_info(path, array)._replace(axes=value.partition_axes)
-
-
 def _array_info(path: Path, value: Any) -> ArrayInfo:
-    weak = bool(getattr(value, "weak_type", False))
+    axes = None
+    if knows_axes(value):
+        axes = value.partition_axes
+        (value,) = jax.tree.leaves(value)
     known = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and not isinstance(value, Tracer)
     sharding = value.sharding if known else None
     named = sharding if isinstance(sharding, NamedSharding) else None
-    return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named)
+    weak = bool(getattr(value, "weak_type", False))
+    return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named, axes)
 
 
 # --- States of optimizers ---

@@ -297,13 +297,11 @@ class Rules:
             info unused-mesh-axis
         """
         where = None if mesh is None else resolve_mesh(mesh)
-        diagnostics: list[errors.Diagnostic] = []
-        if where is not None:
-            diagnostics += (d for rule in self.pairs for d in unknown_mesh_axes(rule, where))
-        diagnostics += _shadowed(self.pairs, self.on_conflict)
-        if where is not None:
-            diagnostics += _unused_mesh_axes(self, where)
-        return diagnostics
+        shadowed = _shadowed(self.pairs, self.on_conflict)
+        if where is None:
+            return list(shadowed)
+        unknown = [d for rule in self.pairs for d in unknown_mesh_axes(rule, where)]
+        return [*unknown, *shadowed, *_unused_mesh_axes(self, where)]
 
     def validate(self, mesh: AnyMesh | None = None) -> Rules:
         """Returns these rules if a mesh has all their axes, else raises.
@@ -492,9 +490,8 @@ def explain_unmapped(assignment: AxisAssignment, rules: Rules) -> str:
         for match in difflib.get_close_matches(name, rules.names, n=1)
     ]
     hint = f" Did you mean {' and '.join(near)}?" if near else ""
-    known = (
-        f"names with rules: {', '.join(map(repr, rules.names))}" if rules else "there are no rules"
-    )
+    listed = ", ".join(map(repr, rules.names))
+    known = f"names with rules: {listed}" if rules else "there are no rules"
     return (
         f"no rule mentions {names} ({known}).{hint} Add the rule ({assignment.unmapped[0]!r}, "
         "None) to replicate on purpose, or use on_unmapped='replicate'."
@@ -520,10 +517,9 @@ def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
 def _shadowed(pairs: Sequence[Rule], on_conflict: str) -> Iterator[errors.Diagnostic]:
     """Yields a warning for each rule made useless by an earlier one."""
     for position, rule in enumerate(pairs):
-        for earlier in range(position):
+        for earlier, first in enumerate(pairs[:position]):
             why = _why_shadowed(pairs, earlier, position, on_conflict)
             if why is not None:
-                first = pairs[earlier]
                 way = "" if first == rule else f", or move it above {format_rule(first)}"
                 text = f"The rule {format_rule(rule)} is never used: {why}. Remove it{way}."
                 yield errors.Diagnostic("warning", (), "shadowed-rule", text)

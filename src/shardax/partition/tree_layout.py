@@ -231,6 +231,11 @@ def named_sharding(mesh: Any, spec: PartitionSpec, memory_kind: str | None = Non
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
+def parts_of(spec: PartitionSpec, mesh: AnyMesh) -> int:
+    """The number of different parts of an array."""
+    return math.prod(mesh.shape[axis] for entry in spec for axis in logical.mesh_axes_of(entry))
+
+
 def _axes_of_many(leaf: LeafInfo) -> Iterator[Diagnostic]:
     if leaf.axes is not None and len(leaf.arrays) > 1 and not leaf.axes_per_array:
         text = (
@@ -249,13 +254,12 @@ def _large_replicated(
     rules: logical.Rules,
     total: int,
 ) -> Iterator[Diagnostic]:
-    parts = math.prod(mesh.shape[axis] for entry in spec for axis in logical.mesh_axes_of(entry))
     chosen = rules.assign(names).chosen
     on_purpose = bool(names) and all(
         isinstance(name, str) and name in chosen and rules.pairs[chosen[name]][1] is None
         for name in names
     )
-    if mesh.size == 1 or parts > 1 or on_purpose:
+    if mesh.size == 1 or parts_of(spec, mesh) > 1 or on_purpose:
         return
     shown = ", ".join(map(repr, logical.strings(names)))
     fix = (

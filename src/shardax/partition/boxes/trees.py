@@ -135,8 +135,8 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
         BoxError: If the box is of a kind without names, or holds another box.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> box = Partitioned(jnp.ones((2, 3)), (None, "model"))
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> box = sx.Partitioned(jnp.ones((2, 3)), (None, "model"))
         >>> variable = to_variables(box)
         >>> variable.axes, to_boxes(variable) == box
         ((None, 'model'), True)
