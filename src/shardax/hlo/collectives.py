@@ -19,10 +19,10 @@ mesh, row-major. XLA prints groups as lists, as the numbers from 0 on reshaped a
 a source and a target.
 
 A *slice* is TPUs with links of their own; several are joined by the network of the data centre, to
-which programs send through the host. The program of one slice says of such a send its type, and its
-*target*: slices, numbered from 1, and the numbers of devices in each (``{1,2}x{0:3}``), of which
-those with the same number exchange data; or groups of device ids (``{{100000,200000}}``); or pairs
-of ids (``{{100000->200000}}``). An id is the slice's number times 100,000 and the device's in it.
+which programs send through the host. Such a send has a type and a *target*: slices, numbered from
+1, and the numbers of devices in each (``{1,2}x{0:3}``), of which those with the same number
+exchange data; or groups of device ids (``{{100000,200000}}``), or pairs (``{{100000->200000}}``).
+An id is the slice's number times 100,000 and the device's in it.
 """
 
 from __future__ import annotations

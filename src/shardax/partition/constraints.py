@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constraints: layouts of arrays inside programs, by axis names.
 
-The effect of a constraint depends on the *axis types* of the mesh. Over an Auto axis the compiler
-is told (``jax.lax.with_sharding_constraint``); over an Explicit axis, whose sharding is part of the
-array's type, the array is resharded (``jax.sharding.reshard``); over a Manual axis, as inside
-``jax.shard_map``, the array is the device's own part already, and the axis is left out. One mesh
-may have all three. A constraint is never dropped silently: without a mesh it is an error unless the
-caller asked for it to be ignored, and so it is under ``use_abstract_mesh`` alone over Auto axes,
-where JAX would drop it. (JAX keeps one trace for a mesh with devices and without, so a function
-traced under ``jax.set_mesh`` before is not asked again.)
+The effect depends on the *axis types* of the mesh, as seen where the program is traced. Over an
+Auto axis the compiler is told (``jax.lax.with_sharding_constraint``); over an Explicit axis, whose
+sharding is part of the array's type, the array is resharded (``jax.sharding.reshard``); over a
+Manual axis, as inside ``jax.shard_map``, the array is the device's own part already, and the axis
+is left out. A dimension over axes of both kinds has the Explicit ones outermost, whatever the order
+in its rule, because JAX lays out the type's axes first.
 
-During tracing the mesh counts *as seen there*: inside ``jax.shard_map``, ``jax.sharding.auto_axes``
-and ``jax.sharding.explicit_axes`` some axes have other types than outside. A dimension that is
-split over axes of both kinds has the Explicit ones outermost, whatever the order in its rule: a
-type cannot mention an Auto axis, so JAX lays out the type's axes first.
+A constraint is never dropped silently: without a mesh it is an error unless the caller asked for it
+to be ignored, and so it is under ``use_abstract_mesh`` alone over Auto axes, where JAX would drop
+it. (JAX keeps one trace for a mesh with devices and without, so a function traced under
+``jax.set_mesh`` before is not asked again.)
 """
 
 from __future__ import annotations
@@ -101,9 +99,8 @@ def constrain(
         raise MeshError(
             f"{_intro(array, names)} {where} has no devices, and nothing says which the program is "
             "for, so JAX would drop the constraint. Call the compiled function under "
-            "jax.set_mesh(mesh), not use_abstract_mesh; or pass mesh=mesh; or, without a mesh in "
-            "scope, give it arrays that are laid out over one, or jax.ShapeDtypeStruct(..., "
-            f"sharding=...). {_TO_IGNORE}"
+            "jax.set_mesh(mesh), not use_abstract_mesh; or pass mesh=mesh; or give it arrays that "
+            f"are laid out over one, or jax.ShapeDtypeStruct(..., sharding=...). {_TO_IGNORE}"
         )
     chosen = context.resolve_rules(rules)
     if where is None:

@@ -130,9 +130,6 @@ def initialise(
     return jax.tree.map(over_given, result, is_leaf=is_object)
 
 
-# --- Programs ---
-
-
 class InitializerCall:
     """A call of an initializer, with its inputs apart."""
 
@@ -195,9 +192,7 @@ class CurrentCall:
     def __call__(self, inputs: Sequence[Any]) -> Any:
         return self._local.call.run(inputs)
 
-    def run(
-        self, call: InitializerCall, compiled: Callable[[Any], Any], inputs: Sequence[Any]
-    ) -> Any:
+    def run(self, call: InitializerCall, compiled: Callable[[Any], Any], inputs: Any) -> Any:
         """Runs the compiled program for a call."""
         self._local.call = call
         try:
@@ -235,9 +230,6 @@ def _types_of(inputs: Sequence[Any]) -> Hashable:
     arrays = [item for item in inputs if not isinstance(item, Object)]
     leaves, treedef = jax.tree.flatten((values, arrays))
     return flat.graphdef, treedef, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
-
-
-# --- Meshes ---
 
 
 def _automatic(mesh: Mesh) -> Mesh:

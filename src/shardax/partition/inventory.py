@@ -318,9 +318,6 @@ def _array_info(path: Path, value: Any) -> ArrayInfo:
     return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named, axes)
 
 
-# --- States of optimizers ---
-
-
 class PathEnds(Generic[T]):
     """An index of items by the ends of their paths."""
 

@@ -13,10 +13,9 @@ then be chosen. These are the semantics of Flax linen's logical axes. Beyond lin
 carry a tuple of names, ``(("batch", "length"), "embed")``: it was made by merging named dimensions,
 and is laid out over the mesh axes of all of them, in that order.
 
-Two *policies* handle what remains. A *conflict* is a name that lost a mesh axis to another:
-``on_conflict="first"`` goes on, ``"error"`` raises. An *unmapped* name is one without a rule:
-``on_unmapped="replicate"`` leaves its dimension whole, ``"error"`` raises. Malformed rules are
-refused at construction; ``Rules.check`` diagnoses well-formed ones, over some mesh or none.
+A *conflict* is a name that lost a mesh axis to another, and an *unmapped* name is one without a
+rule; a *policy* for each says whether that is an error. Malformed rules are refused at
+construction; ``Rules.check`` diagnoses well-formed ones.
 """
 
 from __future__ import annotations
@@ -40,9 +39,6 @@ SpecEntry = Any
 Rule = tuple[str, SpecEntry]
 Names = tuple[Any, ...]
 """One entry per dimension: a name, None, ``UNCONSTRAINED``, or a tuple of names."""
-
-
-# --- Names and assignment ---
 
 
 class PassedOver(NamedTuple):
@@ -159,8 +155,6 @@ def _entry(name: Any, targets: dict[str, SpecEntry]) -> SpecEntry:
     return tuple(axis for part in parts for axis in mesh_axes_of(part)) or None
 
 
-# --- Rules ---
-
 OnConflict = Literal["first", "error"]
 OnUnmapped = Literal["replicate", "error"]
 
@@ -203,7 +197,6 @@ class Rules:
     ) -> None:
         base = pairs if isinstance(pairs, Rules) else None
         checked = _check_pairs(pairs) if base is None else base.pairs
-        policies: list[Any] = []
         for name, value, known in (
             ("on_conflict", on_conflict, ("first", "error")),
             ("on_unmapped", on_unmapped, ("replicate", "error")),
@@ -213,9 +206,9 @@ class Rules:
             if value not in known:
                 raise errors.RulesError(f"{name}={value!r} is not a policy; use one of {known}.")
             object.__setattr__(self, name, value)
-            policies.append(value)
         object.__setattr__(self, "pairs", checked)
-        object.__setattr__(self, "_hash", hash((checked, *policies)))
+        key = (checked, self.on_conflict, self.on_unmapped)
+        object.__setattr__(self, "_hash", hash(key))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -496,9 +489,6 @@ def explain_unmapped(assignment: AxisAssignment, rules: Rules) -> str:
         f"no rule mentions {names} ({known}).{hint} Add the rule ({assignment.unmapped[0]!r}, "
         "None) to replicate on purpose, or use on_unmapped='replicate'."
     )
-
-
-# --- Diagnostics of rules ---
 
 
 def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:

@@ -13,9 +13,8 @@ change are a dictionary, for instance ``{PARTITION_NAME: "layers"}``, in which e
 finds what it needs.
 
 The names of a ``Partitioned`` are axes of a mesh; those of a ``LogicallyPartitioned`` are logical,
-and rules map them to mesh axes: rules *baked* into the box, or else the current ones. A baked mesh
-or baked rules take precedence over those in scope. A box that is unboxed where a mesh is known lays
-its value out by its names. ``with_partitioning`` makes an initializer return a box;
+and rules map them to mesh axes. A mesh or rules *baked* into the box take precedence over those in
+scope. A box that is unboxed where a mesh is known lays its value out by its names.
 ``with_logical_constraint`` and ``logical_axis_rules`` are ``shardax.constrain`` (for pytrees) and
 ``shardax.axis_rules`` under the names and in the order of arguments of Flax.
 """
@@ -302,9 +301,6 @@ def without(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[An
     return (*names[:place], *names[place + 1 :])
 
 
-# --- Boxes with axis names ---
-
-
 @dataclasses.dataclass(frozen=True)
 class Partitioned(AxisMetadata[T]):
     """A box of axis names of a mesh.
@@ -517,9 +513,6 @@ def identity_rules(names: Names) -> Rules:
     """Rules from each mesh axis to itself."""
     axes = (axis for name in names for axis in mesh_axes_of(name))
     return Rules([(axis, axis) for axis in axes if isinstance(axis, str)])
-
-
-# --- Initializers and constraints ---
 
 
 def with_partitioning(

@@ -34,8 +34,6 @@ from shardax.partition.mesh import resolve_mesh
 
 T = TypeVar("T")
 
-# --- Variables as boxes ---
-
 
 @dataclasses.dataclass(frozen=True)
 class VariableBox(boxes.LogicallyPartitioned[T]):
@@ -171,8 +169,6 @@ def _new_variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> 
     """A new Variable; the axes may not fit the value."""
     return kind._make(as_value(value, kind.__name__), metadata, owner_here())
 
-
-# --- Trees of boxes ---
 
 _LOCATED = (
     errors.AxisNamesError,
