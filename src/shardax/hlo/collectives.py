@@ -320,11 +320,8 @@ def rendezvous(each: Instruction) -> str:
 def _slice_groups(
     each: Instruction, devices: int, slices: int, device_ids: Sequence[int] = ()
 ) -> Groups:
-    """Reads the groups of a send between slices, as mesh positions.
-
-    Without ids of devices, a device's number in its slice is its position in the slice's part of
-    the mesh.
-    """
+    """Reads the groups of a send between slices, as mesh positions."""
+    # Without ids, a device's number in its slice is its position in the slice's part of the mesh.
     found = _TARGET.search(each.attributes)
     text = (found[1] or found[2]) if found else ""
     block = devices // slices
@@ -377,11 +374,7 @@ def find_collectives(
     slices: int = 1,
     device_ids: Sequence[int] = (),
 ) -> tuple[LocatedCollective, ...]:
-    """Finds the collectives of a program, in the order of the text.
-
-    A mesh of several slices has as many devices of each, consecutive; some programs name devices by
-    their ids. Raises HloReadError if something that looks like a collective is not known.
-    """
+    """Finds the collectives of a program, in the order of the text."""
     _check_reached(program)
     finder = _CollectiveFinder(program, runs, mesh, slices, device_ids)
     running = [inside for name, inside in program.computations.items() if name in runs.counts]
@@ -514,10 +507,8 @@ def wire_bytes(kind: str, payload: int, size: int) -> float:
 
 
 def _overlaps(inside: Computation, start: Instruction, meeting: str = "") -> bool:
-    """Whether other work runs between start and end of a collective.
-
-    Of a send through the host the end is that of the ``recv`` with the same rendezvous.
-    """
+    """Whether other work runs between start and end of a collective."""
+    # Of a send through the host the end is that of the ``recv`` with the same rendezvous.
     if '"is_sync":true' in start.attributes:
         return False
     begun = {start.name}

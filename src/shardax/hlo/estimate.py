@@ -113,11 +113,9 @@ def reduction(program: Program, collective: Instruction) -> str:
 
 
 def _without_dead_state(program: Program) -> Program:
-    """Eliminates dead elements of loop states.
-
-    An element is dead that neither the condition, nor another element that is needed, nor anything
-    after the loop reads. It goes through its loop unchanged, so the shapes of states stay.
-    """
+    """Eliminates dead elements of loop states."""
+    # An element is dead that neither the condition, nor another element that is needed, nor
+    # anything after the loop reads. It goes through its loop unchanged, so shapes stay.
     computations = dict(program.computations)
     pending = [program.entry]
     while pending:  # outer loops first, as they say what inner ones are needed for
@@ -267,10 +265,8 @@ Rewrite = Callable[[ComputationGraph, FindGroups], Iterator[tuple[set[str], Chan
 
 
 def rewritten(program: Program) -> Program:
-    """Returns a partitioned program with the collectives that an accelerator would run.
-
-    Its shapes, operands and groups are true; it is to be counted, not compiled.
-    """
+    """Returns a partitioned program with an accelerator's collectives."""
+    # Its shapes, operands and groups are true; it is to be counted, not compiled.
     program = _without_dead_state(program)
     known: dict[str, DeviceGroups] = {}
 

@@ -248,12 +248,10 @@ def aliases(program: Program) -> dict[int, int]:
 
 
 def likely_updates(program: Program) -> dict[int, int]:
-    """Returns the argument that a result likely updates, by number.
-
-    A result that takes the place of an argument is its next value. Of the others, those of one type
-    are taken to be the next values, or the gradients, of the arguments of this type, in order, if
-    there are as many; else nothing is guessed.
-    """
+    """Returns the argument that a result likely updates, by number."""
+    # A result that takes the place of an argument is its next value. Of the others, those of one
+    # type are taken to be the next values, or the gradients, of the arguments of this type, in
+    # order, if there are as many; else nothing is guessed.
     found = aliases(program)
     taken = set(found.values())
     results: dict[tuple[ArrayShape, ...], list[int]] = {}
@@ -271,10 +269,7 @@ def likely_updates(program: Program) -> dict[int, int]:
 
 
 def peak_bytes(program: Program) -> int:
-    """Estimates the peak memory of a device, arguments and results included.
-
-    The program is a partitioned one, best after ``rewritten``; it says what is donated.
-    """
+    """Estimates a partitioned program's peak memory, arguments and results included."""
     arguments = sum(each.bytes for each in program.main.parameters.values())
     return arguments + _most(program, program.main, placed=frozenset(aliases(program)))
 

@@ -352,7 +352,13 @@ class Partitioned(AxisMetadata[T]):
         if mesh is None:
             return self.value
         names, rules = self._names_and_rules("unbox", ", or call unbox(apply_constraint=False)")
-        return jax.tree.map(lambda leaf: _laid_out(leaf, names, self.mesh, mesh, rules), self.value)
+
+        def laid_out(leaf: Any) -> Any:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return leaf.update(sharding=_sharding(names, leaf.shape, mesh, rules))
+            return constrain(leaf, names, self.mesh, rules) if hasattr(leaf, "shape") else leaf
+
+        return jax.tree.map(laid_out, self.value)
 
     def layout(self) -> tuple[Any, Rules | None]:
         """Returns the names, with rules from each mesh axis to itself."""
@@ -477,14 +483,6 @@ class LogicallyPartitioned(Partitioned[T]):
     def layout(self) -> tuple[Any, Rules | None]:
         """Returns the names and the baked rules."""
         return self.names, self.rules
-
-
-def _laid_out(leaf: Any, names: Names, baked: AnyMesh | None, mesh: AnyMesh, rules: Rules) -> Any:
-    if not hasattr(leaf, "shape"):
-        return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(sharding=_sharding(names, leaf.shape, mesh, rules))
-    return constrain(leaf, names, baked, rules)
 
 
 def _sharding(names: Names, shape: tuple[int, ...], mesh: AnyMesh, rules: Rules) -> NamedSharding:
