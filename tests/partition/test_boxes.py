@@ -291,6 +291,15 @@ def test_values_of_another_structure_are_refused() -> None:
         replace_boxed(Units([Partitioned(1.0, ())], ()), [1.0, 2.0])
 
 
+def test_values_of_other_structure_in_named_arrays_are_refused() -> None:
+    tree = {"w": sx.named.NamedArray(jnp.ones((2, 3)), ("embed", "mlp"))}
+    same = {"w": sx.named.NamedArray(jnp.zeros((2, 3)), ("embed", "mlp"))}
+    assert jax.tree.leaves(replace_boxed(tree, same))[0].tolist() == [[0, 0, 0], [0, 0, 0]]
+    for other in (jnp.ones((2, 3)), sx.named.NamedArray(jnp.ones(2), ("heads",))):
+        with pytest.raises(BoxError, match="do not fit"):
+            replace_boxed(tree, {"w": other})
+
+
 # --- another dimension ----------------------------------------------------------------------------
 
 

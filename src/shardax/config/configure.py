@@ -94,10 +94,8 @@ class Configuration:
             f"{'default' if value is None else value}"
             for name, value in self.settings.items()
         ]
-        title = (
-            f"shardax settings (* set by this call); JAX {jax.__version__}, its backend {started}"
-        )
-        return "\n".join([title, *rows, *self.notes])
+        title = f"shardax settings (* set by this call); JAX {jax.__version__}, its backend "
+        return "\n".join([title + started, *rows, *self.notes])
 
     __repr__ = __str__
 
@@ -190,7 +188,7 @@ def _check_not_late(given: Mapping[str, Any]) -> None:
             f"in this process, on {count} device{'' if count == 1 else 's'} of the platform "
             f"{running!r}, and cannot change. Call shardax.configure at the top of the script, "
             f"before anything makes an array or asks for devices (jax.devices(), jnp.zeros, ...), "
-            f"modules that are imported before included; in a notebook, restart the kernel first."
+            f"imported modules included; in a notebook, restart the kernel first."
         )
 
 
@@ -253,7 +251,7 @@ def check_settings(given: Mapping[str, Any], runs: bool) -> Changes:
     for check in (_backend, _switches, _choices, _cache, _seed, _dtype, _create_on):
         problems += map(str, check(given, runs, changes))
     if problems:
-        listed = problems[0] if len(problems) == 1 else "".join(f"\n  {line}" for line in problems)
+        listed = problems[0] if len(problems) == 1 else "\n  ".join(["", *problems])
         raise ConfigureError(f"shardax.configure changed nothing: {listed}")
     return changes
 
@@ -263,10 +261,7 @@ def _backend(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems
     if platform is None and devices is None:
         return
     if devices is not None and not _is_count(devices) and not _are_numbers(devices):
-        yield (
-            f"devices={devices!r} is neither how many devices, from 1, nor a list of their "
-            f"numbers, each once."
-        )
+        yield f"devices={devices!r} is neither how many, from 1, nor a list of numbers, each once."
         return
     if runs:  # too late to change: what is asked for is compared with what runs
         return
@@ -316,12 +311,10 @@ def _are_numbers(devices: Any) -> bool:
 def _switches(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
     for name, option in SWITCHES.items():
         value = given.get(name)
-        if value is None:
-            continue
-        if type(value) is not bool:  # JAX takes "off" for true
+        if type(value) is bool:
+            changes.options[option] = value
+        elif value is not None:  # JAX takes "off" for true
             yield f"{name}={value!r} is neither True nor False."
-            continue
-        changes.options[option] = value
     if type(given.get("debug_key_reuse")) is bool:
         changes.actions.append(partial(check_whole_process, given["debug_key_reuse"]))
     if runs and given.get("x64") not in (None, jax.config.values[SWITCHES["x64"]]):
@@ -370,8 +363,8 @@ def _cache(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
         mine = status is None or not hasattr(os, "getuid") or status.st_uid == os.getuid()
         if status is not None and (status.st_mode & 0o022 or not mine):
             changes.notes.append(
-                f"cache_dir: others can write into {path}, and JAX runs the programs that it finds "
-                f"there. Use a folder of your own: chmod 700."
+                f"cache_dir: others can write into {path}, from which JAX runs programs. Use a "
+                f"folder of your own: chmod 700."
             )
     changes.options |= {CACHE_DIR: place, "jax_enable_compilation_cache": True}
 
@@ -465,8 +458,7 @@ def usable_platform(name: Any) -> str:
     if installed[0] == "cuda" and not nvidia_gpu_is_visible():
         raise ConfigureError(
             f"platform={name!r}: there is no NVIDIA GPU here that this process can see (none of "
-            f"{', '.join(NVIDIA_FILES)} exists). Run it on a machine with one, or choose "
-            f"platform='cpu'."
+            f"{', '.join(NVIDIA_FILES)} exists). Use a machine with one, or platform='cpu'."
         )
     return installed[0]
 

@@ -20,19 +20,13 @@ from typing import Any
 
 import jax
 
+from shardax.hlo import program as hlo
 from shardax.hlo.attribution import attribute
 from shardax.hlo.collectives import KINDS, Collective, find_collectives, groups_of, wire_bytes
 from shardax.hlo.estimate import rewritten
 from shardax.hlo.execution_counts import ExecutionCounts, count_executions
-from shardax.hlo.program import (
-    CompilerFailedError,
-    Computation,
-    HloReadError,
-    Instruction,
-    Program,
-    parse,
-)
 from shardax.hlo.traffic import estimated_hbm_bytes, hbm_bytes, is_counted, own_flops
+from shardax.partition.mesh import mesh_text
 
 # Operations that take as long as sending a byte: of today's accelerators 2,000 to 10,000.
 _OPERATIONS_PER_BYTE = 4000.0
@@ -73,7 +67,7 @@ class ProgramFacts:
 
 
 def read_program(
-    text: str | Program,
+    text: str | hlo.Program,
     mesh: Mapping[str, int],
     *,
     arguments: Sequence[str] = (),
@@ -111,25 +105,22 @@ def read_program(
         >>> each.kind, each.axes, each.payload, each.wire_bytes  # 2 x 7/8 x 4 bytes
         ('all-reduce', ('data',), 4, 7.0)
     """
-    program = parse(text) if isinstance(text, str) else text
-    traffic = hbm_bytes
-    if estimate:
-        program = rewritten(program)
-        traffic = estimated_hbm_bytes
+    program = hlo.parse(text) if isinstance(text, str) else text
+    program = rewritten(program) if estimate else program
     devices = math.prod(mesh.values())
-    sizes = ", ".join(f"{name}={size}" for name, size in mesh.items())
+    sizes = mesh_text(mesh)
     if slices < 1 or devices % slices:
-        raise HloReadError(
+        raise hlo.HloReadError(
             f"A mesh of {devices} devices ({sizes}) cannot be of {slices} slices of as many "
             "devices each."
         )
     if program.device_count not in (devices, devices // slices):
-        raise HloReadError(
+        raise hlo.HloReadError(
             f"The program runs on {program.device_count} devices, and the mesh ({sizes}) "
             f"has {devices}. Pass the mesh that it was compiled for."
         )
 
-    def cost(inside: Computation, each: Instruction) -> float:
+    def cost(inside: hlo.Computation, each: hlo.Instruction) -> float:
         operations = own_flops(inside, each)
         base = each.opcode.removesuffix("-start")
         if base in KINDS:
@@ -142,12 +133,12 @@ def read_program(
     return ProgramFacts(
         attribute(program, found, arguments),
         matmul_flops(program, runs),
-        traffic(program, runs.counts),
+        (estimated_hbm_bytes if estimate else hbm_bytes)(program, runs.counts),
         (*runs.warnings, *_uncounted(program, runs)),
     )
 
 
-def matmul_flops(program: Program, runs: ExecutionCounts | None = None) -> float:
+def matmul_flops(program: hlo.Program, runs: ExecutionCounts | None = None) -> float:
     """Counts the operations of all matrix products and convolutions of a program.
 
     Args:
@@ -161,22 +152,20 @@ def matmul_flops(program: Program, runs: ExecutionCounts | None = None) -> float
 
     Example:
         >>> import jax, jax.numpy as jnp
+        >>> from shardax.hlo import parse
         >>> lowered = jax.jit(jnp.dot).lower(jnp.ones((2, 3)), jnp.ones((3, 4)))
         >>> matmul_flops(parse(lowered.as_text("hlo")))  # 2 x 4 sums of 3 products
         48.0
     """
     runs = runs or count_executions(program, own_flops)
+    inside = program.computations
     return sum(
-        count
-        * sum(
-            own_flops(program.computations[name], each)
-            for each in program.computations[name].instructions
-        )
+        count * sum(own_flops(inside[name], each) for each in inside[name].instructions)
         for name, count in runs.counts.items()
     )
 
 
-def _uncounted(program: Program, runs: ExecutionCounts) -> list[str]:
+def _uncounted(program: hlo.Program, runs: ExecutionCounts) -> list[str]:
     """Warnings of what is in a program and counts as nothing."""
     calls: Counter[str] = Counter()
     ragged = promoted = 0
@@ -188,10 +177,7 @@ def _uncounted(program: Program, runs: ExecutionCounts) -> list[str]:
                     calls[target] += 1
             ragged += each.opcode in ("ragged-all-to-all", "ragged-all-to-all-start")
             promoted += "_promoted," in each.attributes and each.opcode in KINDS
-    warnings = [
-        f"What {target!r} computes is not counted ({count} calls)."
-        for target, count in calls.items()
-    ]
+    warnings = [f"What {name!r} computes is not counted ({n} calls)." for name, n in calls.items()]
     if ragged:
         warnings.append(
             f"{ragged} ragged all-to-alls count as if all of their operands were sent; how much is "
@@ -230,13 +216,9 @@ _WRITTEN = (
 
 
 def partitioned_text(lowered: jax.stages.Lowered) -> str:
-    """Returns the program of one device right after XLA's partitioner.
-
-    The function was lowered for a mesh of CPU devices; for one device, where there is nothing to
-    partition, the program is that before its first optimization. Compiling takes about 1.5 s for a
-    train step of a scanned decoder. Raises CompilerFailedError if XLA cannot compile it, or did not
-    write the program.
-    """
+    """Returns the program of one device right after XLA's partitioner."""
+    # It was lowered for a mesh of CPU devices; for one device, where there is nothing to partition,
+    # the program is that before its first optimization.
     for number, cheap in enumerate(_CHEAP):
         with tempfile.TemporaryDirectory(prefix="shardax-") as name:
             options = {"xla_dump_to": name, "xla_dump_hlo_pass_re": _PASSES} | cheap
@@ -247,14 +229,14 @@ def partitioned_text(lowered: jax.stages.Lowered) -> str:
             except Exception as error:  # of jaxlib's own class
                 if number + 1 < len(_CHEAP) and _UNKNOWN_OPTION.search(str(error)):
                     continue
-                raise CompilerFailedError(f"XLA's CPU compiler ended with: {error}") from error
+                raise hlo.CompilerFailedError(f"XLA's CPU compiler ended with: {error}") from error
             folder = Path(name)
             for pattern in _WRITTEN:
                 # Small programs that JAX compiles on the way may be there too; the step is last.
                 found = sorted(folder.glob(pattern))
                 if found:
                     return found[-1].read_text()
-            raise CompilerFailedError(
+            raise hlo.CompilerFailedError(
                 "XLA compiled the program but did not write it after partitioning; the folder "
                 f"holds {sorted(each.name for each in folder.iterdir())[:5]}. A persistent "
                 "compilation cache can be why: "

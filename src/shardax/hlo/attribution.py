@@ -262,10 +262,7 @@ _EXTREMES = {"maximum": "takes the largest", "minimum": "takes the smallest"}
 def attribute(
     program: Program, found: Sequence[LocatedCollective], arguments: Sequence[str] = ()
 ) -> tuple[Collective, ...]:
-    """Fills in ``parameters`` and ``why`` of collectives.
-
-    Where the compiler left them without, also ``op_name`` and ``source`` of what they need.
-    """
+    """Fills in ``parameters``, ``why`` and missing origins of collectives."""
     flow = Dataflow(program)
     known_updates, likely = aliases(program), likely_updates(program)
 

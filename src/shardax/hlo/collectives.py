@@ -19,10 +19,10 @@ mesh, row-major. XLA prints groups as lists, as the numbers from 0 on reshaped a
 a source and a target.
 
 A *slice* is TPUs with links of their own; several are joined by the network of the data centre, to
-which programs send through the host. The program of one slice says of such a send its type, and its
-*target*: slices, numbered from 1, and the numbers of devices in each (``{1,2}x{0:3}``), of which
-those with the same number exchange data; or groups of device ids (``{{100000,200000}}``); or pairs
-of ids (``{{100000->200000}}``). An id is the slice's number times 100,000 and the device's in it.
+which programs send through the host. Such a send has a type and a *target*: slices, numbered from
+1, and the numbers of devices in each (``{1,2}x{0:3}``), of which those with the same number
+exchange data; or groups of device ids (``{{100000,200000}}``), or pairs (``{{100000->200000}}``).
+An id is the slice's number times 100,000 and the device's in it.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ _MESH = re.compile(r"mesh\[([^\]]*)\](?:, *device_ids=\((.*)\))? *\{([^}]*)\}")
 _AXIS = re.compile(r"'?([^'=:,]+)'?=(\d+)")
 _REFERENCE = re.compile(r"'?([^':,(]+)'?(?::\((\d+)\)(\d+))?")
 # Sends between slices
+_MEGASCALE = "_xla_megascale_"
 _TYPE = re.compile(r'_xla_megascale_transfer_type="?(\w+)"?')
 _TARGET = re.compile(r'_xla_megascale_target=(?:"([^"]*)"|(\{\{.*?\}\}))')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)"?')
@@ -155,21 +156,19 @@ class Groups:
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
         """Returns the mesh axes that groups run along, in order."""
-        shape = tuple(mesh.values())
-        links = self.devices if self.pairs is None else self.pairs
-        first = np.broadcast_to(links[:, :1], links.shape)
-        places = np.unravel_index(np.where(links < 0, first, links), shape)
-        return tuple(
-            name
-            for name, place in zip(mesh, places, strict=True)
-            if bool((place != place[:, :1]).any())
-        )
+        places = np.unravel_index(self._links(), tuple(mesh.values()))
+        pairs = zip(mesh, places, strict=True)
+        return tuple(name for name, place in pairs if bool((place != place[:, :1]).any()))
 
     def crosses(self, block: int) -> bool:
         """Whether a group holds devices of several blocks."""
-        links = self.devices if self.pairs is None else self.pairs
-        blocks = np.where(links < 0, links[:, :1], links) // block
+        blocks = self._links() // block
         return bool((blocks != blocks[:, :1]).any())
+
+    def _links(self) -> Array:
+        """Rows of devices that exchange data, filled with their first."""
+        links = self.devices if self.pairs is None else self.pairs
+        return np.where(links < 0, links[:, :1], links)
 
 
 def groups_of(instruction: Instruction, devices: int) -> Groups:
@@ -275,12 +274,10 @@ def _permutation(lists: list[list[int]], instruction: Instruction, devices: int)
     group: dict[int, list[int]] = {}  # devices that a chain of pairs connects
     for source, target in pairs.tolist():
         left, right = group.setdefault(source, [source]), group.setdefault(target, [target])
-        if left is right:
-            continue
-        if len(left) < len(right):
-            left, right = right, left
-        left.extend(right)
-        group.update(dict.fromkeys(right, left))
+        small, large = sorted((left, right), key=len)
+        if small is not large:
+            large.extend(small)
+            group.update(dict.fromkeys(small, large))
     linked = {id(each): sorted(each) for each in group.values()}
     return Groups(_rows(list(linked.values())), pairs)
 
@@ -323,11 +320,8 @@ def rendezvous(each: Instruction) -> str:
 def _slice_groups(
     each: Instruction, devices: int, slices: int, device_ids: Sequence[int] = ()
 ) -> Groups:
-    """Reads the groups of a send between slices, as mesh positions.
-
-    Without ids of devices, a device's number in its slice is its position in the slice's part of
-    the mesh.
-    """
+    """Reads the groups of a send between slices, as mesh positions."""
+    # Without ids, a device's number in its slice is its position in the slice's part of the mesh.
     found = _TARGET.search(each.attributes)
     text = (found[1] or found[2]) if found else ""
     block = devices // slices
@@ -339,10 +333,7 @@ def _slice_groups(
             for device in _range(members)
         ]
     else:
-        ids = [
-            [int(number) for number in re.findall(r"\d+", group)]
-            for group in re.findall(r"\{([\d,\->]+)\}", text)
-        ]
+        ids = [_numbers(group) for group in re.findall(r"\{([\d,\->]+)\}", text)]
     positions = {each: position for position, each in enumerate(device_ids)} or {
         (number + 1) * _SLICE + device: number * block + device
         for number in range(slices)
@@ -383,40 +374,27 @@ def find_collectives(
     slices: int = 1,
     device_ids: Sequence[int] = (),
 ) -> tuple[LocatedCollective, ...]:
-    """Finds the collectives of a program, in the order of the text.
-
-    A mesh of several slices has as many devices of each, consecutive; some programs name devices by
-    their ids. Raises HloReadError if something that looks like a collective is not known.
-    """
+    """Finds the collectives of a program, in the order of the text."""
     _check_reached(program)
     finder = _CollectiveFinder(program, runs, mesh, slices, device_ids)
-    return tuple(
-        found
-        for name, inside in program.computations.items()
-        if name in runs.counts
-        for found in finder.find(inside)
-    )
+    running = [inside for name, inside in program.computations.items() if name in runs.counts]
+    return tuple(found for inside in running for found in finder.find(inside))
 
 
+@dataclass
 class _CollectiveFinder:
-    def __init__(
-        self,
-        program: Program,
-        runs: ExecutionCounts,
-        mesh: Mapping[str, int],
-        slices: int,
-        device_ids: Sequence[int],
-    ) -> None:
-        self._runs = runs
-        self._mesh = dict(mesh)
-        self._devices = math.prod(self._mesh.values())
-        self._slices = slices
-        self._ids = device_ids
-        self._sources = program.sources  # for a collective that was merged and lost its line
+    program: Program
+    runs: ExecutionCounts
+    mesh: Mapping[str, int]
+    slices: int
+    device_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        self._devices = math.prod(self.mesh.values())
         self._begun: set[str | None] = set()  # channels of collectives that a fusion begins
         # By a computation's name, what runs it as a fusion or meanwhile, and where that stands.
         self._callers: dict[str, tuple[Computation, Instruction]] = {}
-        for inside in program.computations.values():
+        for inside in self.program.computations.values():
             for each in inside.instructions:
                 if each.opcode in KINDS and _begins(inside, each):
                     self._begun.add(each.attribute("channel_id"))
@@ -460,8 +438,8 @@ class _CollectiveFinder:
         yield self._located(inside, each, origin, kind, groups_of(each, self._devices), overlapped)
 
     def _send(self, inside: Computation, each: Instruction) -> Iterator[LocatedCollective]:
-        if "_xla_megascale_" in each.attributes:
-            groups = _slice_groups(each, self._devices, self._slices, self._ids)
+        if _MEGASCALE in each.attributes:
+            groups = _slice_groups(each, self._devices, self.slices, self.device_ids)
             found = _TYPE.search(each.attributes)
             kind = found[1] if found else "nothing known"
             if kind not in _SLICE_KINDS:
@@ -470,8 +448,7 @@ class _CollectiveFinder:
                     f"are {', '.join(_SLICE_KINDS)}."
                 )
             overlapped = _overlaps(inside, each, rendezvous(each))
-            kind = _SLICE_KINDS[kind]
-            yield self._located(inside, each, each, kind, groups, overlapped, between_slices=True)
+            yield self._located(inside, each, each, _SLICE_KINDS[kind], groups, overlapped)
         elif each.attribute("is_host_transfer") != "true":
             pairs = _PAIRS.search(each.attributes)
             if pairs is None:
@@ -488,7 +465,6 @@ class _CollectiveFinder:
         kind: str,
         groups: Groups,
         overlapped: bool,
-        between_slices: bool = False,
     ) -> LocatedCollective:
         # Other operands of these hold offsets and sizes, a place for the result, or the order of
         # sends.
@@ -498,8 +474,8 @@ class _CollectiveFinder:
         payload = sum(shape.bytes for shape in arrays)
         if kind == "all-gather":
             payload *= groups.size
-        runs = self._runs.counts[inside.name]
-        block = max(1, self._devices // self._slices)
+        runs = self.runs.counts[inside.name]
+        crosses = groups.crosses(max(1, self._devices // self.slices))
         op_name = each.op_name or origin.op_name
         collective = Collective(
             kind=kind,
@@ -508,13 +484,14 @@ class _CollectiveFinder:
             payload=payload,
             wire_bytes=runs * wire_bytes(kind, payload, groups.size),
             group_size=groups.size,
-            axes=groups.axes(self._mesh),
+            axes=groups.axes(self.mesh),
             runs=runs,
-            runs_known=inside.name not in self._runs.unknown,
+            runs_known=inside.name not in self.runs.unknown,
             asynchronous=overlapped,
-            crosses_slices=self._slices > 1 and (between_slices or groups.crosses(block)),
+            crosses_slices=self.slices > 1 and (crosses or _MEGASCALE in each.attributes),
             op_name=op_name,
-            source=each.source or origin.source or self._sources.get(op_name, ""),
+            # One that was merged has lost its line; others of the same operation have it.
+            source=each.source or origin.source or self.program.sources.get(op_name, ""),
         )
         return LocatedCollective(inside, each, collective)
 
@@ -530,10 +507,8 @@ def wire_bytes(kind: str, payload: int, size: int) -> float:
 
 
 def _overlaps(inside: Computation, start: Instruction, meeting: str = "") -> bool:
-    """Whether other work runs between start and end of a collective.
-
-    Of a send through the host the end is that of the ``recv`` with the same rendezvous.
-    """
+    """Whether other work runs between start and end of a collective."""
+    # Of a send through the host the end is that of the ``recv`` with the same rendezvous.
     if '"is_sync":true' in start.attributes:
         return False
     begun = {start.name}

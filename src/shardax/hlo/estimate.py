@@ -37,14 +37,9 @@ _COLLECTIVES = frozenset(
     {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
 )
 _EFFECTS = frozenset({"send", "recv", "send-done", "recv-done", "outfeed", "infeed", "custom-call"})
-_UNIQUE = (
-    _EFFECTS
-    | _COLLECTIVES
-    | {
-        *("parameter", "while", "conditional", "call", "rng", "rng-bit-generator"),
-        *("opt-barrier", "fusion", "after-all"),
-    }
-)
+_UNIQUE = _EFFECTS | _COLLECTIVES
+_UNIQUE |= {"parameter", "while", "conditional", "call", "rng", "rng-bit-generator"}
+_UNIQUE |= {"opt-barrier", "fusion", "after-all"}
 _LAYOUT = frozenset({"copy", "reshape", "transpose", "bitcast", "convert"})
 
 
@@ -66,10 +61,8 @@ class ComputationGraph:
 
     def computation(self) -> Computation:
         """Returns it as it is now."""
-        instructions = self.instructions.values()
-        marked = (
-            dataclasses.replace(each, is_root=each.name == self.root) for each in instructions
-        )
+        found = self.instructions.values()
+        marked = [dataclasses.replace(each, is_root=each.name == self.root) for each in found]
         return Computation(self._name, tuple(marked))
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
@@ -120,11 +113,9 @@ def reduction(program: Program, collective: Instruction) -> str:
 
 
 def _without_dead_state(program: Program) -> Program:
-    """Eliminates dead elements of loop states.
-
-    An element is dead that neither the condition, nor another element that is needed, nor anything
-    after the loop reads. It goes through its loop unchanged, so the shapes of states stay.
-    """
+    """Eliminates dead elements of loop states."""
+    # An element is dead that neither the condition, nor another element that is needed, nor
+    # anything after the loop reads. It goes through its loop unchanged, so shapes stay.
     computations = dict(program.computations)
     pending = [program.entry]
     while pending:  # outer loops first, as they say what inner ones are needed for
@@ -142,8 +133,8 @@ def _without_dead_state(program: Program) -> Program:
             # The state is taken apart and put together element by element.
             by_element = all(each.opcode == "get-tuple-element" for each in (*users, *uses))
             if by_element and body.root.opcode == "tuple" and not loop.is_root:
-                read = {each.element for each in users}
-                read |= _elements_read(computations[condition].instructions)
+                read = _elements_read(computations[condition].instructions)
+                read |= {each.element for each in users}
                 computations[name] = _pass_through_unread(body, state, read)
             pending.append(name)
     return dataclasses.replace(program, computations=computations)
@@ -219,13 +210,12 @@ def _scattered_dimension(
 
 def _is_sliced_alike(graph: ComputationGraph, cut: Instruction, groups: DeviceGroups) -> bool:
     """Whether the devices of every group keep the same slice."""
-    for start in graph.operands(cut)[1:]:
-        offsets = _offsets(graph, start)
-        if offsets is None:
-            return False
-        if any(len(set(offsets[list(group)].tolist())) > 1 for group in groups):
-            return False
-    return True
+    found = [_offsets(graph, start) for start in graph.operands(cut)[1:]]
+    return all(
+        offsets is not None and len(set(offsets[list(group)].tolist())) == 1
+        for offsets in found
+        for group in groups
+    )
 
 
 def _offsets(graph: ComputationGraph, scalar: Instruction) -> Numbers | None:
@@ -275,10 +265,8 @@ Rewrite = Callable[[ComputationGraph, FindGroups], Iterator[tuple[set[str], Chan
 
 
 def rewritten(program: Program) -> Program:
-    """Returns a partitioned program with the collectives that an accelerator would run.
-
-    Its shapes, operands and groups are true; it is to be counted, not compiled.
-    """
+    """Returns a partitioned program with an accelerator's collectives."""
+    # Its shapes, operands and groups are true; it is to be counted, not compiled.
     program = _without_dead_state(program)
     known: dict[str, DeviceGroups] = {}
 
@@ -383,31 +371,29 @@ def _add_first(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[se
     for added in graph.instructions.values():
         if added.opcode != "add" or len(set(added.operands)) != 2:
             continue
-        sums = [_summed(graph, name) for name in added.operands]
-        if any(each is None for each in sums):
+        sums = [found for name in added.operands if (found := _summed(graph, name)) is not None]
+        if len(sums) < 2:
             continue
-        (first, on_first), (second, on_second) = [each for each in sums if each is not None]
+        (first, on_first), (second, on_second) = sums
         if groups(first) != groups(second):
             continue
         if added.shapes[0].bytes > max(first.bytes, second.bytes):
             continue  # sent before it was widened
         taken = {each.name: each.operands[0] for each in (first, second)}
         # The sum takes what is summed, through the same changes of layout; then all is reduced.
-        changed: dict[str, tuple[Instruction, ...]] = {}
-        for name in {*on_first, *on_second}:
-            each = graph.instructions[name]
-            operands = tuple(taken.get(operand, operand) for operand in each.operands)
-            changed[name] = (dataclasses.replace(each, operands=operands),)
-        names = {first.name, second.name, *changed}
-        inner = dataclasses.replace(
-            added,
-            name=f"{added.name}.before",
-            operands=tuple(taken.get(name, name) for name in added.operands),
-        )
+        below = [graph.instructions[name] for name in {added.name, *on_first, *on_second}]
+        moved = {
+            each.name: dataclasses.replace(
+                each, operands=tuple(taken.get(name, name) for name in each.operands)
+            )
+            for each in below
+        }
+        inner = dataclasses.replace(moved[added.name], name=f"{added.name}.before")
         total = dataclasses.replace(
             first, name=added.name, shapes=added.shapes, operands=(inner.name,)
         )
-        yield {*names, added.name}, {**changed, added.name: (inner, total)}
+        changes = {name: (each,) for name, each in moved.items()} | {added.name: (inner, total)}
+        yield {first.name, second.name, *changes}, changes
 
 
 def _summed(graph: ComputationGraph, name: str) -> tuple[Instruction, set[str]] | None:

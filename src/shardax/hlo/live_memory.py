@@ -232,9 +232,8 @@ def aliases(program: Program) -> dict[int, int]:
     """Returns the argument whose memory a result takes, by number."""
 
     def value(key: str) -> str:
-        start = program.header.find(key)
-        start += len(key)
-        return program.header[start : balanced(program.header, start)] if start >= len(key) else ""
+        _, _, rest = program.header.partition(key)
+        return rest[: balanced(rest, 0)]
 
     pairs = _ALIAS.findall(value("input_output_alias="))
     found = {int(result or 0): int(argument) for result, argument in pairs}
@@ -249,12 +248,10 @@ def aliases(program: Program) -> dict[int, int]:
 
 
 def likely_updates(program: Program) -> dict[int, int]:
-    """Returns the argument that a result likely updates, by number.
-
-    A result that takes the place of an argument is its next value. Of the others, those of one type
-    are taken to be the next values, or the gradients, of the arguments of this type, in order, if
-    there are as many; else nothing is guessed.
-    """
+    """Returns the argument that a result likely updates, by number."""
+    # A result that takes the place of an argument is its next value. Of the others, those of one
+    # type are taken to be the next values, or the gradients, of the arguments of this type, in
+    # order, if there are as many; else nothing is guessed.
     found = aliases(program)
     taken = set(found.values())
     results: dict[tuple[ArrayShape, ...], list[int]] = {}
@@ -272,10 +269,7 @@ def likely_updates(program: Program) -> dict[int, int]:
 
 
 def peak_bytes(program: Program) -> int:
-    """Estimates the peak memory of a device, arguments and results included.
-
-    The program is a partitioned one, best after ``rewritten``; it says what is donated.
-    """
+    """Estimates a partitioned program's peak memory, arguments and results included."""
     arguments = sum(each.bytes for each in program.main.parameters.values())
     return arguments + _most(program, program.main, placed=frozenset(aliases(program)))
 

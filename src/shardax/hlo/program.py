@@ -181,9 +181,8 @@ class _Frames:
                 if file and line is not None:
                     stack.append((file, line))
                 here = self._parents[here]
-            own = [(file, line) for file, line in stack if not _is_library(file)]
-            of_shardax = [(file, line) for file, line in stack if "/shardax/" in file]
-            best = (own or of_shardax or stack)[:1]
+            own = [place for place in stack if not _is_library(place[0])]
+            best = own or [place for place in stack if "/shardax/" in place[0]] or stack
             self._sources[frame] = _line_name(*best[0]) if best else ""
         return self._sources[frame]
 

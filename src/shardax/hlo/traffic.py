@@ -48,13 +48,11 @@ def hbm_bytes(program: Program, runs: Mapping[str, int]) -> float:
         if each.opcode not in _INSIDE
         for name in each.computations("calls", "to_apply", "called_computations")
     }
-    return float(
-        sum(
-            runs.get(name, 0) * sum(_bytes(program, inside, each) for each in inside.instructions)
-            for name, inside in program.computations.items()
-            if name not in inner
-        )
-    )
+    total = 0
+    for name in runs.keys() - inner:
+        inside = program.computations[name]
+        total += runs[name] * sum(_bytes(program, inside, each) for each in inside.instructions)
+    return float(total)
 
 
 def _bytes(program: Program, inside: Computation, each: Instruction) -> int:
@@ -254,27 +252,20 @@ class _ConvolutionWindow:
 def _convolution(inside: Computation, each: Instruction) -> float:
     labels = _LABELS.search(each.attribute("dim_labels") or "")
     left, right, out = _operand(inside, each, 0), _operand(inside, each, 1), each.shapes[0]
-    match _cudnn(each):  # labels and window are those of the forward convolution
-        case "BackwardInput":
-            left, out = out, left
-        case "BackwardFilter":
-            right, out = out, right
-        case _:
-            pass
-    if labels is None or [len(text) for text in labels.groups()] != [
-        len(shape.dims) for shape in (left, right, out)
-    ]:
+    kind = _cudnn(each)  # labels and window are those of the forward convolution
+    if kind == "BackwardInput":
+        left, out = out, left
+    elif kind == "BackwardFilter":
+        right, out = out, right
+    pairs = list(zip(labels.groups() if labels else (), (left, right, out), strict=False))
+    if not pairs or any(len(text) != len(shape.dims) for text, shape in pairs):
         raise _unread(each, f"its dim_labels are {each.attribute('dim_labels')!r}")
-    dims = [
-        dict(zip(text, shape.dims, strict=True))
-        for text, shape in zip(labels.groups(), (left, right, out), strict=True)
-    ]
+    given, kernel, result = [dict(zip(text, shape.dims, strict=True)) for text, shape in pairs]
     windows = _windows(each, len(left.dims) - 2)
     places = math.prod(
-        window.places(dims[0][str(index)], dims[2][str(index)])
-        for index, window in enumerate(windows)
+        window.places(given[str(index)], result[str(index)]) for index, window in enumerate(windows)
     )
-    return 2.0 * places * dims[2]["b"] * dims[2]["f"] * dims[1]["i"]
+    return 2.0 * places * result["b"] * result["f"] * kernel["i"]
 
 
 def _windows(each: Instruction, count: int) -> list[_ConvolutionWindow]:

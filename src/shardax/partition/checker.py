@@ -17,27 +17,16 @@ from typing import Any
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardax._core.graph.paths import Path, format_path
+from shardax.partition import rules as logical
 from shardax.partition.errors import NEAR, AxisNamesError, Diagnostic, Severity, did_you_mean
 from shardax.partition.mesh import AnyMesh, mesh_text
-from shardax.partition.rules import (
-    UNCONSTRAINED,
-    AxisAssignment,
-    Names,
-    Rules,
-    SpecEntry,
-    check_names,
-    explain_conflicts,
-    explain_unmapped,
-    format_rule,
-    mesh_axes_of,
-)
 
 
 def spec_for(
     axes: Iterable[Any] | None,
     shape: Sequence[int],
     mesh: AnyMesh | None,
-    rules: Rules,
+    rules: logical.Rules,
     path: Path = (),
     *,
     placed: bool = True,
@@ -50,7 +39,7 @@ def spec_for(
     if axes is None:
         return PartitionSpec(), []
     try:
-        names = check_names(axes)
+        names = logical.check_names(axes)
     except AxisNamesError as error:
         return PartitionSpec(), [_diagnostic(path, "error", "axis-names", str(error))]
     if len(names) != len(shape):
@@ -66,14 +55,14 @@ def spec_for(
         diagnostics = [d for d in diagnostics if d.code != "unconstrained"]
         if mesh is None or AxisType.Auto in mesh.axis_types:
             return PartitionSpec(*entries), diagnostics
-        if UNCONSTRAINED in entries:
+        if logical.UNCONSTRAINED in entries:
             text = (
                 f"a dimension of the names {names} is UNCONSTRAINED, left to the compiler, but "
                 "over Explicit axes the compiler chooses nothing. Name a mesh axis or None, or "
                 "give the mesh Auto axes."
             )
             diagnostics.append(_diagnostic(path, "error", "unconstrained", text))
-    return PartitionSpec(*(None if to is UNCONSTRAINED else to for to in entries)), diagnostics
+    return _placed_spec(entries), diagnostics
 
 
 def explicit_spec(
@@ -92,17 +81,20 @@ def explicit_spec(
         )
         return PartitionSpec(), [_diagnostic(path, "error", "rank-mismatch", text)]
     diagnostics = list(diagnose(shape, None, tuple(spec), where, source=source, path=path))
-    entries = _usable(tuple(spec), where)
-    return PartitionSpec(*(None if to is UNCONSTRAINED else to for to in entries)), diagnostics
+    return _placed_spec(_usable(tuple(spec), where)), diagnostics
+
+
+def _placed_spec(entries: Sequence[logical.SpecEntry]) -> PartitionSpec:
+    return PartitionSpec(*(None if to is logical.UNCONSTRAINED else to for to in entries))
 
 
 def diagnose(
     shape: Sequence[int],
-    names: Names | None,
-    spec: Sequence[SpecEntry],
+    names: logical.Names | None,
+    spec: Sequence[logical.SpecEntry],
     mesh: AnyMesh | None,
     *,
-    rules: Rules | None = None,
+    rules: logical.Rules | None = None,
     source: str = "",
     path: Path = (),
 ) -> Iterator[Diagnostic]:
@@ -129,7 +121,7 @@ def diagnose(
     sizes = {} if mesh is None else dict(mesh.shape)
     taken: set[str] = set()
     for i, entry in enumerate(spec):
-        for axis in mesh_axes_of(entry) if _well_formed(entry) else ():
+        for axis in logical.mesh_axes_of(entry) if _well_formed(entry) else ():
             if mesh is not None and axis not in sizes:
                 text = (
                     f"{dimension(i)} is to be split over mesh axis {axis!r} by {reason(i)}; there "
@@ -148,7 +140,7 @@ def diagnose(
     if mesh is None:
         return
     for i, entry in enumerate(_usable(spec, mesh)):
-        axes, size = mesh_axes_of(entry), shape[i]
+        axes, size = logical.mesh_axes_of(entry), shape[i]
         parts = math.prod(sizes[axis] for axis in axes)
         if size % parts:
             product = " * ".join(f"{axis} = {sizes[axis]}" for axis in axes)
@@ -169,11 +161,11 @@ def diagnose(
 
 
 def _without_axes(
-    path: Path, names: Names | None, spec: Sequence[SpecEntry], source: str
+    path: Path, names: logical.Names | None, spec: Sequence[logical.SpecEntry], source: str
 ) -> Iterator[Diagnostic]:
     """Yields diagnostics of entries without mesh axes: unconstrained or malformed."""
     for i, entry in enumerate(spec):
-        if entry is UNCONSTRAINED:
+        if entry is logical.UNCONSTRAINED:
             whose = f", {source}" if names is None else f" (names {names})"
             text = (
                 f"dimension {i} is UNCONSTRAINED{whose}. The compiler chooses layouts inside "
@@ -193,42 +185,46 @@ def _diagnostic(path: Path, severity: Severity, code: str, text: str) -> Diagnos
     return Diagnostic(severity, path, code, f"{format_path(path)}: {text}")
 
 
-def _well_formed(entry: SpecEntry) -> bool:
+def _well_formed(entry: logical.SpecEntry) -> bool:
     if isinstance(entry, tuple):
         return all(isinstance(axis, str) for axis in entry)
-    return entry is None or entry is UNCONSTRAINED or isinstance(entry, str)
+    return entry is None or entry is logical.UNCONSTRAINED or isinstance(entry, str)
 
 
-def _usable(spec: Sequence[SpecEntry], mesh: AnyMesh | None) -> tuple[SpecEntry, ...]:
+def _usable(
+    spec: Sequence[logical.SpecEntry], mesh: AnyMesh | None
+) -> tuple[logical.SpecEntry, ...]:
     """Entries without unknown mesh axes and those of earlier dimensions."""
     taken: set[str] = set()
-    usable: list[SpecEntry] = []
+    usable: list[logical.SpecEntry] = []
     for entry in spec:
         axes: list[str] = []
-        for axis in mesh_axes_of(entry) if _well_formed(entry) else ():
+        for axis in logical.mesh_axes_of(entry) if _well_formed(entry) else ():
             if axis not in taken and (mesh is None or axis in mesh.shape):
                 axes.append(axis)
                 taken.add(axis)
-        whole = _well_formed(entry) and len(axes) == len(mesh_axes_of(entry))
+        whole = _well_formed(entry) and len(axes) == len(logical.mesh_axes_of(entry))
         usable.append(entry if whole else tuple(axes) or None)
     return tuple(usable)
 
 
-def _rules_of(name: Any, assignment: AxisAssignment, rules: Rules) -> str:
+def _rules_of(name: Any, assignment: logical.AxisAssignment, rules: logical.Rules) -> str:
     """Text of the rules behind one dimension."""
     parts = name if isinstance(name, tuple) else (name,)
     chosen = assignment.chosen
     behind = [rules.pairs[chosen[part]] for part in parts if part in chosen]
     if all(rule[0] == rule[1] for rule in behind):
         return f"its own {'name' if len(behind) == 1 else 'names'}"
-    return f"{'rule' if len(behind) == 1 else 'rules'} {', '.join(map(format_rule, behind))}"
+    listed = ", ".join(map(logical.format_rule, behind))
+    return f"{'rule' if len(behind) == 1 else 'rules'} {listed}"
 
 
 def _unmapped(
-    path: Path, names: Names, assignment: AxisAssignment, rules: Rules
+    path: Path, names: logical.Names, assignment: logical.AxisAssignment, rules: logical.Rules
 ) -> Iterator[Diagnostic]:
     if assignment.unmapped and rules.on_unmapped == "error":
-        yield _diagnostic(path, "error", "unmapped-name", explain_unmapped(assignment, rules))
+        text = logical.explain_unmapped(assignment, rules)
+        yield _diagnostic(path, "error", "unmapped-name", text)
         return
     for name in assignment.unmapped:
         near = difflib.get_close_matches(name, rules.names, n=1, cutoff=NEAR)
@@ -241,20 +237,22 @@ def _unmapped(
             yield _diagnostic(path, "warning", "unmapped-name", text)
 
 
-def _conflicts(path: Path, assignment: AxisAssignment, rules: Rules) -> Iterator[Diagnostic]:
+def _conflicts(
+    path: Path, assignment: logical.AxisAssignment, rules: logical.Rules
+) -> Iterator[Diagnostic]:
     if assignment.passed_over and rules.on_conflict == "error":
-        text = explain_conflicts(assignment)
+        text = logical.explain_conflicts(assignment)
         yield _diagnostic(path, "error", "mesh-axis-conflict", text)
         return
     for loss in assignment.passed_over:
         name = loss.rule[0]
         text = (
-            f"the rule {format_rule(loss.rule)} was passed over, because mesh axis "
+            f"the rule {logical.format_rule(loss.rule)} was passed over, because mesh axis "
             f"{loss.mesh_axis!r} already splits {loss.winner[0]!r} of the same array by "
-            f"{format_rule(loss.winner)}; "
+            f"{logical.format_rule(loss.winner)}; "
         )
         if name in assignment.chosen:
-            rescue = format_rule(rules.pairs[assignment.chosen[name]])
+            rescue = logical.format_rule(rules.pairs[assignment.chosen[name]])
             text += f"the later rule {rescue} was used for {name!r}."
             yield _diagnostic(path, "info", "mesh-axis-conflict", text)
         else:
@@ -265,10 +263,10 @@ def _conflicts(path: Path, assignment: AxisAssignment, rules: Rules) -> Iterator
             yield _diagnostic(path, "warning", "mesh-axis-conflict", text)
 
 
-def _wrong_order(entry: SpecEntry, mesh: AnyMesh) -> str:
+def _wrong_order(entry: logical.SpecEntry, mesh: AnyMesh) -> str:
     """Text on an Auto mesh axis before an Explicit one, or nothing."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    axes = [axis for axis in mesh_axes_of(entry) if mesh.shape[axis] > 1]
+    axes = [axis for axis in logical.mesh_axes_of(entry) if mesh.shape[axis] > 1]
     better = sorted(axes, key=lambda axis: types[axis] is not AxisType.Explicit)
     if axes == better:
         return ""

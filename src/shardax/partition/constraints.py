@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constraints: layouts of arrays inside programs, by axis names.
 
-The effect of a constraint depends on the *axis types* of the mesh. Over an Auto axis the compiler
-is told (``jax.lax.with_sharding_constraint``); over an Explicit axis, whose sharding is part of the
-array's type, the array is resharded (``jax.sharding.reshard``); over a Manual axis, as inside
-``jax.shard_map``, the array is the device's own part already, and the axis is left out. One mesh
-may have all three. A constraint is never dropped silently: without a mesh it is an error unless the
-caller asked for it to be ignored, and so it is under ``use_abstract_mesh`` alone over Auto axes,
-where JAX would drop it. (JAX keeps one trace for a mesh with devices and without, so a function
-traced under ``jax.set_mesh`` before is not asked again.)
+The effect depends on the *axis types* of the mesh, as seen where the program is traced. Over an
+Auto axis the compiler is told (``jax.lax.with_sharding_constraint``); over an Explicit axis, whose
+sharding is part of the array's type, the array is resharded (``jax.sharding.reshard``); over a
+Manual axis, as inside ``jax.shard_map``, the array is the device's own part already, and the axis
+is left out. A dimension over axes of both kinds has the Explicit ones outermost, whatever the order
+in its rule, because JAX lays out the type's axes first.
 
-During tracing the mesh counts *as seen there*: inside ``jax.shard_map``, ``jax.sharding.auto_axes``
-and ``jax.sharding.explicit_axes`` some axes have other types than outside. A dimension that is
-split over axes of both kinds has the Explicit ones outermost, whatever the order in its rule: a
-type cannot mention an Auto axis, so JAX lays out the type's axes first.
+A constraint is never dropped silently: without a mesh it is an error unless the caller asked for it
+to be ignored, and so it is under ``use_abstract_mesh`` alone over Auto axes, where JAX would drop
+it. (JAX keeps one trace for a mesh with devices and without, so a function traced under
+``jax.set_mesh`` before is not asked again.)
 """
 
 from __future__ import annotations
@@ -35,16 +33,7 @@ from shardax.partition import context
 from shardax.partition.checker import diagnose
 from shardax.partition.errors import ConstraintError, NoRulesError
 from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
-from shardax.partition.rules import (
-    UNCONSTRAINED,
-    Names,
-    Rules,
-    RulesLike,
-    SpecEntry,
-    check_names,
-    mesh_axes_of,
-    strings,
-)
+from shardax.partition.rules import Names, RulesLike, SpecEntry, check_names, mesh_axes_of
 
 _TO_IGNORE = "To run without a mesh or rules too, say constrain(..., on_no_mesh='ignore')."
 
@@ -111,12 +100,10 @@ def constrain(
         raise MeshError(
             f"{_intro(array, names)} {where} has no devices, and nothing says which the program is "
             "for, so JAX would drop the constraint. Call the compiled function under "
-            "jax.set_mesh(mesh), not use_abstract_mesh; or pass mesh=mesh; or, without a mesh in "
-            "scope, give it arrays that are laid out over one, or jax.ShapeDtypeStruct(..., "
-            f"sharding=...). {_TO_IGNORE}"
+            "jax.set_mesh(mesh), not use_abstract_mesh; or pass mesh=mesh; or give it arrays that "
+            f"are laid out over one, or jax.ShapeDtypeStruct(..., sharding=...). {_TO_IGNORE}"
         )
     chosen = context.resolve_rules(rules)
-    has_names = next(iter(strings(names)), None) is not None
     if where is None:
         if policy == "ignore":
             return array
@@ -125,7 +112,7 @@ def constrain(
             "laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass mesh=mesh. "
             f"{_TO_IGNORE}"
         )
-    if rules is None and not chosen and has_names:
+    if rules is None and not chosen and chosen.assign(names).unmapped:
         if policy == "ignore":
             return array
         raise NoRulesError(
@@ -133,7 +120,13 @@ def constrain(
             f"scope, with sx.axis_rules(rules): ..., or pass rules=rules. {_TO_IGNORE}"
         )
     manual = frozenset(_axes_of_type(where, AxisType.Manual))
-    entries = _entries(array, names, where, chosen, manual)
+    entries = tuple(_without(target, manual) for target in chosen.assign(names).entries)
+    found = diagnose(tuple(array.shape), names, entries, where, rules=chosen)
+    # A message begins with the path of its array, and this one has none.
+    root = format_path(()) + ": "
+    errors = [str(d).removeprefix(root) for d in found if d.severity == "error"]
+    if errors:
+        raise ConstraintError("\n  ".join([_intro(array, names), *errors]))
     if manual and len(manual) == len(where.axis_names):
         return array
     try:
@@ -226,20 +219,6 @@ def _axes_of_type(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
     return tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t is kind)
 
 
-def _entries(
-    array: jax.Array, names: Names, mesh: AnyMesh, rules: Rules, manual: frozenset[str]
-) -> tuple[SpecEntry, ...]:
-    """One spec entry per dimension, without Manual axes; raises ConstraintError."""
-    entries = tuple(_without(target, manual) for target in rules.assign(names).entries)
-    found = diagnose(tuple(array.shape), names, entries, mesh, rules=rules)
-    errors = [diagnostic for diagnostic in found if diagnostic.severity == "error"]
-    if errors:
-        # A message begins with the path of its array, and this one has none.
-        lines = "".join(f"\n  {str(d).removeprefix(format_path(()) + ': ')}" for d in errors)
-        raise ConstraintError(_intro(array, names) + lines)
-    return entries
-
-
 def _without(target: SpecEntry, axes: frozenset[str]) -> SpecEntry:
     """The target without some mesh axes."""
     kept = tuple(axis for axis in mesh_axes_of(target) if axis not in axes)
@@ -306,6 +285,6 @@ def _fill_unconstrained(
     """Keeps entries of unconstrained dimensions, but for mesh axes now taken."""
     taken = frozenset(axis for entry in entries for axis in mesh_axes_of(entry))
     return tuple(
-        _without(now, taken) if entry is UNCONSTRAINED else entry
+        _without(now, taken) if entry is PartitionSpec.UNCONSTRAINED else entry
         for entry, now in zip(entries, present, strict=True)
     )

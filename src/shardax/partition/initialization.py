@@ -34,7 +34,7 @@ from shardax._transforms.jit.jit import jit
 from shardax.partition.context import axis_rules, resolve_rules
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.placement import shard
-from shardax.partition.rules import Rules, RulesLike
+from shardax.partition.rules import RulesLike
 from shardax.partition.specs import get_sharding
 from shardax.partition.tree_layout import require_mesh
 
@@ -121,10 +121,13 @@ def initialise(
         result = runner.run(call, compiled, inputs)
     if automatic == where:
         return result
-    return jax.tree.map(lambda leaf: _over(leaf, where, chosen), result, is_leaf=is_object)
 
+    def over_given(leaf: Any) -> Any:  # of the same devices: nothing is moved
+        if is_object(leaf):
+            return shard(leaf, where, chosen)
+        return jax.device_put(leaf, NamedSharding(where, leaf.sharding.spec))
 
-# --- Programs ---
+    return jax.tree.map(over_given, result, is_leaf=is_object)
 
 
 class InitializerCall:
@@ -189,9 +192,7 @@ class CurrentCall:
     def __call__(self, inputs: Sequence[Any]) -> Any:
         return self._local.call.run(inputs)
 
-    def run(
-        self, call: InitializerCall, compiled: Callable[[Any], Any], inputs: Sequence[Any]
-    ) -> Any:
+    def run(self, call: InitializerCall, compiled: Callable[[Any], Any], inputs: Any) -> Any:
         """Runs the compiled program for a call."""
         self._local.call = call
         try:
@@ -231,21 +232,11 @@ def _types_of(inputs: Sequence[Any]) -> Hashable:
     return flat.graphdef, treedef, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
-# --- Meshes ---
-
-
 def _automatic(mesh: Mesh) -> Mesh:
     """The mesh with Auto axes throughout."""
     if all(kind is AxisType.Auto for kind in mesh.axis_types):
         return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
-
-
-def _over(leaf: Any, mesh: Mesh, rules: Rules) -> Any:
-    """Declares an array over a mesh of the same devices; moves nothing."""
-    if is_object(leaf):
-        return shard(leaf, mesh, rules)
-    return jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
 
 
 def _over_automatic(array: Any) -> Any:

@@ -25,7 +25,6 @@ diagnostic ``reduced-state``. Without an owner the names are an error.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -224,7 +223,7 @@ class TreeInventory:
                 found = jax.tree.leaves_with_path(
                     value, is_leaf=lambda each: axes_of(each) is not None
                 )
-                arrays = tuple(_leaf_info((*path, *plain_path(k)), each) for k, each in found)
+                arrays = tuple(_array_info((*path, *plain_path(k)), each) for k, each in found)
                 treedef = jax.tree.structure(value)
                 axes = metadata.axes if own_axes is None else own_axes
             leaf = LeafInfo(path, axes, arrays, treedef, variable, held)
@@ -300,24 +299,15 @@ def _origin_of(leaf: LeafInfo) -> Origin:
     return Origin(kind, Metadata(names, entries.entries if isinstance(entries, Metadata) else {}))
 
 
-def _leaf_info(path: Path, value: Any) -> ArrayInfo:
-    """Type of an array, or of one that knows its axis names."""
-    axes = axes_of(value)
-    if axes is None:
-        return _array_info(path, value)
-    (array,) = jax.tree.leaves(value)
-    return _array_info(path, array)._replace(axes=axes)
-
-
 def _array_info(path: Path, value: Any) -> ArrayInfo:
-    weak = bool(getattr(value, "weak_type", False))
+    axes = axes_of(value)
+    if axes is not None:
+        (value,) = jax.tree.leaves(value)
     known = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and not isinstance(value, Tracer)
     sharding = value.sharding if known else None
     named = sharding if isinstance(sharding, NamedSharding) else None
-    return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named)
-
-
-# --- States of optimizers ---
+    weak = bool(getattr(value, "weak_type", False))
+    return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named, axes)
 
 
 class PathEnds(Generic[T]):
@@ -414,20 +404,3 @@ def _reduced(leaf: LeafInfo, owner: LeafInfo) -> tuple[LeafInfo, Diagnostic]:
     )
     severity = "info" if names is not None or math.prod(shape) == 1 else "warning"
     return leaf._replace(axes=names), Diagnostic(severity, leaf.path, "reduced-state", text)
-
-
-def with_state_hints(
-    diagnostics: Sequence[Diagnostic], leaves: Sequence[LeafInfo]
-) -> list[Diagnostic]:
-    """The diagnostics, with a hint on states at rank mismatches of boxes."""
-    boxed = {info.path for leaf in leaves if leaf.box is not None for info in leaf.arrays}
-    hint = (
-        " If this is a state of an optimizer, give the parameters in the same tree, such as "
-        "(params, state): they tell which dimensions it has."
-    )
-    return [
-        dataclasses.replace(d, message=d.message + hint)
-        if d.code == "rank-mismatch" and d.path in boxed
-        else d
-        for d in diagnostics
-    ]

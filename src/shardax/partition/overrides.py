@@ -46,9 +46,6 @@ class Override(NamedTuple):
     source: str = ""  # the override as text
 
 
-NO_OVERRIDE = Override()
-
-
 def overrides_of(
     inventory: TreeInventory,
     mesh: AnyMesh | None,

@@ -6,15 +6,11 @@ A lazy value is computed straight into its shards, so that no device ever holds 
 will keep. Everything that can be wrong is found before anything is moved.
 
 An array that exists is moved, and the old one freed, before the next is touched, so that no device
-holds two models. JAX copies in the background: whoever waits only until the last copy was *issued*
-can fill the devices with old and new arrays at once. So an array counts as moved when its copy is
-*ready*: then its holder gets the copy, the old array is released, and only then does the next copy
-begin. Small arrays go in batches, because waiting for each would take longer than copying it.
-
-Old arrays are released and not deleted, since something else may hold them: a State taken before,
-a clone that has not been trained yet. And since a holder keeps its array until the copy is ready, a
-device without room leaves every holder with a valid array: earlier batches are at their new place,
-the others at their old one.
+holds two models. JAX copies in the background, so an array counts as moved when its copy is
+*ready*: then its holder gets the copy, the old array is released (not deleted, since a State or a
+clone may hold it too), and only then does the next copy begin. Small arrays go in batches, because
+waiting for each would take longer than copying it. A device without room leaves every holder with a
+valid array: earlier batches are at their new place, the others at their old one.
 """
 
 from __future__ import annotations
@@ -231,9 +227,6 @@ def _not_gatherable(inventory: TreeInventory) -> Iterator[Diagnostic]:
                 "every device first, shard(model, mesh, {}), in all processes."
             )
             yield Diagnostic("error", info.path, "not-addressable", text)
-
-
-# --- Moving ---
 
 
 def _place(inventory: TreeInventory, model: T, destinations: Sequence[Destinations]) -> T:

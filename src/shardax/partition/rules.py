@@ -13,10 +13,9 @@ then be chosen. These are the semantics of Flax linen's logical axes. Beyond lin
 carry a tuple of names, ``(("batch", "length"), "embed")``: it was made by merging named dimensions,
 and is laid out over the mesh axes of all of them, in that order.
 
-Two *policies* handle what remains. A *conflict* is a name that lost a mesh axis to another:
-``on_conflict="first"`` goes on, ``"error"`` raises. An *unmapped* name is one without a rule:
-``on_unmapped="replicate"`` leaves its dimension whole, ``"error"`` raises. Malformed rules are
-refused at construction; ``Rules.check`` diagnoses well-formed ones, over some mesh or none.
+A *conflict* is a name that lost a mesh axis to another, and an *unmapped* name is one without a
+rule; a *policy* for each says whether that is an error. Malformed rules are refused at
+construction; ``Rules.check`` diagnoses well-formed ones.
 """
 
 from __future__ import annotations
@@ -40,9 +39,6 @@ SpecEntry = Any
 Rule = tuple[str, SpecEntry]
 Names = tuple[Any, ...]
 """One entry per dimension: a name, None, ``UNCONSTRAINED``, or a tuple of names."""
-
-
-# --- Names and assignment ---
 
 
 class PassedOver(NamedTuple):
@@ -159,8 +155,6 @@ def _entry(name: Any, targets: dict[str, SpecEntry]) -> SpecEntry:
     return tuple(axis for part in parts for axis in mesh_axes_of(part)) or None
 
 
-# --- Rules ---
-
 OnConflict = Literal["first", "error"]
 OnUnmapped = Literal["replicate", "error"]
 
@@ -203,7 +197,6 @@ class Rules:
     ) -> None:
         base = pairs if isinstance(pairs, Rules) else None
         checked = _check_pairs(pairs) if base is None else base.pairs
-        policies: list[Any] = []
         for name, value, known in (
             ("on_conflict", on_conflict, ("first", "error")),
             ("on_unmapped", on_unmapped, ("replicate", "error")),
@@ -213,9 +206,9 @@ class Rules:
             if value not in known:
                 raise errors.RulesError(f"{name}={value!r} is not a policy; use one of {known}.")
             object.__setattr__(self, name, value)
-            policies.append(value)
         object.__setattr__(self, "pairs", checked)
-        object.__setattr__(self, "_hash", hash((checked, *policies)))
+        key = (checked, self.on_conflict, self.on_unmapped)
+        object.__setattr__(self, "_hash", hash(key))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -297,13 +290,11 @@ class Rules:
             info unused-mesh-axis
         """
         where = None if mesh is None else resolve_mesh(mesh)
-        diagnostics: list[errors.Diagnostic] = []
-        if where is not None:
-            diagnostics += (d for rule in self.pairs for d in unknown_mesh_axes(rule, where))
-        diagnostics += _shadowed(self.pairs, self.on_conflict)
-        if where is not None:
-            diagnostics += _unused_mesh_axes(self, where)
-        return diagnostics
+        shadowed = _shadowed(self.pairs, self.on_conflict)
+        if where is None:
+            return list(shadowed)
+        unknown = [d for rule in self.pairs for d in unknown_mesh_axes(rule, where)]
+        return [*unknown, *shadowed, *_unused_mesh_axes(self, where)]
 
     def validate(self, mesh: AnyMesh | None = None) -> Rules:
         """Returns these rules if a mesh has all their axes, else raises.
@@ -492,16 +483,12 @@ def explain_unmapped(assignment: AxisAssignment, rules: Rules) -> str:
         for match in difflib.get_close_matches(name, rules.names, n=1)
     ]
     hint = f" Did you mean {' and '.join(near)}?" if near else ""
-    known = (
-        f"names with rules: {', '.join(map(repr, rules.names))}" if rules else "there are no rules"
-    )
+    listed = ", ".join(map(repr, rules.names))
+    known = f"names with rules: {listed}" if rules else "there are no rules"
     return (
         f"no rule mentions {names} ({known}).{hint} Add the rule ({assignment.unmapped[0]!r}, "
         "None) to replicate on purpose, or use on_unmapped='replicate'."
     )
-
-
-# --- Diagnostics of rules ---
 
 
 def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
@@ -510,8 +497,9 @@ def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
         if axis not in mesh.shape:
             text = (
                 f"The rule {format_rule(rule)} names the mesh axis {axis!r}, but the mesh has the "
-                f"axes ({mesh_text(mesh.shape)}).{errors.did_you_mean(axis, mesh.shape)} Correct or "
-                f"remove it, or make the mesh with an axis {axis!r} (of size 1 to switch it off)."
+                f"axes ({mesh_text(mesh.shape)}).{errors.did_you_mean(axis, mesh.shape)} Correct "
+                f"or remove it, or make the mesh with an axis {axis!r} (of size 1 to switch it "
+                "off)."
             )
             yield errors.Diagnostic("error", (), "unknown-mesh-axis", text)
 
@@ -519,10 +507,9 @@ def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
 def _shadowed(pairs: Sequence[Rule], on_conflict: str) -> Iterator[errors.Diagnostic]:
     """Yields a warning for each rule made useless by an earlier one."""
     for position, rule in enumerate(pairs):
-        for earlier in range(position):
+        for earlier, first in enumerate(pairs[:position]):
             why = _why_shadowed(pairs, earlier, position, on_conflict)
             if why is not None:
-                first = pairs[earlier]
                 way = "" if first == rule else f", or move it above {format_rule(first)}"
                 text = f"The rule {format_rule(rule)} is never used: {why}. Remove it{way}."
                 yield errors.Diagnostic("warning", (), "shadowed-rule", text)

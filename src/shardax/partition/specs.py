@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Specs, shardings and abstract copies of trees.
 
-For a tree (``shardax.partition.inventory``) and a layout, rules plus a mesh, these functions
-return one entry per leaf: its ``PartitionSpec``, its ``NamedSharding``, or an abstract array with
-one. A Module becomes a ``State``, path to entry, which can stand wherever JAX or shardax take one
-entry per array (``in_shardings``, ``jax.tree.map``). A box gives one entry, which is a prefix of
-it. An array without axis names is replicated; what is no array becomes None. Nothing is computed or
-moved, and lazy values stay lazy.
+These functions return one entry per leaf of a tree (``shardax.partition.inventory``): a spec, a
+sharding, or an abstract array with one. A Module becomes a ``State``, path to entry, which can
+stand wherever JAX or shardax take one entry per array (``in_shardings``, ``jax.tree.map``). A box
+gives one entry, which is a prefix of it. Nothing is computed or moved; lazy values stay lazy.
 
 ``get_partition_spec``, ``logical_to_mesh`` and so on are ``partition_specs`` and ``shardings``
 under Flax's names, with two differences: the specs are also for constraints inside programs, so

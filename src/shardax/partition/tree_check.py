@@ -21,7 +21,6 @@ as a whole:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +36,7 @@ from shardax.partition.inventory import ArrayInfo, PathEnds, TreeInventory
 from shardax.partition.mesh import AnyMesh, mesh_text
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike, mesh_axes_of
-from shardax.partition.tree_layout import LARGE_BYTES, LARGE_FRACTION, TreeLayout
+from shardax.partition.tree_layout import LARGE_BYTES, LARGE_FRACTION, TreeLayout, parts_of
 
 
 def check(
@@ -79,9 +78,8 @@ def check(
         >>> [diagnostic.code for diagnostic in check({"w": weight}, mesh, {"mlp": "model"})]
         ['indivisible']
     """
-    inventory = TreeInventory(tree)
     layout = TreeLayout(
-        inventory,
+        TreeInventory(tree),
         mesh,
         rules,
         overrides,
@@ -89,28 +87,22 @@ def check(
         large_bytes=large_bytes,
         large_fraction=large_fraction,
     )
-    diagnostics = list(layout.diagnostics)
-    if layout.mesh is not None:
-        diagnostics += [
-            *_other_meshes(layout),
-            *_states(layout),
-            *_differences(layout, layout.mesh),
-        ]
-    return diagnostics
+    diagnostics, mesh = layout.diagnostics, layout.mesh
+    if mesh is None:
+        return diagnostics
+    return [*diagnostics, *_other_meshes(layout), *_states(layout), *_differences(layout, mesh)]
 
 
 def _other_meshes(layout: TreeLayout) -> Iterator[Diagnostic]:
     for leaf, mesh in zip(layout.inventory.leaves, layout.meshes, strict=True):
         if leaf.mesh is None or mesh is None:
             continue
-        if isinstance(leaf.mesh, Mesh) and isinstance(mesh, Mesh):
-            differ = leaf.mesh != mesh
-        else:
-            differ = tuple(leaf.mesh.shape.items()) != tuple(mesh.shape.items())
-        if differ:
+        concrete = isinstance(leaf.mesh, Mesh) and isinstance(mesh, Mesh)
+        own, given = leaf.mesh.shape, mesh.shape
+        if leaf.mesh != mesh if concrete else tuple(own.items()) != tuple(given.items()):
             text = (
-                f"{format_path(leaf.path)}: has a mesh of its own, ({mesh_text(leaf.mesh.shape)}), "
-                f"but is laid out over the mesh given, ({mesh_text(mesh.shape)}). Unboxed it goes "
+                f"{format_path(leaf.path)}: has a mesh of its own, ({mesh_text(own)}), but is laid "
+                f"out over the mesh given, ({mesh_text(given)}). Unboxed it goes "
                 "to its own again. Make the box without a mesh."
             )
             yield Diagnostic("warning", leaf.path, "other-mesh", text)
@@ -125,7 +117,7 @@ def _states(layout: TreeLayout) -> Iterator[Diagnostic]:
     rows = zip(inventory.filter_subjects(), inventory.leaves, layout.shardings(), strict=True)
     for subject, leaf, shardings in rows:
         if leaf.treedef is None and leaf.arrays and leaf.arrays[0].shape:
-            info, parts = leaf.arrays[0], _parts(shardings[0])
+            info, parts = leaf.arrays[0], parts_of(shardings[0].spec, shardings[0].mesh)
             if is_state((), subject.like):
                 states.append((subject.paths, info, parts))
             else:
@@ -149,12 +141,6 @@ def _states(layout: TreeLayout) -> Iterator[Diagnostic]:
                 "the axes of the parameter, and no override that splits it less."
             )
             yield Diagnostic("warning", info.path, "state-larger-than-parameter", text)
-
-
-def _parts(sharding: NamedSharding) -> int:
-    """The number of different parts of an array."""
-    sizes = sharding.mesh.shape
-    return math.prod(sizes[axis] for entry in sharding.spec for axis in mesh_axes_of(entry))
 
 
 def _differences(layout: TreeLayout, mesh: AnyMesh) -> Iterator[Diagnostic]:

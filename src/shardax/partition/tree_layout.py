@@ -14,6 +14,7 @@ where it goes. (A Module without rules is replicated: many programs lay out some
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import math
@@ -24,40 +25,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.graph.paths import format_path
 from shardax._transforms.errors import NoMeshError
+from shardax.partition import rules as logical
 from shardax.partition.boxes.boxes import identity_rules
 from shardax.partition.checker import explicit_spec, spec_for
 from shardax.partition.context import current_rules
-from shardax.partition.errors import NEAR, Diagnostic, NoRulesError, PartitionCheckError
-from shardax.partition.inventory import (
-    ArrayInfo,
-    LeafInfo,
-    TreeInventory,
-    reduced_states,
-    with_state_hints,
-)
+from shardax.partition.errors import NEAR, Diagnostic, NoRulesError, raise_on_errors
+from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory, reduced_states
 from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.overrides import (
-    NO_OVERRIDE,
-    MemoryKinds,
-    Override,
-    OverridesLike,
-    overrides_of,
-)
-from shardax.partition.rules import (
-    Names,
-    Rules,
-    RulesLike,
-    check_names,
-    format_rule,
-    mesh_axes_of,
-    strings,
-    unknown_mesh_axes,
-)
+from shardax.partition.overrides import MemoryKinds, Override, OverridesLike, overrides_of
 
 LARGE_BYTES = 2**20
 """An array is large above this many bytes ..."""
 LARGE_FRACTION = 0.01
 """... if it also is more than this fraction of all arrays together."""
+_STATE_HINT = (
+    " If this is a state of an optimizer, give the parameters in the same tree, such as "
+    "(params, state): they tell which dimensions it has."
+)
 
 
 class TreeLayout:
@@ -73,7 +57,7 @@ class TreeLayout:
         self,
         inventory: TreeInventory,
         mesh: AnyMesh | None,
-        rules: RulesLike | None,
+        rules: logical.RulesLike | None,
         overrides: OverridesLike | None = None,
         memory_kind: MemoryKinds | None = None,
         *,
@@ -92,11 +76,11 @@ class TreeLayout:
         self.meshes = [(leaf.mesh if own else None) or self.mesh for leaf in leaves]
         if function is not None and (not leaves or None in self.meshes):
             self.mesh = require_mesh(mesh, function)
-        self.rules = current_rules() if rules is None else Rules(rules)
+        self.rules = current_rules() if rules is None else logical.Rules(rules)
         self._placed = placed
         self._names_alone = names_alone
         self._large_bytes, self._large_fraction = large_bytes, large_fraction
-        self._overrides: Sequence[Override] = [NO_OVERRIDE] * len(leaves)
+        self._overrides: Sequence[Override] = [Override()] * len(leaves)
         of_overrides: list[Diagnostic] = []
         if overrides is not None or memory_kind is not None:
             self._overrides, of_overrides = overrides_of(
@@ -109,7 +93,8 @@ class TreeLayout:
             changed = [reduced.get(i, leaf) for i, leaf in enumerate(leaves)]
             self.specs, diagnostics = self._lay_out(changed)
         self.diagnostics: list[Diagnostic] = [
-            *with_state_hints([*diagnostics, *of_states], leaves),
+            *diagnostics,
+            *of_states,
             *self._without_rules(rules_for),
             *of_overrides,
         ]
@@ -121,7 +106,9 @@ class TreeLayout:
         large = max(self._large_bytes, self._large_fraction * total)
         specs: list[list[PartitionSpec]] = []
         diagnostics: list[Diagnostic] = []
-        by_rules: list[tuple[Rules, Names]] = []  # of the layout, with those of overrides
+        by_rules: list[
+            tuple[logical.Rules, logical.Names]
+        ] = []  # of the layout, with those of overrides
         for leaf, mesh, override in zip(leaves, self.meshes, self._overrides, strict=True):
             own = leaf.rules
             if self._names_alone and leaf.axes is not None:
@@ -140,7 +127,7 @@ class TreeLayout:
                     spec, found = spec_for(names, shape, mesh, rules, path, placed=self._placed)
                     errors = {each.code for each in found if each.severity == "error"}
                     if names is not None and errors.isdisjoint(("axis-names", "rank-mismatch")):
-                        names = check_names(names)
+                        names = logical.check_names(names)
                         if own is None or own == self.rules:
                             by_rules.append((rules, names))
                     if mesh is not None and not errors and info.nbytes > large:
@@ -149,11 +136,19 @@ class TreeLayout:
                         # The specs of a box are one: they differ at most in trailing Nones.
                         spec = PartitionSpec(*tuple(spec)[: len(leaf.axes)])
                 specs[-1].append(spec)
-                diagnostics += found
+                hint = _STATE_HINT if leaf.box is not None and leaf.arrays else ""
+                diagnostics += (
+                    dataclasses.replace(d, message=d.message + hint)
+                    if d.code == "rank-mismatch"
+                    else d
+                    for d in found
+                )
         diagnostics += self._unused_rules(by_rules)
         return specs, diagnostics
 
-    def _unused_rules(self, by_rules: Sequence[tuple[Rules, Names]]) -> Iterator[Diagnostic]:
+    def _unused_rules(
+        self, by_rules: Sequence[tuple[logical.Rules, logical.Names]]
+    ) -> Iterator[Diagnostic]:
         chosen: set[int] = set()
         elsewhere: set[Any] = set()  # rules chosen together with an override's
         lost: set[Any] = set()
@@ -165,11 +160,11 @@ class TreeLayout:
             else:
                 elsewhere.update(rules.pairs[i] for i in assignment.chosen.values())
             lost.update(loss.rule for loss in assignment.passed_over)
-            present.update(strings(names))
+            present.update(logical.strings(names))
         for position, rule in enumerate(self.rules.pairs):
             if position in chosen or rule in elsewhere:
                 continue
-            unknown = [] if self.mesh is None else list(unknown_mesh_axes(rule, self.mesh))
+            unknown = [] if self.mesh is None else list(logical.unknown_mesh_axes(rule, self.mesh))
             yield from unknown or [_unused_rule(rule, self.rules, present, rule in lost)]
 
     def _without_rules(self, rules_for: Literal["boxes", "all"]) -> Iterator[Diagnostic]:
@@ -198,9 +193,7 @@ class TreeLayout:
         for diagnostic in self.diagnostics:
             if diagnostic.code == "no-rules":
                 raise NoRulesError(str(diagnostic))
-        errors = [d for d in (*self.diagnostics, *more) if d.severity == "error"]
-        if errors:
-            raise PartitionCheckError(errors)
+        raise_on_errors([*self.diagnostics, *more])
         return self
 
     def shardings(self) -> list[list[NamedSharding]]:
@@ -238,6 +231,11 @@ def named_sharding(mesh: Any, spec: PartitionSpec, memory_kind: str | None = Non
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
+def parts_of(spec: PartitionSpec, mesh: AnyMesh) -> int:
+    """The number of different parts of an array."""
+    return math.prod(mesh.shape[axis] for entry in spec for axis in logical.mesh_axes_of(entry))
+
+
 def _axes_of_many(leaf: LeafInfo) -> Iterator[Diagnostic]:
     if leaf.axes is not None and len(leaf.arrays) > 1 and not leaf.axes_per_array:
         text = (
@@ -249,17 +247,21 @@ def _axes_of_many(leaf: LeafInfo) -> Iterator[Diagnostic]:
 
 
 def _large_replicated(
-    info: ArrayInfo, names: Names, spec: PartitionSpec, mesh: AnyMesh, rules: Rules, total: int
+    info: ArrayInfo,
+    names: logical.Names,
+    spec: PartitionSpec,
+    mesh: AnyMesh,
+    rules: logical.Rules,
+    total: int,
 ) -> Iterator[Diagnostic]:
-    parts = math.prod(mesh.shape[axis] for entry in spec for axis in mesh_axes_of(entry))
     chosen = rules.assign(names).chosen
     on_purpose = bool(names) and all(
         isinstance(name, str) and name in chosen and rules.pairs[chosen[name]][1] is None
         for name in names
     )
-    if mesh.size == 1 or parts > 1 or on_purpose:
+    if mesh.size == 1 or parts_of(spec, mesh) > 1 or on_purpose:
         return
-    shown = ", ".join(map(repr, strings(names)))
+    shown = ", ".join(map(repr, logical.strings(names)))
     fix = (
         f"Map one of its axes ({shown}) to a mesh axis, or say that it is meant: rules to None"
         if shown
@@ -273,9 +275,11 @@ def _large_replicated(
     yield Diagnostic("warning", info.path, "large-replicated", text)
 
 
-def _unused_rule(rule: tuple[str, Any], rules: Rules, present: set[str], lost: bool) -> Diagnostic:
+def _unused_rule(
+    rule: tuple[str, Any], rules: logical.Rules, present: set[str], lost: bool
+) -> Diagnostic:
     name = rule[0]
-    start = f"The rule {format_rule(rule)} was used for no array: "
+    start = f"The rule {logical.format_rule(rule)} was used for no array: "
     if name in present:
         why = (
             "its mesh axes were always taken" if lost else f"an earlier rule always served {name!r}"

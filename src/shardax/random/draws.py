@@ -3,9 +3,8 @@
 
 Each takes the next draw of the global stream (``shardax.random.stream``) and gives the numbers of
 the function of the same name in ``jax.random``, of the key that ``key`` would have returned.
-
 Arguments on the host (numbers, lists, NumPy arrays) are checked; an array on a device is not waited
-for. ``jax.random`` checks neither, and returns numbers all the same.
+for.
 
 All take ``device``, a ``jax.Device`` or its name such as ``"cpu"``, or ``sharding``, a
 ``jax.sharding.Sharding`` or a ``PartitionSpec`` over the mesh in scope. The numbers do not depend
@@ -388,8 +387,7 @@ def _integer_bounds(name: str, bounds: Mapping[str, Any], dtype: np.dtype) -> di
     default = jax.dtypes.canonicalize_dtype(int)
     # One above the highest is no number of the dtype itself, and so needs a wider one.
     above = limits.max + (limits.max < jnp.iinfo(default).max)
-    operands = dict(given)
-    for (text, bound), highest in zip(given.items(), (limits.max, above), strict=True):
+    for (text, bound), highest in zip(list(given.items()), (limits.max, above), strict=True):
         if _is_jax(bound):
             continue
         if not np.all((limits.min <= bound) & (bound <= highest)):
@@ -397,8 +395,8 @@ def _integer_bounds(name: str, bounds: Mapping[str, Any], dtype: np.dtype) -> di
                 f"shardax.random.{name} was given {text}={bound}, but {dtype.name} allows "
                 f"{limits.min} to {highest} there. Give a wider dtype."
             )
-        operands[text] = bound.astype(dtype if np.all(bound <= limits.max) else default)
-    return operands
+        given[text] = bound.astype(dtype if np.all(bound <= limits.max) else default)
+    return given
 
 
 def _probabilities(name: str, p: Any, total: bool = False) -> Any:

@@ -10,9 +10,8 @@ One stream serves all threads, under a lock, so no two draws share a key; which 
 up to their timing. *Isolated* code draws from a stream of its own, which belongs to the context
 (thread or ``asyncio`` task) that entered it, so its numbers do not depend on timing.
 
-The stream is outside of every program. While a transform is tracing, a draw would happen once and
-its numbers stay in the program as constants, and a tracer could end up in the stream; so there it
-raises, and ``Rngs`` is the way.
+While a transform is tracing, a draw would happen once and its numbers stay in the program as
+constants, and a tracer could end up in the stream; so there it raises, and ``Rngs`` is the way.
 
 Each kind of draw is one compiled program, which folds the count into the base key and samples,
 straight into the shards asked for. *Operands* are arrays that may change from draw to draw without
@@ -90,8 +89,7 @@ class StreamState:
             raise SeedError(
                 f"StreamState(impl={self.impl!r}, words={words}, count={self.count!r}) is not the "
                 f"state of a stream: a {self.impl} key has {key_size(self.impl)} words in "
-                f"[0, 2**32), and the count is an integer from 0. Take one from "
-                f"shardax.random.get_state()."
+                f"[0, 2**32), and the count is an integer from 0 (shardax.random.get_state())."
             )
 
 
@@ -159,11 +157,10 @@ def current(caller: str) -> KeyStream:
     if not is_eager():
         raise TracedDrawError(
             f"shardax.random.{caller} was called while a JAX transform is tracing. The global "
-            f"stream is outside of the program: its numbers would be drawn once, while tracing, "
-            f"and stay in the program as constants. Pass random state as an argument instead: "
-            f"rngs = shardax.Rngs(0), and inside, for a function compiled by shardax.jit as "
-            f"step(rngs, x), jax.random.normal(rngs.noise(), x.shape). Or draw the numbers outside "
-            f"and pass those."
+            f"stream is outside of the program: its numbers would stay in the program as "
+            f"constants. Pass random state as an argument, rngs = shardax.Rngs(0), and inside "
+            f"step(rngs, x) draw by jax.random.normal(rngs.noise(), x.shape). Or draw the numbers "
+            f"outside and pass those."
         )
     return _isolated.get() or _of_all_threads
 
@@ -177,8 +174,7 @@ def as_source(seed: Any) -> lazy.KeySource | StreamState:
         return key.source
     if key.ndim:
         raise SeedError(
-            f"A stream starts from one key, but was given {key.size} of shape {key.shape}. Choose "
-            f"one: key[0]."
+            f"A stream starts from one key, not {key.size} of shape {key.shape}: give key[0]."
         )
     return lazy.KeySource(key)
 
@@ -316,17 +312,15 @@ def draw(
 
 def _shape(name: str, shape: Any) -> tuple[int, ...]:
     """A shape as a tuple."""
-    try:
-        sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
-        checked = tuple(operator.index(size) for size in sizes)
-    except TypeError:
-        checked = (-1,)
-    if any(size < 0 for size in checked):
-        raise DrawError(
-            f"shardax.random.{name} was given the shape {shape!r}; a shape is an integer or a "
-            f"tuple of integers, none below 0."
-        )
-    return checked
+    sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
+    with contextlib.suppress(TypeError):
+        checked = tuple(map(operator.index, sizes))
+        if all(size >= 0 for size in checked):
+            return checked
+    raise DrawError(
+        f"shardax.random.{name} was given the shape {shape!r}; a shape is an integer or a tuple of "
+        f"integers, none below 0."
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -368,12 +362,13 @@ def _program(
 
 def _placement(name: str, device: Any, sharding: Any) -> Sharding | None:
     """Sharding for a new array, or None for the default device."""
+    given = f"shardax.random.{name} was given"
     if device is None and sharding is None:
         return None
     if device is not None and sharding is not None:
         raise DrawError(
-            f"shardax.random.{name} was given device={device!r} and sharding={sharding!r}; a "
-            f"sharding names its devices, so give one of them."
+            f"{given} device={device!r} and sharding={sharding!r}; a sharding names its devices, "
+            f"so give one of them."
         )
     place = sharding if device is None else device
     if isinstance(place, Sharding):
@@ -382,15 +377,13 @@ def _placement(name: str, device: Any, sharding: Any) -> Sharding | None:
         mesh = resolve_mesh()
         if mesh is None:
             raise DrawError(
-                f"shardax.random.{name} was given sharding={place}, which needs a mesh, and none "
-                f"is in scope. Put one there with jax.set_mesh(mesh), or give a "
-                f"NamedSharding(mesh, {place})."
+                f"{given} sharding={place}, which needs a mesh, and none is in scope. Put one "
+                f"there with jax.set_mesh(mesh), or give a NamedSharding(mesh, {place})."
             )
         return NamedSharding(mesh, place)
     if device is None:
         raise DrawError(
-            f"shardax.random.{name} was given sharding={sharding!r} of type "
-            f"{type(sharding).__name__}. Give a jax.sharding.Sharding, or a PartitionSpec over the "
-            f"mesh in scope; for a device there is device=."
+            f"{given} sharding={sharding!r} of type {type(sharding).__name__}. Give a Sharding, or "
+            f"a PartitionSpec over the mesh in scope; for a device there is device=."
         )
     return SingleDeviceSharding(as_device(device))

@@ -13,9 +13,8 @@ change are a dictionary, for instance ``{PARTITION_NAME: "layers"}``, in which e
 finds what it needs.
 
 The names of a ``Partitioned`` are axes of a mesh; those of a ``LogicallyPartitioned`` are logical,
-and rules map them to mesh axes: rules *baked* into the box, or else the current ones. A baked mesh
-or baked rules take precedence over those in scope. A box that is unboxed where a mesh is known lays
-its value out by its names. ``with_partitioning`` makes an initializer return a box;
+and rules map them to mesh axes. A mesh or rules *baked* into the box take precedence over those in
+scope. A box that is unboxed where a mesh is known lays its value out by its names.
 ``with_logical_constraint`` and ``logical_axis_rules`` are ``shardax.constrain`` (for pytrees) and
 ``shardax.axis_rules`` under the names and in the order of arguments of Flax.
 """
@@ -44,15 +43,7 @@ from shardax.partition.constraints import constrain
 from shardax.partition.context import OnNoMesh, axis_rules, current_rules
 from shardax.partition.errors import ConstraintError, NoRulesError, raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.rules import (
-    UNCONSTRAINED,
-    Names,
-    Rules,
-    RulesLike,
-    check_names,
-    mesh_axes_of,
-    strings,
-)
+from shardax.partition.rules import Names, Rules, RulesLike, check_names, mesh_axes_of
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -315,9 +306,6 @@ def without(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[An
     return (*names[:place], *names[place + 1 :])
 
 
-# --- Boxes with axis names ---
-
-
 @dataclasses.dataclass(frozen=True)
 class Partitioned(AxisMetadata[T]):
     """A box of axis names of a mesh.
@@ -369,7 +357,13 @@ class Partitioned(AxisMetadata[T]):
         if mesh is None:
             return self.value
         names, rules = self._names_and_rules("unbox", ", or call unbox(apply_constraint=False)")
-        return jax.tree.map(lambda leaf: _laid_out(leaf, names, self.mesh, mesh, rules), self.value)
+
+        def laid_out(leaf: Any) -> Any:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return leaf.update(sharding=_sharding(names, leaf.shape, mesh, rules))
+            return constrain(leaf, names, self.mesh, rules) if hasattr(leaf, "shape") else leaf
+
+        return jax.tree.map(laid_out, self.value)
 
     def layout(self) -> tuple[Any, Rules | None]:
         """Returns the names, with rules from each mesh axis to itself."""
@@ -434,7 +428,7 @@ class Partitioned(AxisMetadata[T]):
     def _names_and_rules(self, what: str, way_out: str) -> tuple[Names, Rules]:
         names, own = self.layout()
         rules = current_rules() if own is None else own
-        if rules or next(iter(strings(check_names(names))), None) is None:
+        if rules or not rules.assign(names).unmapped:
             return names, rules
         raise NoRulesError(
             f"Cannot {what} {self!r} over a mesh: its names are logical, and it has no rules, nor "
@@ -496,14 +490,6 @@ class LogicallyPartitioned(Partitioned[T]):
         return self.names, self.rules
 
 
-def _laid_out(leaf: Any, names: Names, baked: AnyMesh | None, mesh: AnyMesh, rules: Rules) -> Any:
-    if not hasattr(leaf, "shape"):
-        return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(sharding=_sharding(names, leaf.shape, mesh, rules))
-    return constrain(leaf, names, baked, rules)
-
-
 def _sharding(names: Names, shape: tuple[int, ...], mesh: AnyMesh, rules: Rules) -> NamedSharding:
     spec, diagnostics = spec_for(names, shape, mesh, rules)
     raise_on_errors(diagnostics)
@@ -530,9 +516,6 @@ def identity_rules(names: Names) -> Rules:
     """Rules from each mesh axis to itself."""
     axes = (axis for name in names for axis in mesh_axes_of(name))
     return Rules([(axis, axis) for axis in axes if isinstance(axis, str)])
-
-
-# --- Initializers and constraints ---
 
 
 def with_partitioning(
@@ -663,7 +646,7 @@ def _is_names(value: Any) -> bool:
     if value is None or isinstance(value, PartitionSpec):
         return True
     return isinstance(value, tuple) and all(
-        entry is None or entry is UNCONSTRAINED or isinstance(entry, str) for entry in value
+        isinstance(x, str) or x is None or x is PartitionSpec.UNCONSTRAINED for x in value
     )
 
 

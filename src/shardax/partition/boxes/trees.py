@@ -34,8 +34,6 @@ from shardax.partition.mesh import resolve_mesh
 
 T = TypeVar("T")
 
-# --- Variables as boxes ---
-
 
 @dataclasses.dataclass(frozen=True)
 class VariableBox(boxes.LogicallyPartitioned[T]):
@@ -116,7 +114,7 @@ def to_boxes(tree: Any) -> Any:
             )
         return leaf
 
-    return jax.tree.map(to_box, tree, is_leaf=lambda x: isinstance(x, (boxes.AxisMetadata, Object)))
+    return jax.tree.map(to_box, tree, is_leaf=_is_node)
 
 
 def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
@@ -135,8 +133,8 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
         BoxError: If the box is of a kind without names, or holds another box.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> box = Partitioned(jnp.ones((2, 3)), (None, "model"))
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> box = sx.Partitioned(jnp.ones((2, 3)), (None, "model"))
         >>> variable = to_variables(box)
         >>> variable.axes, to_boxes(variable) == box
         ((None, 'model'), True)
@@ -156,21 +154,21 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
         metadata = Metadata(leaf.names, {boxes.BOX_ENTRY: leaf.replace_boxed(None)})
         return _new_variable(variable_type, leaf.value, metadata)
 
-    return jax.tree.map(
-        to_variable, tree, is_leaf=lambda x: isinstance(x, (boxes.AxisMetadata, Object))
-    )
+    return jax.tree.map(to_variable, tree, is_leaf=_is_node)
 
 
 def _is_metadata(value: Any) -> bool:
     return isinstance(value, boxes.AxisMetadata)
 
 
+def _is_node(value: Any) -> bool:
+    return isinstance(value, (boxes.AxisMetadata, Object))
+
+
 def _new_variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> Variable[Any]:
     """A new Variable; the axes may not fit the value."""
     return kind._make(as_value(value, kind.__name__), metadata, owner_here())
 
-
-# --- Trees of boxes ---
 
 _LOCATED = (
     errors.AxisNamesError,
@@ -256,7 +254,10 @@ def replace_boxed(tree: Any, values: Any) -> Any:
         >>> replace_boxed(tree, {"w": jnp.zeros(3), "step": 4})
         {'step': 4, 'w': Partitioned(float32[3], names=('model',))}
     """
-    subtrees, treedef = walk(tree)
+    # Arrays with names of their own are nodes here, so that values have to have the same names.
+    leaves, treedef = jax.tree.flatten(
+        tree, is_leaf=lambda leaf: _is_node(leaf) or isinstance(leaf, State)
+    )
     try:
         others = treedef.flatten_up_to(values)
     except ValueError as error:
@@ -272,9 +273,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
             return value
         return leaf.replace_boxed(replace_boxed(leaf.value, value) if _has_boxes(leaf) else value)
 
-    return treedef.unflatten(
-        [replaced(leaf, v) for (_, leaf), v in zip(subtrees, others, strict=True)]
-    )
+    return treedef.unflatten(map(replaced, leaves, others))
 
 
 def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
