@@ -30,10 +30,10 @@ from shardax._transforms.errors import LayerConfigError
 from shardax.nn.attention import MultiHeadAttention, Rotation, attention_sizes, rotation
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed
-from shardax.nn.linear import Linear
+from shardax.nn.linear import Linear, as_array
 from shardax.nn.mlp import MLP
 from shardax.nn.normalization import RMSNorm
-from shardax.nn.parameters import as_array, as_size, refuse_input
+from shardax.nn.parameters import as_size, refuse_input
 from shardax.nn.stack import Stack, check_policy, rematerialised
 from shardax.partition.constraints import constrain
 from shardax.partition.context import current_rules

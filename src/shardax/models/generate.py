@@ -17,8 +17,8 @@ import numpy as np
 
 from shardax._core.errors import ShardaxError
 from shardax._transforms.jit.jit import jit
+from shardax.nn.linear import align, explicit_entries
 from shardax.nn.parameters import LayerInputError
-from shardax.partition.explicit import align, explicit_entries
 
 
 class GenerationError(ShardaxError, ValueError):
