@@ -37,7 +37,7 @@ from shardax.named.lift import run_lifted
 class ResolvedIndex(NamedTuple):
     """An index of the stored array, transposed first, that JAX can apply."""
 
-    permutation: tuple[int, ...] | None
+    permutation: tuple[int, ...] | None  # None: none is needed
     entries: tuple[Any, ...]  # one per dimension
     dims: base.Dims  # of the result
     shape: tuple[int, ...]  # of the result
@@ -96,12 +96,8 @@ def _gather(
         )
     sizes = _sizes(array, entries, rest)
     shape = np.broadcast_shapes(*(each.shape for each in positions))
-    return ResolvedIndex(
-        None if order == tuple(range(len(order))) else order,
-        tuple(found.get(place, slice(None)) for place in order),
-        kept,
-        (*sizes[:before], *shape, *sizes[before:]),
-    )
+    indices = tuple(found.get(place, slice(None)) for place in order)
+    return ResolvedIndex(order, indices, kept, (*sizes[:before], *shape, *sizes[before:]))
 
 
 def _sizes(

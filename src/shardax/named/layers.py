@@ -274,9 +274,8 @@ class Embed(Module):
         indices = check_input(self._shown(), indices, AxisSizes((), ()), self.output_axes.names)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise parameters.LayerInputError(
-                f"{self._shown()} looks up integers, but was given "
-                f"{indices.dtype}{shown(indices.dims, indices.shape)}. Cast them: "
-                f"indices.astype(int)."
+                f"{self._shown()} looks up integers, but was given {indices.dtype}"
+                f"{shown(indices.dims, indices.shape)}. Cast them: indices.astype(int)."
             )
         (table,) = linear.cast_all(self.dtype, self.embedding.value)
         data, rest = indices.data, range(1, table.ndim)

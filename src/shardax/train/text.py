@@ -89,9 +89,8 @@ class ByteText:
         array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
         if array.dtype != np.uint8 or array.ndim != 1:
             raise TextSourceError(
-                f"Text must be a one-dimensional uint8 array, but {name} has dtype {array.dtype} "
-                f"and shape {array.shape}. Encode strings first: "
-                "ByteText.from_bytes(string.encode())."
+                f"Text is a uint8 array of one dimension, but {name} has dtype {array.dtype} and "
+                f"shape {array.shape}. Of a string: ByteText.from_bytes(string.encode())."
             )
         if array.size == 0:
             raise TextSourceError(f"Text must not be empty, but {name} has no bytes.")
@@ -288,9 +287,8 @@ class TextPart:
         in_order = bool((starts < ends).all() and (np.diff(edges) >= 0).all())
         if not edges.size or not in_order or edges[0] < 0 or edges[-1] > len(self.text):
             raise TextSourceError(
-                "The segments of a TextPart must be non-empty, ascending, disjoint and inside the "
-                f"text (0 to {len(self.text)}), got starts={starts.tolist()} and "
-                f"ends={ends.tolist()}."
+                "Segments must be non-empty, ascending, disjoint and inside the text (0 to "
+                f"{len(self.text)}), got starts={starts.tolist()} and ends={ends.tolist()}."
             )
 
     def segments(self) -> Iterator[ByteArray]:
@@ -380,16 +378,14 @@ def _joined_files(
                 return np.asarray(np.memmap(joined, dtype=np.uint8, mode="r"))
     except OSError as error:
         raise TextSourceError(
-            f"Cannot join the files below {str(root)!r} in {tempfile.gettempdir()!r}: {error}. "
-            "Make room there for a copy of them, set TMPDIR to a folder that has it, or join them "
-            "in one file yourself, which ByteText.from_file maps."
+            f"Cannot join the files below {str(root)!r} in a temporary file: {error}. Make room "
+            "for a copy of them, set TMPDIR to a folder that has it, or pass one file."
         ) from error
     wanted = "any name" if suffixes is None else f"a name ending in {' or '.join(suffixes)}"
     seen = sorted({Path(path).suffix or "(none)" for path in found})
     raise TextSourceError(
         f"No non-empty file with {wanted} below {str(root)!r}; the endings there are: "
-        f"{', '.join(seen) or 'none, the folder is empty'}. Pass suffixes=(...) with endings that "
-        "occur."
+        f"{', '.join(seen) or 'none, the folder is empty'}. Pass some of them as suffixes=(...)."
     )
 
 
