@@ -84,7 +84,7 @@ def accumulated_value_and_grad(
         parts = split_batch(batch, steps)
         first = jax.tree.map(lambda part: part[0], parts)
         loop = _MicrobatchLoop(whole, (model, first, *rest), has_aux)
-        return loop.run(parts, steps, 1.0 if reduce == "sum" else 1.0 / steps)
+        return loop.run(parts, first, steps, 1.0 if reduce == "sum" else 1.0 / steps)
 
     return accumulated
 
@@ -154,8 +154,7 @@ class _MicrobatchLoop:
         value, aux = value if self.has_aux else (value, None)
         return (value, gradient), aux
 
-    def run(self, parts: Any, steps: int, scale: float) -> Any:
-        first = jax.tree.map(lambda part: part[0], parts)
+    def run(self, parts: Any, first: Any, steps: int, scale: float) -> Any:
         shapes, _, _ = abstract_eval(self.one, self.values, first)
         zeros = jax.tree.map(_zeros_for_sum, shapes)
 
