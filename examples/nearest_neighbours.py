@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nearest neighbours by SciPy inside JAX programs, with derivatives.
 
-The search runs on the host (``sx.host.host_function``), where ``scipy.spatial.KDTree`` finds which
-points are near. Its ``jvp`` rule says how the distances move with points and queries, with zero at
-distance zero, where the norm has no derivative. Written in JAX, the rule gives gradients and higher
-derivatives too. The example learns a code book: codes that are near to many random points.
+The search runs on the host (``sx.host.host_function``), by ``scipy.spatial.KDTree``. Its ``jvp``
+rule says how distances move with points and queries, with zero at distance zero, where the norm has
+no derivative. Written in JAX, it gives gradients and higher derivatives too. The example learns a
+code book: codes that are near to many random points.
 
     python examples/nearest_neighbours.py --points 2000 --codes 16 --steps 60
 """
@@ -27,9 +27,8 @@ import shardax as sx
 class Neighbours(NamedTuple):
     """Distances and indices, nearest first.
 
-    Where there is no neighbour they are infinity and the number of points. Replace infinity before
-    a function of distances is differentiated that has no derivative there.
-    ``counts``, of ``within`` only, is how many points are in each ball, also beyond ``size``.
+    Where there is no neighbour they are infinity and the number of points. ``counts``, of
+    ``within`` only, is how many points are in each ball, also beyond ``size``.
     """
 
     distances: Any

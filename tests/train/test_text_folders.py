@@ -2,8 +2,10 @@
 """Folders become one text: all their files in a fixed order, or an error that says which."""
 
 import sysconfig
+import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardax.train.errors import TextNotFoundError, TextSourceError
@@ -94,6 +96,24 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, "read_bytes", refusing)
     with pytest.raises(TextSourceError, match=r"z\.txt.*Permission denied"):
+        ByteText.from_folder(folder)
+
+
+def test_a_joined_folder_is_memory_mapped_and_outlives_its_files(folder: Path):
+    text = ByteText.from_folder(folder, suffixes=("a.txt",))
+    assert isinstance(text.data.base, np.ndarray) and isinstance(text.data.base.base, np.memmap)
+    for path in folder.glob("**/*.txt"):
+        path.unlink()
+    assert files_of(text) == [b"alpha"]
+    with pytest.raises(ValueError, match="read-only"):
+        text.data[0] = 1
+
+
+def test_no_room_for_the_joined_text_names_the_folder_for_temporary_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(TextSourceError, match=r"Cannot join .*missing.*TMPDIR"):
         ByteText.from_folder(folder)
 
 

@@ -30,10 +30,10 @@ from shardax._transforms.errors import LayerConfigError
 from shardax.nn.attention import MultiHeadAttention, Rotation, attention_sizes, rotation
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed
-from shardax.nn.linear import Linear
+from shardax.nn.linear import Linear, as_array
 from shardax.nn.mlp import MLP
 from shardax.nn.normalization import RMSNorm
-from shardax.nn.parameters import as_array, as_size, refuse_input
+from shardax.nn.parameters import as_size, refuse_input
 from shardax.nn.stack import Stack, check_policy, rematerialised
 from shardax.partition.constraints import constrain
 from shardax.partition.context import current_rules
@@ -166,18 +166,11 @@ class DecoderLayer(Module):
             head_dim=config.head_dim,
             causal=True,
             rope_base=config.rope_base,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
             rngs=rngs,
+            **_dtypes(config),
         )
         self.mlp_norm = _norm(config)
-        self.mlp = MLP(
-            config.embed_dim,
-            config.mlp_dim,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            rngs=rngs,
-        )
+        self.mlp = MLP(config.embed_dim, config.mlp_dim, rngs=rngs, **_dtypes(config))
         self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
     def __call__(self, x: jax.Array, *, positions: Any = None) -> jax.Array:
@@ -224,7 +217,7 @@ class Decoder(Module):
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: Rngs) -> None:
-        dtypes: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        dtypes = _dtypes(config)
         self.config = config
         self.embed = Embed(config.vocab_size, config.embed_dim, rngs=rngs, **dtypes)
         self.layers = (
@@ -233,18 +226,10 @@ class Decoder(Module):
             else [DecoderLayer(config, rngs=rngs) for _ in range(config.num_layers)]
         )
         self.final_norm = _norm(config)
-        self.head = (
-            None
-            if config.tied_head
-            else Linear(
-                config.embed_dim,
-                config.vocab_size,
-                use_bias=False,
-                kernel_axes=("embed", "vocab"),
-                rngs=rngs,
-                **dtypes,
-            )
-        )
+        self.head = None
+        if not config.tied_head:
+            sizes, names = (config.embed_dim, config.vocab_size), ("embed", "vocab")
+            self.head = Linear(*sizes, use_bias=False, kernel_axes=names, rngs=rngs, **dtypes)
 
     def __call__(self, tokens: Any, *, positions: Any = None) -> jax.Array:
         """Predicts the token after each.
@@ -279,13 +264,12 @@ class Decoder(Module):
         return rotation(as_array(positions), self.config.head_dim, self.config.rope_base)
 
 
+def _dtypes(config: DecoderConfig) -> dict[str, Any]:
+    return {"dtype": config.dtype, "param_dtype": config.param_dtype}
+
+
 def _norm(config: DecoderConfig) -> RMSNorm:
-    return RMSNorm(
-        config.embed_dim,
-        epsilon=config.norm_epsilon,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-    )
+    return RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, **_dtypes(config))
 
 
 def _constrain(x: jax.Array) -> jax.Array:

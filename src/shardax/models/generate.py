@@ -17,8 +17,8 @@ import numpy as np
 
 from shardax._core.errors import ShardaxError
 from shardax._transforms.jit.jit import jit
+from shardax.nn.linear import align, explicit_entries
 from shardax.nn.parameters import LayerInputError
-from shardax.partition.explicit import align, explicit_entries
 
 
 class GenerationError(ShardaxError, ValueError):
@@ -127,8 +127,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> ja
         if array is not None and jnp.shape(array) != logits.shape[:-1]:
             raise LayerInputError(
                 f"cross_entropy was given logits of shape {logits.shape} and {name} of shape "
-                f"{jnp.shape(array)}; {name} must have the shape of the logits without the last "
-                f"dimension, {logits.shape[:-1]}."
+                f"{jnp.shape(array)}, which must be {logits.shape[:-1]}."
             )
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     # Over Explicit axes the logits, which are large, stay where they are.

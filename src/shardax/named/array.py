@@ -17,16 +17,8 @@ import numpy as np
 
 from shardax._core.object import ShownArray
 from shardax._core.variable import Variable
-from shardax.named.base import (
-    NamedAxesError,
-    NamesRemainError,
-    canonical,
-    check_dims,
-    positional_places,
-    register,
-    shown,
-    transposed,
-)
+from shardax.named import base
+from shardax.named.base import NamedAxesError, NamesRemainError, positional_places, shown
 from shardax.named.elementwise import Operators, Reductions, unary
 from shardax.named.indexing import Indexing
 from shardax.named.lift import lifted_method, lifted_operator
@@ -82,12 +74,11 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         if len(names) != len(places):
             raise NamedAxesError(
                 f"tag was given the {len(names)} names {names}, but of the axes "
-                f"{shown(dims, data.shape)} {len(places)} are positional. Give one name for each, "
-                f"None for one that stays positional."
+                f"{shown(dims, data.shape)} {len(places)} are positional. Give each a name or None."
             )
         given = dict(zip(places, names, strict=True))
         renamed = (given.get(place, name) for place, name in enumerate(dims))
-        return self._make(data, check_dims(renamed))
+        return self._make(data, base.check_dims(renamed))
 
     def untag(self, *names: Any) -> Self:
         """Makes named axes positional, in the order given, after the positional ones.
@@ -108,17 +99,13 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         """
         data, dims = self._parts()
         wanted = (*positional_places(dims), *(self._place(name) for name in names))
-        # The dimensions concerned trade places, so that they stand in the order asked for.
-        order = list(range(len(dims)))
-        for place, source in zip(sorted(wanted), wanted, strict=True):
-            order[place] = source
-        permutation = tuple(order)
-        kept = tuple(None if place in wanted else name for place, name in enumerate(dims))
         if len(set(wanted)) < len(wanted):
             raise NamedAxesError(f"untag was given a name twice: {names}.")
-        if permutation == tuple(range(len(dims))):
-            return self._make(data, kept)
-        return self._make(transposed(data, permutation), kept)
+        # The dimensions concerned trade places, so that they stand in the order asked for.
+        sources = dict(zip(sorted(wanted), wanted, strict=True))
+        order = tuple(sources.get(place, place) for place in range(len(dims)))
+        kept = tuple(None if place in wanted else name for place, name in enumerate(dims))
+        return self._make(base.transposed(data, order), kept)
 
     def unwrap(self, *names: Any) -> jax.Array:
         """Returns the plain array with the names as dimensions, in order.
@@ -149,7 +136,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         order = (*positional_places(dims), *(self._place(name) for name in names))
         if len(set(order)) < len(order):
             raise NamedAxesError(f"unwrap was given a name twice: {names}.")
-        return transposed(self._data, None if order == tuple(range(len(dims))) else order)
+        return base.transposed(self._data, order)
 
     def order_as(self, *dims: Any) -> Self:
         """Returns the array in another storage order.
@@ -170,7 +157,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         """
         data, own = self._parts()
         places = positional_places(own)
-        target = check_dims(dims if None in dims else (*(None for _ in places), *dims))
+        target = base.check_dims(dims if None in dims else (*(None for _ in places), *dims))
         if len(target) != len(own) or {*target} != {*own}:
             raise NamedAxesError(
                 f"order_as{dims!r} does not have the dims {own} in another order. Give every name "
@@ -180,7 +167,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         order = tuple(next(positional) if name is None else own.index(name) for name in target)
         if order == tuple(range(len(own))):
             return self
-        return self._make(transposed(data, order), target)
+        return self._make(base.transposed(data, order), target)
 
     def canonical(self) -> Self:
         """Returns the array stored as JAX's transforms see it.
@@ -190,10 +177,10 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             (None, 'a', 'b')
         """
         data, dims = self._parts()
-        _, order = canonical(dims, tuple(data.shape))
+        _, order = base.canonical(dims, tuple(data.shape))
         if order is None:
             return self
-        return self._make(transposed(data, order), tuple(dims[place] for place in order))
+        return self._make(base.transposed(data, order), tuple(dims[place] for place in order))
 
     def rename(self, names: Mapping[Any, Any]) -> Self:
         """Returns the array with names exchanged.
@@ -213,7 +200,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         for name in names:
             self._place(name)
         renamed = (name if name is None else names.get(name, name) for name in dims)
-        return self._make(data, check_dims(renamed))
+        return self._make(data, base.check_dims(renamed))
 
     def broadcast_axes(self, axes: Mapping[Any, int]) -> Self:
         """Returns the array repeated along names that it lacks.
@@ -241,7 +228,9 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         new = tuple(name for name in axes if name not in own)
         shape = (*(axes[name] for name in new), *data.shape)
         places = tuple(range(len(new), len(shape)))
-        return self._make(jax.lax.broadcast_in_dim(data, shape, places), check_dims((*new, *dims)))
+        return self._make(
+            jax.lax.broadcast_in_dim(data, shape, places), base.check_dims((*new, *dims))
+        )
 
     def _place(self, name: Any) -> int:
         if name is not None and name in self.dims:
@@ -355,7 +344,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             return f"NamedArray({self._data}, axes={shown(names, sizes)})"
 
 
-register(NamedArray)
+base.register(NamedArray)
 
 
 def as_named(value: Any, function: str) -> NamedArray:

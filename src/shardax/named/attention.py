@@ -24,7 +24,8 @@ from shardax.named.base import Axes, shown
 from shardax.named.functions import dot, softmax
 from shardax.named.layers import Linear, check_axes, check_input
 from shardax.named.make import arange, where
-from shardax.nn.parameters import LayerInputError, at_least_float32
+from shardax.nn.linear import at_least_float32
+from shardax.nn.parameters import LayerInputError
 
 
 class Attention(Module):

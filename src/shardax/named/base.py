@@ -80,8 +80,7 @@ def check_dims(dims: Iterable[Any]) -> Dims:
             except TypeError:
                 raise AxisNamesError(
                     f"An axis name is hashable, but {name!r} is of type {type(name).__name__}. Use "
-                    f"a string, a number, a tuple or a frozen dataclass; None leaves a dimension "
-                    f"unnamed."
+                    f"a string, a number, a tuple or a frozen dataclass; None for no name."
                 ) from None
         raise
 
@@ -197,9 +196,8 @@ class NamedStorage:
         array = as_leaf(data)
         if array.ndim != len(names):
             raise NamedAxesError(
-                f"An array of shape {tuple(array.shape)} has {array.ndim} dimensions, but the dims "
-                f"{names} are {len(names)}. Give one name per dimension, None for one that stays "
-                f"positional."
+                f"An array of shape {tuple(array.shape)} does not have the {len(names)} dims "
+                f"{names}. Give one name per dimension, None for one that stays positional."
             )
         self._data: Any = array
         self._dims: Dims | None = names
@@ -221,9 +219,8 @@ class NamedStorage:
             raise ClosureError(
                 f"A NamedArray with dims {dims} is used inside a function that nmap runs along "
                 f"{', '.join(map(repr, clashing))}, where each run sees one slice. It was captured "
-                f"by closure, so it is still whole. Pass it as an argument, nmap(f)(x, captured), "
-                f"and nmap takes its slices too; or, if each run shall see all of it, unwrap it: "
-                f"captured.unwrap(...)."
+                f"by closure, so it is still whole. Pass it as an argument, nmap(f)(x, captured); "
+                f"or, if each run shall see all of it, unwrap it: captured.unwrap(...)."
             )
         return self._data, dims
 
@@ -301,8 +298,7 @@ class NamedStorage:
             raise NamedAxesError(
                 f"This node of a pytree has the axes {shown(names, sizes)} and holds "
                 f"{type(leaf).__name__} in place of an array, as jax.tree.map makes it from a "
-                f"function that returns no array. It is no NamedArray to compute with; look at "
-                f"its .data."
+                f"function that returns no array. It cannot be computed with; look at its .data."
             )
         shape = tuple(leaf.shape)
         lead = len(shape) - len(names)
@@ -310,10 +306,9 @@ class NamedStorage:
             raise NamedAxesError(
                 f"This NamedArray has the axes {shown(names, sizes)}, but a transform or "
                 f"jax.tree.map put an array of shape {shape} into it. JAX sees the positional "
-                f"dimensions first, then these, and knows no names: map positional dimensions "
-                f"only, x.untag('name') makes one; or use nmap, which maps names; or change the "
-                f"array itself, x.sum('name'). For jax.shard_map, unwrap it outside and wrap the "
-                f"part inside."
+                f"dimensions first, then these: map positional ones only (x.untag('name') makes "
+                f"one), use nmap, which maps names, or change the array itself, x.sum('name'). "
+                f"For jax.shard_map, unwrap it outside and wrap the part inside."
             )
         return (None,) * lead + names
 
@@ -346,7 +341,7 @@ def as_leaf(data: Any) -> Any:
 
 def transposed(data: Any, permutation: tuple[int, ...] | None) -> Any:
     """Returns an array or ShapeDtypeStruct with its dimensions in another order."""
-    if permutation is None:
+    if permutation is None or permutation == tuple(range(len(permutation))):
         return data
     if not isinstance(data, jax.ShapeDtypeStruct):
         return jax.lax.transpose(data, permutation)
@@ -354,8 +349,7 @@ def transposed(data: Any, permutation: tuple[int, ...] | None) -> Any:
     if isinstance(sharding, NamedSharding):
         entries = (*sharding.spec, *(None,) * (len(data.shape) - len(sharding.spec)))
         spec = PartitionSpec(*(entries[place] for place in permutation))
-        kind = sharding.memory_kind
-        sharding = NamedSharding(sharding.mesh, spec, memory_kind=kind)
+        sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     shape = tuple(data.shape[place] for place in permutation)
     return jax.ShapeDtypeStruct(shape, data.dtype, sharding=sharding, weak_type=data.weak_type)
 

@@ -24,14 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.array_ops import ArrayLike
-from shardax.named.base import (
-    Dims,
-    NamedAxesError,
-    NamedStorage,
-    positional_places,
-    shown,
-    transposed,
-)
+from shardax.named import base
+from shardax.named.base import Dims, NamedAxesError, NamedStorage, positional_places, shown
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -48,21 +42,20 @@ def joined(first: Dims, second: Dims) -> Dims:
     """Returns the dims of the result of an elementwise operation."""
     # Those of the operand with more positional dimensions, the first if both have as many; names
     # that only the other has stand in front: ("a", "b") and ("b", "c") give ("c", "a", "b").
-    base, other = first, second
     if len(positional_places(second)) > len(positional_places(first)):
-        base, other = second, first
-    return (*(name for name in other if name is not None and name not in base), *base)
+        first, second = second, first
+    return (*(name for name in second if name is not None and name not in first), *first)
 
 
 @functools.lru_cache(maxsize=4096)
-def _expansion(dims: Dims, target: Dims) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """Returns the permutation, or None, and the added dimensions towards a target."""
+def _expansion(dims: Dims, target: Dims) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the permutation and the added dimensions towards a target."""
     sources = {target.index(name): i for i, name in enumerate(dims) if name is not None}
     mine, its = positional_places(dims), positional_places(target)
     sources |= dict(zip(its[len(its) - len(mine) :], mine, strict=True))
     order = tuple(sources[place] for place in sorted(sources))
     added = tuple(place for place in range(len(target)) if place not in sources)
-    return (None if order == tuple(range(len(dims))) else order), added
+    return order, added
 
 
 def expand(operand: Operand, target: Dims) -> Any:
@@ -71,7 +64,7 @@ def expand(operand: Operand, target: Dims) -> Any:
     if dims == target:
         return data
     permutation, added = _expansion(dims, target)
-    data = transposed(data, permutation)
+    data = base.transposed(data, permutation)
     return jax.lax.expand_dims(data, added) if added else data
 
 
@@ -110,9 +103,8 @@ def named_sizes(operands: Sequence[Operand]) -> dict[Any, int]:
         first = next(iter(clashing))
         raise NamedAxesError(
             f"The sizes of the axis {', '.join(map(repr, clashing))} differ: {listing(operands)}. "
-            f"A name says that two dimensions are the same; rename one of them, "
-            f"x.rename({{{first!r}: ...}}), or take the part that you mean, "
-            f"x[{{{first!r}: slice(...)}}]."
+            f"A name says that two dimensions are the same; rename one, x.rename({{{first!r}: "
+            f"...}}), or take the part that you mean, x[{{{first!r}: slice(...)}}]."
         )
     return sizes
 

@@ -17,8 +17,7 @@ from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown
 from shardax.named.elementwise import Operand, check_sizes, listing, place_of
 from shardax.named.lift import is_named, is_whole, run_lifted
-from shardax.nn.parameters import cast_all
-from shardax.partition.explicit import joined_sharding
+from shardax.nn.linear import cast_all, joined_sharding
 
 
 def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedArray:
@@ -55,26 +54,23 @@ def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedA
             f"dot cannot tell which positional dimensions belong together: "
             f"{listing((first, second))}. Name those of one array, x.tag(...)."
         )
-    joint = [
-        name
-        for name in first.dims
-        if name is not None and name in second.dims and name not in names
-    ]
+    common = (name for name in first.dims if name is not None and name in second.dims)
+    joint = [name for name in common if name not in names]
     free = [
         [place for place, name in enumerate(dims) if name not in (*names, *joint)]
         for dims in (first.dims, second.dims)
     ]
     left, right = cast_all(None, first.data, second.data)
-    batch = tuple(map(first.dims.index, joint))
+    summed, batch = (
+        (tuple(map(first.dims.index, each)), tuple(map(second.dims.index, each)))
+        for each in (names, joint)
+    )
     data = jax.lax.dot_general(
         left,
         right,
-        (
-            (tuple(map(first.dims.index, names)), tuple(map(second.dims.index, names))),
-            (batch, tuple(map(second.dims.index, joint))),
-        ),
+        (summed, batch),
         preferred_element_type=left.dtype if dtype is None else dtype,
-        out_sharding=joined_sharding(((left, (*batch, *free[0])), (right, free[1]))),
+        out_sharding=joined_sharding(((left, (*batch[0], *free[0])), (right, free[1]))),
     )
     kept = (first.dims[place] for place in free[0]), (second.dims[place] for place in free[1])
     return NamedArray._make(data, (*joint, *kept[0], *kept[1]))
@@ -234,8 +230,7 @@ def _slices(xs: Any, axis: Name) -> tuple[list[Operand], Any]:
         if not isinstance(leaf, NamedArray):
             raise NamedAxesError(
                 f"{where} of named.scan is of type {type(leaf).__name__}, without names to slice "
-                f"by. Wrap it, named.wrap(array, {axis!r}, ...); what every iteration sees whole "
-                f"the function can take from around it."
+                f"by. Wrap it, named.wrap(array, {axis!r}, ...), or let the function close over it."
             )
         data, dims = leaf._parts()
         if axis is None or axis not in dims:

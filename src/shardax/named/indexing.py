@@ -37,7 +37,7 @@ from shardax.named.lift import run_lifted
 class ResolvedIndex(NamedTuple):
     """An index of the stored array, transposed first, that JAX can apply."""
 
-    permutation: tuple[int, ...] | None
+    permutation: tuple[int, ...] | None  # None: none is needed
     entries: tuple[Any, ...]  # one per dimension
     dims: base.Dims  # of the result
     shape: tuple[int, ...]  # of the result
@@ -90,18 +90,14 @@ def _gather(
     twice = [name for name in kept if name is not None and kept.count(name) > 1]
     if twice:
         raise base.NamedAxesError(
-            f"The result of this index would have the axis {twice[0]!r} twice: the array has "
-            f"{base.shown(array.dims, array.data.shape)} and takes only a slice along {twice[0]!r}, "
-            f"where positions have that name too. Take the slice first: x[{{...: slice}}][...]."
+            f"The result of this index would have the axis {twice[0]!r} twice: of the array "
+            f"{base.shown(array.dims, array.data.shape)} it takes only a slice along that axis, "
+            f"and positions have that name too. Take the slice first: x[{{...: slice}}][...]."
         )
     sizes = _sizes(array, entries, rest)
     shape = np.broadcast_shapes(*(each.shape for each in positions))
-    return ResolvedIndex(
-        None if order == tuple(range(len(order))) else order,
-        tuple(found.get(place, slice(None)) for place in order),
-        kept,
-        (*sizes[:before], *shape, *sizes[before:]),
-    )
+    indices = tuple(found.get(place, slice(None)) for place in order)
+    return ResolvedIndex(order, indices, kept, (*sizes[:before], *shape, *sizes[before:]))
 
 
 def _sizes(
@@ -137,8 +133,8 @@ def _by_place(array: elementwise.Operand, index: Any) -> dict[int, Any]:
     if before + len(after) > len(places):
         raise base.NamedAxesError(
             f"The index has {before + len(after)} entries, but an array with axes "
-            f"{base.shown(array.dims, array.data.shape)} has {len(places)} positional dimensions, which "
-            f"is what an index without names counts. Index by name: x[{{name: ...}}]."
+            f"{base.shown(array.dims, array.data.shape)} has {len(places)} positional "
+            f"dimensions, which an index without names counts. Index by name: x[{{name: ...}}]."
         )
     pairs = zip(places[len(places) - len(after) :], after, strict=True)
     return {**dict(zip(places, given[:before], strict=False)), **dict(pairs)}
@@ -222,9 +218,9 @@ def _masked(name: Any, mask: Any, dims: base.Dims, size: int) -> elementwise.Ope
     if mask.shape != (size,) or dims not in ((name,), (None,)):
         raise base.NamedAxesError(
             f"The axis {name!r} of size {size} is indexed by booleans with axes "
-            f"{base.shown(dims, mask.shape) if len(dims) == mask.ndim else tuple(mask.shape)}. A mask "
-            f"has one entry per position of its axis; for several axes at once, keep the shape: "
-            f"named.where(mask, x, 0)."
+            f"{base.shown(dims, mask.shape) if len(dims) == mask.ndim else tuple(mask.shape)}. "
+            f"A mask has one entry per position of its axis; for several axes at once, keep the "
+            f"shape: named.where(mask, x, 0)."
         )
     return elementwise.Operand(jnp.asarray(np.flatnonzero(np.asarray(mask))), (name,))
 
@@ -327,8 +323,8 @@ def _fitting(value: Any, part: elementwise.Operand) -> Any:
     elementwise.check_sizes((part, found))
     if elementwise.joined(part.dims, found.dims) != part.dims:
         raise base.NamedAxesError(
-            f"A value with axes {base.shown(found.dims, found.data.shape)} does not fit into a part "
-            f"with axes {base.shown(part.dims, part.data.shape)}: it may lack axes, along which it is "
-            f"repeated, but not have more."
+            f"A value with axes {base.shown(found.dims, found.data.shape)} does not fit into a "
+            f"part with axes {base.shown(part.dims, part.data.shape)}: it may lack axes, along "
+            f"which it is repeated, but not have more."
         )
     return elementwise.expand(found, part.dims)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.init.lazy import Init, Initializer
+from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.variable import Param
@@ -26,20 +26,8 @@ from shardax._transforms.errors import LayerConfigError
 from shardax.named.array import NamedArray
 from shardax.named.base import Axes, NamedAxesError, check_sizes_by_name, shown
 from shardax.named.functions import dot
-from shardax.nn.parameters import (
-    LayerInputError,
-    at_least_float32,
-    canonical_dtype,
-    cast_all,
-    check_epsilon,
-    lecun_normal,
-    result_dtype,
-)
+from shardax.nn import linear, parameters
 from shardax.partition.errors import AxisNamesError
-from shardax.partition.explicit import align, joined_sharding
-
-ones = jax.nn.initializers.ones
-zeros = jax.nn.initializers.zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +65,14 @@ def parameter(
     initializer: Initializer, axes: AxisSizes, dtype: Any, rngs: Rngs | None
 ) -> Param[Any]:
     """Makes a lazy parameter whose dimensions have the given names and sizes."""
-    # Constants draw nothing from the random streams.
-    source = None if initializer in (ones, zeros) else rngs
-    return Param(Init(initializer, axes.sizes, dtype, rngs=source), axes=axes.names)
+    return parameters.make_parameter(initializer, axes.sizes, dtype, axes.names, rngs)
 
 
 def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] = ()) -> NamedArray:
     """Returns an input with the expected axes, or raises LayerInputError."""
     if not isinstance(x, NamedArray):
         shape = f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else ""
-        raise LayerInputError(
+        raise parameters.LayerInputError(
             f"{layer} takes a NamedArray, but was given {type(x).__name__}{shape}. Name the "
             f"dimensions: named.wrap(x, {', '.join(map(repr, ('batch', *expected.names)))})."
         )
@@ -103,7 +89,7 @@ def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] =
     ]
     if wrong:
         lines = "".join(f"\n  {each}" for each in wrong)
-        raise LayerInputError(
+        raise parameters.LayerInputError(
             f"{layer} was given {x.dtype}{shown(x.dims, x.shape)}, whose axes do not fit:{lines}\n"
             f"Exchange names with x.rename({{found: expected}})."
         )
@@ -113,7 +99,9 @@ def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] =
 def beside(variable: Param[Any], x: NamedArray, dtype: Any) -> NamedArray:
     """Returns a parameter, laid out and cast for elementwise use."""
     names = variable.axes or ()
-    data = align(variable.value.astype(dtype), x.data, [x.dims.index(name) for name in names])
+    data = linear.align(
+        variable.value.astype(dtype), x.data, [x.dims.index(name) for name in names]
+    )
     return NamedArray._make(data, names)
 
 
@@ -160,7 +148,7 @@ class Linear(Module):
         dtype: Any = None,
         param_dtype: Any = np.float32,
         kernel_init: Initializer | None = None,
-        bias_init: Initializer = zeros,
+        bias_init: Initializer = parameters.zeros,
         rngs: Rngs | None,
     ) -> None:
         inputs = self.input_axes = check_axes("Linear", "input_axes", input_axes)
@@ -176,12 +164,12 @@ class Linear(Module):
         if kernel_init is None:
             first, second = len(batch.names), len(batch.names) + len(inputs.names)
             last = second + len(outputs.names)
-            kernel_init = lecun_normal(
+            kernel_init = parameters.lecun_normal(
                 tuple(range(first, second)), tuple(range(second, last)), tuple(range(first))
             )
         self.kernel = parameter(kernel_init, batch + inputs + made, param_dtype, rngs)
         self.bias = parameter(bias_init, batch + outputs, param_dtype, rngs) if use_bias else None
-        self.dtype = canonical_dtype(dtype)
+        self.dtype = parameters.canonical_dtype(dtype)
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Maps an input.
@@ -200,7 +188,7 @@ class Linear(Module):
         names = self._out_names()
         made = dict.fromkeys(n for n in (*names, *names.values()) if n not in inputs.names)
         x = check_input(self._shown(), x, inputs + batch, made)
-        data, kernel = cast_all(self.dtype, x.data, self.kernel.value)
+        data, kernel = linear.cast_all(self.dtype, x.data, self.kernel.value)
         dims = (*batch.names, *inputs.names, *names.values())
         y = dot(NamedArray._make(data, x.dims), NamedArray._make(kernel, dims), inputs.names)
         y = y.rename({new: name for name, new in names.items() if new != name})
@@ -268,7 +256,7 @@ class Embed(Module):
                 1.0, "fan_in", "normal", in_axis=tuple(range(1, len(axes.names))), out_axis=0
             )
         self.embedding = parameter(embedding_init, axes, param_dtype, rngs)
-        self.dtype = canonical_dtype(dtype)
+        self.dtype = parameters.canonical_dtype(dtype)
 
     def __call__(self, indices: NamedArray) -> NamedArray:
         """Looks integers up.
@@ -285,17 +273,16 @@ class Embed(Module):
         """
         indices = check_input(self._shown(), indices, AxisSizes((), ()), self.output_axes.names)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise LayerInputError(
-                f"{self._shown()} looks up integers, but was given "
-                f"{indices.dtype}{shown(indices.dims, indices.shape)}. Cast them: "
-                f"indices.astype(int)."
+            raise parameters.LayerInputError(
+                f"{self._shown()} looks up integers, but was given {indices.dtype}"
+                f"{shown(indices.dims, indices.shape)}. Cast them: indices.astype(int)."
             )
-        (table,) = cast_all(self.dtype, self.embedding.value)
+        (table,) = linear.cast_all(self.dtype, self.embedding.value)
         data, rest = indices.data, range(1, table.ndim)
         found = table.at[data].get(
             mode="fill",
             fill_value=jnp.nan,
-            out_sharding=joined_sharding(((data, range(data.ndim)), (table, rest))),
+            out_sharding=linear.joined_sharding(((data, range(data.ndim)), (table, rest))),
         )
         return NamedArray._make(found, (*indices.dims, *self.output_axes.names))
 
@@ -313,7 +300,7 @@ class Embed(Module):
         """
         layer = f"{self._shown()}.attend"
         x = check_input(layer, x, self.output_axes, self.vocab_axis.names)
-        data, table = cast_all(self.dtype, x.data, self.embedding.value)
+        data, table = linear.cast_all(self.dtype, x.data, self.embedding.value)
         kernel = NamedArray._make(table, self.vocab_axis.names + self.output_axes.names)
         return dot(NamedArray._make(data, x.dims), kernel, self.output_axes.names)
 
@@ -357,13 +344,13 @@ class RMSNorm(Module):
         use_scale: bool = True,
         dtype: Any = None,
         param_dtype: Any = np.float32,
-        scale_init: Initializer = ones,
+        scale_init: Initializer = parameters.ones,
         rngs: Rngs | None = None,
     ) -> None:
         self.axes = check_axes("RMSNorm", "axes", axes)
-        self.epsilon = check_epsilon("RMSNorm", epsilon)
+        self.epsilon = parameters.check_epsilon("RMSNorm", epsilon)
         self.scale = parameter(scale_init, self.axes, param_dtype, rngs) if use_scale else None
-        self.dtype = canonical_dtype(dtype)
+        self.dtype = parameters.canonical_dtype(dtype)
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Normalises an input.
@@ -378,9 +365,9 @@ class RMSNorm(Module):
             LayerInputError: If an axis is missing or has another size.
         """
         x = check_input(f"RMSNorm({self.axes})", x, self.axes)
-        wide = x.astype(at_least_float32(x.dtype))
+        wide = x.astype(linear.at_least_float32(x.dtype))
         normed = _over_root_mean_square(wide, self.axes, self.epsilon, self.scale)
-        return normed.astype(result_dtype(self.dtype, x.data, _value(self.scale)))
+        return normed.astype(linear.result_dtype(self.dtype, x.data, _value(self.scale)))
 
 
 class LayerNorm(Module):
@@ -423,15 +410,15 @@ class LayerNorm(Module):
         use_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = np.float32,
-        scale_init: Initializer = ones,
-        bias_init: Initializer = zeros,
+        scale_init: Initializer = parameters.ones,
+        bias_init: Initializer = parameters.zeros,
         rngs: Rngs | None = None,
     ) -> None:
         self.axes = check_axes("LayerNorm", "axes", axes)
-        self.epsilon = check_epsilon("LayerNorm", epsilon)
+        self.epsilon = parameters.check_epsilon("LayerNorm", epsilon)
         self.scale = parameter(scale_init, self.axes, param_dtype, rngs) if use_scale else None
         self.bias = parameter(bias_init, self.axes, param_dtype, rngs) if use_bias else None
-        self.dtype = canonical_dtype(dtype)
+        self.dtype = parameters.canonical_dtype(dtype)
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Normalises an input.
@@ -446,14 +433,14 @@ class LayerNorm(Module):
             LayerInputError: If an axis is missing or has another size.
         """
         x = check_input(f"LayerNorm({self.axes})", x, self.axes)
-        wide = x.astype(at_least_float32(x.dtype))
+        wide = x.astype(linear.at_least_float32(x.dtype))
         centred = wide - wide.mean(list(self.axes.names))
         # Of centred values, so that a large common offset costs no precision.
         normed = _over_root_mean_square(centred, self.axes, self.epsilon, self.scale)
         if self.bias is not None:
             normed = normed + beside(self.bias, normed, normed.dtype)
-        parameters = _value(self.scale), _value(self.bias)
-        return normed.astype(result_dtype(self.dtype, x.data, *parameters))
+        scale, bias = _value(self.scale), _value(self.bias)
+        return normed.astype(linear.result_dtype(self.dtype, x.data, scale, bias))
 
 
 def _over_root_mean_square(

@@ -28,9 +28,8 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
-from shardax.nn.linear import Linear
-from shardax.nn.parameters import LayerInputError, as_array, as_axes, as_size, refuse_input, zeros
-from shardax.partition.explicit import explicit_entries
+from shardax.nn.linear import Linear, as_array, explicit_entries
+from shardax.nn.parameters import LayerInputError, as_axes, as_size, refuse_input, zeros
 
 
 class Rotation(NamedTuple):

@@ -17,8 +17,8 @@ from shardax._core.errors import MissingRngsError
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
-from shardax.nn.parameters import LayerInputError, as_array
-from shardax.partition.explicit import explicit_sharding
+from shardax.nn.linear import as_array, explicit_sharding
+from shardax.nn.parameters import LayerInputError
 
 
 class Dropout(Module):

@@ -23,7 +23,7 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
-from shardax.nn.linear import add_bias, einsum
+from shardax.nn.linear import add_bias, as_array, cast_all, einsum
 
 _FORM = re.compile(r"(\.\.\.)?([A-Za-z]+),([A-Za-z]+)->(\.\.\.)?([A-Za-z]*)")
 
@@ -140,7 +140,7 @@ class Einsum(Module):
         axes = parameters.as_axes(name, "kernel_axes", given, len(sizes))
         if kernel_init is None:
             kernel_init = parameters.lecun_normal(*parsed.kernel_dimensions())
-        self.kernel = parameters.make_parameter(name, kernel_init, sizes, param_dtype, axes, rngs)
+        self.kernel = parameters.make_parameter(kernel_init, sizes, param_dtype, axes, rngs)
         self.bias = None
         if bias_shape is not None:
             made = [parsed.kernel.index(letter) for letter in parsed.made]
@@ -152,7 +152,7 @@ class Einsum(Module):
                     f"bias_shape={expected}."
                 )
             self.bias = parameters.make_parameter(
-                name, bias_init, expected, param_dtype, [axes[i] for i in made], rngs
+                bias_init, expected, param_dtype, [axes[i] for i in made], rngs
             )
         self.equation = parsed
         self.dtype = parameters.canonical_dtype(dtype)
@@ -171,7 +171,7 @@ class Einsum(Module):
         Raises:
             LayerInputError: If the shape does not fit the equation and the kernel.
         """
-        x, kernel, equation = parameters.as_array(x), self.kernel.value, self.equation
+        x, kernel, equation = as_array(x), self.kernel.value, self.equation
         extra = x.ndim - len(equation.input)
         sizes = dict(zip(equation.kernel, kernel.shape, strict=True))
         if not _fits(equation, sizes, x.shape):
@@ -183,7 +183,7 @@ class Einsum(Module):
                 x,
                 f"The kernel has the shape {kernel.shape}.",
             )
-        x, kernel = parameters.cast_all(self.dtype, x, kernel)
+        x, kernel = cast_all(self.dtype, x, kernel)
         y = einsum(equation.spelled_out(extra), x, kernel, out_sharding)
         if self.bias is None:
             return y

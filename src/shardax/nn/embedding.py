@@ -14,8 +14,7 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax.nn import parameters
-from shardax.nn.linear import contract
-from shardax.partition.explicit import joined_sharding
+from shardax.nn.linear import as_array, cast_all, contract, joined_sharding
 
 default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(
     1.0, "fan_in", "normal", out_axis=0
@@ -64,9 +63,8 @@ class Embed(Module):
             parameters.as_size("Embed", "num_embeddings", num_embeddings),
             parameters.as_size("Embed", "features", features),
         )
-        self.embedding = parameters.make_parameter(
-            "Embed", embedding_init, shape, param_dtype, axes, rngs
-        )
+        names = parameters.as_axes("Embed", "axis names", axes, 2)
+        self.embedding = parameters.make_parameter(embedding_init, shape, param_dtype, names, rngs)
         self.num_embeddings, self.features = shape
         self.dtype = parameters.canonical_dtype(dtype)
 
@@ -85,7 +83,7 @@ class Embed(Module):
         Raises:
             LayerInputError: If the indices are not integers.
         """
-        indices = parameters.as_array(indices)
+        indices = as_array(indices)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             parameters.refuse_input(
                 f"Embed({self.num_embeddings}, {self.features})",
@@ -94,7 +92,7 @@ class Embed(Module):
                 "Cast them: indices.astype(int). For a distribution over the vectors, multiply: "
                 "weights @ embed.embedding.",
             )
-        (table,) = parameters.cast_all(self.dtype, self.embedding.value)
+        (table,) = cast_all(self.dtype, self.embedding.value)
         if out_sharding is None:
             out_sharding = joined_sharding(((indices, range(indices.ndim)), (table, (1,))))
         if out_sharding is None:
@@ -117,7 +115,7 @@ class Embed(Module):
         Raises:
             LayerInputError: If the last dimension is not ``features``.
         """
-        x, table = parameters.as_array(x), self.embedding.value
+        x, table = as_array(x), self.embedding.value
         if x.shape[-1:] != (self.features,):
             parameters.refuse_input(
                 f"Embed({self.num_embeddings}, {self.features}).attend",
@@ -125,5 +123,5 @@ class Embed(Module):
                 x,
                 "It is the transpose of the lookup, so it takes what the lookup gives.",
             )
-        x, table = parameters.cast_all(self.dtype, x, table)
+        x, table = cast_all(self.dtype, x, table)
         return contract(x, table, (1,), out_sharding)

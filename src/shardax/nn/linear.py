@@ -1,61 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layer and the contractions that layers are made of.
+"""Linear layer, and the arithmetic of layers: casts, contractions, layouts.
 
-Where the caller does not say how to lay a result out over Explicit mesh axes, it keeps the layout
-of the dimensions that remain.
+Over *Explicit* mesh axes an array's sharding is part of its type, and JAX refuses an operation
+whose result could be laid out in several ways. A layer has one sensible answer, found here from the
+operands alone, so that a model needs no rules in scope and no shardings by hand:
+
+- A contraction keeps the layout of the dimensions that remain; a mesh axis that both operands want
+  goes to the input, so the batch stays where it is and the parameter is gathered. The sum over a
+  split contracted dimension is left to the compiler, as over Auto axes.
+- A lookup has the layout of the indices, then that of the row.
+- A parameter that is combined elementwise takes the layout of the dimensions it meets.
+
+Over Auto axes, on one device and for Manual axes (inside ``shard_map``) types have no sharding, and
+nothing is done.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax.nn import parameters
-from shardax.partition.explicit import align, joined_sharding
-
-
-def contract(
-    x: jax.Array, kernel: jax.Array, dimensions: Sequence[int], out_sharding: Any = None
-) -> jax.Array:
-    """Sums products over the last dimensions of ``x`` and given kernel dimensions."""
-    # The result has the shape (..., *remaining dimensions of the kernel) and the dtype of ``x``.
-    free = x.ndim - len(dimensions)
-    if out_sharding is None:
-        rest = [axis for axis in range(kernel.ndim) if axis not in dimensions]
-        out_sharding = joined_sharding(((x, range(free)), (kernel, rest)))
-    # In this order and not by jnp.einsum, which contracts several dimensions last one first: XLA
-    # on CPU then copies both operands.
-    contracted = (tuple(range(free, x.ndim)), tuple(dimensions))
-    return _dot_general(x, kernel, contracted, out_sharding)
-
-
-# A unit as ``jnp.einsum`` is, so that layers of one shape are traced and differentiated once.
-@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
-def _dot_general(x: jax.Array, kernel: jax.Array, contracted: Any, out_sharding: Any) -> jax.Array:
-    return jax.lax.dot_general(
-        x, kernel, (contracted, ((), ())), preferred_element_type=x.dtype, out_sharding=out_sharding
-    )
-
-
-def einsum(equation: str, x: jax.Array, kernel: jax.Array, out_sharding: Any = None) -> jax.Array:
-    """Runs ``jnp.einsum`` without ellipses, laid out over Explicit mesh axes."""
-    if out_sharding is None:
-        inputs, output = equation.split("->")
-        first, second = inputs.split(",")
-        parts = [
-            (x, (first.index(letter),)) if letter in first else (kernel, (second.index(letter),))
-            for letter in output
-        ]
-        out_sharding = joined_sharding(parts)
-    return jnp.einsum(equation, x, kernel, out_sharding=out_sharding)
+from shardax.partition.rules import SpecEntry, mesh_axes_of
 
 
 class Linear(Module):
@@ -111,11 +86,9 @@ class Linear(Module):
             kernel_init = parameters.lecun_normal(
                 tuple(range(count)), tuple(range(count, len(shape)))
             )
-        self.kernel = parameters.make_parameter(
-            "Linear", kernel_init, shape, param_dtype, axes, rngs
-        )
+        self.kernel = parameters.make_parameter(kernel_init, shape, param_dtype, axes, rngs)
         self.bias = (
-            parameters.make_parameter("Linear", bias_init, outputs, param_dtype, axes[count:], rngs)
+            parameters.make_parameter(bias_init, outputs, param_dtype, axes[count:], rngs)
             if use_bias
             else None
         )
@@ -137,7 +110,7 @@ class Linear(Module):
         Raises:
             LayerInputError: If the last dimensions are not ``in_features``.
         """
-        x, kernel = parameters.as_array(x), self.kernel.value
+        x, kernel = as_array(x), self.kernel.value
         count = len(self.in_features) if isinstance(self.in_features, tuple) else 1
         sizes = kernel.shape[:count]
         if x.shape[-count:] != sizes:
@@ -149,7 +122,7 @@ class Linear(Module):
                 f"{x.shape[-1] if count == 1 and x.ndim else x.shape[-count:]}, or bring the "
                 f"features to the end.",
             )
-        x, kernel = parameters.cast_all(self.dtype, x, kernel)
+        x, kernel = cast_all(self.dtype, x, kernel)
         y = contract(x, kernel, range(count), out_sharding)
         return y if self.bias is None else add_bias(y, self.bias.value)
 
@@ -158,8 +131,115 @@ def _numbered(name: str, count: int) -> tuple[str, ...]:
     return (name,) if count == 1 else tuple(f"{name}_{position}" for position in range(count))
 
 
+def as_array(value: Any) -> jax.Array:
+    """Returns a number, NumPy array or Variable as a JAX array."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Casts arrays to the compute dtype; None promotes them to their widest."""
+    wanted = jnp.result_type(*arrays) if dtype is None else dtype
+    return tuple(array if array.dtype == wanted else array.astype(wanted) for array in arrays)
+
+
+def at_least_float32(dtype: Any) -> np.dtype:
+    """Returns the dtype in which statistics over a ``dtype`` array are computed."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any:
+    """Returns the compute dtype; without one, what input and parameters promote to."""
+    if dtype is not None:
+        return dtype
+    promoted = jnp.result_type(x, *(one for one in parameters if one is not None))
+    return promoted if jnp.issubdtype(promoted, jnp.inexact) else at_least_float32(promoted)
+
+
+def contract(
+    x: jax.Array, kernel: jax.Array, dimensions: Sequence[int], out_sharding: Any = None
+) -> jax.Array:
+    """Sums products over the last dimensions of ``x`` and given kernel dimensions."""
+    # The result has the shape (..., *remaining dimensions of the kernel) and the dtype of ``x``.
+    free = x.ndim - len(dimensions)
+    if out_sharding is None:
+        rest = [axis for axis in range(kernel.ndim) if axis not in dimensions]
+        out_sharding = joined_sharding(((x, range(free)), (kernel, rest)))
+    # In this order and not by jnp.einsum, which contracts several dimensions last one first: XLA
+    # on CPU then copies both operands.
+    contracted = (tuple(range(free, x.ndim)), tuple(dimensions))
+    return _dot_general(x, kernel, contracted, out_sharding)
+
+
+# A unit as ``jnp.einsum`` is, so that layers of one shape are traced and differentiated once.
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
+def _dot_general(x: jax.Array, kernel: jax.Array, contracted: Any, out_sharding: Any) -> jax.Array:
+    return jax.lax.dot_general(
+        x, kernel, (contracted, ((), ())), preferred_element_type=x.dtype, out_sharding=out_sharding
+    )
+
+
+def einsum(equation: str, x: jax.Array, kernel: jax.Array, out_sharding: Any = None) -> jax.Array:
+    """Runs ``jnp.einsum`` without ellipses, laid out over Explicit mesh axes."""
+    if out_sharding is None:
+        inputs, output = equation.split("->")
+        first, second = inputs.split(",")
+        parts = [
+            (x, (first.index(letter),)) if letter in first else (kernel, (second.index(letter),))
+            for letter in output
+        ]
+        out_sharding = joined_sharding(parts)
+    return jnp.einsum(equation, x, kernel, out_sharding=out_sharding)
+
+
 def add_bias(y: jax.Array, bias: jax.Array, dimensions: Sequence[int] | None = None) -> jax.Array:
     """Adds a bias over given dimensions, by default the last."""
     places = range(y.ndim - bias.ndim, y.ndim) if dimensions is None else dimensions
     bias = align(bias if bias.dtype == y.dtype else bias.astype(y.dtype), y, places)
     return y + jax.lax.expand_dims(bias, [i for i in range(y.ndim) if i not in places])
+
+
+def explicit_entries(array: jax.Array) -> tuple[SpecEntry, ...] | None:
+    """Mesh axes of each dimension in the array's type, or None."""
+    entries = tuple(jax.typeof(array).sharding.spec)
+    return entries if any(entry is not None for entry in entries) else None
+
+
+def explicit_sharding(array: jax.Array) -> NamedSharding | None:
+    """Sharding of an array's type over Explicit axes, or None."""
+    return None if explicit_entries(array) is None else jax.typeof(array).sharding
+
+
+def joined_sharding(parts: Iterable[tuple[jax.Array, Sequence[int]]]) -> NamedSharding | None:
+    """Sharding of a result with several operands' dimensions, for ``out_sharding=``."""
+    # ``parts`` are pairs of an operand and those of its dimensions that the result has, in the
+    # result's order. Where two want one mesh axis, the earlier has it. None if no operand is split.
+    found = [(array, explicit_entries(array), dimensions) for array, dimensions in parts]
+    mesh = next(
+        (jax.typeof(array).sharding.mesh for array, entries, _ in found if entries is not None),
+        None,
+    )
+    if mesh is None:
+        return None
+    taken: set[str] = set()
+    spec: list[SpecEntry] = []
+    for _, entries, dimensions in found:
+        for dimension in dimensions:
+            entry = None if entries is None else entries[dimension]
+            spec.append(None if taken.intersection(mesh_axes_of(entry)) else entry)
+            taken.update(mesh_axes_of(spec[-1]))
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def align(parameter: jax.Array, x: jax.Array, dimensions: Sequence[int] | None = None) -> jax.Array:
+    """Lays a parameter out like the dimensions it meets elementwise."""
+    # ``dimensions`` are those of ``x``, the last ones by default.
+    entries = explicit_entries(parameter)
+    if entries is None:
+        return parameter
+    every = tuple(jax.typeof(x).sharding.spec)
+    last = range(x.ndim - parameter.ndim, x.ndim)
+    wanted = tuple(every[i] for i in (last if dimensions is None else dimensions))
+    if wanted == entries:
+        return parameter
+    mesh = jax.typeof(parameter).sharding.mesh
+    return jax.sharding.reshard(parameter, NamedSharding(mesh, PartitionSpec(*wanted)))

@@ -27,7 +27,7 @@ from shardax._core.module import Module
 from shardax._core.variable import BatchStat
 from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
-from shardax.partition.explicit import align
+from shardax.nn.linear import align, as_array, at_least_float32, result_dtype
 
 
 class RMSNorm(Module):
@@ -74,9 +74,7 @@ class RMSNorm(Module):
         self.epsilon = parameters.check_epsilon("RMSNorm", epsilon)
         names = parameters.as_axes("RMSNorm", "axis names", axes, 1)
         self.scale = (
-            parameters.make_parameter(
-                "RMSNorm", scale_init, (self.features,), param_dtype, names, rngs
-            )
+            parameters.make_parameter(scale_init, (self.features,), param_dtype, names, rngs)
             if use_scale
             else None
         )
@@ -96,9 +94,9 @@ class RMSNorm(Module):
         """
         x = _check_input("RMSNorm", self.features, x)
         scale = None if self.scale is None else self.scale.value
-        wide = x.astype(parameters.at_least_float32(x.dtype))
+        wide = x.astype(at_least_float32(x.dtype))
         normed = _over_root_mean_square(wide, self.epsilon, scale)
-        return normed.astype(parameters.result_dtype(self.dtype, x, scale))
+        return normed.astype(result_dtype(self.dtype, x, scale))
 
 
 class LayerNorm(Module):
@@ -150,12 +148,7 @@ class LayerNorm(Module):
         self.epsilon = parameters.check_epsilon("LayerNorm", epsilon)
         names, shape = parameters.as_axes("LayerNorm", "axis names", axes, 1), (self.features,)
         make = functools.partial(
-            parameters.make_parameter,
-            "LayerNorm",
-            shape=shape,
-            dtype=param_dtype,
-            axes=names,
-            rngs=rngs,
+            parameters.make_parameter, shape=shape, dtype=param_dtype, axes=names, rngs=rngs
         )
         self.scale = make(scale_init) if use_scale else None
         self.bias = make(bias_init) if use_bias else None
@@ -176,17 +169,17 @@ class LayerNorm(Module):
         x = _check_input("LayerNorm", self.features, x)
         scale = None if self.scale is None else self.scale.value
         bias = None if self.bias is None else self.bias.value
-        wide = x.astype(parameters.at_least_float32(x.dtype))
+        wide = x.astype(at_least_float32(x.dtype))
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         # Of centred values, so that a large common offset costs no precision.
         normed = _over_root_mean_square(centred, self.epsilon, scale)
         if bias is not None:
             normed = normed + _spread(bias, normed)
-        return normed.astype(parameters.result_dtype(self.dtype, x, scale, bias))
+        return normed.astype(result_dtype(self.dtype, x, scale, bias))
 
 
 def _check_input(layer: str, features: int, x: Any) -> jax.Array:
-    x = parameters.as_array(x)
+    x = as_array(x)
     if x.shape[-1:] != (features,):
         parameters.refuse_input(
             f"{layer}({features})",
@@ -290,12 +283,7 @@ class BatchNorm(Module):
         self.mean = BatchStat(Init(parameters.zeros, shape, np.float32), axes=names)
         self.var = BatchStat(Init(parameters.ones, shape, np.float32), axes=names)
         make = functools.partial(
-            parameters.make_parameter,
-            "BatchNorm",
-            shape=shape,
-            dtype=param_dtype,
-            axes=names,
-            rngs=rngs,
+            parameters.make_parameter, shape=shape, dtype=param_dtype, axes=names, rngs=rngs
         )
         self.scale = make(scale_init) if use_scale else None
         self.bias = make(bias_init) if use_bias else None
@@ -319,7 +307,7 @@ class BatchNorm(Module):
             LayerInputError: If the dimension of the features has another size, or there is no axis
                 ``axis_name`` here.
         """
-        x = parameters.as_array(x)
+        x = as_array(x)
         if not -x.ndim <= self.axis < x.ndim or x.shape[self.axis] != self.features:
             parameters.refuse_input(
                 f"BatchNorm({self.features})",
@@ -329,7 +317,7 @@ class BatchNorm(Module):
                 "stand.",
             )
         dimension = self.axis % x.ndim
-        wide = x.astype(parameters.at_least_float32(x.dtype))
+        wide = x.astype(at_least_float32(x.dtype))
         running = self.use_running_average if use_running_average is None else use_running_average
         if running:
             mean, var = self.mean.value, self.var.value
@@ -343,18 +331,14 @@ class BatchNorm(Module):
             normed = normed * _spread(scale, wide, dimension)
         if bias is not None:
             normed = normed + _spread(bias, wide, dimension)
-        return normed.astype(parameters.result_dtype(self.dtype, x, scale, bias))
+        return normed.astype(result_dtype(self.dtype, x, scale, bias))
 
     def _batch_statistics(
         self, x: jax.Array, dimension: int, mask: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Returns mean and variance of features, and updates the running ones."""
         others = tuple(axis for axis in range(x.ndim) if axis != dimension)
-        where = (
-            None
-            if mask is None
-            else jnp.broadcast_to(parameters.as_array(mask).astype(bool), x.shape)
-        )
+        where = None if mask is None else jnp.broadcast_to(as_array(mask).astype(bool), x.shape)
         count = None if where is None else self._over_axis(jax.lax.psum, where.sum(others))
 
         def average(values: jax.Array) -> jax.Array:

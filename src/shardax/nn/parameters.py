@@ -40,19 +40,17 @@ Sizes = int | tuple[int, ...]
 
 
 def make_parameter(
-    layer: str,
     initializer: Initializer,
     shape: tuple[int, ...],
     dtype: Any,
-    axes: Sequence[str | None],
+    axes: Sequence[Any],
     rngs: Rngs | None,
 ) -> Param[Any]:
     """Makes a lazy parameter with one axis name per dimension."""
-    names = as_axes(layer, "axis names", axes, len(shape))
     # Constants draw nothing, so adding a bias or a norm to a model leaves its other parameters as
     # they were.
     source = None if initializer in (ones, zeros) else rngs
-    return Param(Init(initializer, shape, dtype, rngs=source), axes=names)
+    return Param(Init(initializer, shape, dtype, rngs=source), axes=tuple(axes))
 
 
 @functools.lru_cache(maxsize=256)
@@ -109,30 +107,6 @@ def refuse_input(layer: str, expected: str, found: Any, hint: str) -> NoReturn:
 def canonical_dtype(dtype: Any) -> np.dtype | None:
     """Returns a dtype as NumPy names it, canonical for JAX."""
     return None if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
-
-
-def as_array(value: Any) -> jax.Array:
-    """Returns a number, NumPy array or Variable as a JAX array."""
-    return value if isinstance(value, jax.Array) else jnp.asarray(value)
-
-
-def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Casts arrays to the compute dtype; None promotes them to their widest."""
-    wanted = jnp.result_type(*arrays) if dtype is None else dtype
-    return tuple(array if array.dtype == wanted else array.astype(wanted) for array in arrays)
-
-
-def at_least_float32(dtype: Any) -> np.dtype:
-    """Returns the dtype in which statistics over a ``dtype`` array are computed."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any:
-    """Returns the compute dtype; without one, what input and parameters promote to."""
-    if dtype is not None:
-        return dtype
-    promoted = jnp.result_type(x, *(one for one in parameters if one is not None))
-    return promoted if jnp.issubdtype(promoted, jnp.inexact) else at_least_float32(promoted)
 
 
 def check_epsilon(layer: str, epsilon: float) -> float:

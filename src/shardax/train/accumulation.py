@@ -84,7 +84,7 @@ def accumulated_value_and_grad(
         parts = split_batch(batch, steps)
         first = jax.tree.map(lambda part: part[0], parts)
         loop = _MicrobatchLoop(whole, (model, first, *rest), has_aux)
-        return loop.run(parts, steps, 1.0 if reduce == "sum" else 1.0 / steps)
+        return loop.run(parts, first, steps, 1.0 if reduce == "sum" else 1.0 / steps)
 
     return accumulated
 
@@ -94,8 +94,7 @@ def split_batch(batch: Any, steps: int) -> Any:
     if has_objects(batch):
         raise AccumulationError(
             "The batch (the second argument) holds a Module or Variable, which cannot be cut into "
-            "microbatches. Pass it as a later argument: later ones are given whole to every "
-            "microbatch."
+            "microbatches. Pass it as a later argument, which every microbatch is given whole."
         )
     wrong = []
     for key, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
@@ -133,8 +132,17 @@ class _MicrobatchLoop:
         aux, written, fresh, _ = leaving
         record = self.once.effects
         assert record is not None
-        if record.updates or fresh or record.result is not None or self.once.captured:
-            self._refuse()
+        if self.once.captured:
+            raise AccumulationError(
+                "The function writes Variables that were not passed in, which no microbatch hands "
+                "to the next. Pass the Module that holds them: function(model, batch, module)."
+            )
+        if record.updates or fresh or record.result is not None:
+            raise AccumulationError(
+                "In a loop over microbatches the structure of Modules stays (no sow, no new "
+                "attribute) and aux holds no Modules. Return arrays in aux, or make attributes "
+                "before the call."
+            )
         after = list(values)
         for position, value in zip(record.written, written, strict=True):
             self._check_form(position, values[position], value)
@@ -146,8 +154,7 @@ class _MicrobatchLoop:
         value, aux = value if self.has_aux else (value, None)
         return (value, gradient), aux
 
-    def run(self, parts: Any, steps: int, scale: float) -> Any:
-        first = jax.tree.map(lambda part: part[0], parts)
+    def run(self, parts: Any, first: Any, steps: int, scale: float) -> Any:
         shapes, _, _ = abstract_eval(self.one, self.values, first)
         zeros = jax.tree.map(_zeros_for_sum, shapes)
 
@@ -164,27 +171,13 @@ class _MicrobatchLoop:
         value, gradient = jax.tree.map(lambda t, s: (t * scale).astype(s.dtype), total, shapes)
         return ((value, aux) if self.has_aux else value), gradient
 
-    def _refuse(self) -> None:
-        if self.once.captured:
-            raise AccumulationError(
-                "The function writes Variables that were not passed in, which cannot go from one "
-                "microbatch to the next. Pass the Module that holds them: function(model, batch, "
-                "module)."
-            )
-        raise AccumulationError(
-            "The function changes the structure of its Modules (sow, a new attribute) or returns "
-            "Modules in aux, which a loop over microbatches cannot do. Return arrays in aux "
-            "instead, or prepare the attributes before the call."
-        )
-
     def _check_form(self, position: int, before: Any, after: Any) -> None:
         form = [[(np.shape(x), x.dtype) for x in jax.tree.leaves(tree)] for tree in (before, after)]
         if form[0] != form[1] or jax.tree.structure(before) != jax.tree.structure(after):
             path = format_path(self.once.graph.flat.leaf_paths[position])
             raise AccumulationError(
-                f"{path} changes its shape or dtype from {form[0]} to {form[1]} during a "
-                "microbatch; what goes from one to the next must keep them. Write it with its own "
-                "dtype: v[...] = new.astype(v.dtype)."
+                f"{path} changes its shape or dtype from {form[0]} to {form[1]} in a microbatch, "
+                "but must keep them. Write it with its dtype: v[...] = new.astype(v.dtype)."
             )
 
 

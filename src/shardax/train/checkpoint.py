@@ -265,9 +265,8 @@ class Checkpoints:
         latest = self.latest()
         if latest is not None and step <= latest:
             raise errors.CheckpointExistsError(
-                f"Cannot save step {step} in {self.directory}: step {latest} is there already, and "
-                "it would stay the latest. To go on from an earlier step, give up the later ones: "
-                f"checkpoints.rewind({step - 1})."
+                f"Cannot save step {step} in {self.directory}, as step {latest} would stay the "
+                f"latest. To give up the later ones: checkpoints.rewind({step - 1})."
             )
         arrays, description = _to_store(contents_of(tree), extra)
         storage.write(self.path(step), arrays, description, self._open_writer())
@@ -298,8 +297,7 @@ class Checkpoints:
             kept = "None is complete." if latest is None else f"The last complete one is {latest}."
             raise errors.CheckpointWriteError(
                 f"Writing a checkpoint in {self.directory} failed: {type(error).__name__}: "
-                f"{error}. {kept} Once the cause is gone (a full disk, a folder that was removed), "
-                "save again."
+                f"{error}. {kept} Save again once the cause is gone (a full disk, a lost folder)."
             ) from error
         if self.keep is not None:
             self._remove(self.steps()[: -self.keep])
@@ -341,9 +339,8 @@ class Checkpoints:
         self.wait()
         chosen = self.latest() if step is None else step
         if chosen is None:
-            raise errors.CheckpointNotFoundError(
-                f"There is no complete checkpoint in {self.directory}."
-            )
+            message = f"There is no complete checkpoint in {self.directory}."
+            raise errors.CheckpointNotFoundError(message)
         return restore(tree, self.path(chosen), mesh, rules, **options)
 
     def close(self) -> None:

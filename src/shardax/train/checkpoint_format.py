@@ -112,10 +112,10 @@ def _without_positions(tree: Any, path: Path, positions: dict[str, Any]) -> Any:
         ]
         return dict(pairs) if handler is DICT else tuple(item for _, item in pairs)
     raise errors.CheckpointValueError(
-        f"Cannot save or restore {tree!r} at {format_path(path)}, of type {type(tree).__name__}. A "
-        "checkpoint's tree is made of Modules and Variables, positions (dicts of JSON values, or "
-        "objects with state() and restore()), and tuples, lists or dicts of these. Put an array "
-        "into a Variable, and a number or text into extra=."
+        f"Cannot save or restore {tree!r} at {format_path(path)}, of type {type(tree).__name__}. "
+        "A tree is made of Modules, Variables, dicts of JSON values, objects with state() and "
+        "restore(), and tuples, lists, dicts of these. Put arrays into Variables, numbers and "
+        "texts into extra=."
     )
 
 
@@ -173,9 +173,8 @@ def _check_json(value: Any, what: str) -> None:
             _check_json(item, f"{what}[{key!r}]")
     else:
         raise errors.CheckpointValueError(
-            f"{what} is {value!r} of type {type(value).__name__}, which would not come back from "
-            "JSON as it is. Use None, bool, int, float, str, lists, and dicts with str keys: "
-            "int(x) for a NumPy integer, list(x) for a tuple."
+            f"{what} is {value!r} of type {type(value).__name__}, not a value of JSON: None, bool, "
+            "int, float, str, lists, dicts with str keys. Use int(x), list(x) or the like."
         )
 
 
@@ -183,8 +182,8 @@ def stored_arrays(description: Mapping[str, Any], where: str) -> dict[str, Store
     """Reads the stored arrays of a description, by path."""
     if description.get("format") != "shardax" or description.get("version") != FORMAT_VERSION:
         raise errors.CheckpointValueError(
-            f"The checkpoint {where} has the format {description.get('format')!r}, version "
-            f"{description.get('version')!r}; this shardax reads 'shardax', version "
+            f"The checkpoint {where} is {description.get('format')!r} version "
+            f"{description.get('version')!r}, but this shardax reads 'shardax' version "
             f"{FORMAT_VERSION}. Read it with the version that wrote it."
         )
     return {

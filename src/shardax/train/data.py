@@ -112,9 +112,9 @@ class TrainBatches:
         self._room = predicted - windows * seq_len
         if self.windows_per_epoch == 0:
             raise WindowError(
-                f"No window fits: a window is seq_len + 1 = {seq_len + 1} bytes within one "
-                f"segment, and the longest segment of {part!r} has {int(predicted.max()) + 1}. Use "
-                "a smaller seq_len, a longer text, or a larger block_bytes in text.split()."
+                f"No window of seq_len + 1 = {seq_len + 1} bytes fits: the longest segment of "
+                f"{part!r} has {int(predicted.max()) + 1}. Use a smaller seq_len, a longer text, "
+                "or a larger block_bytes in text.split()."
             )
 
     @property

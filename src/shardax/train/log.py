@@ -91,8 +91,7 @@ class JsonlLog:
         if step is not None and step < self._last_step:
             raise LogError(
                 f"A record of step {step} cannot follow one of step {self._last_step} in "
-                f"{str(self.path)!r}. To run steps again, open the log with JsonlLog(path, "
-                f"resume_step={step - 1})."
+                f"{str(self.path)!r}. To run it again: JsonlLog(path, resume_step={step - 1})."
             )
         self._append(json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n")
         self._last_step = self._last_step if step is None else step
@@ -157,9 +156,8 @@ def _complete_records(path: Path) -> list[tuple[dict[str, Any], int]]:
         if not isinstance(record, dict):
             shown = content[start : min(newline, start + 80)]
             raise LogError(
-                f"Line {len(records) + 1} of {str(path)!r} is no JSON object: {shown!r}. Either "
-                "this is no log, or something else wrote to it: move the file away, or delete that "
-                "line."
+                f"Line {len(records) + 1} of {str(path)!r} is no JSON object: {shown!r}. If this "
+                "is a log, something else wrote to it: delete that line, or move the file away."
             )
         start = newline + 1
         records.append((record, start))

@@ -52,8 +52,7 @@ class Metric(Module):
         if name not in given:
             raise MetricError(
                 f"{type(self).__name__}.update needs {name}=..., but was given "
-                f"{', '.join(given) or 'nothing'}. Pass it, or say under which name it comes when "
-                "making the metric."
+                f"{', '.join(given) or 'nothing'}. Pass it, or make the metric with another name."
             )
         return jnp.asarray(given[name])
 
@@ -176,9 +175,9 @@ class Accuracy(Average):
         logits, labels = self._take("logits", kwargs), self._take("labels", kwargs)
         if logits.shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
             raise MetricError(
-                "Accuracy needs integer labels of the shape of the logits without the last "
-                f"dimension, but logits have shape {logits.shape} and labels "
-                f"{labels.dtype}{list(labels.shape)}. One-hot labels: pass labels.argmax(-1)."
+                f"Accuracy of logits of shape {logits.shape} needs integer labels of shape "
+                f"{logits.shape[:-1]}, but was given labels {labels.dtype}{list(labels.shape)}. "
+                "One-hot labels: pass labels.argmax(-1)."
             )
         correct = jnp.argmax(logits, axis=-1) == labels
         super().update(values=correct, weights=kwargs.get("weights"))

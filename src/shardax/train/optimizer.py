@@ -200,9 +200,9 @@ class Optimizer(Module):
         ]
         if wrong:
             raise OptimizerStateError(
-                "The optimizer's state does not fit the model any more; nothing was changed. "
-                f"{len(wrong)} entries differ: {_listed(wrong)}. Parameters were added, removed or "
-                "reshaped since the optimizer was made. Make a new one: Optimizer(model, tx)."
+                "The optimizer's state does not fit the model any more, as parameters were added, "
+                f"removed or reshaped; nothing was changed. {len(wrong)} entries differ: "
+                f"{_listed(wrong)}. Make a new one: Optimizer(model, tx)."
             )
         return [present[leaf.path] for leaf in layout.leaves]
 
@@ -289,9 +289,8 @@ def _check_state(state: Any, layout: optimizer_state.StateLayout) -> list[Any]:
     separated = optimizer_state.separate_arrays(state)
     if separated.treedef != layout.treedef or separated.static.keys() != layout.static.keys():
         raise OptimizerStateError(
-            "The transformation returned a state of another structure than its init made, so it "
-            f"cannot be kept: {separated.treedef} instead of {layout.treedef}. Its update must "
-            "keep the structure (use zeros for what is not known yet)."
+            "The transformation's update returned a state of another structure than its init (use "
+            f"zeros for what is not known yet): {separated.treedef} instead of {layout.treedef}."
         )
     wrong = [
         f"{format_path(leaf.path)} from {leaf.shape} to {tuple(np.shape(value))}"
@@ -300,8 +299,7 @@ def _check_state(state: Any, layout: optimizer_state.StateLayout) -> list[Any]:
     ]
     if wrong:
         raise OptimizerStateError(
-            f"The transformation changed the shape of its state: {_listed(wrong)}. Its update must "
-            "keep all shapes."
+            f"The transformation's update changed the shapes of its state: {_listed(wrong)}."
         )
     return separated.arrays
 

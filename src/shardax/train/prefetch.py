@@ -187,10 +187,9 @@ class Prefetch:
             state: What ``state()`` gave.
 
         Raises:
-            PrefetchError: The source has no ``restore()``.
+            PrefetchError: The source has no ``restore()``, or the prefetch is closed.
             DataPositionError: The position does not fit the source, which then goes on from where
                 it was.
-            PrefetchError: The prefetch is closed.
         """
         if not isinstance(self._source, Positioned):
             raise _no_position("restore", self._source)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
+import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,9 +89,8 @@ class ByteText:
         array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
         if array.dtype != np.uint8 or array.ndim != 1:
             raise TextSourceError(
-                f"Text must be a one-dimensional uint8 array, but {name} has dtype {array.dtype} "
-                f"and shape {array.shape}. Encode strings first: "
-                "ByteText.from_bytes(string.encode())."
+                f"Text is a uint8 array of one dimension, but {name} has dtype {array.dtype} and "
+                f"shape {array.shape}. Of a string: ByteText.from_bytes(string.encode())."
             )
         if array.size == 0:
             raise TextSourceError(f"Text must not be empty, but {name} has no bytes.")
@@ -135,7 +135,7 @@ class ByteText:
     ) -> ByteText:
         """Joins the files below a folder, each followed by NUL.
 
-        The text is in memory.
+        The joined text is memory-mapped, in a temporary file without a name.
 
         Args:
             path: The folder, read recursively, in order of the bytes of the relative paths. Hidden
@@ -144,11 +144,12 @@ class ByteText:
             suffixes: Endings to keep, such as ``(".txt",)``; None keeps every file.
 
         Returns:
-            The text. A corpus too large for memory is better one file: ``from_file`` maps it.
+            The text; pages are read from disk when touched. The folder for temporary files
+            (``TMPDIR``) must have room for a copy of the files.
 
         Raises:
             TextNotFoundError: There is no such folder.
-            TextSourceError: No file matches, or one cannot be read.
+            TextSourceError: No file matches, one cannot be read, or there is no room for the copy.
 
         Example:
             >>> import json
@@ -286,9 +287,8 @@ class TextPart:
         in_order = bool((starts < ends).all() and (np.diff(edges) >= 0).all())
         if not edges.size or not in_order or edges[0] < 0 or edges[-1] > len(self.text):
             raise TextSourceError(
-                "The segments of a TextPart must be non-empty, ascending, disjoint and inside the "
-                f"text (0 to {len(self.text)}), got starts={starts.tolist()} and "
-                f"ends={ends.tolist()}."
+                "Segments must be non-empty, ascending, disjoint and inside the text (0 to "
+                f"{len(self.text)}), got starts={starts.tolist()} and ends={ends.tolist()}."
             )
 
     def segments(self) -> Iterator[ByteArray]:
@@ -323,7 +323,7 @@ def open_text(
         suffixes: For a folder, the endings to keep; None keeps every file.
 
     Returns:
-        The text: a file memory-mapped, the files of a folder joined in memory.
+        The text, memory-mapped; the files of a folder are joined in a temporary file.
 
     Raises:
         TextNotFoundError: There is nothing at ``path``.
@@ -345,8 +345,8 @@ def _joined_files(
     suffixes: Sequence[str] | None,
     skipped_folders: Collection[str] = (),
     skipped_prefixes: tuple[str, ...] = (),
-) -> bytes:
-    """Joins non-empty files by path, each followed by NUL."""
+) -> ByteArray:
+    """Joins non-empty files by path, each followed by NUL, in a memory-mapped file."""
     if not root.is_dir():
         raise TextNotFoundError(
             f"There is no folder {str(root)!r} to read text from. Check the path, or leave it out "
@@ -365,19 +365,28 @@ def _joined_files(
     found = sorted(
         (path for path in found if not path.startswith(skipped_prefixes)), key=os.fsencode
     )
-    contents = [
-        _read(root / path) for path in found if suffixes is None or path.endswith(tuple(suffixes))
-    ]
-    if not any(contents):
-        wanted = "any name" if suffixes is None else f"a name ending in {' or '.join(suffixes)}"
-        seen = sorted({Path(path).suffix or "(none)" for path in found})
+    kept = [path for path in found if suffixes is None or path.endswith(tuple(suffixes))]
+    try:
+        # A nameless file, which is gone with its map: a corpus may be larger than memory.
+        with tempfile.TemporaryFile() as joined:
+            for path in kept:
+                content = _read(root / path)
+                # NUL does not occur in text, so a model can learn where files end.
+                joined.write(content + b"\x00" if content else b"")
+            joined.flush()
+            if joined.tell():
+                return np.asarray(np.memmap(joined, dtype=np.uint8, mode="r"))
+    except OSError as error:
         raise TextSourceError(
-            f"No non-empty file with {wanted} below {str(root)!r}; the endings there are: "
-            f"{', '.join(seen) or 'none, the folder is empty'}. Pass suffixes=(...) with endings "
-            "that occur."
-        )
-    # NUL does not occur in text, so a model can learn where files end.
-    return b"".join(content + b"\x00" for content in contents if content)
+            f"Cannot join the files below {str(root)!r} in a temporary file: {error}. Make room "
+            "for a copy of them, set TMPDIR to a folder that has it, or pass one file."
+        ) from error
+    wanted = "any name" if suffixes is None else f"a name ending in {' or '.join(suffixes)}"
+    seen = sorted({Path(path).suffix or "(none)" for path in found})
+    raise TextSourceError(
+        f"No non-empty file with {wanted} below {str(root)!r}; the endings there are: "
+        f"{', '.join(seen) or 'none, the folder is empty'}. Pass some of them as suffixes=(...)."
+    )
 
 
 def _read(path: Path) -> bytes:

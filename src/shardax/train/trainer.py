@@ -438,9 +438,8 @@ class Trainer:
                     count += float(targets)
         if count == 0:
             raise TrainerError(
-                "The held-out batches hold no target. They are read anew in every evaluation, so "
-                "give something that can be iterated again, such as EvalBatches or a list, not a "
-                "generator."
+                "The held-out batches hold no target. Every evaluation reads them anew: give "
+                "EvalBatches or a list, not a generator."
             )
         return total / count
 

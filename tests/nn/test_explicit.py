@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardax.nn.linear import contract, einsum
-from shardax.partition.explicit import align, explicit_entries, explicit_sharding, joined_sharding
+from shardax.nn import linear
 
 
 @pytest.fixture(autouse=True)
@@ -47,31 +46,31 @@ def spec_of(x: Any) -> P:
 )
 def test_a_contraction_keeps_the_layout_of_what_remains(left: P, right: P, result: P):
     x, kernel = array(8, 3, 8, spec=left), array(8, 8, spec=right)
-    for found in (contract(x, kernel, (0,)), einsum("bte,em->btm", x, kernel)):
+    for found in (linear.contract(x, kernel, (0,)), linear.einsum("bte,em->btm", x, kernel)):
         assert spec_of(found) == result
         assert (found == 8).all()
 
 
 def test_gradients_of_a_contraction_have_the_layout_of_their_operands():
     x, kernel = array(8, 3, 8, spec=P("data")), array(8, 8, spec=P("data", "model"))
-    gradient = jax.jit(jax.grad(lambda x, k: contract(x, k, (0,)).sum(), argnums=(0, 1)))
+    gradient = jax.jit(jax.grad(lambda x, k: linear.contract(x, k, (0,)).sum(), argnums=(0, 1)))
     assert [spec_of(one) for one in gradient(x, kernel)] == [spec_of(x), spec_of(kernel)]
 
 
 def test_nothing_is_asked_for_where_types_say_nothing(auto_mesh: Mesh):
     with jax.set_mesh(auto_mesh):
         x = jax.device_put(jnp.ones((4, 4)), NamedSharding(auto_mesh, P("data")))
-        assert explicit_entries(x) is None
-        assert explicit_sharding(x) is None
-        assert joined_sharding(((x, (0, 1)),)) is None
+        assert linear.explicit_entries(x) is None
+        assert linear.explicit_sharding(x) is None
+        assert linear.joined_sharding(((x, (0, 1)),)) is None
         row = x[0]
-        assert align(row, x) is row
+        assert linear.align(row, x) is row
 
 
 def test_inside_shard_map_axes_are_the_devices_own(explicit_mesh: Mesh):
     def body(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        assert explicit_entries(x) is None
-        return jax.lax.psum(contract(x, kernel, (0,)), "model")
+        assert linear.explicit_entries(x) is None
+        return jax.lax.psum(linear.contract(x, kernel, (0,)), "model")
 
     mapped = jax.shard_map(
         body, in_specs=(P("data", "model"), P("model", None)), out_specs=P("data", None)
@@ -82,6 +81,6 @@ def test_inside_shard_map_axes_are_the_devices_own(explicit_mesh: Mesh):
 
 def test_a_parameter_takes_the_layout_of_the_dimensions_it_meets():
     scale, x = array(8, spec=P("data")), array(4, 3, 8, spec=P("data"))
-    assert spec_of(align(scale, x)) == P(None)
-    assert align(scale, array(3, 8, spec=P(None, "data"))) is scale
-    assert spec_of(align(scale, array(8, 4, spec=P("model")), (0,))) == P("model")
+    assert spec_of(linear.align(scale, x)) == P(None)
+    assert linear.align(scale, array(3, 8, spec=P(None, "data"))) is scale
+    assert spec_of(linear.align(scale, array(8, 4, spec=P("model")), (0,))) == P("model")
