@@ -154,11 +154,8 @@ class Worker(concurrent.futures.Executor):
         restarts: int,
         timeout: float | None,
     ) -> None:
-        missing = [
-            package
-            for package in ("distributed", "cryptography")
-            if importlib.util.find_spec(package) is None
-        ]
+        packages = ("distributed", "cryptography")
+        missing = [name for name in packages if importlib.util.find_spec(name) is None]
         if missing:
             raise errors.WorkerStartError(
                 f"A worker needs {' and '.join(missing)}: pip install 'shardax[worker]'."
