@@ -254,6 +254,27 @@ def test_only_what_has_not_begun_can_be_cancelled(worker, running, tmp_path):
     assert not (tmp_path / "second").exists()
 
 
+def test_a_call_that_waits_for_another_client_can_be_interrupted(worker, running, tmp_path):
+    with Worker.connect(worker.address, worker.authkey) as other:
+        waiting = other.submit(there.count, str(tmp_path / "second"))
+        wait_for(waiting.running)
+        waiting.interrupt()
+        with pytest.raises(errors.CallCancelledError):
+            waiting.result(20)
+        assert running[0].running()
+        running[0].interrupt()
+        assert other.submit(abs, -1).result(20) == 1
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_value_that_is_dropped_is_there_for_the_calls_before(worker):
+    kept = worker.put([1, 2])
+    worker.submit(there.nap, 0.2)
+    size = worker.submit(len, kept)
+    del kept
+    assert size.result(20) == 2
+
+
 def test_interrupting_a_call_that_is_over_does_nothing(worker):
     future = worker.submit(abs, -3)
     assert future.result() == 3

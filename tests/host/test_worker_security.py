@@ -195,7 +195,7 @@ def test_a_client_that_dies_in_a_call_takes_nothing_along(worker, tmp_path):
 
 def test_a_procedure_that_there_is_not_harms_nobody(worker):
     connection = worker._connection
-    for message in ({"op": "reboot"}, {"no": "op"}, {"op": "begin"}, ["begin"], None):
+    for message in ({"op": "reboot"}, {"no": "op"}, {"op": "run"}, ["run"], None):
 
         async def send(message=message):
             comm = await connections_of(worker)
@@ -212,16 +212,13 @@ async def connections_of(worker):
     return await connect(worker.address, **worker._connection._rpc.connection_args)
 
 
-def test_a_call_out_of_turn_is_not_run(worker, tmp_path):
-    """Whoever has the credentials may send anything; only `begin` gives a turn."""
+def test_a_call_of_nobody_is_not_run(worker):
+    """Whoever has the credentials may send anything; only attached clients can call."""
     connection = worker._connection
-    request = {"head": b"", "parts": [], "keep": False, "timeout": None}
-    reply = connection._run(connection._rpc.run(client="nobody", number=1, **request))
-    assert reply is None
-    assert connection._run(connection._rpc.begin(client="nobody", number=1, name="f", drop=[])) is (
-        False
-    )
-    connection._run(connection._rpc.skip(client="nobody", number=1))
+    call = {"client": "nobody", "number": 1}
+    request = {"name": "f", "head": b"", "parts": [], "keep": False, "timeout": None}
+    assert connection._run(connection._rpc.run(**call, **request)) is None
+    assert connection._run(connection._rpc.interrupt(**call)) is False
     assert works(worker)
 
 

@@ -141,25 +141,21 @@ class Promised:
         if given is None and self.fills:
             items: Sequence[Any] = [None] * len(below)
         elif isinstance(promised, dict) and isinstance(given, Mapping):
-            self._check_keys(path, promised, given)
+            missing = not self.fills and promised.keys() - given.keys()
+            if missing or given.keys() - promised.keys():
+                keys = f"a dict with the keys {list(given)}"
+                raise self._mismatch(path, _shown(promised), keys)
             items = [given.get(key[0]) for key, _ in below]
         elif isinstance(promised, (tuple, list)) and isinstance(given, (tuple, list)):
             items = given
         elif type(given) is type(promised):
             items = [item for _, item in _children(given)]
         else:
-            self._refuse(path, _shown(promised), f"a {type(given).__name__}")
+            raise self._mismatch(path, _shown(promised), f"a {type(given).__name__}")
         if len(items) != len(below):
-            self._refuse(path, _shown(promised), f"{len(items)} values")
+            raise self._mismatch(path, _shown(promised), f"{len(items)} values")
         for (step, item), value in zip(below, items, strict=True):
             yield from self._matched((*path, *step), item, value)
-
-    def _check_keys(
-        self, path: Path, promised: Mapping[Any, Any], given: Mapping[Any, Any]
-    ) -> None:
-        missing = [] if self.fills else [key for key in promised if key not in given]
-        if missing or any(key not in promised for key in given):
-            self._refuse(path, _shown(promised), f"a dict with the keys {list(given)}")
 
     def _leaf(self, path: Path, form: Any, given: Any, shape: tuple[int, ...]) -> np.ndarray:
         wanted = f"{form.dtype}{list(shape)}"
@@ -177,16 +173,13 @@ class Promised:
         except Exception as error:  # any library may refuse in its own way
             raise self._mismatch(path, wanted, f"a {type(given).__name__} ({error})") from error
         if array.shape != shape or kind > _kind(form.dtype):
-            self._refuse(path, wanted, f"{array.dtype}{list(array.shape)}")
+            raise self._mismatch(path, wanted, f"{array.dtype}{list(array.shape)}")
         with np.errstate(over="ignore"):
             fitted = array.astype(form.dtype, copy=False)
         if kind == _kind(np.integer) == _kind(form.dtype) and not np.array_equal(fitted, array):
             span = f"{array.dtype} numbers from {array.min()} to {array.max()}"
-            self._refuse(path, wanted, span)
+            raise self._mismatch(path, wanted, span)
         return fitted
-
-    def _refuse(self, path: Path, promised: str, given: str) -> NoReturn:
-        raise self._mismatch(path, promised, given)
 
     def _mismatch(self, path: Path, promised: str, given: str) -> HostResultError:
         return HostResultError(
@@ -263,6 +256,12 @@ def host_exceptions() -> Iterator[None]:
     Programs run on after they have been called; wait for the result inside,
     ``jax.block_until_ready(result)``, if it is not used there.
 
+    Yields:
+        None: the context has no value.
+
+    Raises:
+        Exception: What the host function raised, with its own type and traceback.
+
     Example:
         >>> import jax, numpy as np, shardax as sx
         >>> solve = jax.jit(sx.host.host_function(np.linalg.inv, out=lambda a: a))
@@ -294,7 +293,6 @@ class HostVariable(Variable[Any]):
 
     @property
     def value(self) -> Any:
-        """The value, of NumPy arrays."""
         return self._value
 
     @value.setter
@@ -415,16 +413,9 @@ def take(
     where: list[Any] = [(part, key) for part, key, *_ in leaf_paths(treedef)]
     paths = [(key,) if part == 2 else labels[part][key] for part, key in where]
     forms = tuple(_form_on_host(name, *pair) for pair in zip(leaves, paths, strict=True))
+    named, templates = arguments.named, arguments.templates
     program = HostProgram(
-        name,
-        flat.graphdef,
-        arguments.templates,
-        arguments.named,
-        tuple(static),
-        treedef,
-        forms,
-        vmap,
-        fills,
+        name, flat.graphdef, templates, named, tuple(static), treedef, forms, vmap, fills
     )
     return program, leaves, paths
 

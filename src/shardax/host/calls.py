@@ -23,6 +23,7 @@ Loading a pickle runs code of whoever wrote it: nothing is loaded from an unauth
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import hashlib
 import io
@@ -68,9 +69,14 @@ def encode(value: Any, refer: Reference | None = None, watch: Reference | None =
     except Exception as error:
         text = repr(value)
         shown = text if len(text) <= 80 else f"An object of the type {type(value).__qualname__}"
+        advice = ""
+        if _pickler_class().__base__ is pickle.Pickler:
+            advice = (
+                " Without the package cloudpickle only functions that can be imported by name "
+                "travel: pip install 'shardax[code]'."
+            )
         raise WorkerPickleError(
-            f"{shown} cannot be sent to another process: {type(error).__name__}: "
-            f"{error}.{_advice()}"
+            f"{shown} cannot be sent to another process: {type(error).__name__}: {error}.{advice}"
         ) from error
     # Bytes and arrays, not memoryviews: before Python 3.12.5 the garbage collector crashes on a
     # reference cycle with one of those, as exceptions and their tracebacks make.
@@ -123,12 +129,11 @@ class _Unpickler(pickle.Unpickler):
 
 @functools.cache
 def _pickler_class() -> Any:
-    try:
-        from cloudpickle import Pickler as CloudPickler
-    except ImportError:
-        base: Any = pickle.Pickler
-    else:
-        base = CloudPickler
+    base: Any = pickle.Pickler
+    with contextlib.suppress(ImportError):
+        import cloudpickle
+
+        base = cloudpickle.Pickler
 
     class CallPickler(base):
         refer: Reference | None = None
@@ -208,17 +213,6 @@ def _to_keys(words: jax.Array, impl: str) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=impl)
 
 
-def _advice() -> str:
-    try:
-        import cloudpickle  # noqa: F401 (is it there?)
-    except ImportError:
-        return (
-            " Without the package cloudpickle only functions that can be imported by name travel: "
-            "pip install 'shardax[code]'."
-        )
-    return ""
-
-
 # --- functions and their keys ---
 
 
@@ -242,11 +236,8 @@ def describe(function: Callable[..., Any]) -> FunctionForm:
             found.add(name)
 
     parts = encode(function, watch=note_module)
-    modules: dict[str, str] = {}
-    for name in sorted(found):
-        file = _own_file(sys.modules.get(name))
-        if file is not None:
-            modules[name] = _digest_of_file(file)
+    files = {name: _own_file(sys.modules.get(name)) for name in sorted(found)}
+    modules = {name: _digest_of_file(file) for name, file in files.items() if file is not None}
     digest = hashlib.sha256(repr(modules).encode())
     for part in parts:
         digest.update(part)
@@ -323,9 +314,8 @@ class FunctionTable:
             if imported != digest:
                 raise StaleModuleError(
                     f"The module {name} that the worker has imported ({file}) is not that of the "
-                    f"call: its source was changed since, or it is another file. The call would "
-                    f"run the old code. Start the worker's process anew, which forgets its "
-                    f"functions and values: worker.restart()."
+                    f"call: its source was changed since, or it is another file. Start the "
+                    f"worker's process anew, without its functions and values: worker.restart()."
                 )
 
     def find(self, form: FunctionForm) -> KeptFunction:

@@ -25,6 +25,7 @@ _ASKED = "/jax/compilation_cache/compile_requests_use_cache"
 _HIT = "/jax/compilation_cache/cache_hits"
 _STORED = "/jax/compilation_cache/cache_misses"  # JAX counts those that it writes
 _SAVED = "/jax/compilation_cache/compile_time_saved_sec"
+_SHOWN = 12  # programs in the text of a report
 
 
 @dataclasses.dataclass
@@ -153,7 +154,8 @@ class CompileReport:
 
     def _on_event(self, event: str, **_: Any) -> None:
         outcome = {_ASKED: "not stored", _HIT: "hit", _STORED: "stored"}.get(event)
-        if outcome is not None and _has_folder():  # JAX asks its cache also where it has none
+        has_folder = jax.config.values["jax_compilation_cache_dir"] is not None
+        if outcome is not None and has_folder:  # JAX asks its cache also where it has none
             self._pending.cache = outcome
 
     def _on_duration(self, event: str, duration_secs: float, **told: Any) -> None:
@@ -174,15 +176,6 @@ class CompileReport:
 
 def _counted(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"
-
-
-def _has_folder() -> bool:
-    found: Any = jax.config.values["jax_compilation_cache_dir"]
-    return found is not None
-
-
-_SHOWN = 12
-"""How many programs the text of a report lists."""
 
 
 def compile_report() -> CompileReport:

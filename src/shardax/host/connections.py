@@ -13,7 +13,6 @@ notices when its owner has ended, however it did.
 from __future__ import annotations
 
 import asyncio
-import collections
 import concurrent.futures
 import contextlib
 import fcntl
@@ -32,7 +31,6 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +40,7 @@ from shardax.host.calls import decode
 
 CONNECT_SECONDS = 10.0
 LOST_SECONDS = 2.0  # that a process may take to end after its connection has
+LOST = "it ended the connection"
 MISSED_BEATS = 4  # heartbeats without an answer after which a worker counts as lost
 
 _BOOT = (
@@ -71,7 +70,7 @@ class WorkerTraceback(Exception):
 class WorkerFuture(concurrent.futures.Future[Any]):
     """The result of a call to a worker, when it is there.
 
-    ``cancel`` is that of all executors: it succeeds as long as the call has not begun.
+    ``cancel`` is that of all executors: it succeeds as long as the call has not been sent.
 
     Example:
         >>> import shardax as sx
@@ -81,8 +80,16 @@ class WorkerFuture(concurrent.futures.Future[Any]):
         WorkerFuture 3
     """
 
-    interrupter: Callable[[], None] | None = None  # of the connection that has the call
-    interrupted = False
+    def __init__(
+        self, request: dict[str, Any], receive: Callable[[dict[str, Any]], Any], retries: int
+    ) -> None:
+        super().__init__()
+        self._request = request  # arguments of the procedure that runs the call
+        self._receive = receive  # makes the result of a reply
+        self._retries = retries  # how often it may still be run again if the worker is lost
+        self._is_idempotent = retries > 0
+        self._interrupter: Callable[[], None] | None = None  # of the connection that has the call
+        self._interrupted = False
 
     def interrupt(self) -> None:
         """Cancels the call, also if it runs.
@@ -90,52 +97,53 @@ class WorkerFuture(concurrent.futures.Future[Any]):
         Then an exception stops it in the worker, at the next step of Python. A compilation or a
         program that JAX runs ends before. ``result()`` raises ``CallCancelledError``.
         """
-        if not self.cancel() and not self.done() and self.interrupter is not None:
-            self.interrupted = True
-            self.interrupter()
+        if not self.cancel() and not self.done():
+            self._interrupted = True
+            if (interrupter := self._interrupter) is not None:
+                interrupter()
 
+    def _begin(self) -> bool:
+        """Mark the call as sent; False if it was cancelled before."""
+        return self.running() or self.set_running_or_notify_cancel()
 
-@dataclass(eq=False)
-class PendingCall:
-    """A call without a result."""
+    def _fail(self, error: BaseException) -> None:
+        if self._begin():
+            self.set_exception(error)
 
-    name: str
-    request: Mapping[str, Any]  # arguments of the procedure that runs it
-    future: WorkerFuture
-    retries: int  # how often it may still be run again if the worker is lost
-    is_idempotent: bool
-    receive: Callable[[dict[str, Any]], Any]  # makes the result of a reply
+    def _lose(self, why: str) -> None:
+        """End the call with the loss of its worker."""
+        again = (
+            "It has been run again as often as it may."
+            if self._is_idempotent
+            else "It was not run again, since it is not marked idempotent. A function that may be "
+            "run again from its beginning is marked so: worker.request(f, args, idempotent=True)."
+        )
+        when = "while it ran or waited there" if self.running() else "before it began"
+        name = self._request["name"]
+        self._fail(
+            errors.WorkerCrashedError(f"The worker of {name} was lost {when}: {why}. {again}")
+        )
 
-    def begin(self) -> bool:
-        """Mark the call as begun; False if it was cancelled before."""
-        return self.future.running() or self.future.set_running_or_notify_cancel()
-
-    def fail(self, error: Exception) -> None:
-        """End the call with an error, unless it was cancelled."""
-        if self.begin():
-            self.future.set_exception(error)
-
-    def settle(self, reply: dict[str, Any]) -> None:
+    def _settle(self, reply: dict[str, Any]) -> None:
         """End the call with the result or the error of a reply."""
-        if reply["error"] is not None:
-            self.future.set_exception(self._error(reply))
-            return
         try:
-            result = self.receive(reply)
-        except BaseException as error:  # noqa: BLE001 (it cannot be read here)
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
+            if reply["error"] is not None:
+                self.set_exception(self._error(reply))
+            else:
+                self.set_result(self._receive(reply))
+        except BaseException as error:  # noqa: BLE001 (the result cannot be read here)
+            self.set_exception(error)
 
     def _error(self, reply: dict[str, Any]) -> Exception:
         text: str = reply["text"]
+        name = self._request["name"]
         if reply["error"] == "cancelled":
-            return errors.CallCancelledError(f"{self.name} was interrupted in its worker: {text}")
+            return errors.CallCancelledError(f"{name} was interrupted in its worker: {text}")
         error: Any = None
         if reply["error"] == "timeout":
             error = errors.WorkerTimeoutError(
-                f"{self.name} ran in a worker for longer than its timeout of "
-                f"{self.request['timeout']:g} seconds and was interrupted."
+                f"{name} ran in a worker for longer than its timeout of "
+                f"{self._request['timeout']:g} seconds and was interrupted."
             )
         elif reply["parts"]:
             # The class of the exception need not unpickle here.
@@ -144,7 +152,7 @@ class PendingCall:
         # The caller's process is not to end because something in the worker wanted to.
         if not isinstance(error, Exception):
             error = errors.WorkerCallError(
-                f"{self.name} raised in its worker what cannot be sent as an object; "
+                f"{name} raised in its worker what cannot be sent as an object; "
                 f"it ended with: {text.rstrip().splitlines()[-1]}"
             )
         error.__cause__ = WorkerTraceback(text)
@@ -159,16 +167,15 @@ class Connection:
         address: str,
         credentials: bytes,
         heartbeat: float,
-        on_lost: Callable[[Connection, list[PendingCall], str], None],
+        on_lost: Callable[[], Callable[[Connection, list[WorkerFuture], str], None] | None],
     ) -> None:
-        # `on_lost` is called once, in a thread of its own, when the connection has ended, with the
-        # calls that have no result, and what happened.
+        # What `on_lost`, a weak reference, refers to is called once, in a thread of its own, when
+        # the connection has ended, with the calls that have no result, and what happened.
         self.address = address
         self.lost = False
         self._client = uuid.uuid4().hex
         self._numbers = itertools.count(1)
-        self._calls: dict[int, PendingCall] = {}
-        self._dropped: collections.deque[int | str] = collections.deque()
+        self._calls: dict[int, WorkerFuture] = {}
         self._on_lost = on_lost
         self._heartbeat = heartbeat
         self._over = threading.Event()
@@ -176,8 +183,8 @@ class Connection:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = _event_loop()
         self._run(self._open(credentials))
-        self._spawn(self._attend)
-        self._spawn(self._beat)
+        self._spawn(self._attend())
+        self._spawn(self._beat())
 
     async def _open(self, credentials: bytes) -> None:
         from distributed.comm.core import FatalCommClosedError, connect
@@ -185,12 +192,12 @@ class Connection:
 
         from shardax.host.worker_process import python_version, security_of
 
+        advice = "Pass those of the worker: sx.host.Worker.connect(worker.address, worker.authkey)."
         try:
             arguments = security_of(credentials).get_connection_args("client")
         except ValueError as error:
             raise errors.WorkerConfigError(
-                f"These are not the credentials of a worker ({error}). Pass those of the worker: "
-                f"sx.host.Worker.connect(worker.address, worker.authkey)."
+                f"These are not the credentials of a worker ({error}). {advice}"
             ) from None
         try:
             host, _, port = self.address.removeprefix("tls://").rpartition(":")
@@ -206,8 +213,7 @@ class Connection:
         except FatalCommClosedError as error:
             raise errors.WorkerAuthenticationError(
                 f"The worker at {self.address!r} and its client could not show each other that "
-                f"they have the same credentials ({error}). Pass those of that worker: "
-                f"sx.host.Worker.connect(worker.address, worker.authkey)."
+                f"they have the same credentials ({error}). {advice}"
             ) from None
         except (TimeoutError, OSError, ValueError) as error:
             raise errors.WorkerCrashedError(
@@ -225,78 +231,70 @@ class Connection:
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _spawn(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Start a coroutine from any thread, in the order of that thread."""
 
         def start() -> None:
-            task = self._loop.create_task(function(*args))
+            task = self._loop.create_task(coroutine)
             self._tasks.add(task)  # an event loop itself keeps no reference
             task.add_done_callback(self._tasks.discard)
 
         self._loop.call_soon_threadsafe(start)
 
-    def submit(self, call: PendingCall) -> bool:
+    def submit(self, call: WorkerFuture) -> bool:
         """Queue a call; False if the connection is lost."""
         with self._lock:
             if self.lost:
                 return False
             number = next(self._numbers)
             self._calls[number] = call
-        call.future.interrupter = lambda: self._spawn(self._interrupt, number)
-        self._spawn(self._perform, number, call)
+        call._interrupter = lambda: self._spawn(self._interrupt(number, call))
+        self._spawn(self._perform(number, call))
         return True
 
-    async def _perform(self, number: int, call: PendingCall) -> None:
-        me = {"client": self._client, "number": number}
-        try:
-            async with self._turn:
-                if self.lost:  # whoever lost it has the call
-                    return
-                if call.future.cancelled():
-                    self._take(number).begin()  # notifies who waits for it
-                    return
-                if call.future.interrupted:
-                    error = errors.CallCancelledError(
-                        f"{call.name} was interrupted; it was not rerun."
-                    )
-                    self._take(number).fail(error)
-                    return
-                if not await self._rpc.begin(name=call.name, drop=self._take_dropped(), **me):
-                    raise OSError
-                if not call.begin():
-                    self._take(number)
-                    await self._rpc.skip(**me)
-                    return
-                reply = await self._rpc.run(**me, **call.request)
+    async def _perform(self, number: int, call: WorkerFuture) -> None:
+        async with self._turn:
+            if self.lost:  # whoever lost it has the call
+                return
+            name = call._request["name"]
+            if not call._begin():
+                self._take(number)
+            elif call._interrupted:  # between the loss of a worker and its being run again
+                text = f"{name} was interrupted; it was not rerun."
+                self._take(number)._fail(errors.CallCancelledError(text))
+            else:
+                try:
+                    reply = await self._rpc.run(client=self._client, number=number, **call._request)
+                except OSError:
+                    reply = None
                 if reply is None:
-                    raise OSError
-                self._take(number).settle(reply)
-        except OSError:
-            self._lose("it ended the connection")
+                    self._lose(LOST)
+                else:
+                    self._take(number)._settle(reply)
 
-    def _take(self, number: int) -> PendingCall:
+    def _take(self, number: int) -> WorkerFuture:
         # From here on, it is not lost with the connection.
         with self._lock:
-            return self._calls.pop(number)
+            call = self._calls.pop(number)
+        call._interrupter = None  # which refers to the call: its result is freed with the future
+        return call
 
-    async def _interrupt(self, number: int) -> None:
+    async def _interrupt(self, number: int, call: WorkerFuture) -> None:
         with contextlib.suppress(OSError):
-            await self._rpc.interrupt(client=self._client, number=number)
+            while not call.done() and not await self._rpc.interrupt(
+                client=self._client, number=number
+            ):
+                await asyncio.sleep(0.01)  # the call itself is still on its way
 
     def drop(self, key: int | str) -> None:
         """Free a value, before the next call at the latest."""
-        self._dropped.append(key)
         if not self.lost:
-            self._spawn(self._drop)
+            self._spawn(self._drop(key))
 
-    async def _drop(self) -> None:
+    async def _drop(self, key: int | str) -> None:
         with contextlib.suppress(OSError):
             async with self._turn:
-                if keys := self._take_dropped():
-                    await self._rpc.drop(keys=keys)
-
-    def _take_dropped(self) -> list[int | str]:
-        return [self._dropped.popleft() for _ in range(len(self._dropped))]
+                await self._rpc.drop(key=key)
 
     def ask(self, procedure: str, seconds: float) -> Any:
         """Run a procedure of the worker."""
@@ -309,7 +307,7 @@ class Connection:
                 f"The worker did not answer within {seconds:g} seconds ({error!r})."
             ) from error
 
-    def pending(self) -> list[PendingCall]:
+    def pending(self) -> list[WorkerFuture]:
         """Calls that have no result."""
         with self._lock:
             return list(self._calls.values())
@@ -326,7 +324,7 @@ class Connection:
     async def _attend(self) -> None:
         with contextlib.suppress(OSError):
             await self._comm.read()  # the worker sends nothing more, so this ends when it does
-        self._lose("it ended the connection")
+        self._lose(LOST)
 
     async def _beat(self) -> None:
         patience = MISSED_BEATS * self._heartbeat
@@ -337,7 +335,7 @@ class Connection:
             except TimeoutError:
                 self._lose(f"it did not answer for {patience:g} seconds")
             except OSError:
-                self._lose("it ended the connection")
+                self._lose(LOST)
 
     def _lose(self, why: str) -> None:
         """End the connection, in the thread of the event loop."""
@@ -353,39 +351,26 @@ class Connection:
             comm.abort()
         self._closing = self._loop.create_task(self._rpc.close_rpc())
         self._over.set()
-        threading.Thread(target=self._on_lost, args=[self, calls, why], daemon=True).start()
+        if (on_lost := self._on_lost()) is not None:
+            threading.Thread(target=on_lost, args=[self, calls, why], daemon=True).start()
 
 
 # --- processes ---
 
 
-@dataclass(frozen=True)
-class ProcessOptions:
-    """How to start the process of a worker."""
-
-    options: Mapping[str, Any]  # what `worker_process.main` gets, as far as the user decides on it
-    configure: Mapping[str, Any]  # arguments of `shardax.configure` that differ from those here
-    env: Mapping[str, str]
-    start_timeout: float
-    log: str | None = None  # unless it is detached, which has one of its own
-
-    def start(self, log: str | None = None) -> WorkerProcess:
-        """Start a process; with a log of its own it is detached."""
-        here = {key: value for key, value in configure().settings.items() if value is not None}
-        options = {
-            **self.options,
-            "configure": {**here, **self.configure},
-            "detached": log is not None,
-        }
-        return WorkerProcess(options, self.env, self.start_timeout, log or self.log)
-
-
 class WorkerProcess:
     """A worker's process that this process started."""
 
-    def __init__(
-        self, options: Mapping[str, Any], env: Mapping[str, str], seconds: float, log: str | None
-    ) -> None:
+    def __init__(self, options: Mapping[str, Any], log: str | None = None) -> None:
+        # `options` are those of `Worker`; with a log of its own it outlives this process.
+        here = {key: value for key, value in configure().settings.items() if value is not None}
+        told = {
+            **options,
+            "configure": {**here, **options["configure"]},
+            "detached": log is not None,
+            "path": sys.path,
+        }
+        log = log or options["log"]
         reading, writing = os.pipe()
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(open(log, "a+b")) if log else None
@@ -395,17 +380,17 @@ class WorkerProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=[writing],
-                env={**os.environ, **env},
+                env={**os.environ, **options["env"]},
                 start_new_session=True,  # Ctrl-C in a terminal is for the owner alone
             )
         os.close(writing)
         assert self._popen.stdin is not None
         try:
             with os.fdopen(reading) as ready:
-                options = {**options, "ready": writing, "path": sys.path}
-                self._popen.stdin.write(json.dumps(options).encode() + b"\n")
+                told["ready"] = writing
+                self._popen.stdin.write(json.dumps(told).encode() + b"\n")
                 self._popen.stdin.flush()
-                answer = _first_answer(ready, seconds, log)
+                answer = _first_answer(ready, options["start_timeout"], log)
         except BaseException as error:
             self.end(0)
             if isinstance(error, BrokenPipeError):
@@ -472,48 +457,15 @@ def _first_answer(ready: Any, seconds: float, log: str | None) -> dict[str, Any]
 Connect = Callable[[str, bytes], Connection]
 
 
-class OwnProcess:
-    """A process of this program's own."""
-
-    def __init__(self, how: ProcessOptions) -> None:
-        self._how = how
-        self._process: WorkerProcess | None = None
-
-    def open(self, connect: Connect) -> Connection:
-        """Start the process, and connect to it."""
-        self.close()
-        self._process = self._how.start()
-        try:
-            return connect(self._process.address, self._process.credentials)
-        except BaseException:
-            self.close()
-            raise
-
-    def ending(self) -> str:
-        """End the process after its connection was lost, and describe how."""
-        if self._process is None:
-            return "its process was ended"
-        text = self._process.ending(LOST_SECONDS)
-        self.close()
-        return text
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.end(LOST_SECONDS)
-            self._process = None
-
-
 class GivenAddress:
     """A worker that another process started."""
 
     def __init__(self, address: str, credentials: bytes) -> None:
         self._where = repr(address)
-        self._address = address
-        self._credentials = credentials
+        self._address, self._credentials = address, credentials
 
     def open(self, connect: Connect) -> Connection:
-        """Connect to the worker."""
+        """Connect to the worker, starting its process if that is this program's."""
         return connect(self._address, self._credentials)
 
     def ending(self) -> str:
@@ -521,62 +473,88 @@ class GivenAddress:
         return f"the connection to {self._where} was lost"
 
     def close(self) -> None:
-        """No-op: the process outlives its clients."""
+        """End the process, if it belongs to this program."""
+
+
+class OwnProcess(GivenAddress):
+    """A process of this program's own."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._process: WorkerProcess | None = None
+
+    def open(self, connect: Connect) -> Connection:
+        self.close()
+        self._process = WorkerProcess(self._options)
+        return connect(self._process.address, self._process.credentials)
+
+    def ending(self) -> str:
+        if self._process is None:
+            return "its process was ended"
+        text = self._process.ending(LOST_SECONDS)
+        self.close()
+        return text
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.end(LOST_SECONDS)
+            self._process = None
 
 
 class NamedProcess(GivenAddress):
     """A named process, found by a file of its user."""
 
-    def __init__(self, name: str, how: ProcessOptions) -> None:
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
             raise errors.WorkerConfigError(
                 f"A worker cannot be named {name!r}. Use up to 64 letters, digits, '.', '_', '-'."
             )
         self._where = f"the worker named {name!r}"
-        self._how = how
+        self._options = options
+        # The options as they are read from the file; how long starting may take differs freely.
+        self._recorded = json.loads(json.dumps({**options, "start_timeout": None}))
         folder = _private_folder()
         self._file, self._log = folder / f"{name}.json", folder / f"{name}.log"
         self._lock = folder / f"{name}.lock"
 
     def open(self, connect: Connect) -> Connection:
-        """Connect to the process, starting it if it does not run."""
         with open(self._lock, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # no other program is to start one meanwhile
-            found = None
-            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-                found = json.loads(self._file.read_text())
-            if found is not None:
-                with contextlib.suppress(
-                    errors.WorkerCrashedError, errors.WorkerAuthenticationError
-                ):
-                    return self._connect_to(found, connect)
-            return self._start(connect)
+            with contextlib.suppress(
+                FileNotFoundError,
+                json.JSONDecodeError,
+                errors.WorkerCrashedError,
+                errors.WorkerAuthenticationError,
+            ):
+                return self._found(json.loads(self._file.read_text()), connect)
+            return self._started(connect)
 
-    def _options(self) -> Any:
-        options = {**vars(self._how), "start_timeout": None}
-        return json.loads(json.dumps(options))
-
-    def _connect_to(self, found: Mapping[str, Any], connect: Connect) -> Connection:
-        connection = connect(found["address"], found["key"].encode())
-        if found["how"] != self._options():
+    def _found(self, entry: Mapping[str, Any], connect: Connect) -> Connection:
+        connection = connect(entry["address"], entry["key"].encode())
+        if entry["options"] != self._recorded:
             connection.close()
             raise errors.WorkerConfigError(
                 f"T{self._where[1:]} runs with other options than those asked for: "
-                f"{found['how']}. Ask for the same, or end its process first: kill {found['pid']}"
+                f"{entry['options']}. Ask for the same, or end its process first: "
+                f"kill {entry['pid']}"
             )
         return connection
 
-    def _start(self, connect: Connect) -> Connection:
-        process = self._how.start(log=str(self._log))
+    def _started(self, connect: Connect) -> Connection:
+        process = WorkerProcess(self._options, log=str(self._log))
         try:
             connection = connect(process.address, process.credentials)
         except BaseException:
             process.end(0)
             raise
-        where = {"address": process.address, "key": process.credentials.decode()}
-        content = {**where, "pid": process.pid, "how": self._options()}
+        entry = {
+            "address": process.address,
+            "key": process.credentials.decode(),
+            "pid": process.pid,
+            "options": self._recorded,
+        }
         with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as file:
-            json.dump(content, file)  # such files can be read by their owner only
+            json.dump(entry, file)  # such files can be read by their owner only
         os.replace(file.name, self._file)
         process.detach()
         return connection
@@ -591,7 +569,7 @@ def _private_folder() -> Path:
     private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
     if not private or found.st_uid != os.getuid():
         raise errors.WorkerConfigError(
-            f"{folder}, where the keys of named workers are kept, must be a folder that belongs to "
-            f"you and that only you can read. Remove it, or make it so: chmod 700 {folder}"
+            f"{folder}, with the keys of named workers, must be a folder that belongs to you and "
+            f"that only you can read. Remove it, or make it so: chmod 700 {folder}"
         )
     return folder

@@ -37,6 +37,7 @@ from shardax._transforms.grad.targets import DiffArgument, DiffState, Tangents, 
 from shardax._transforms.lift.arguments import resolve_arguments, static_argument
 from shardax._transforms.lift.engine import LateFrame, LiftedCall, wraps
 from shardax.host import callback
+from shardax.host.calls import name_of
 from shardax.host.errors import HostSpecError
 
 _PROGRAMS = 64  # how many forms of its arguments a host function remembers
@@ -194,10 +195,7 @@ class HostFunction(PickledByName):
     @property
     def name(self) -> str:
         """The function's name, for messages."""
-        inner = self.function
-        while isinstance(inner, functools.partial):
-            inner = inner.func
-        return str(getattr(inner, "__qualname__", None) or type(inner).__name__)
+        return name_of(self.function)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(local.frame, callback.HostFrame):  # on the host already
@@ -398,7 +396,7 @@ def out_paths(program: callback.HostProgram) -> list[Path]:
 def backward(
     name: str, rule: Callable[..., Any], args: tuple[Any, ...], result: Any, cotangent: Any
 ) -> tuple[Any, ...]:
-    """LiftedCall a vjp rule, with None for the cotangents of integers."""
+    """Call a vjp rule, with None for the cotangents of integers."""
     given = rule(args, result, jax.tree.map(_some, cotangent))
     if isinstance(given, (tuple, list)):
         return tuple(given)

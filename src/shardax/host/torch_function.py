@@ -24,6 +24,7 @@ import numpy as np
 
 from shardax._transforms.grad.targets import is_differentiable
 from shardax._transforms.lift.engine import wraps
+from shardax.host.calls import name_of
 from shardax.host.host_function import HostFunction, host_function, if_differentiable
 
 _BFLOAT16 = jnp.dtype("bfloat16")
@@ -34,7 +35,7 @@ def from_torch(
 ) -> Any:
     """Makes a PyTorch function callable in JAX programs, with gradients.
 
-    SplitArguments and results are pytrees of arrays; what is passed by name is passed on, and has no
+    Arguments and results are pytrees of arrays; what is passed by name is passed on, and has no
     gradient. The function runs on the CPU, and must give the same for the same arguments: put
     layers with dropout into evaluation mode. Weights that it holds are constants; to train them,
     make them arguments.
@@ -92,7 +93,7 @@ def _hosted(function: Callable[..., Any], out: Any, vmap: str) -> HostFunction:
             args, kwargs = jax.tree.map(to_tensor, (args, kwargs))
             return jax.tree.map(to_numpy, function(*args, **kwargs))
 
-    on_arrays.__qualname__ = _name(function)
+    on_arrays.__qualname__ = name_of(function)
 
     @functools.cache
     def gradient() -> HostFunction:
@@ -139,12 +140,8 @@ def gradient_of(function: Callable[..., Any]) -> Callable[..., Any]:
             [next(gradients).conj() if _has_gradient(leaf) else None for leaf in leaves]
         )
 
-    gradient.__qualname__ = f"gradient of {_name(function)}"
+    gradient.__qualname__ = f"gradient of {name_of(function)}"
     return gradient
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__qualname__", None) or type(function).__name__)
 
 
 def _has_gradient(leaf: Any) -> bool:

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardax._core.errors import ShardaxError
 from shardax.host import connections, errors
 from shardax.host.calls import check_size, decode, name_of, pack, run_packed
 
@@ -105,23 +104,18 @@ class Worker(concurrent.futures.Executor):
         )  # fmt: skip
         if name is not None and idle_timeout is None:
             idle_timeout = 3600.0
-        how = connections.ProcessOptions(
-            {
-                "functions": functions,
-                "max_message": max_message,
-                "kill_after": kill_after,
-                "idle_timeout": idle_timeout,
-            },
-            dict(configure or {}),
-            dict(env or {}),
-            start_timeout,
-            None if log is None else os.fspath(log),
-        )
-        if name is not None and log is not None:
+        options = {
+            "functions": functions, "max_message": max_message, "kill_after": kill_after,
+            "idle_timeout": idle_timeout, "configure": dict(configure or {}),
+            "env": dict(env or {}), "start_timeout": start_timeout,
+            "log": None if log is None else os.fspath(log),
+        }  # fmt: skip
+        if name is None:
+            origin = connections.OwnProcess(options)
+        elif log is None:
+            origin = connections.NamedProcess(name, options)
+        else:
             raise errors.WorkerConfigError("A worker with a name has a log of its own: omit log=.")
-        origin = (
-            connections.OwnProcess(how) if name is None else connections.NamedProcess(name, how)
-        )
         self._open(origin, heartbeat, restarts, timeout)
 
     @classmethod
@@ -155,16 +149,13 @@ class Worker(concurrent.futures.Executor):
 
     def _open(
         self,
-        origin: connections.OwnProcess | connections.NamedProcess | connections.GivenAddress,
+        origin: connections.GivenAddress,
         heartbeat: float,
         restarts: int,
         timeout: float | None,
     ) -> None:
-        missing = [
-            package
-            for package in ("distributed", "cryptography")
-            if importlib.util.find_spec(package) is None
-        ]
+        packages = ("distributed", "cryptography")
+        missing = [name for name in packages if importlib.util.find_spec(name) is None]
         if missing:
             raise errors.WorkerStartError(
                 f"A worker needs {' and '.join(missing)}: pip install 'shardax[worker]'."
@@ -189,16 +180,9 @@ class Worker(concurrent.futures.Executor):
     def _connect(self) -> connections.Connection:
         lost = weakref.WeakMethod(self._lost)
 
-        def on_lost(
-            connection: connections.Connection, calls: list[connections.PendingCall], why: str
-        ) -> None:
-            method = lost()
-            if method is not None:
-                method(connection, calls, why)
-
         def connect(address: str, credentials: bytes) -> connections.Connection:
             self.address, self.authkey = address, credentials
-            return connections.Connection(address, credentials, self._heartbeat, on_lost)
+            return connections.Connection(address, credentials, self._heartbeat, lost)
 
         return self._origin.open(connect)
 
@@ -265,23 +249,19 @@ class Worker(concurrent.futures.Executor):
                 return decode(reply["parts"])
             return Remote(self, reply["kept"], reply["text"])
 
-        call = connections.PendingCall(
-            name=name_of(function),
-            request={
-                "head": head,
-                "parts": to_serialize(parts),
-                "timeout": self._timeout if timeout is None else timeout,
-                "keep": keep,
-            },
-            future=connections.WorkerFuture(),
-            retries=RETRIES if idempotent else 0,
-            is_idempotent=idempotent,
-            receive=receive,  # refers to this worker, which stays until there is a result
-        )
+        request = {
+            "name": name_of(function),
+            "head": head,
+            "parts": to_serialize(parts),
+            "timeout": self._timeout if timeout is None else timeout,
+            "keep": keep,
+        }
+        # `receive` refers to this worker, which so stays until there is a result.
+        call = connections.WorkerFuture(request, receive, RETRIES if idempotent else 0)
         self._send(call)
-        return call.future
+        return call
 
-    def _send(self, call: connections.PendingCall) -> None:
+    def _send(self, call: connections.WorkerFuture) -> None:
         while True:
             with self._changed:
                 if self._closing:
@@ -337,30 +317,30 @@ class Worker(concurrent.futures.Executor):
     # --- life cycle ---
 
     def _lost(
-        self, connection: connections.Connection, calls: list[connections.PendingCall], why: str
+        self, connection: connections.Connection, calls: list[connections.WorkerFuture], why: str
     ) -> None:
         """Fail or repeat the calls of a lost connection, and reconnect."""
         with self._changed:
             closing = self._closing or not self._finalizer.alive  # or the program ends
-            expected = self._expected
-        ending = "it was shut down" if closing else self._origin.ending()
-        again = [call for call in calls if call.retries and not (closing or expected)]
+            expected, self._expected = self._expected, False
+        why = f"{why}; {'it was shut down' if closing else self._origin.ending()}"
+        again = [call for call in calls if call._retries and not (closing or expected)]
         for call in calls:
             if call not in again:
-                call.fail(_crashed(call, f"{why}; {ending}"))
+                call._lose(why)
         with self._changed:
-            self._expected = False
             if not closing:
-                self._reopen(f"{why}; {ending}", expected)
+                self._reopen(why, expected)
             broken = self._broken or self._closing
         for call in again:
-            call.retries -= 1
+            call._retries -= 1
             try:
                 if broken:
-                    raise _crashed(call, f"{why}; {ending}")
-                self._send(call)
+                    call._lose(why)
+                else:
+                    self._send(call)
             except Exception as error:  # noqa: BLE001 (it is the call's)
-                call.fail(error)
+                call._fail(error)
 
     def _reopen(self, why: str, expected: bool) -> None:
         try:
@@ -394,7 +374,7 @@ class Worker(concurrent.futures.Executor):
 
     def _end_process(self, connection: connections.Connection) -> None:
         with contextlib.suppress(errors.WorkerCrashedError):
-            connection.ask("stop", INFO_SECONDS)
+            connection.ask("stop_process", INFO_SECONDS)
         self._origin.close()
         connection.wait_for_end()
 
@@ -410,14 +390,14 @@ class Worker(concurrent.futures.Executor):
             calls = self._connection.pending()
         if cancel_futures:
             for call in calls:
-                call.future.cancel()
+                call.cancel()
         if wait:
             self._finish(calls)
         else:
             threading.Thread(target=self._finish, args=[calls], daemon=True).start()
 
-    def _finish(self, calls: Sequence[connections.PendingCall]) -> None:
-        concurrent.futures.wait([call.future for call in calls])
+    def _finish(self, calls: Sequence[connections.WorkerFuture]) -> None:
+        concurrent.futures.wait(calls)
         self._connection.close()
         self._finalizer()
 
@@ -431,17 +411,6 @@ class Worker(concurrent.futures.Executor):
     def __repr__(self) -> str:
         state = "running" if self.is_running else "shut down" if self._closing else "lost"
         return f"Worker({self.address!r}, {state})"
-
-
-def _crashed(call: connections.PendingCall, why: str) -> errors.WorkerCrashedError:
-    when = "while it ran" if call.future.running() else "before it was known to have begun"
-    again = (
-        "It has been run again as often as it may."
-        if call.is_idempotent
-        else "It was not run again, since it is not marked idempotent. A function that may be run "
-        "again from its beginning is marked so: worker.request(f, args, idempotent=True)."
-    )
-    return errors.WorkerCrashedError(f"The worker of {call.name} was lost {when}: {why}. {again}")
 
 
 def _check_positive(**options: float | None) -> None:
@@ -491,8 +460,7 @@ class Remote:
 
     def __del__(self) -> None:
         if isinstance(getattr(self, "key", None), int):
-            with contextlib.suppress(ShardaxError):
-                self.delete()
+            self.delete()
 
     def __reduce__(self) -> Any:
         raise errors.RemoteValueError(
@@ -535,16 +503,11 @@ class RemoteFunction:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        executor: Any,
-        timeout: float | None,
-        idempotent: bool,
-        keep: bool | str,
+        self, function: Callable[..., Any], executor: Any, options: Mapping[str, Any]
     ) -> None:
         self.__wrapped__ = function
         self.executor = executor
-        self._options: dict[str, Any] = {"timeout": timeout, "idempotent": idempotent, "keep": keep}
+        self._options = options  # of `Worker.request`
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the function there, and waits for its result."""
@@ -613,26 +576,23 @@ def remote(
         ...     print(double(jnp.arange(3)))
         [0 2 4]
     """
-    if f is None:
-        return functools.partial(
-            remote, executor=executor, timeout=timeout, idempotent=idempotent, keep=keep
-        )
     options = {"timeout": timeout, "idempotent": idempotent, "keep": keep}
+    if f is None:
+        return functools.partial(remote, executor=executor, **options)
     given = [name for name, value in options.items() if value not in (None, False)]
     if not (executor is None or isinstance(executor, Worker)):
         if given:
             raise errors.WorkerConfigError(
                 f"{', '.join(given)} of sx.host.remote({name_of(f)}) is for sx.host.Worker only, "
                 f"and the executor is a {type(executor).__name__}. Give that its own option, such "
-                f"as client.get_executor(retries=2) of dask.distributed, or wait for the future "
-                f"with result(timeout)."
+                f"as client.get_executor(retries=2) of dask.distributed."
             )
         if not callable(getattr(executor, "submit", None)):
             raise errors.WorkerConfigError(
                 f"{executor!r} is no executor: it has no submit(f, *args). Pass sx.host.Worker(), "
                 f"or with dask.distributed client.get_executor()."
             )
-    return RemoteFunction(f, executor, timeout, idempotent, keep)
+    return RemoteFunction(f, executor, options)
 
 
 def _unpacked(packed: concurrent.futures.Future[Any]) -> concurrent.futures.Future[Any]:

@@ -6,12 +6,8 @@ in the main thread, one after the other, because only there Python lets a signal
 runs: it raises ``CallInterrupted`` at the next step of Python. A program or a compilation of JAX
 ends before that.
 
-A call takes two procedures. ``begin`` returns when it is the caller's turn; the caller then knows,
-and nobody else has, that the call has begun, and sends it by ``run``, or declines by ``skip``. So a
-cancelled call is never run, and of a call that a crash ended it is known whether it had begun.
-
 Each client holds one connection, of ``attach``, for as long as it is there. When that ends the
-client's values without a name are dropped, and its call is interrupted.
+client's values without a name are dropped, and its calls are interrupted.
 """
 
 from __future__ import annotations
@@ -87,47 +83,35 @@ def python_version() -> str:
 
 
 @dataclass(eq=False)
-class _RunningCall:
+class _Call:
     client: str
-    number: int
     name: str
-    is_running: bool = False
     reason: str | None = None  # why it is to stop: "cancelled" or "timeout"
     raised: bool = False  # whether CallInterrupted was
+    waiting: asyncio.Task[Any] | None = None  # for its turn
 
 
 class CallServer(Server):
     """The remote procedures of a worker, and what it keeps."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        super().__init__(
-            {
-                "attach": self.attach,
-                "begin": self.begin,
-                "skip": self.skip,
-                "run": self.run,
-                "interrupt": self.interrupt,
-                "drop": self.drop,
-                "info": self.info,
-                "stop": self.stop_process,
-            },
-            needs_workdir=False,
-        )
-        self._limit = int(options["max_message"])
+        procedures = ("attach", "run", "interrupt", "drop", "info", "stop_process")
+        super().__init__({name: getattr(self, name) for name in procedures}, needs_workdir=False)
+        self._limit: int = options["max_message"]
         self._kill_after: float | None = options["kill_after"]
-        self._idle_timeout: float | None = options["idle_timeout"]
         self._functions = FunctionTable(options["functions"])
         self._values: dict[int | str, tuple[Any, str | None]] = {}  # with the client, if unnamed
         # Not from 1: a number of a worker that has ended must mean nothing to the next one.
         self._numbers = itertools.count(secrets.randbits(48))
         self._clients: set[str] = set()
+        self._calls: dict[tuple[str, int], _Call] = {}  # that run or wait, by client and number
         self._turn = asyncio.Lock()
-        self._current: _RunningCall | None = None
-        self._interruptible: _RunningCall | None = None
+        self._current: _Call | None = None
+        self._interruptible: _Call | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        if self._idle_timeout is not None:
-            self._watching = asyncio.create_task(self._end_when_idle(self._idle_timeout))
+        if options["idle_timeout"] is not None:
+            self._watching = asyncio.create_task(self._end_when_idle(options["idle_timeout"]))
 
     # --- procedures: in the thread of the event loop ---
 
@@ -140,67 +124,58 @@ class CallServer(Server):
         except OSError:
             pass
         finally:
-            self._forget(client)
+            self._clients.discard(client)
+            for key in [key for key, (_, owner) in self._values.items() if owner == client]:
+                del self._values[key]
+            for call in self._calls.values():
+                if call.client == client:
+                    self._interrupt(call, "cancelled")
             comm.abort()
         return Status.dont_reply
 
-    def _forget(self, client: str) -> None:
-        self._clients.discard(client)
-        for key in [key for key, (_, owner) in self._values.items() if owner == client]:
-            del self._values[key]
-        call = self._current
-        if call is not None and call.client == client:
-            if call.is_running:
-                self._interrupt(call, "cancelled")
-            else:
-                self._end_turn()
-
-    async def begin(self, client: str, number: int, name: str, drop: Sequence[int | str]) -> bool:
-        """Wait for a call's turn, after forgetting dropped values."""
-        await self.drop(drop)
-        await self._turn.acquire()
-        if client not in self._clients:  # it is gone, and so are its calls
-            self._turn.release()
-            return False
-        self._current = _RunningCall(client, number, name)
-        return True
-
-    async def skip(self, client: str, number: int) -> None:
-        """Give the turn of a call to the next one."""
-        if self._is_current(client, number):
-            self._end_turn()
-
-    async def run(self, client: str, number: int, **request: Any) -> dict[str, Any] | None:
-        """Run the call whose turn it is."""
-        call = self._current
-        if call is None or not self._is_current(client, number):
+    async def run(
+        self, client: str, number: int, name: str, timeout: float | None, **request: Any
+    ) -> dict[str, Any] | None:
+        """Run a call when it is its turn; None if its client is gone."""
+        if client not in self._clients:
             return None
-        call.is_running = True
+        call = self._calls[client, number] = _Call(client, name)
+        call.waiting = asyncio.create_task(self._turn.acquire())
+        try:
+            await call.waiting
+        except asyncio.CancelledError:
+            del self._calls[client, number]
+            return {"error": "cancelled", "text": "before it began", "parts": []}
         done = self._loop.create_future()
 
         def answer() -> None:
             reply = self._answer(call, **request)
             self._loop.call_soon_threadsafe(done.set_result, reply)
 
+        self._current = call
         self._jobs.put(answer)
-        timeout = request["timeout"]
-        timer = timeout and self._loop.call_later(timeout, self._interrupt, call, "timeout")
+        timer = None
+        if timeout:
+            timer = self._loop.call_later(timeout, self._interrupt, call, "timeout")
         try:
             return await done
         finally:
+            self._current = None
+            del self._calls[client, number]
             if timer:
                 timer.cancel()
-            self._end_turn()
+            self._turn.release()
 
-    async def interrupt(self, client: str, number: int) -> None:
-        """Interrupt a call that runs, or is about to."""
-        if self._current is not None and self._is_current(client, number):
-            self._interrupt(self._current, "cancelled")
+    async def interrupt(self, client: str, number: int) -> bool:
+        """Interrupt a call; False if it has not arrived, or is over."""
+        call = self._calls.get((client, number))
+        if call is not None:
+            self._interrupt(call, "cancelled")
+        return call is not None
 
-    async def drop(self, keys: Sequence[int | str]) -> None:
-        """Forget values."""
-        for key in keys:
-            self._values.pop(key, None)
+    async def drop(self, key: int | str) -> None:
+        """Forget a value."""
+        self._values.pop(key, None)
 
     async def info(self) -> dict[str, Any]:
         """Facts about the worker."""
@@ -218,26 +193,22 @@ class CallServer(Server):
         timer.daemon = True
         timer.start()
         self._jobs.put(None)
-        if self._current is not None and self._current.is_running:
+        if self._current is not None:
             self._interrupt(self._current, "cancelled")
 
-    def _is_current(self, client: str, number: int) -> bool:
-        call = self._current
-        return call is not None and (call.client, call.number) == (client, number)
-
-    def _end_turn(self) -> None:
-        self._current = None
-        self._turn.release()
-
-    def _interrupt(self, call: _RunningCall, reason: str) -> None:
-        if self._current is not call or call.reason is not None:
+    def _interrupt(self, call: _Call, reason: str) -> None:
+        if call.reason is not None:
             return
         call.reason = reason
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-        if self._kill_after is not None:
-            self._loop.call_later(self._kill_after, self._kill, call)
+        if self._current is not call:
+            assert call.waiting is not None
+            call.waiting.cancel()
+        else:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            if self._kill_after is not None:
+                self._loop.call_later(self._kill_after, self._kill, call)
 
-    def _kill(self, call: _RunningCall) -> None:
+    def _kill(self, call: _Call) -> None:
         if self._current is call:
             os._exit(STUCK)
 
@@ -263,51 +234,46 @@ class CallServer(Server):
             call.raised = True
             raise CallInterrupted(call.reason)
 
-    def _answer(self, call: _RunningCall, **request: Any) -> dict[str, Any]:
+    def _answer(self, call: _Call, **request: Any) -> dict[str, Any]:
         try:
             try:
                 self._interruptible = call
                 if call.reason is not None:  # the signal came before
                     self._on_signal()
-                reply = self._result(call, **request)
+                return self._result(call, **request)
             finally:
                 self._interruptible = None
         except BaseException as error:  # noqa: BLE001 (it is the client's)
+            interrupted = isinstance(error, CallInterrupted)
             parts = []
-            if not isinstance(error, CallInterrupted):
-                # Pickling the user's exception may raise anything.
-                with contextlib.suppress(Exception):
-                    encoded = encode(error)
-                    check_size(encoded, self._limit)
-                    parts = encoded
+            # Pickling the user's exception may raise anything.
+            with contextlib.suppress(Exception):
+                parts = [] if interrupted else self._encoded(error)
             text = traceback.format_exc()[-MOST_TEXT:].encode(errors="replace").decode()
-            why = call.reason if isinstance(error, CallInterrupted) else "raised"
-            return {"error": why, "text": text, "parts": to_serialize(parts)}
-        return reply
+            return {
+                "error": call.reason if interrupted else "raised",
+                "text": text,
+                "parts": to_serialize(parts),
+            }
+
+    def _encoded(self, value: Any) -> list[Any]:
+        parts = encode(value)
+        check_size(parts, self._limit)
+        return parts
 
     def _result(
-        self,
-        call: _RunningCall,
-        head: bytes,
-        parts: Sequence[Any],
-        keep: bool | str,
-        timeout: float | None,
+        self, call: _Call, head: bytes, parts: Sequence[Any], keep: bool | str
     ) -> dict[str, Any]:
         result = self._functions.run(head, parts, self._value)
         if keep is False:
-            encoded = encode(result)
-            check_size(encoded, self._limit)
-            return {"error": None, "parts": to_serialize(encoded)}
-        key = keep if isinstance(keep, str) else next(self._numbers)
-        if isinstance(keep, str) or call.client in self._clients:
-            self._values[key] = (result, None if isinstance(keep, str) else call.client)
+            return {"error": None, "parts": to_serialize(self._encoded(result))}
+        named = isinstance(keep, str)
+        key = keep if named else next(self._numbers)
+        if named or call.client in self._clients:
+            self._values[key] = (result, None if named else call.client)
         text = repr(result)
-        return {
-            "error": None,
-            "parts": [],
-            "kept": key,
-            "text": text if len(text) <= 200 else f"{text[:200]}...",
-        }
+        text = text if len(text) <= 200 else f"{text[:200]}..."
+        return {"error": None, "kept": key, "text": text}
 
     def _value(self, key: int | str) -> Any:
         try:
@@ -358,6 +324,6 @@ def main(options: Mapping[str, Any]) -> None:
 
 
 def _end_with_parent(end: Callable[[], None]) -> None:
-    while sys.stdin.buffer.read(1):  # the pipe ends with the process that has the other end
+    while os.read(0, 1):  # the pipe ends with the process that has the other end
         pass
     end()

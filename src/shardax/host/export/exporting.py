@@ -37,27 +37,11 @@ from shardax._core.variable import RngState
 from shardax._transforms.grad.custom_vjp import used_inputs
 from shardax._transforms.jit.jit import BoundJit, Jit, jit
 from shardax._transforms.jit.specialization import Specialization
-from shardax._transforms.lift.arguments import (
-    PlainTemplate,
-    SplitArguments,
-    TreeTemplate,
-    parameter_name,
-)
+from shardax._transforms.lift import arguments as lift
 from shardax._transforms.lift.engine import Effects, InputGraph
 from shardax.host.errors import ExportError
-from shardax.host.export import artifact
-from shardax.host.export.signature import (
-    ArrayForm,
-    ExportedInput,
-    MeshForm,
-    Signature,
-    StateEntry,
-    all_from_words,
-    from_words,
-    plain_dtype,
-    to_json,
-    to_words,
-)
+from shardax.host.export import artifact, signature
+from shardax.host.export.signature import ArrayForm, StateEntry
 from shardax.partition.errors import did_you_mean
 from shardax.partition.mesh import resolve_mesh
 
@@ -126,42 +110,44 @@ def export(
             "Cannot export while a transform is tracing: the state has no numbers. Export outside."
         )
     place = artifact.free_place(to)
-    compiled, given = _as_jit(function, args)
+    compiled, given = (function if isinstance(function, Jit) else jit(function)), args
+    if isinstance(function, BoundJit):
+        compiled, given = function.__func__, (function.__self__, *args)
     shapes, named = abstract_arguments(compiled, given, kwargs, dynamic or {}, constraints)
     program = _traced(compiled, shapes, named, dynamic or {})
     mesh = _mesh_of(program)
-    exported = _exported(program, platforms)
-    signature = Signature(
-        name=_name(function),
+    try:
+        lowered = jax.export.export(jax.jit(program.__call__), platforms=platforms)
+        exported = lowered(*program.shapes())
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ExportError(
+            f"JAX cannot export the function: {type(error).__name__}: {error}"
+        ) from error
+    devices = exported.nr_devices
+    described = signature.Signature(
+        name=getattr(function, "__name__", type(function).__name__),
         inputs=program.inputs,
         output=program.output,
         output_forms=program.output_forms,
         state=tuple(program.state),
-        mesh=None if mesh is None or mesh.size != exported.nr_devices else MeshForm.of(mesh),
-        devices=exported.nr_devices,
+        mesh=None if mesh is None or mesh.size != devices else signature.MeshForm.of(mesh),
+        devices=devices,
         platforms=tuple(exported.platforms),
         vjp_order=vjp_order,
         constraints=tuple(constraints),
     )
     with artifact.written_at(place) as folder:
         (folder / artifact.PROGRAM).write_bytes(exported.serialize(vjp_order=vjp_order))
-        words = map(to_words, program.values)
+        words = map(signature.to_words, program.values)
         names = [entry.path for entry in program.state]
         artifact.write_weights(folder / artifact.WEIGHTS, dict(zip(names, words, strict=True)))
         entries = {
-            "signature": signature.as_json(),
+            "signature": described.as_json(),
             "jax": jax.__version__,
             "calling_convention": exported.calling_convention_version,
         }
         artifact.write_signature(folder, entries)
     return place
-
-
-def _as_jit(function: Any, args: Sequence[Any]) -> tuple[Jit, tuple[Any, ...]]:
-    """Return the function as a ``Jit``, with the arguments for it."""
-    if isinstance(function, BoundJit):
-        return function.__func__, (function.__self__, *args)
-    return (function if isinstance(function, Jit) else jit(function)), tuple(args)
 
 
 def _traced(
@@ -172,27 +158,11 @@ def _traced(
     except Exception as error:
         if dynamic and not isinstance(error, ShardaxError):
             error.add_note(
-                f"shardax traced the function for any size of {', '.join(dynamic)} (dynamic=). "
-                "What needs the number itself, such as a Python loop or an if, cannot be exported "
-                "so: leave that size as it is, or write it with shapes alone (jnp.arange(x.shape[0]"
-                "), sx.scan)."
+                f"The function was traced for any size of {', '.join(dynamic)} (dynamic=). What "
+                "needs the number itself, such as a Python loop or an if, cannot be exported so: "
+                "leave that size as it is, or use shapes alone (jnp.arange(x.shape[0]), sx.scan)."
             )
         raise
-
-
-def _name(function: Any) -> str:
-    name = getattr(function, "__name__", None)
-    return name if isinstance(name, str) else type(function).__name__
-
-
-def _exported(program: FlatProgram, platforms: Sequence[str] | None) -> Any:
-    names = None if platforms is None else tuple(platforms)
-    try:
-        return jax.export.export(jax.jit(program.__call__), platforms=names)(*program.shapes())
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise ExportError(
-            f"JAX cannot export the function: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _mesh_of(program: FlatProgram) -> Mesh | None:
@@ -226,13 +196,13 @@ def abstract_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with shapes for arrays, dynamic dimensions among them."""
     labelled: dict[Any, str] = {
-        i: parameter_name(jit.__wrapped__, i)
+        i: lift.parameter_name(jit.__wrapped__, i)
         for i in range(len(args))
         if i not in jit.static_positions
     }
     labelled |= {name: name for name in kwargs if name not in jit.static_names}
     given = {**dict(enumerate(args)), **kwargs}
-    dimensions = _Dimensions(dynamic, constraints, list(labelled.values()))
+    dimensions = _DynamicSizes(dynamic, constraints, list(labelled.values()))
     for key, label in labelled.items():
         given[key] = jax.tree_util.tree_map_with_path(
             lambda path, leaf, label=label: dimensions.abstract(label, path, leaf),
@@ -243,24 +213,14 @@ def abstract_arguments(
     return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
 
 
-class _Dimensions:
+class _DynamicSizes:
     """The dynamic dimensions of one export."""
 
     def __init__(self, dynamic: Dynamic, constraints: Sequence[str], labels: Sequence[str]) -> None:
         self.dynamic = dynamic
         self.sizes: dict[str, tuple[Any, str]] = {}  # the first size of a name, and where it was
         self.symbols: dict[str, Any] = {}
-        self._make_symbols(constraints)
-        for name, where in dynamic.items():
-            for label in where if isinstance(where, Mapping) else ():
-                if label not in labels:
-                    raise ExportError(
-                        f"dynamic={{{name!r}: ...}} is about an argument {label!r}, but the call "
-                        f"has ({', '.join(labels)}).{did_you_mean(label, labels)}"
-                    )
-
-    def _make_symbols(self, constraints: Sequence[str]) -> None:
-        names = list(self.dynamic)
+        names = list(dynamic)
         if not names and constraints:
             raise ExportError(
                 f"constraints={tuple(constraints)!r} are about dynamic dimensions, and there are "
@@ -275,6 +235,13 @@ class _Dimensions:
                     f"{error}. Names are identifiers, constraints such as 'seq <= 512'."
                 ) from error
             self.symbols = dict(zip(names, found, strict=True))
+        for name, where in dynamic.items():
+            for label in where if isinstance(where, Mapping) else ():
+                if label not in labels:
+                    raise ExportError(
+                        f"dynamic={{{name!r}: ...}} is about an argument {label!r}, but the call "
+                        f"has ({', '.join(labels)}).{did_you_mean(label, labels)}"
+                    )
 
     def abstract(self, label: str, path: Any, leaf: Any) -> Any:
         """Replace an array of an argument by its shape and dtype."""
@@ -294,7 +261,7 @@ class _Dimensions:
                 shape[axis] = symbol
         return jax.ShapeDtypeStruct(
             tuple(shape),
-            plain_dtype(leaf.dtype),
+            signature.plain_dtype(leaf.dtype),
             sharding=_layout(leaf, shape),
             weak_type=getattr(leaf, "weak_type", False),
         )
@@ -348,9 +315,9 @@ class FlatProgram:
         check_effects(effects, plan.graphdef)
         self._jaxpr = check_program(traced.jaxpr)
         self._leaves = arguments.plain_leaves()[0]
-        self.inputs = _inputs(plan, arguments)
+        self.inputs = tuple(_inputs(plan, arguments))
         result, written, _, _ = traced._stage.out_info
-        self.output = to_json(jax.tree.structure(result), ("result",))
+        self.output = signature.to_json(jax.tree.structure(result), ("result",))
         self.output_forms = tuple(map(ArrayForm.of, jax.tree.leaves(result)))
         values = graph.values()
         self._operands = _operands(plan, arguments, values)
@@ -364,26 +331,21 @@ class FlatProgram:
             ),
         ]
         self._forms = [entry.form for entry in everything]
-        self._held = self._used(everything)
+        flags = zip(self._operands, used_inputs(self._jaxpr.jaxpr), strict=True)
+        read = {operand for operand, is_used in flags if is_used}
+        # Positions of the arrays that a call reads or writes.
+        self._held = [
+            i for i, e in enumerate(everything) if i in read or e.written or e.type == CONSTANT
+        ]
         self.state = _with_unique_paths([everything[i] for i in self._held])
         arrays = [*jax.tree.leaves(values), *constants]
         self.values = [arrays[i] for i in self._held]
-
-    def _used(self, entries: Sequence[StateEntry]) -> list[int]:
-        """Return the positions of the arrays that a call reads or writes."""
-        flags = zip(self._operands, used_inputs(self._jaxpr.jaxpr), strict=True)
-        read = {operand for operand, is_used in flags if is_used}
-        return [
-            i
-            for i, entry in enumerate(entries)
-            if i in read or entry.written or entry.type == CONSTANT
-        ]
 
     def __call__(self, state: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run the program, usually on tracers."""
         given = dict(zip(self._held, state, strict=True))
         held = [
-            _placeholder(form) if i not in given else from_words(given[i], form)
+            signature.from_words(given[i] if i in given else _zeros(form), form)
             for i, form in enumerate(self._forms)
         ]
         forms = [form for item in self.inputs for form in item.forms]
@@ -391,18 +353,20 @@ class FlatProgram:
         consts = list(self._jaxpr.consts)
         for i, constant in zip(self._hoisted, held[count:], strict=True):
             consts[i] = constant
-        operands = [*held[:count], *all_from_words(inputs, forms)]
+        operands = [*held[:count], *signature.all_from_words(inputs, forms)]
         flat = [operands[i] for i in self._operands]
-        words = [to_words(item) for item in jaxpr_as_fun(self._jaxpr.replace(consts=consts))(*flat)]
+        run = jaxpr_as_fun(self._jaxpr.replace(consts=consts))
+        words = list(map(signature.to_words, run(*flat)))
         return words[: len(self.output_forms)], words[len(self.output_forms) :]
 
     def shapes(self) -> tuple[list[Any], list[Any]]:
         """Shapes of the words of state and inputs."""
-        state = [_shape(value) for value in self.values]
-        return state, [_shape(leaf) for leaf in self._leaves]
+        return list(map(_shape, self.values)), list(map(_shape, self._leaves))
 
 
-def _operands(plan: Specialization, arguments: SplitArguments, values: Sequence[Any]) -> list[int]:
+def _operands(
+    plan: Specialization, arguments: lift.SplitArguments, values: Sequence[Any]
+) -> list[int]:
     """The number of each operand of a program among values and inputs."""
     leaves, treedef = jax.tree.flatten(values)
     count = len(leaves)
@@ -413,46 +377,39 @@ def _operands(plan: Specialization, arguments: SplitArguments, values: Sequence[
     return jax.tree.leaves(plan.pack(treedef.unflatten(range(count)), numbered))
 
 
-def _placeholder(form: ArrayForm) -> Any:
-    """An array in place of one that is not read."""
+def _zeros(form: ArrayForm) -> Any:
+    """The words of an array in place of one that is not read."""
     words = form.words()
-    return from_words(jnp.zeros(words.shape, words.dtype), form)
+    return jnp.zeros(words.shape, words.dtype)
 
 
 def _shape(value: Any) -> jax.ShapeDtypeStruct:
-    words = jax.eval_shape(to_words, value)
+    words = jax.eval_shape(signature.to_words, value)
     form = ArrayForm.of(value)
     sharding = None if form.spec is None else form.sharding(value.sharding.mesh)
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=sharding)
 
 
-def _inputs(plan: Specialization, arguments: SplitArguments) -> tuple[ExportedInput, ...]:
+def _inputs(
+    plan: Specialization, arguments: lift.SplitArguments
+) -> Iterator[signature.ExportedInput]:
+    """Describe what callers pass; an argument without arrays belongs to the artifact."""
     labels = [label for _, label in plan.positions.positional]
     given = [
         *zip(labels, arguments.templates, arguments.plain, [False] * len(labels), strict=True),
         *((name, t, arguments.plain_named[name], True) for name, t in arguments.named),
     ]
-    return tuple(
-        _input(name, plain, by_name)
-        for name, template, plain, by_name in given
-        if _is_passed(name, template, plain)
-    )
-
-
-def _input(name: str, plain: Any, by_name: bool) -> ExportedInput:
-    leaves, treedef = jax.tree.flatten(plain)
-    return ExportedInput(name, by_name, to_json(treedef, (name,)), tuple(map(ArrayForm.of, leaves)))
-
-
-def _is_passed(name: str, template: Any, plain: Any) -> bool:
-    """Whether callers pass an argument; one without arrays belongs to the artifact."""
-    if isinstance(template, TreeTemplate) and (plain or template.roots):
-        raise ExportError(
-            f"The argument {name} holds arrays or containers together with Modules or static "
-            "values. What callers pass and what the artifact holds must be apart: pass each Module "
-            "as an argument of its own, or close over it."
-        )
-    return isinstance(template, PlainTemplate) and bool(jax.tree.leaves(plain))
+    for name, template, plain, by_name in given:
+        if isinstance(template, lift.TreeTemplate) and (plain or template.roots):
+            raise ExportError(
+                f"The argument {name} holds arrays or containers together with Modules or static "
+                "values. What callers pass and what the artifact holds must be apart: pass each "
+                "Module as an argument of its own, or close over it."
+            )
+        leaves, treedef = jax.tree.flatten(plain)
+        if isinstance(template, lift.PlainTemplate) and leaves:
+            tree = signature.to_json(treedef, (name,))
+            yield signature.ExportedInput(name, by_name, tree, tuple(map(ArrayForm.of, leaves)))
 
 
 def _entries(
@@ -460,7 +417,9 @@ def _entries(
 ) -> Iterator[StateEntry]:
     """Describe the arrays of a graph's Variables."""
     after = dict(zip(written, results, strict=True))
-    paths = _without_self(graph.flat.leaf_paths)
+    paths = graph.flat.leaf_paths
+    if all(path[:1] == ("self",) for path in paths):  # of a compiled method; they begin below it
+        paths = [path[1:] for path in paths]
     for position, (path, leaf, value) in enumerate(zip(paths, graph.leaves, values, strict=True)):
         if position in after:
             check_form_is_kept(path, value, after[position])
@@ -468,11 +427,6 @@ def _entries(
             text = format_path(path) + jax.tree_util.keystr(keys)
             kind = type(leaf).__name__
             yield StateEntry(text, ArrayForm.of(array), kind, leaf.axes, position in after)
-
-
-def _without_self(paths: Sequence[Path]) -> Sequence[Path]:
-    # A compiled method has its object as its first argument; paths begin below it.
-    return [path[1:] for path in paths] if all(p[:1] == ("self",) for p in paths) else paths
 
 
 def _with_unique_paths(state: Sequence[StateEntry]) -> list[StateEntry]:

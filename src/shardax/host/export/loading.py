@@ -23,16 +23,8 @@ from shardax._transforms.errors import MeshError
 from shardax._transforms.jit.jit import jit
 from shardax.host import errors
 from shardax.host.export import artifact
-from shardax.host.export.signature import (
-    ArrayForm,
-    MeshForm,
-    Signature,
-    StateEntry,
-    all_from_words,
-    from_words,
-    structure,
-    to_words,
-)
+from shardax.host.export import signature as signatures
+from shardax.host.export.signature import ArrayForm, Signature
 
 
 class LoadedProgram:
@@ -135,14 +127,14 @@ class LoadedFunction(Module):
             raise self.program.explained(error) from error
 
     def _run(self, inputs: Sequence[Any]) -> Any:
-        state = [to_words(variable.value) for variable in self.variables.values()]
+        state = [signatures.to_words(variable.value) for variable in self.variables.values()]
         results, written = self.program.run(state, list(inputs))
         held = zip(self.signature.state, self.variables.values(), strict=True)
         targets = [(entry, variable) for entry, variable in held if entry.written]
         for (entry, variable), words in zip(targets, written, strict=True):
-            variable.value = from_words(words, entry.form)
-        leaves = all_from_words(results, self.signature.output_forms)
-        return structure(self.signature.output).unflatten(leaves)
+            variable.value = signatures.from_words(words, entry.form)
+        leaves = signatures.all_from_words(results, self.signature.output_forms)
+        return signatures.structure(self.signature.output).unflatten(leaves)
 
 
 def load(path: Any, mesh: Mesh | None = None, *, verify: bool = True) -> LoadedFunction:
@@ -177,22 +169,22 @@ def load(path: Any, mesh: Mesh | None = None, *, verify: bool = True) -> LoadedF
     """
     artifact.require_extras()
     folder, entries = artifact.read_signature(path, verify)
-    signature = _parsed(folder, entries)
-    exported = _program(folder, entries)
-    devices = _devices(signature, mesh, str(folder))
-    program = LoadedProgram(exported, signature, _mesh(signature, devices, mesh))
-    weights = artifact.Weights(folder / artifact.WEIGHTS)
-    variables = {entry.path: _variable(entry, weights, program) for entry in signature.state}
-    return LoadedFunction(program, variables)
-
-
-def _parsed(folder: Any, entries: Any) -> Signature:
     try:
-        return Signature.from_json(entries["signature"])
+        signature = Signature.from_json(entries["signature"])
     except (KeyError, TypeError, ValueError) as error:
         raise errors.ArtifactDamagedError(
             f"{folder / artifact.SIGNATURE} cannot be read ({error!r}). Export the function anew."
         ) from error
+    exported = _program(folder, entries)
+    devices = _devices(signature, mesh, str(folder))
+    program = LoadedProgram(exported, signature, _mesh(signature, devices, mesh))
+    weights = artifact.Weights(folder / artifact.WEIGHTS)
+    variables: dict[str, Variable[Any]] = {}
+    for entry in signature.state:
+        words = weights.read(entry.path, entry.form.words(), program.place_of(entry.form))
+        value = signatures.from_words(words, entry.form)
+        variables[entry.path] = _type_of(entry.type)(value, axes=entry.axes)
+    return LoadedFunction(program, variables)
 
 
 def _program(folder: Any, entries: Any) -> Any:
@@ -200,19 +192,19 @@ def _program(folder: Any, entries: Any) -> Any:
     written = entries["calling_convention"]
     lowest = jax.export.minimum_supported_calling_convention_version
     highest = jax.export.maximum_supported_calling_convention_version
-    here = f"JAX {jax.__version__} reads calling conventions {lowest} to {highest}"
+    advice = "Load it with a JAX of nearer age, or export it anew."
     if not lowest <= written <= highest:
         raise errors.ArtifactVersionError(
             f"The program in {folder} was exported by JAX {entries['jax']} with the calling "
-            f"convention {written}; {here}. Load it with a JAX of nearer age, or export it anew."
+            f"convention {written}; JAX {jax.__version__} reads calling conventions {lowest} to "
+            f"{highest}. {advice}"
         )
     try:
         return jax.export.deserialize(bytearray((folder / artifact.PROGRAM).read_bytes()))
     except Exception as error:
         raise errors.ArtifactVersionError(
             f"JAX {jax.__version__} cannot read the program in {folder}, which JAX "
-            f"{entries['jax']} exported: {type(error).__name__}: {error}. Load it with a JAX of "
-            "nearer age, or export it anew."
+            f"{entries['jax']} exported: {type(error).__name__}: {error}. {advice}"
         ) from error
 
 
@@ -251,18 +243,10 @@ def _mesh(signature: Signature, devices: Sequence[Any], given: Any) -> Mesh | No
     """The exporting mesh over other devices; None for the default device."""
     if signature.devices == 1 and given is None:
         return None
-    form = signature.mesh or MeshForm(("devices",), (len(devices),), ("Auto",))
+    form = signature.mesh or signatures.MeshForm(("devices",), (len(devices),), ("Auto",))
     types = tuple(AxisType[kind] for kind in form.types)
     arranged = np.asarray(devices, dtype=object).reshape(form.sizes)
     return Mesh(arranged, form.names, axis_types=types)
-
-
-def _variable(
-    entry: StateEntry, weights: artifact.Weights, program: LoadedProgram
-) -> Variable[Any]:
-    form = entry.form
-    words = weights.read(entry.path, form.words(), program.place_of(form))
-    return _type_of(entry.type)(from_words(words, form), axes=entry.axes)
 
 
 def _type_of(name: str) -> type[Variable[Any]]:

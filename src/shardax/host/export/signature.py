@@ -207,11 +207,6 @@ class MeshForm(NamedTuple):
         types = tuple(kind.name for kind in mesh.axis_types)
         return cls(tuple(mesh.axis_names), tuple(mesh.shape.values()), types)
 
-    @classmethod
-    def from_json(cls, entry: Any) -> MeshForm:
-        """Return the form whose fields are in a dict of JSON values."""
-        return cls(tuple(entry["names"]), tuple(entry["sizes"]), tuple(entry["types"]))
-
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
@@ -250,36 +245,29 @@ class Signature:
     vjp_order: int
     constraints: tuple[str, ...] = ()
 
-    # --- JSON ------------------------------------------------------------------------------------
-
     def as_json(self) -> dict[str, Any]:
         """Returns the signature as JSON values."""
         return {
-            "name": self.name,
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
             "inputs": [
                 {**item._asdict(), "forms": [form.as_json() for form in item.forms]}
                 for item in self.inputs
             ],
-            "output": self.output,
             "output_forms": [form.as_json() for form in self.output_forms],
             "state": [
                 {**entry._asdict(), "form": entry.form.as_json(), "axes": _axes(entry.axes)}
                 for entry in self.state
             ],
             "mesh": None if self.mesh is None else self.mesh._asdict(),
-            "devices": self.devices,
-            "platforms": list(self.platforms),
-            "vjp_order": self.vjp_order,
-            "constraints": list(self.constraints),
         }
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Signature:
         """Returns the signature that ``as_json`` wrote."""
-        inputs = [
+        inputs = (
             ExportedInput(**{**item, "forms": _forms(item["forms"])}) for item in entry["inputs"]
-        ]
-        state = [
+        )
+        state = (
             StateEntry(
                 **{
                     **item,
@@ -288,28 +276,21 @@ class Signature:
                 }
             )
             for item in entry["state"]
-        ]
-        mesh = entry["mesh"]
-        return cls(
-            name=entry["name"],
-            inputs=tuple(inputs),
-            output=entry["output"],
-            output_forms=_forms(entry["output_forms"]),
-            state=tuple(state),
-            mesh=None if mesh is None else MeshForm.from_json(mesh),
-            devices=entry["devices"],
-            platforms=tuple(entry["platforms"]),
-            vjp_order=entry["vjp_order"],
-            constraints=tuple(entry["constraints"]),
         )
-
-    # --- text ------------------------------------------------------------------------------------
+        read = {
+            "inputs": tuple(inputs),
+            "output_forms": _forms(entry["output_forms"]),
+            "state": tuple(state),
+            "mesh": entry["mesh"]
+            and MeshForm(*(tuple(entry["mesh"][k]) for k in MeshForm._fields)),
+            "platforms": tuple(entry["platforms"]),
+            "constraints": tuple(entry["constraints"]),
+        }
+        return cls(**{**entry, **read})
 
     def __str__(self) -> str:
         inputs = ", ".join(map(str, self.inputs))
         return f"{self.name}({inputs}) -> {shown_tree(self.output, self.output_forms)}"
-
-    # --- calls -----------------------------------------------------------------------------------
 
     def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Returns the arrays of a call's arguments, random keys as words.
@@ -411,11 +392,11 @@ def _forms(entries: Sequence[Any]) -> tuple[ArrayForm, ...]:
 
 def shown_tree(tree: Any, forms: Sequence[ArrayForm]) -> str:
     """Return a pytree of arrays as text: ``{'a': float32[3]}``."""
-    shown = jax.tree.map(lambda i: _Shown(str(forms[i])), from_json(tree))
+    shown = jax.tree.map(lambda i: _Verbatim(str(forms[i])), from_json(tree))
     return repr(shown)
 
 
-class _Shown(str):
+class _Verbatim(str):
     """Text whose ``repr`` is itself."""
 
     __slots__ = ()
