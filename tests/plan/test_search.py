@@ -19,7 +19,7 @@ from shardax.plan import NamedShape
 from shardax.plan.compile.pool import make_evaluator
 from shardax.plan.inputs import Inputs
 from shardax.plan.report.progress import Bar, Lines, Progress, progress_for
-from shardax.plan.search import search as searching
+from shardax.plan.searching import search as searching
 
 EIGHT = [{"data": 8}]
 FAST: dict[str, Any] = {"cache": None, "progress": False, "effort": "screen"}

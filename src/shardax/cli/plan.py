@@ -28,7 +28,7 @@ from shardax._transforms.jit.jit import jit
 from shardax.cli import inputs
 from shardax.models import Decoder, next_token_loss
 from shardax.partition.errors import did_you_mean
-from shardax.plan.compare import layouts_over, reports_of
+from shardax.plan.comparison import layouts_over, reports_of
 from shardax.plan.errors import PlanInterrupted
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport

@@ -37,7 +37,7 @@ from shardax.partition.inventory import ArrayInfo, TreeInventory, is_array
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.partition.specs import abstract
-from shardax.view.table import format_bytes, format_shape, html_table
+from shardax.view.parameter_table import format_bytes, format_shape, html_table
 
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 _COLUMNS, _LINES = 48, 9  # the most characters that a text picture takes on its own account

@@ -39,7 +39,7 @@ from shardax.plan.hardware.cost import time_band
 from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs, Placed, label
 from shardax.plan.records import Layout, LayoutReport, Provenance
-from shardax.plan.search.dimensions import Dimensions, needs_no_values, trace_dimensions
+from shardax.plan.searching.dimensions import DimensionModel, needs_no_values, trace_dimensions
 
 # What tracing raises if the rules contradict the step: our errors, and JAX's of sharding types.
 _CONSTRAINT_ERRORS = (ShardaxError, ValueError, TypeError, NotImplementedError)
@@ -157,7 +157,7 @@ def program_flops(inputs: Inputs, mesh_axes: tuple[str, ...] = ()) -> float:
 
 
 @functools.lru_cache(maxsize=16)
-def _dimensions(inputs: Inputs, mesh_axes: tuple[str, ...]) -> Dimensions:
+def _dimensions(inputs: Inputs, mesh_axes: tuple[str, ...]) -> DimensionModel:
     return trace_dimensions(inputs, mesh_axes)
 
 

@@ -128,10 +128,12 @@ class PoolEvaluator:
         self._settings["platform"] = "cpu"
         if asked.devices_needed:
             self._settings["devices"] = asked.devices_needed
-        self._processes = processes or len(os.sched_getaffinity(0))
+        # The cores of this process where the platform tells them, else those of the machine.
+        affinity = getattr(os, "sched_getaffinity", None)
+        self._processes = processes or (len(affinity(0)) if affinity else os.cpu_count() or 1)
         self._seconds = seconds
         self._digests = _source_digests()
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _PoolProcess] = {}
         data = self._pickled(inputs)
         self._folder = Path(tempfile.mkdtemp(prefix="shardax-plan-"))
         self._write(data)
@@ -218,7 +220,7 @@ class PoolEvaluator:
             if slot is not None:
                 slot.close()
             log = self._folder / f"{place}.log"
-            slot = self._slots[place] = _Slot(self._env, log, self._settings, self._digests)
+            slot = self._slots[place] = _PoolProcess(self._env, log, self._settings, self._digests)
         return slot.executor.submit(_evaluate, str(self._task), layout, effort)
 
     def _failed(self, place: int, layout: Layout, reason: str = "") -> LayoutReport:
@@ -243,7 +245,7 @@ def make_evaluator(
     return PoolEvaluator(inputs, target, compiler=compiler, processes=processes, cache=cache)
 
 
-class _Slot:
+class _PoolProcess:
     """One process, and the executor that feeds it."""
 
     def __init__(

@@ -37,7 +37,7 @@ from shardax.partition.rules import Names, Rules, SpecEntry, assign, mesh_axes_o
 from shardax.plan.errors import PlanInputError
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
-from shardax.plan.search.dimensions import Dimensions
+from shardax.plan.searching.dimensions import DimensionModel
 
 _SMALL_SHARE = 0.01  # of all elements: smaller arguments do not decide whether a name is searched
 _SLICE_AXIS = "slice"  # the mesh axis whose positions are slices, where a search makes the meshes
@@ -58,7 +58,7 @@ class SearchSpace:
 
 
 def search_space(
-    dimensions: Dimensions,
+    dimensions: DimensionModel,
     meshes: Meshes,
     *,
     activations: Iterable[str] = (),
@@ -89,7 +89,10 @@ def search_space(
 
 
 def _check_names(
-    dimensions: Dimensions, ties: Sequence[Sequence[str]], fix: Mapping[str, Any], meshes: Meshes
+    dimensions: DimensionModel,
+    ties: Sequence[Sequence[str]],
+    fix: Mapping[str, Any],
+    meshes: Meshes,
 ) -> None:
     known = dimensions.names
     for name in [*(name for group in ties for name in group), *fix]:
@@ -115,7 +118,9 @@ def _check_names(
                 )
 
 
-def _kept_whole(dimensions: Dimensions, activations: Sequence[str]) -> Iterable[tuple[str, str]]:
+def _kept_whole(
+    dimensions: DimensionModel, activations: Sequence[str]
+) -> Iterable[tuple[str, str]]:
     """Names that the rules keep whole, with the reason."""
     beside = _batch_beside(dimensions)
     total = sum(math.prod(shape) for shape, _ in dimensions.arguments) or 1
@@ -138,7 +143,7 @@ def _kept_whole(dimensions: Dimensions, activations: Sequence[str]) -> Iterable[
             yield name, "it is on no matrix product, and on little else"
 
 
-def _batch_beside(dimensions: Dimensions) -> dict[str, frozenset[str]]:
+def _batch_beside(dimensions: DimensionModel) -> dict[str, frozenset[str]]:
     """Batch dimensions of products of computed arrays, by summed name."""
     found: dict[str, frozenset[str]] = {}
     for product in dimensions.products:
@@ -150,7 +155,7 @@ def _batch_beside(dimensions: Dimensions) -> dict[str, frozenset[str]]:
     return found
 
 
-def _tied(dimensions: Dimensions, names: Sequence[str]) -> list[tuple[str, ...]]:
+def _tied(dimensions: DimensionModel, names: Sequence[str]) -> list[tuple[str, ...]]:
     """Ties names of which no two are on one argument."""
     arrays = [set(strings(names)) for _, names in dimensions.arguments]
     groups: list[list[str]] = []
@@ -224,7 +229,7 @@ def _equivalence_key(candidate: LayoutCandidate) -> Any:
     return idle, min(forms)
 
 
-def _free_names(dimensions: Dimensions, inputs: Inputs) -> frozenset[str]:
+def _free_names(dimensions: DimensionModel, inputs: Inputs) -> frozenset[str]:
     """Names on no parameter, but on (nearly) every product, once."""
     total = dimensions.flops
     found: set[str] = set()
@@ -286,7 +291,7 @@ class Candidates:
 
 
 def find_candidates(
-    dimensions: Dimensions,
+    dimensions: DimensionModel,
     space: SearchSpace,
     inputs: Inputs,
     limit_bytes: int | None,
@@ -321,7 +326,7 @@ def find_candidates(
 
 
 def _enumerate(
-    dimensions: Dimensions,
+    dimensions: DimensionModel,
     space: SearchSpace,
     arrays: Sequence[tuple[tuple[int, ...], Names]],
     free: frozenset[str],
@@ -374,7 +379,7 @@ def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[SpecEn
 
 
 def _without_repeated_work(
-    layouts: Sequence[Layout], dimensions: Dimensions, most_repeated: float
+    layouts: Sequence[Layout], dimensions: DimensionModel, most_repeated: float
 ) -> tuple[list[Layout], list[LayoutReport]]:
     factors = [dimensions.replicated_compute(each.as_rules, each.sizes) for each in layouts]
     best = min(factors, default=1.0)

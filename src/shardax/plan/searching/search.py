@@ -36,7 +36,7 @@ from shardax.plan.records import Layout, LayoutReport
 from shardax.plan.report.progress import SearchProgress as Progress
 from shardax.plan.report.progress import progress_for
 from shardax.plan.result import Plan, rank
-from shardax.plan.search.candidates import (
+from shardax.plan.searching.candidates import (
     Candidates,
     Meshes,
     SearchSpace,
@@ -45,7 +45,7 @@ from shardax.plan.search.candidates import (
     names_of_batch,
     search_space,
 )
-from shardax.plan.search.dimensions import Dimensions, ProductDimension, trace_dimensions
+from shardax.plan.searching.dimensions import DimensionModel, ProductDimension, trace_dimensions
 
 FEW = 32  # of so many candidates all are compiled, however rough estimates differ
 _MORE_FINALISTS = 3  # how many times as many are compiled, if some do not fit with full effort
@@ -160,7 +160,7 @@ def explore(
     meshes: Sequence[Mapping[str, int]] | None = None,
     tie: Sequence[Sequence[str]] | None = None,
     fix: Mapping[str, Any] | None = None,
-) -> tuple[Dimensions, Candidates]:
+) -> tuple[DimensionModel, Candidates]:
     """Returns what ``search`` would compile, without compiling.
 
     Args:
@@ -248,7 +248,7 @@ class _Variant:
     label: str
     examples: float
     inputs: Inputs
-    dimensions: Dimensions
+    dimensions: DimensionModel
     space: SearchSpace
     candidates: Candidates
     layouts: tuple[Layout, ...]
@@ -280,13 +280,13 @@ def _variant(
 
 
 def promising_first(
-    layouts: Sequence[Layout], dimensions: Dimensions, flops_per_byte: float
+    layouts: Sequence[Layout], dimensions: DimensionModel, flops_per_byte: float
 ) -> list[Layout]:
     """Sorts layouts by a rough estimate of their time, stably."""
     return sorted(layouts, key=lambda layout: rough_cost(layout, dimensions, flops_per_byte))
 
 
-def rough_cost(layout: Layout, dimensions: Dimensions, flops_per_byte: float) -> float:
+def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float) -> float:
     """Returns operations of one device, bytes sent counted as operations."""
     axes_of = {name: mesh_axes_of(target) for name, target in layout.rules}
     place = {name: position for position, name in enumerate(axes_of)}
