@@ -22,7 +22,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, ClassVar
@@ -41,9 +41,6 @@ _REMATERIALIZATION = re.compile(
     r"(\{.*?\}) efficiently for HLO operation %?\S+ = (\S+?)(?:\{[\d,]*\})? (.*?)\. As the last "
     r"resort"
 )
-
-
-AxisTypes = AxisType | Mapping[str, AxisType] | Sequence[AxisType] | None
 
 
 @dataclass(frozen=True)
@@ -81,17 +78,11 @@ class TargetCompiler(abc.ABC):
         """CPU devices that the process needs; 0 if any number will do."""
         return 0
 
-    def mesh(self, sizes: Mapping[str, int], axis_types: AxisTypes = None) -> Mesh:
-        """Returns a mesh over the target's devices, ``Auto`` by default."""
+    def mesh(self, sizes: Mapping[str, int]) -> Mesh:
+        """Returns a mesh with ``Auto`` axes over the target's devices."""
         self.target.check_mesh(sizes)
-        devices = self._devices(sizes)
-        if axis_types is None or isinstance(axis_types, AxisType):
-            types = (axis_types or AxisType.Auto,) * len(sizes)
-        elif isinstance(axis_types, Mapping):
-            types = tuple(axis_types.get(name, AxisType.Auto) for name in sizes)
-        else:
-            types = tuple(axis_types)
-        return Mesh(devices, tuple(sizes), axis_types=types)
+        types = (AxisType.Auto,) * len(sizes)
+        return Mesh(self._devices(sizes), tuple(sizes), axis_types=types)
 
     def compile(self, lowered: jax.stages.Lowered, effort: str = "screen") -> CompileResult:
         """Compiles a function that was lowered over this compiler's mesh."""
@@ -233,26 +224,21 @@ def compiler_for(target: Target, *, compiler: str = "auto") -> TargetCompiler:
         >>> compiler.mesh({"data": 2, "model": 4}).devices.shape
         (2, 4)
     """
-    from shardax.plan.compile.backends import (
-        CpuCompiler,
-        EstimateCompiler,
-        GpuCompiler,
-        TpuCompiler,
-    )
+    from shardax.plan.compile import backends
 
     if compiler not in ("auto", "target", "estimate"):
         raise PlanInputError(f"compiler is 'auto', 'target' or 'estimate', not {compiler!r}.")
     if target.kind == "cpu":
-        return CpuCompiler(target)
+        return backends.CpuCompiler(target)
     info = {each.kind: each for each in known_compilers()}[target.kind]
     if compiler == "estimate" or (compiler == "auto" and not info.installed):
-        return EstimateCompiler(target)
+        return backends.EstimateCompiler(target)
     if not info.installed:
         raise CompilerMissingError(
             f"The compiler of {target.text!r} is not installed: {info.install}. {info.note} "
             "compiler='estimate' does without, by XLA's partitioner on virtual CPU devices."
         )
-    return TpuCompiler(target) if target.kind == "tpu" else GpuCompiler(target)
+    return backends.TpuCompiler(target) if target.kind == "tpu" else backends.GpuCompiler(target)
 
 
 def known_compilers() -> tuple[CompilerInfo, ...]:

@@ -30,9 +30,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -52,8 +51,14 @@ _LAST_LINES = 12  # of a process's output, in the report of a layout that it fai
 _STARTING = threading.Lock()  # of processes, one after another
 
 
-@dataclass(frozen=True)
-class Evaluation:
+Begun = Callable[[Layout], None]  # is told of each layout that is begun
+
+
+def _ignore(layout: Layout) -> None:
+    """No-op."""
+
+
+class Evaluation(NamedTuple):
     """The report of one layout."""
 
     report: LayoutReport
@@ -79,15 +84,10 @@ class LocalEvaluator:
         self._inputs = inputs
 
     def evaluate(
-        self,
-        layouts: Iterable[Layout],
-        effort: str = "screen",
-        *,
-        begun: Callable[[Layout], None] | None = None,
+        self, layouts: Iterable[Layout], effort: str = "screen", *, begun: Begun = _ignore
     ) -> Iterator[Evaluation]:
         for layout in layouts:
-            if begun is not None:
-                begun(layout)
+            begun(layout)
             yield _evaluate_with(self._cache, self._inputs, layout, effort, self._options)
 
 
@@ -171,11 +171,7 @@ class PoolEvaluator:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def evaluate(
-        self,
-        layouts: Iterable[Layout],
-        effort: str = "screen",
-        *,
-        begun: Callable[[Layout], None] | None = None,
+        self, layouts: Iterable[Layout], effort: str = "screen", *, begun: Begun = _ignore
     ) -> Iterator[Evaluation]:
         """Yields evaluations as they are done; layouts are begun in order.
 
@@ -188,8 +184,7 @@ class PoolEvaluator:
         while waiting or running:
             while waiting and idle:
                 layout, place = waiting.pop(), idle.pop()
-                if begun is not None:
-                    begun(layout)
+                begun(layout)
                 future = self._submit(place, layout, effort)
                 running[future] = place, layout, time.monotonic() + limit
             left = min(deadline for *_, deadline in running.values()) - time.monotonic()

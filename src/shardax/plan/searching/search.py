@@ -27,7 +27,6 @@ from typing import Any
 
 from shardax.partition.rules import mesh_axes_of
 from shardax.plan.compile.cache import cache_folder
-from shardax.plan.compile.evaluate import rejected
 from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evaluator
 from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError
 from shardax.plan.hardware.targets import Target
@@ -36,15 +35,8 @@ from shardax.plan.records import Layout, LayoutReport
 from shardax.plan.report.progress import SearchProgress as Progress
 from shardax.plan.report.progress import progress_for
 from shardax.plan.result import Plan, rank
-from shardax.plan.searching.candidates import (
-    Candidates,
-    Meshes,
-    SearchSpace,
-    find_candidates,
-    mesh_shapes,
-    names_of_batch,
-    search_space,
-)
+from shardax.plan.searching import candidates as candidate_search
+from shardax.plan.searching.candidates import Candidates, Meshes, SearchSpace
 from shardax.plan.searching.dimensions import DimensionModel, ProductDimension, trace_dimensions
 
 FEW = 32  # of so many candidates all are compiled, however rough estimates differ
@@ -201,7 +193,7 @@ def _meshes(
         for mesh in given:
             target.check_mesh(mesh)
         return tuple(dict.fromkeys(tuple(mesh.items()) for mesh in given))
-    shapes = mesh_shapes(target.device_count, mesh_axes, target.slices)
+    shapes = candidate_search.mesh_shapes(target.device_count, mesh_axes, target.slices)
     found: list[tuple[tuple[str, int], ...]] = []
     for mesh in shapes:
         with contextlib.suppress(TargetError):
@@ -266,8 +258,10 @@ def _variant(
 ) -> _Variant:
     axes = dict.fromkeys(axis for mesh in meshes for axis, _ in mesh)
     model = trace_dimensions(inputs, axes)
-    space = search_space(model, meshes, activations=names_of_batch(inputs), tie=tie, fix=fix)
-    found = find_candidates(model, space, inputs, target.limit_bytes)
+    space = candidate_search.search_space(
+        model, meshes, activations=candidate_search.names_of_batch(inputs), tie=tie, fix=fix
+    )
+    found = candidate_search.find_candidates(model, space, inputs, target.limit_bytes)
     chip = target.hardware
     flops_per_byte = chip.peak("bf16") / (2 * chip.link_bandwidth)  # over one of its links
     layouts = promising_first(found.layouts, model, flops_per_byte)
@@ -352,8 +346,9 @@ class _Search:
                 break
             limit *= 2
         self._left_out = [
-            rejected(
+            LayoutReport(
                 layout,
+                "rejected",
                 f"not compiled: by a rough estimate it takes {rough:.1f} times as long as the most "
                 "promising candidate; within=None compiles all",
             )
