@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Self, TextIO
 
 import jax
+
+from shardax._terminal import ProgressBar, is_live
 
 
 class TrainingProgress:
@@ -21,11 +22,10 @@ class TrainingProgress:
         self._file = sys.stdout if file is None else file
         self._start = time.monotonic()
         self._loss = self._speed = ""
-        can_redraw = self._file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._bar = _make_bar(self._file) if can_redraw else None
-        if self._bar is not None:
+        self._bar: ProgressBar | None = None
+        if is_live(self._file):
             status = "starting" if first < total else "done"
-            self._task = self._bar.add_task("train", total=total, completed=first, status=status)
+            self._bar = ProgressBar(self._file, "train", total, first, status)
 
     def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
         """Shows a step, with the loss and speed that are new."""
@@ -34,7 +34,7 @@ class TrainingProgress:
             self._loss = self._loss if loss is None else f"loss {loss:.4f}"
             self._speed = speed or self._speed
             status = "  ".join(text for text in (self._loss, self._speed) if text)
-            self._bar.update(self._task, completed=step, status=status)
+            self._bar.update(done=step, status=status)
         elif loss is not None:
             done = step - self._first
             passed = time.monotonic() - self._start
@@ -45,36 +45,18 @@ class TrainingProgress:
     def note(self, message: str) -> None:
         """Shows a line of its own."""
         if self._bar is not None:
-            self._bar.console.print(message, highlight=False, markup=False)
+            self._bar.note(message)
         else:
             print(message, file=self._file, flush=True)
 
     def __enter__(self) -> Self:
         if self._bar is not None:
-            self._bar.start()
+            self._bar.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
-
-
-def _make_bar(file: TextIO) -> Any:
-    from rich import progress
-    from rich.console import Console
-    from rich.table import Column
-
-    return progress.Progress(
-        progress.TextColumn("[bold]train"),
-        # Only the bar gives way on a narrow terminal.
-        progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[status]}"),
-        progress.TextColumn("ETA"),
-        progress.TimeRemainingColumn(),
-        console=Console(file=file),
-        expand=True,
-    )
+            self._bar.__exit__(*exc_info)
 
 
 def _duration(seconds: float) -> str:
