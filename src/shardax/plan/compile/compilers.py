@@ -22,7 +22,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, ClassVar
@@ -41,6 +41,9 @@ _REMATERIALIZATION = re.compile(
     r"(\{.*?\}) efficiently for HLO operation %?\S+ = (\S+?)(?:\{[\d,]*\})? (.*?)\. As the last "
     r"resort"
 )
+
+
+AxisTypes = AxisType | Mapping[str, AxisType] | Sequence[AxisType] | None
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,15 @@ class TargetCompiler(abc.ABC):
         """CPU devices that the process needs; 0 if any number will do."""
         return 0
 
-    def mesh(self, sizes: Mapping[str, int]) -> Mesh:
-        """Returns a mesh with ``Auto`` axes over the target's devices."""
+    def mesh(self, sizes: Mapping[str, int], axis_types: AxisTypes = None) -> Mesh:
+        """Returns a mesh over the target's devices, ``Auto`` by default."""
         self.target.check_mesh(sizes)
-        types = (AxisType.Auto,) * len(sizes)
+        if axis_types is None or isinstance(axis_types, AxisType):
+            types = (axis_types or AxisType.Auto,) * len(sizes)
+        elif isinstance(axis_types, Mapping):
+            types = tuple(axis_types.get(name, AxisType.Auto) for name in sizes)
+        else:
+            types = tuple(axis_types)
         return Mesh(self._devices(sizes), tuple(sizes), axis_types=types)
 
     def compile(self, lowered: jax.stages.Lowered, effort: str = "screen") -> CompileResult:

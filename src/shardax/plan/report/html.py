@@ -120,9 +120,6 @@ def _list(texts: Sequence[str]) -> str:
     return f'<ul class="notes">{items}</ul>' if items else ""
 
 
-# --- The table ---
-
-
 def _table(
     reports: Sequence[LayoutReport],
     columns: Sequence[Column],
@@ -163,9 +160,6 @@ def _cell(report: LayoutReport, column: Column) -> str:
     side = f' class="{kind}"' if kind else ""
     data = "" if value is None else value if isinstance(value, str) else f"{value:.10g}"
     return f'<td{side} data-value="{escape(data)}">{escape(text)}</td>'
-
-
-# --- Charts ---
 
 
 Segment = tuple[str, str, float, float]  # name, colour, start, size
@@ -279,9 +273,6 @@ def _chart(rows: Sequence[ChartRow], colors: Mapping[str, str], line: str = "") 
     return f'{listed}<dl class="bars">{bars}</dl>'
 
 
-# --- One layout ---
-
-
 def _details(report: LayoutReport, number: int, opened: bool) -> str:
     """The part of one layout, which a link to ``#layout-NUMBER`` opens."""
     content = [_facts(report), _rules(report), _warnings(report), _pictures(report), _sent(report)]
@@ -297,10 +288,11 @@ def _details(report: LayoutReport, number: int, opened: bool) -> str:
 def _facts(report: LayoutReport) -> str:
     label = formats.measured_label([report])
     found: list[tuple[str, str, str]] = []
-    if report.peak_bytes is not None:
-        found.append(("peak of memory", quantity(report.peak_bytes, BINARY), label))
-    if report.headroom_bytes is not None:
-        found.append(("memory that stays free", quantity(report.headroom_bytes, BINARY), label))
+    memory = (
+        ("peak of memory", report.peak_bytes),
+        ("memory that stays free", report.headroom_bytes),
+    )
+    found += [(what, quantity(size, BINARY), label) for what, size in memory if size is not None]
     for kind, size in report.argument_bytes.items():
         if size:
             found.append((kind, quantity(size, BINARY), "exact"))
@@ -411,9 +403,6 @@ def _group(group: CollectiveGroup, total: float) -> str:
         f"<span>{share:.0f} %</span>{key}</div>"
         f'<div class="share"><span style="width:{share:.1f}%"></span></div><ul>{items}</ul></li>'
     )
-
-
-# --- Notes and labels ---
 
 
 def _notes(plan: Plan) -> str:
