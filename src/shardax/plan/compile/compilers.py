@@ -140,11 +140,9 @@ class TargetCompiler(abc.ABC):
         return None
 
     def _memory(self, compiled: Any) -> tuple[int, int]:
-        """Bytes of the peak and of its temporaries, as XLA allocates them.
-
-        Arguments, results that do not take the place of arguments, and one buffer of temporaries
-        are there at the same time.
-        """
+        """Bytes of the peak and of its temporaries, as XLA allocates them."""
+        # Arguments, results that do not take the place of arguments, and one buffer of temporaries
+        # are there at the same time.
         found = compiled.memory_analysis()
         own = found.output_size_in_bytes - found.alias_size_in_bytes
         temporaries = int(found.temp_size_in_bytes)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile one layout and report its cost.
 
-A layout is evaluated in four steps: the arguments are laid out, the step is lowered over devices
-that need not exist, a compiler compiles it, and its program is read. Nothing is allocated. What is
-the layout's fault ends up in its report; what is the step's, the target's or the installation's is
-raised.
+What is the layout's fault ends up in its report; what is the step's, the target's or the
+installation's is raised.
 
 The step is compiled as a training loop would compile it: Variables that it writes keep their
 layout. A plain function has no such rule, so that of a *carried* result is made up: a result with
@@ -54,13 +52,7 @@ def evaluate(
     compiler: str = "auto",
     cache: ProgramCache | None = None,
 ) -> LayoutReport:
-    """Compiles a step in a layout, in this process.
-
-    Layouts that cannot be, or do not fit, have a report too. Raises PlanInputError if the step
-    needs values, TargetError if the mesh does not have the target's devices, CompilerMissingError
-    if a compiler that is asked for is not installed, and HloReadError if the compiled program has
-    something unknown in it.
-    """
+    """Compiles a step in a layout, in this process."""
     target.check_mesh(layout.sizes)
     asked = compiler_for(target, compiler=compiler)
     mesh = asked.mesh(layout.sizes)
@@ -207,10 +199,7 @@ LoweredStep = tuple[Any, dict[str, str]]
 
 
 def lower(inputs: Inputs, layout: Layout, placed: Placed, mesh: Mesh) -> LoweredStep:
-    """Lowers a step in a layout.
-
-    Raises PlanInputError if the step needs values, ShardaxError if the layout does not fit it.
-    """
+    """Lowers a step in a layout."""
     with axis_rules(layout.as_rules), jax.set_mesh(mesh), needs_no_values():
         traced = _traceable(inputs, placed).trace(*placed.args)
         return traced.lower(), _paths(traced, inputs)

@@ -173,10 +173,7 @@ class PoolEvaluator:
     def evaluate(
         self, layouts: Iterable[Layout], effort: str = "screen", *, begun: Begun = _ignore
     ) -> Iterator[Evaluation]:
-        """Yields evaluations as they are done; layouts are begun in order.
-
-        Raises PlanInputError if the step or its arguments are at fault, whatever the layout.
-        """
+        """Yields evaluations as they are done; layouts are begun in order."""
         waiting = list(layouts)[::-1]
         running: dict[Future[Evaluation], tuple[int, Layout, float]] = {}
         idle = list(range(min(self._processes, len(waiting))))[::-1]

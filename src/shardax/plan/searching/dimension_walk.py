@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products and classes of dimensions of a traced program.
 
-A *dimension* is one dimension of one array in a program. Two are *joined* where an operation keeps
-one as the other, such as the rows of both operands of an addition; what is joined is one *class*.
-A class has the names that were given to any of its dimensions. A reshape may make one dimension of
-several: then that one is their *whole*, and they are its *parts*. A split of the whole is one of
-its parts and the other way round, so each is reached by the other's names, though they stay classes
-of their own.
+Two dimensions are *joined* where an operation keeps one as the other, such as the rows of both
+operands of an addition; what is joined is one *class*, with all names given to its dimensions. A
+reshape may make one dimension, the *whole*, of several, its *parts*: each is reached by the other's
+names, though they stay classes of their own.
 
-Each primitive has a rule, which returns the dimensions of results from those of operands; without a
-rule, those of results are unrelated to anything. Jaxprs inside of equations (loops, branches,
-compiled and rematerialised functions) are walked where they are called, so that two calls of one
-function do not become one. Dead equations are passed over, as the compiler drops them.
+Each primitive has a rule from the dimensions of operands to those of results; without a rule,
+results are unrelated to anything. Jaxprs inside of equations are walked where they are called, so
+that two calls of one function do not become one. Dead equations are passed over.
 """
 
 from __future__ import annotations

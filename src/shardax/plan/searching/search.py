@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search for the best layouts of a step on hardware.
 
-First comes what needs no compiler: the dimension model of the step, and the candidates, which are
-the assignments of mesh axes worth trying. These are *screened*: compiled fast, several at a time,
-in the order of a *rough estimate* of their time. Of many candidates those come first whose estimate
-is at most a few times the least, and the others only if too few of these fit. The best are compiled
-again with full effort; these are the *finalists*, whose memory is what the program will need.
-Compiled programs are cached, so a search that was interrupted goes on where it was.
+Candidates are *screened*: compiled fast, several at a time, in the order of a *rough estimate* of
+their time. Of many candidates those come first whose estimate is at most a few times the least, and
+the others only if too few of these fit. The best are compiled again with full effort; these are the
+*finalists*, whose memory is what the program will need.
 
 The rough estimate is made from the dimension model. A product is split along the mesh axes of its
 dimensions, each axis once; what is summed over split dimensions is sent (twice its bytes), and an
