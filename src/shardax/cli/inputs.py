@@ -187,9 +187,9 @@ class Preset:
 
 
 def _decoder(layers: int, embed: int, heads: int, kv_heads: int) -> DecoderConfig:
-    sizes = {"num_layers": layers, "embed_dim": embed, "num_heads": heads, "num_kv_heads": kv_heads}
-    inner = {"head_dim": embed // heads, "mlp_dim": 4 * embed}
-    return DecoderConfig(vocab_size=256, **sizes, **inner, tied_head=True)
+    sizes: dict[str, Any] = {"num_layers": layers, "embed_dim": embed, "num_heads": heads}
+    sizes |= {"num_kv_heads": kv_heads, "head_dim": embed // heads, "mlp_dim": 4 * embed}
+    return DecoderConfig(vocab_size=256, **sizes, tied_head=True)
 
 
 PRESETS = {

@@ -227,8 +227,9 @@ class PlanCommand:
 
     def _search(self, target: plan.Target, meshes: list[dict[str, int]]) -> plan.Plan:
         first = self._make(self.batch[0] if self.batch else None)
-        own = {"meshes": meshes} if meshes else {}
-        options = first.options | own | self._compile_options() | {"top": self.top}
+        options: dict[str, Any] = {**first.options, **self._compile_options(), "top": self.top}
+        if meshes:
+            options["meshes"] = meshes
         if len(self.batch) < 2:
             return plan.search(first.step, first.args, target, **options)
 

@@ -230,7 +230,7 @@ def _scatter(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> l
         numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
     )
     window = numbers.update_window_dims, numbers.inserted_window_dims
-    _join_rows(classes, *operands[:3], *window, tuple(batching))
+    _join_rows(classes, operands[0], operands[1], operands[2], *window, tuple(batching))
     return [operands[0]]
 
 
