@@ -9,9 +9,8 @@ import re
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from shardax._terminal import ProgressBar, is_live, rich_table
+from shardax._terminal import ProgressBar, is_live
 
 
 class Terminal(io.StringIO):
@@ -76,18 +75,3 @@ def test_a_bar_can_change_its_title_and_total_and_leave_nothing(terminal: Termin
         bar.update(done=2, status="dp")
     assert re.search(r"screening [━╸╺ ]+ 2/8 \d:\d\d:\d\d dp +ETA", "\n".join(lines(terminal)))
     assert terminal.getvalue().endswith("\x1b[2K")
-
-
-def test_a_table_aligns_its_columns_and_colours_cells_by_their_text() -> None:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, color_system="standard", width=40)
-    rows = [["dp", "yes", "9.10"], ["[tp]", "no", "129.8"]]
-    titles = ["layout\n", "fits\n", "peak\nGiB"]
-    console.print(rich_table(titles, rows, [False, False, True], {"yes": "green"}))
-    assert "\x1b[32myes" in file.getvalue()
-    assert [line.rstrip() for line in plain(file).splitlines()] == [
-        "layout  fits   peak",
-        "                GiB",
-        "dp      yes    9.10",
-        "[tp]    no    129.8",
-    ]

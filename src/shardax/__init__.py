@@ -132,7 +132,7 @@ _MODULE_OF = {
 """Names whose module is imported when they are first used, likewise."""
 
 # What shows objects in notebooks stands above them, so they are told here where to find it.
-_display.renderer = lambda: _importlib.import_module("shardax.view.show")
+_display.renderer = lambda: _importlib.import_module("shardax.view.display")
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and progress bars on terminals, drawn by rich.
+"""Progress bars on terminals, drawn by rich.
 
 A caller asks ``is_live`` first: files and pipes, dumb terminals, and installations without rich get
 plain lines, which the caller writes itself.
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 
 def is_live(file: TextIO) -> bool:
@@ -70,22 +69,3 @@ class ProgressBar:
 
     def __exit__(self, *exc_info: object) -> None:
         self._bar.stop()
-
-
-def rich_table(
-    titles: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    right: Sequence[bool],
-    styles: Mapping[str, str],
-) -> Any:
-    """Returns a borderless table, with cells styled by their text."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title, is_right in zip(titles, right, strict=True):
-        side = "right" if is_right else "left"
-        table.add_column(Text(title, style="bold", justify=side), justify=side, no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(text, style=styles.get(text, "")) for text in row))
-    return table

@@ -17,7 +17,7 @@ if _typing.TYPE_CHECKING:
     from shardax.config.configure import *  # noqa: F403
     from shardax.hlo.program import *  # noqa: F403
     from shardax.host.errors import *  # noqa: F403
-    from shardax.models.generate import *  # noqa: F403
+    from shardax.models.generation import *  # noqa: F403
     from shardax.named.base import *  # noqa: F403
     from shardax.nn.parameters import *  # noqa: F403
     from shardax.partition.errors import *  # noqa: F403
@@ -57,7 +57,7 @@ _NAMES = {
         "WorkerAuthenticationError WorkerCallError WorkerConfigError WorkerCrashedError "
         "WorkerMessageError WorkerPickleError WorkerStartError WorkerTimeoutError"
     ),
-    "shardax.models.generate": "GenerationError",
+    "shardax.models.generation": "GenerationError",
     "shardax.named.base": "NamedAxesError NamedIndexError NamesRemainError",
     "shardax.nn.parameters": "LayerInputError",
     "shardax.partition.errors": (

@@ -168,14 +168,14 @@ def test_an_import_that_goes_up_is_seen_wherever_it_hides(write_source) -> None:
         if TYPE_CHECKING:
             from shardax import train
         def late():
-            import shardax.view.table
+            import shardax.view.parameter_table
             import shardax as sx
         """,
     )
     assert upward_imports(source) == [
         "shardax/_core/state.py:3 (_core) imports shardax.nn.linear (nn)",
         "shardax/_core/state.py:6 (_core) imports shardax.train (train)",
-        "shardax/_core/state.py:8 (_core) imports shardax.view.table (view)",
+        "shardax/_core/state.py:8 (_core) imports shardax.view.parameter_table (view)",
         "shardax/_core/state.py:9 (_core) imports shardax (face)",
     ]
 

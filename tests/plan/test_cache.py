@@ -159,8 +159,8 @@ def test_the_text_of_a_program_has_its_lines_and_not_those_of_who_asks() -> None
     mesh = compiler_for(Target.parse("cpu:8")).mesh(layout.sizes)
 
     def lowered() -> str:
-        step = lower(inputs, layout, inputs.place(layout, mesh), mesh)
-        return step.lowered.as_text(debug_info=True)
+        lowered, _ = lower(inputs, layout, inputs.place(layout, mesh), mesh)
+        return lowered.as_text(debug_info=True)
 
     one = lowered()
     other = lowered()  # of another line

@@ -17,15 +17,15 @@ import shardax as sx
 from shardax.partition.rules import mesh_axes_of
 from shardax.plan import Layout, NamedShape
 from shardax.plan.inputs import Inputs
-from shardax.plan.search.candidates import (
+from shardax.plan.searching.candidates import (
     SearchSpace,
     find_candidates,
     mesh_shapes,
     names_of_batch,
     search_space,
 )
-from shardax.plan.search.dimensions import trace_dimensions
-from shardax.plan.search.search import promising_first
+from shardax.plan.searching.dimensions import trace_dimensions
+from shardax.plan.searching.search import promising_first
 
 SMALL = Inputs(*perceptron(batch=32, embed=16, mlp=64))
 DIMENSIONS = trace_dimensions(SMALL)

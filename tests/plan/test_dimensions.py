@@ -18,17 +18,17 @@ import shardax as sx
 from shardax.plan import Layout, NamedShape, Target
 from shardax.plan.compile.evaluate import evaluate
 from shardax.plan.inputs import Inputs
-from shardax.plan.search.dimension_walk import matching_groups
-from shardax.plan.search.dimensions import Dimensions, trace_dimensions
+from shardax.plan.searching.dimension_walk import matching_groups
+from shardax.plan.searching.dimensions import DimensionModel, trace_dimensions
 
 Described = dict[tuple[str, ...], float]
 
 
-def model_of(step: Callable[..., Any], *args: Any) -> Dimensions:
+def model_of(step: Callable[..., Any], *args: Any) -> DimensionModel:
     return trace_dimensions(Inputs(step, args))
 
 
-def described(dimensions: Dimensions) -> Described:
+def described(dimensions: DimensionModel) -> Described:
     """Operations by the names of dimensions, as ``role:name+name``."""
     found: Described = {}
     for product in dimensions.products:
@@ -201,7 +201,7 @@ MESH = {"data": 4, "model": 2}
 
 
 @pytest.fixture(scope="module")
-def traced() -> tuple[Inputs, Dimensions]:
+def traced() -> tuple[Inputs, DimensionModel]:
     step, args = decoder(num_layers=1)
     inputs = Inputs(step, args)
     return inputs, trace_dimensions(inputs)
@@ -209,7 +209,7 @@ def traced() -> tuple[Inputs, Dimensions]:
 
 @pytest.mark.parametrize("name", RULES)
 def test_replicated_compute_is_a_lower_bound_of_what_the_compiler_counts(
-    name: str, traced: tuple[Inputs, Dimensions]
+    name: str, traced: tuple[Inputs, DimensionModel]
 ) -> None:
     inputs, found = traced
     layout = Layout(name, tuple(RULES[name].items()), tuple(MESH.items()))

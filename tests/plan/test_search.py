@@ -18,8 +18,8 @@ from shardax.partition.context import current_rules
 from shardax.plan import NamedShape
 from shardax.plan.compile.pool import make_evaluator
 from shardax.plan.inputs import Inputs
-from shardax.plan.report.progress import Bar, Lines, Progress, progress_for
-from shardax.plan.search import search as searching
+from shardax.plan.report.progress import progress_for
+from shardax.plan.searching import search as searching
 
 EIGHT = [{"data": 8}]
 FAST: dict[str, Any] = {"cache": None, "progress": False, "effort": "screen"}
@@ -174,9 +174,7 @@ def test_a_mesh_without_the_targets_devices_is_refused() -> None:
 
 
 def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert type(progress_for(False)) is Progress
     shown = progress_for(True)
-    assert type(shown) is Lines
     inputs = Inputs(*perceptron())
     layout = plan.Layout("dp", (("batch", "data"),), (("data", 8),))
     target = plan.Target.parse("cpu:8")
@@ -187,23 +185,6 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("screening: 1\n[1/1] dp: fits, ")
-
-
-def test_progress_on_a_terminal_is_a_bar_with_what_is_tried_and_the_best_so_far(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "160")
-    layouts = [plan.Layout(name, (), (("data", 8),)) for name in ("first", "second")]
-    band = plan.TimeBand(0.25, 0.75, 0.25, 0.25, 0.25, 0.0, "compute")
-    with Bar() as shown:
-        shown.expect(2, "screening")
-        for layout in layouts:
-            shown.begin(layout)
-        shown.end(plan.LayoutReport(layouts[0], "fits", time=band), False)
-    said = capsys.readouterr().err
-    assert "screening" in said
-    assert "best 0.5 s; second" in said
 
 
 def test_candidates_that_promise_little_are_left_out_once_enough_fit(

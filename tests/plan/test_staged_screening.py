@@ -13,7 +13,7 @@ import pytest
 from tests.plan.test_accuracy import MESH, Perceptron, rows, train
 
 from shardax import plan
-from shardax.plan.search import search as searching
+from shardax.plan.searching import search as searching
 
 
 def perceptron_search(monkeypatch: pytest.MonkeyPatch, **options: Any) -> plan.Plan:

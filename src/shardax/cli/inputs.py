@@ -35,9 +35,6 @@ class CommandError(ShardaxError, ValueError):
     """A command line cannot be run; the message says what would work."""
 
 
-# --- Targets and rules ---
-
-
 def is_target(text: str) -> bool:
     """Whether a text is of the form ``module:name``."""
     module, colon, name = text.partition(":")
@@ -122,9 +119,6 @@ def _read(file: str, parse: Callable[[str], Any]) -> Any:
         raise CommandError(f"--rules {file}: cannot be read: {error}.") from error
 
 
-# --- Devices and meshes ---
-
-
 def use_devices(count: int | None) -> None:
     """Makes this process use virtual CPU devices; None leaves JAX's own choice."""
     if count is None:
@@ -180,9 +174,6 @@ def parse_mesh(text: str, axes: Sequence[str] | None) -> Mesh | None:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
 
 
-# --- Presets ---
-
-
 @dataclass(frozen=True)
 class Preset:
     """A model and how to train it."""
@@ -196,16 +187,9 @@ class Preset:
 
 
 def _decoder(layers: int, embed: int, heads: int, kv_heads: int) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=256,
-        num_layers=layers,
-        embed_dim=embed,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=embed // heads,
-        mlp_dim=4 * embed,
-        tied_head=True,
-    )
+    sizes: dict[str, Any] = {"num_layers": layers, "embed_dim": embed, "num_heads": heads}
+    sizes |= {"num_kv_heads": kv_heads, "head_dim": embed // heads, "mlp_dim": 4 * embed}
+    return DecoderConfig(vocab_size=256, **sizes, tied_head=True)
 
 
 PRESETS = {

@@ -28,7 +28,7 @@ from shardax._transforms.jit.jit import jit
 from shardax.cli import inputs
 from shardax.models import Decoder, next_token_loss
 from shardax.partition.errors import did_you_mean
-from shardax.plan.compare import layouts_over, reports_of
+from shardax.plan.comparison import layouts_over, reports_of
 from shardax.plan.errors import PlanInterrupted
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
@@ -41,9 +41,6 @@ _KEYS = ("step", "args", *_OPTIONS)
 _LOCAL = 64  # devices of a CPU target that this process pretends to have, rather than start others
 _DEVICES = "jax_num_cpu_devices"
 _DEVICES_FLAG = "xla_force_host_platform_device_count"  # the user's own choice of their number
-
-
-# --- What is planned ---
 
 
 @dataclass(frozen=True)
@@ -121,9 +118,6 @@ def as_planned(made: Any, target: str) -> PlannedStep:
         )
     options = {name: parts[name] for name in _OPTIONS if parts.get(name) is not None}
     return PlannedStep(parts["step"], tuple(parts["args"]), options)
-
-
-# --- shardax plan ---
 
 
 @dataclass(frozen=True)
@@ -228,34 +222,28 @@ class PlanCommand:
         return own_step(self.step, batch)
 
     def _compile_options(self) -> dict[str, Any]:
-        cache = "default" if self.cache else None
-        given: dict[str, Any] = {
-            "effort": self.effort,
-            "compiler": self.compiler,
-            "processes": self.processes,
-        }
-        return given | {"cache": cache}
+        given = {name: getattr(self, name) for name in ("effort", "compiler", "processes")}
+        return given | {"cache": "default" if self.cache else None}
 
     def _search(self, target: plan.Target, meshes: list[dict[str, int]]) -> plan.Plan:
         first = self._make(self.batch[0] if self.batch else None)
-        options: dict[str, Any] = (
-            first.options | ({"meshes": meshes} if meshes else {}) | self._compile_options()
-        )
+        options: dict[str, Any] = {**first.options, **self._compile_options(), "top": self.top}
+        if meshes:
+            options["meshes"] = meshes
         if len(self.batch) < 2:
-            return plan.search(first.step, first.args, target, top=self.top, **options)
+            return plan.search(first.step, first.args, target, **options)
 
         def step(batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             made = self._make(batch)
             return made.step, made.args
 
-        return plan.search(step, (), target, batch=self.batch, top=self.top, **options)
+        return plan.search(step, (), target, batch=self.batch, **options)
 
     def _compare(self, target: plan.Target, meshes: list[dict[str, int]], rules: str) -> plan.Plan:
         """Compares the layouts of a file."""
         layouts: list[Layout] = []
-        for entry in (
-            inputs.load_layouts(rules) if rules.endswith(".toml") else (inputs.load_rules(rules),)
-        ):
+        is_file = rules.endswith(".toml")
+        for entry in inputs.load_layouts(rules) if is_file else (inputs.load_rules(rules),):
             over = meshes or ([dict(entry.mesh)] if entry.mesh else [])
             if not over:
                 raise inputs.CommandError(
@@ -304,9 +292,6 @@ def _comments(report: LayoutReport) -> list[str]:
     ]
 
 
-# --- shardax plan explain, shardax plan diff ---
-
-
 @dataclass(frozen=True)
 class Explain:
     """Explain what a layout sends over the wire, by line of code."""
@@ -344,10 +329,8 @@ class Diff:
         first = plan.Plan.from_json(file or self.a)
         other, second = _file_and_name(self.b)
         of = first if other is None else plan.Plan.from_json(other)
-        reports = [
-            found[name] if name else found.best() for found, name in ((first, name), (of, second))
-        ]
-        print(plan.diff(*reports))
+        pairs = ((first, name), (of, second))
+        print(plan.diff(*(found[name] if name else found.best() for found, name in pairs)))
         return 0
 
 

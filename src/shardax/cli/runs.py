@@ -25,8 +25,8 @@ from shardax.host.files import write_whole
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 from shardax.partition.rules import Rules
 from shardax.plan.rules_file import entry_from_data
+from shardax.view.display import html_fragment
 from shardax.view.page import html_page
-from shardax.view.show import html_fragment
 
 # Splits an optimizer's state over the mesh axis data, by the dimension embed.
 ZERO = {OptState: {"embed": "data"}}

@@ -172,11 +172,9 @@ class _TrainingRun:
             return 128 + result.stopped
         seconds = time.monotonic() - started
         pictures = self._show_shardings()
-        print(
-            f"\nheld-out loss     {result.eval_loss:.4f} nats per byte\n"
-            f"bigram entropy    {entropy['bigram']:.4f} of the same text\n"
-            f"unigram entropy   {entropy['unigram']:.4f} of the same text"
-        )
+        print(f"\nheld-out loss     {result.eval_loss:.4f} nats per byte")
+        for name in ("bigram", "unigram"):
+            print(f"{f'{name} entropy':18}{entropy[name]:.4f} of the same text")
         options = {"window": settings.seq_len, "temperature": 0.7, "seed": settings.seed}
         sample = sample_text(self.model, _PROMPT, _SAMPLE_LENGTH, **options)
         print(f"\nSample:\n{sample}\n")
@@ -189,8 +187,9 @@ class _TrainingRun:
                 "mesh": settings.mesh or "one device",
                 "steps": f"{result.step} of {settings.batch_size} x {settings.seq_len} bytes",
                 "held-out loss": f"{result.eval_loss:.4f} nats per byte",
-                "bigram entropy": f"{entropy['bigram']:.4f} nats per byte",
-                "unigram entropy": f"{entropy['unigram']:.4f} nats per byte",
+                **{
+                    f"{name} entropy": f"{each:.4f} nats per byte" for name, each in entropy.items()
+                },
                 "seconds": f"{seconds:.0f}",
             },
             parameters=table,
@@ -228,7 +227,5 @@ def _byte_entropy(part: Any) -> dict[str, float]:
 
     unigram = entropy(pairs.sum(axis=0), pairs.sum())
     # Rounding may break what holds exactly: context never raises the entropy.
-    return {
-        "unigram": unigram,
-        "bigram": min(entropy(pairs, pairs.sum(axis=1, keepdims=True)), unigram),
-    }
+    bigram = min(entropy(pairs, pairs.sum(axis=1, keepdims=True)), unigram)
+    return {"bigram": bigram, "unigram": unigram}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout planner: layouts that fit on hardware, with costs."""
 
-from shardax.plan.compare import assert_layout as assert_layout
-from shardax.plan.compare import compare as compare
-from shardax.plan.compare import plan as plan
+from shardax.plan.comparison import assert_layout as assert_layout
+from shardax.plan.comparison import compare as compare
+from shardax.plan.comparison import plan as plan
 from shardax.plan.compile.compilers import compiler_for as compiler_for
 from shardax.plan.compile.compilers import known_compilers as known_compilers
 from shardax.plan.hardware.cost import Efficiency as Efficiency
@@ -28,5 +28,5 @@ from shardax.plan.rules_file import NamedRules as NamedRules
 from shardax.plan.rules_file import named_rules as named_rules
 from shardax.plan.rules_file import read_rules as read_rules
 from shardax.plan.rules_file import write_rules as write_rules
-from shardax.plan.search.search import explore as explore
-from shardax.plan.search.search import search as search
+from shardax.plan.searching.search import explore as explore
+from shardax.plan.searching.search import search as search

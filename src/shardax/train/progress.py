@@ -22,7 +22,7 @@ class TrainingProgress:
         self._file = sys.stdout if file is None else file
         self._start = time.monotonic()
         self._loss = self._speed = ""
-        self._bar = None
+        self._bar: ProgressBar | None = None
         if is_live(self._file):
             status = "starting" if first < total else "done"
             self._bar = ProgressBar(self._file, "train", total, first, status)

@@ -145,9 +145,8 @@ def example_array(place: Mesh | AbstractMesh | NamedSharding) -> jax.ShapeDtypeS
     """Returns the smallest array for all devices of a place."""
     if not isinstance(place, NamedSharding):
         place = NamedSharding(place, PartitionSpec(*place.axis_names))
-    sizes = [
-        math.prod(place.mesh.shape[axis] for axis in mesh_axes_of(entry)) for entry in place.spec
-    ]
+    axes = place.mesh.shape
+    sizes = [math.prod(axes[axis] for axis in mesh_axes_of(entry)) for entry in place.spec]
     return jax.ShapeDtypeStruct(sizes, np.int8, sharding=place)
 
 

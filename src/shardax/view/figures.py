@@ -42,9 +42,6 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 Renderer = Callable[..., Any]
 
 
-# --- Arrays ---
-
-
 class ArrayFigure:
     """An array to be drawn, with names of its dimensions."""
 
@@ -218,9 +215,6 @@ def sharding_html(array: Any, names: Any) -> str | None:
     return figures.figure_from_treescope_rendering_part(part)._repr_html_()
 
 
-# --- Trees ---
-
-
 class FoldableTree:
     """Turns a drawing into treescope's parts; ``subtree_renderer`` draws its leaves."""
 
@@ -257,11 +251,9 @@ class FoldableTree:
             return self._variable(drawing, path)
         if isinstance(value, NamedArray):
             return self.render_value(as_figure(value), path=path)
-        return (
-            self._line(drawing, path)
-            if isinstance(value, Shown)
-            else self.render_value(value, path=path)
-        )
+        if isinstance(value, Shown):
+            return self._line(drawing, path)
+        return self.render_value(value, path=path)
 
     def _children(self, below: list[Drawing], path: str | None) -> list[Any]:
         """A line for each child; plain configuration shares lines."""
@@ -320,9 +312,8 @@ class FoldableTree:
         if self.pictures_left < 0:
             return None
         if isinstance(value, jax.ShapeDtypeStruct):
-            return (
-                None if drawings.known_sharding(variable) is None else sharding_part(value, names)
-            )
+            placed = drawings.known_sharding(variable) is not None
+            return sharding_part(value, names) if placed else None
         shown = ArrayFigure(value, names) if isinstance(value, (jax.Array, np.ndarray)) else value
         return self.render_value(shown, path=None if path is None else f"{path}.value")
 

@@ -18,7 +18,7 @@ from string import Template
 from typing import Any
 
 from shardax.host.files import write_whole
-from shardax.view.table import ParameterTable
+from shardax.view.parameter_table import ParameterTable
 
 _FRAGMENT = """
 .shardax-view treescope-container { color: #000; }

@@ -37,7 +37,7 @@ from shardax.partition.inventory import ArrayInfo, TreeInventory, is_array
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.partition.specs import abstract
-from shardax.view.table import format_bytes, format_shape, html_table
+from shardax.view.parameter_table import format_bytes, format_shape, html_table
 
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 _COLUMNS, _LINES = 48, 9  # the most characters that a text picture takes on its own account
@@ -52,9 +52,6 @@ class ShardingViewError(ShardaxError, ValueError):
 
     The value is not laid out over devices, or is known inside of a program only.
     """
-
-
-# --- Which device holds which part ---
 
 
 def shape_and_sharding(value: Any) -> tuple[tuple[int, ...], Sharding]:
@@ -136,9 +133,6 @@ def _device_numbers(devices: list[int]) -> str:
         numbers = [str(number) for _, number in run]
         texts += [f"{numbers[0]}-{numbers[-1]}"] if len(numbers) > 2 else numbers
     return ",".join(texts)
-
-
-# --- Pictures of one array ---
 
 
 def sharding_text(value: Any) -> str:
@@ -229,9 +223,6 @@ def sharding_svg(value: Any, width: int = 280, height: int = 160) -> str:
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
     )
-
-
-# --- Views of arrays and models ---
 
 
 @dataclass(frozen=True)
@@ -332,9 +323,9 @@ class ShardingView:
     def caption(self) -> str:
         """Returns the caption of one array's picture."""
         row = self.rows[0]
-        text = f"{row.array.dtype}{list(row.array.shape)}"
-        text += f" as {list(row.shard_shape)} on each device, {row.copies} "
-        text += "copy" if row.copies == 1 else "copies"
+        copies = f"{row.copies} {'copy' if row.copies == 1 else 'copies'}"
+        text = f"{row.array.dtype}{list(row.array.shape)} as {list(row.shard_shape)} on each device"
+        text = f"{text}, {copies}"
         place = row.array.sharding
         named = isinstance(place, NamedSharding)
         return f"{text}; {place.spec} over {format_mesh(place.mesh)}" if named else text
@@ -419,11 +410,7 @@ def _single(value: Any, mesh: AnyMesh | None, rules: RulesLike | None) -> Shardi
     is_variable = isinstance(value, Variable)
     if mesh is None and is_variable and value.is_lazy:
         mesh = resolve_mesh()
-    shown = value
-    if mesh is not None:
-        shown = abstract(value, mesh, rules)
-        shown = shown.value if isinstance(shown, Variable) else shown
-    shape, place = shape_and_sharding(shown)
+    shape, place = shape_and_sharding(value if mesh is None else abstract(value, mesh, rules))
     array = jax.ShapeDtypeStruct(shape, value.dtype, sharding=place)
     row = ShardingRow((), value.axes if is_variable else None, array)
     return ShardingView((row,), single=True)
@@ -439,18 +426,11 @@ def _joined(rows: Sequence[ShardingRow]) -> list[tuple[list[str], jax.ShapeDtype
         groups.setdefault(alike, []).append(row)
     lines: list[tuple[list[str], jax.ShapeDtypeStruct]] = []
     for group in groups.values():
-        row = group[0]
-        each = format_bytes(row.bytes_per_device)
-        cells = [
-            _joint_path([row.path for row in group]),
-            format_shape(row.array.shape),
-            str(row.array.dtype),
-            row.split,
-            format_shape(row.shard_shape),
-            str(row.copies),
-            each if len(group) == 1 else f"{len(group)} x {each}",
-        ]
-        lines.append((cells, row.array))
+        row, path = group[0], _joint_path([each.path for each in group])
+        size = f"{len(group)} x " * (len(group) > 1) + format_bytes(row.bytes_per_device)
+        whole = [path, format_shape(row.array.shape), str(row.array.dtype)]
+        part = [row.split, format_shape(row.shard_shape), str(row.copies), size]
+        lines.append((whole + part, row.array))
     return lines
 
 

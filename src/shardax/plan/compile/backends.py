@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """XLA's compilers of CPUs, TPUs and GPUs, for absent devices too.
 
-CPU devices are *virtual*: parts of one CPU, of which a process has as many as it was configured
-with before its first computation. TPU slices are described to libtpu, and GPUs to JAX's CUDA
-plugin, by ``jax.experimental.topologies``; neither hardware, driver nor toolkit is needed.
+TPU slices are described to libtpu, and GPUs to JAX's CUDA plugin, by
+``jax.experimental.topologies``; neither hardware, driver nor toolkit is needed. The *CPU estimate*
+takes the program right after XLA's partitioner, which is the same code for all compilers;
+``shardax.hlo`` applies the rewrites that they are known to make, and estimates memory from what is
+live.
 
-The *CPU estimate* stands in for the compiler of a TPU or GPU. Its program is the one right after
-XLA's partitioner, which is the same code for all of them; ``shardax.hlo`` then applies the rewrites
-that those compilers are known to make, and estimates memory from what is live. A step that asks for
-the platform that it is lowered for gets the answer "cpu".
-
-A program that does not fit a TPU is an error of libtpu after less than a second. Its fast compiles
-(``"screen"``) leave operations and collectives as those of ``"full"``; their peak was 4 to 21 %
-lower for a decoder's training step (libtpu 0.0.42.1). A program for GPUs is compiled also if it
-does not fit, and what it needs is compared with the target's memory, from which what CUDA, NCCL and
-cuDNN take is not deducted. Without a GPU kernels are not autotuned.
+Fast compiles of libtpu (``"screen"``) leave operations and collectives as they are; their peak was
+4 to 21 % lower for a decoder's training step (libtpu 0.0.42.1). A program that does not fit is an
+error of libtpu; one for GPUs is compiled, and compared with the target's memory, from which what
+CUDA, NCCL and cuDNN take is not deducted. Without a GPU kernels are not autotuned.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled programs on disk, so that a repeated search takes seconds.
 
-The cache holds what a compiler made of a program, not what was read from it: a better reader, other
-figures of hardware and other rankings need no compiling. The key of a program is made of its text
-before compiling, with the source lines of its operations, because reports name them; of compiler,
-target and effort; and of versions and compiler settings in the environment. So an entry is never
-out of date, and the folder may be deleted at any time. Beyond ``MOST_BYTES`` the entries that were
-used least recently are deleted.
+The cache holds what a compiler made of a program, not what was read from it: other figures of
+hardware and other rankings need no compiling. The key is made of the text before compiling, with
+the source lines that reports name; of compiler, target and effort; and of versions and compiler
+settings in the environment. So an entry is never out of date.
 
-A location in the text is a stack of calls, of which the outer ones are those of the planner and of
-its callers, who may be anywhere the next time. They are left out of the key, from the innermost
-call of the planner on.
+A location in the text is a stack of calls. The planner's own calls and those of its callers, who
+may be anywhere the next time, are left out of the key.
 """
 
 from __future__ import annotations

@@ -84,14 +84,13 @@ class TargetCompiler(abc.ABC):
     def mesh(self, sizes: Mapping[str, int], axis_types: AxisTypes = None) -> Mesh:
         """Returns a mesh over the target's devices, ``Auto`` by default."""
         self.target.check_mesh(sizes)
-        devices = self._devices(sizes)
         if axis_types is None or isinstance(axis_types, AxisType):
             types = (axis_types or AxisType.Auto,) * len(sizes)
         elif isinstance(axis_types, Mapping):
             types = tuple(axis_types.get(name, AxisType.Auto) for name in sizes)
         else:
             types = tuple(axis_types)
-        return Mesh(devices, tuple(sizes), axis_types=types)
+        return Mesh(self._devices(sizes), tuple(sizes), axis_types=types)
 
     def compile(self, lowered: jax.stages.Lowered, effort: str = "screen") -> CompileResult:
         """Compiles a function that was lowered over this compiler's mesh."""
@@ -141,11 +140,9 @@ class TargetCompiler(abc.ABC):
         return None
 
     def _memory(self, compiled: Any) -> tuple[int, int]:
-        """Bytes of the peak and of its temporaries, as XLA allocates them.
-
-        Arguments, results that do not take the place of arguments, and one buffer of temporaries
-        are there at the same time.
-        """
+        """Bytes of the peak and of its temporaries, as XLA allocates them."""
+        # Arguments, results that do not take the place of arguments, and one buffer of temporaries
+        # are there at the same time.
         found = compiled.memory_analysis()
         own = found.output_size_in_bytes - found.alias_size_in_bytes
         temporaries = int(found.temp_size_in_bytes)
@@ -233,26 +230,21 @@ def compiler_for(target: Target, *, compiler: str = "auto") -> TargetCompiler:
         >>> compiler.mesh({"data": 2, "model": 4}).devices.shape
         (2, 4)
     """
-    from shardax.plan.compile.backends import (
-        CpuCompiler,
-        EstimateCompiler,
-        GpuCompiler,
-        TpuCompiler,
-    )
+    from shardax.plan.compile import backends
 
     if compiler not in ("auto", "target", "estimate"):
         raise PlanInputError(f"compiler is 'auto', 'target' or 'estimate', not {compiler!r}.")
     if target.kind == "cpu":
-        return CpuCompiler(target)
+        return backends.CpuCompiler(target)
     info = {each.kind: each for each in known_compilers()}[target.kind]
     if compiler == "estimate" or (compiler == "auto" and not info.installed):
-        return EstimateCompiler(target)
+        return backends.EstimateCompiler(target)
     if not info.installed:
         raise CompilerMissingError(
             f"The compiler of {target.text!r} is not installed: {info.install}. {info.note} "
             "compiler='estimate' does without, by XLA's partitioner on virtual CPU devices."
         )
-    return TpuCompiler(target) if target.kind == "tpu" else GpuCompiler(target)
+    return backends.TpuCompiler(target) if target.kind == "tpu" else backends.GpuCompiler(target)
 
 
 def known_compilers() -> tuple[CompilerInfo, ...]:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile one layout and report its cost.
 
-A layout is evaluated in four steps: the arguments are laid out, the step is lowered over devices
-that need not exist, a compiler compiles it, and its program is read. Nothing is allocated. What is
-the layout's fault ends up in its report; what is the step's, the target's or the installation's is
-raised.
+What is the layout's fault ends up in its report; what is the step's, the target's or the
+installation's is raised.
 
 The step is compiled as a training loop would compile it: Variables that it writes keep their
 layout. A plain function has no such rule, so that of a *carried* result is made up: a result with
@@ -39,7 +37,7 @@ from shardax.plan.hardware.cost import time_band
 from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs, Placed, label
 from shardax.plan.records import Layout, LayoutReport, Provenance
-from shardax.plan.search.dimensions import Dimensions, needs_no_values, trace_dimensions
+from shardax.plan.searching.dimensions import DimensionModel, needs_no_values, trace_dimensions
 
 # What tracing raises if the rules contradict the step: our errors, and JAX's of sharding types.
 _CONSTRAINT_ERRORS = (ShardaxError, ValueError, TypeError, NotImplementedError)
@@ -54,19 +52,13 @@ def evaluate(
     compiler: str = "auto",
     cache: ProgramCache | None = None,
 ) -> LayoutReport:
-    """Compiles a step in a layout, in this process.
-
-    Layouts that cannot be, or do not fit, have a report too. Raises PlanInputError if the step
-    needs values, TargetError if the mesh does not have the target's devices, CompilerMissingError
-    if a compiler that is asked for is not installed, and HloReadError if the compiled program has
-    something unknown in it.
-    """
+    """Compiles a step in a layout, in this process."""
     target.check_mesh(layout.sizes)
     asked = compiler_for(target, compiler=compiler)
     mesh = asked.mesh(layout.sizes)
     placed = inputs.place(layout, mesh)
     if placed.errors:
-        return rejected(layout, "\n".join(placed.errors))
+        return LayoutReport(layout, "rejected", "\n".join(placed.errors))
     limit = target.limit_bytes
     report = functools.partial(
         LayoutReport,
@@ -79,7 +71,7 @@ def evaluate(
     )
     mesh_axes = tuple(layout.sizes)
     try:
-        lowered = lower(inputs, layout, placed, mesh)
+        lowered, paths = lower(inputs, layout, placed, mesh)
     except PlanInputError:
         raise
     except _CONSTRAINT_ERRORS as error:
@@ -87,9 +79,9 @@ def evaluate(
         return report("rejected", _first_lines(error))
     try:
         if cache is None:
-            compiled = asked.compile(lowered.lowered, effort)
+            compiled = asked.compile(lowered, effort)
         else:
-            compiled = cache.compile(asked, layout.sizes, lowered.lowered, effort)
+            compiled = cache.compile(asked, layout.sizes, lowered, effort)
     except CompilerFailedError as error:
         return report("failed", str(error))
     if compiled.text is None:
@@ -104,7 +96,7 @@ def evaluate(
     facts = read_program(
         program,
         layout.sizes,
-        arguments=_argument_paths(program, lowered.paths),
+        arguments=_argument_paths(program, paths),
         slices=target.slices,
         device_ids=[device.id for device in mesh.devices.flat],
         estimate=compiled.estimate,
@@ -112,21 +104,8 @@ def evaluate(
     least = max(compiled.peak_bytes or 0, sum(placed.argument_bytes.values()))
     fits = least <= limit
     reason = "" if fits else f"needs {least:,} bytes of a device's memory, which has {limit:,}"
-    try:
-        whole = program_flops(inputs, mesh_axes)
-        own = [*_lost_batches(inputs, layout), *_flops_warnings(facts.matmul_flops, whole, layout)]
-    except _CONSTRAINT_ERRORS as error:
-        whole = 0.0
-        unknown = (
-            "The step cannot be traced over mesh axes of size 1, so the operations of the whole "
-            "program are unknown, and with them how much is computed several times. Code that asks "
-            "for the size of a mesh axis (jax.lax.axis_size) can be. The error was: "
-            f"{_first_lines(error, 1)}"
-        )
-        own = [unknown]
-    copies = rematerialization_warnings(
-        compiled.full_rematerializations, lowered.paths, program.sources
-    )
+    whole, own = _whole_program(inputs, layout, facts.matmul_flops)
+    copies = rematerialization_warnings(compiled.full_rematerializations, paths, program.sources)
     return report(
         "fits" if fits else "does not fit",
         compiled.out_of_memory or reason,
@@ -141,9 +120,19 @@ def evaluate(
     )
 
 
-def rejected(layout: Layout, reason: str, **more: Any) -> LayoutReport:
-    """Returns the report of a layout that was not compiled."""
-    return LayoutReport(layout, "rejected", reason, **more)
+def _whole_program(inputs: Inputs, layout: Layout, flops: float) -> tuple[float, list[str]]:
+    """Returns the operations of the unpartitioned program, and warnings by it."""
+    try:
+        whole = program_flops(inputs, tuple(layout.sizes))
+        return whole, [*_lost_batches(inputs, layout), *_flops_warnings(flops, whole, layout)]
+    except _CONSTRAINT_ERRORS as error:
+        unknown = (
+            "The step cannot be traced over mesh axes of size 1, so the operations of the whole "
+            "program are unknown, and with them how much is computed several times. Code that asks "
+            "for the size of a mesh axis (jax.lax.axis_size) can be. The error was: "
+            f"{_first_lines(error, 1)}"
+        )
+        return 0.0, [unknown]
 
 
 @functools.lru_cache(maxsize=16)
@@ -152,12 +141,12 @@ def program_flops(inputs: Inputs, mesh_axes: tuple[str, ...] = ()) -> float:
 
     The program is that of XLA before its optimizations, without what is unused or there twice.
     """
-    text = partitioned_text(lower_alone(inputs, mesh_axes).lowered)
+    text = partitioned_text(lower_alone(inputs, mesh_axes)[0])
     return read_program(text, {}, estimate=True).matmul_flops
 
 
 @functools.lru_cache(maxsize=16)
-def _dimensions(inputs: Inputs, mesh_axes: tuple[str, ...]) -> Dimensions:
+def _dimensions(inputs: Inputs, mesh_axes: tuple[str, ...]) -> DimensionModel:
     return trace_dimensions(inputs, mesh_axes)
 
 
@@ -205,22 +194,15 @@ def _first_lines(error: BaseException, count: int = 6) -> str:
     return "\n".join(str(error).strip().splitlines()[:count]) or type(error).__name__
 
 
-@dataclasses.dataclass(frozen=True)
-class LoweredStep:
-    """A lowered step."""
-
-    lowered: Any  # JAX's ``Lowered``, or that of ``sx.jit``
-    paths: dict[str, str]  # of the program's inputs among the arguments, by JAX's name of them
+# What JAX or ``sx.jit`` lowered; and paths of the program's inputs, by JAX's names of them.
+LoweredStep = tuple[Any, dict[str, str]]
 
 
 def lower(inputs: Inputs, layout: Layout, placed: Placed, mesh: Mesh) -> LoweredStep:
-    """Lowers a step in a layout.
-
-    Raises PlanInputError if the step needs values, ShardaxError if the layout does not fit it.
-    """
+    """Lowers a step in a layout."""
     with axis_rules(layout.as_rules), jax.set_mesh(mesh), needs_no_values():
         traced = _traceable(inputs, placed).trace(*placed.args)
-        return LoweredStep(traced.lower(), _paths(traced, inputs))
+        return traced.lower(), _paths(traced, inputs)
 
 
 def lower_alone(inputs: Inputs, mesh_axes: Sequence[str] = ()) -> LoweredStep:
@@ -234,7 +216,7 @@ def lower_alone(inputs: Inputs, mesh_axes: Sequence[str] = ()) -> LoweredStep:
             scope.enter_context(axis_rules(rules))
         scope.enter_context(needs_no_values())
         traced = _traceable(inputs, None).trace(*inputs.shapes())
-        return LoweredStep(traced.lower(), _paths(traced, inputs))
+        return traced.lower(), _paths(traced, inputs)
 
 
 def _traceable(inputs: Inputs, placed: Placed | None) -> Any:
@@ -259,6 +241,11 @@ def _carried(
     step: Callable[..., Any], inputs: Inputs, placed: Placed | None
 ) -> tuple[tuple[int, ...], Any]:
     """Which arguments come back, and a prefix of result shardings."""
+
+    def form_of(tree: Any) -> tuple[Any, Any]:
+        leaves, treedef = jax.tree.flatten(tree)
+        return [(leaf.shape, leaf.dtype) for leaf in leaves], treedef
+
     shapes = inputs.shapes()
     result = jax.eval_shape(step, *shapes)
     several = type(result) in (tuple, list)
@@ -266,21 +253,12 @@ def _carried(
     donated: list[int] = []
     places: list[Any] = []
     for part in parts:
-        found = [i for i, arg in enumerate(shapes) if i not in donated and _same_type(arg, part)]
+        form = form_of(part)
+        same = (i for i, arg in enumerate(shapes) if i not in donated and form_of(arg) == form)
+        found = list(same) if form[0] else []
         donated += found[:1]
         places.append(placed.shardings[found[0]] if found and placed is not None else None)
     return tuple(sorted(donated)), type(result)(places) if several else places[0]
-
-
-def _same_type(one: Any, other: Any) -> bool:
-    leaves, others = jax.tree.leaves(one), jax.tree.leaves(other)
-    return (
-        bool(leaves)
-        and jax.tree.structure(one) == jax.tree.structure(other)
-        and all(
-            (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(leaves, others, strict=True)
-        )
-    )
 
 
 def _paths(traced: Any, inputs: Inputs) -> dict[str, str]:

@@ -30,9 +30,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -52,8 +51,14 @@ _LAST_LINES = 12  # of a process's output, in the report of a layout that it fai
 _STARTING = threading.Lock()  # of processes, one after another
 
 
-@dataclass(frozen=True)
-class Evaluation:
+Begun = Callable[[Layout], None]  # is told of each layout that is begun
+
+
+def _ignore(layout: Layout) -> None:
+    """No-op."""
+
+
+class Evaluation(NamedTuple):
     """The report of one layout."""
 
     report: LayoutReport
@@ -79,15 +84,10 @@ class LocalEvaluator:
         self._inputs = inputs
 
     def evaluate(
-        self,
-        layouts: Iterable[Layout],
-        effort: str = "screen",
-        *,
-        begun: Callable[[Layout], None] | None = None,
+        self, layouts: Iterable[Layout], effort: str = "screen", *, begun: Begun = _ignore
     ) -> Iterator[Evaluation]:
         for layout in layouts:
-            if begun is not None:
-                begun(layout)
+            begun(layout)
             yield _evaluate_with(self._cache, self._inputs, layout, effort, self._options)
 
 
@@ -128,10 +128,12 @@ class PoolEvaluator:
         self._settings["platform"] = "cpu"
         if asked.devices_needed:
             self._settings["devices"] = asked.devices_needed
-        self._processes = processes or len(os.sched_getaffinity(0))
+        # The cores of this process where the platform tells them, else those of the machine.
+        affinity = getattr(os, "sched_getaffinity", None)
+        self._processes = processes or (len(affinity(0)) if affinity else os.cpu_count() or 1)
         self._seconds = seconds
         self._digests = _source_digests()
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _PoolProcess] = {}
         data = self._pickled(inputs)
         self._folder = Path(tempfile.mkdtemp(prefix="shardax-plan-"))
         self._write(data)
@@ -169,16 +171,9 @@ class PoolEvaluator:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def evaluate(
-        self,
-        layouts: Iterable[Layout],
-        effort: str = "screen",
-        *,
-        begun: Callable[[Layout], None] | None = None,
+        self, layouts: Iterable[Layout], effort: str = "screen", *, begun: Begun = _ignore
     ) -> Iterator[Evaluation]:
-        """Yields evaluations as they are done; layouts are begun in order.
-
-        Raises PlanInputError if the step or its arguments are at fault, whatever the layout.
-        """
+        """Yields evaluations as they are done; layouts are begun in order."""
         waiting = list(layouts)[::-1]
         running: dict[Future[Evaluation], tuple[int, Layout, float]] = {}
         idle = list(range(min(self._processes, len(waiting))))[::-1]
@@ -186,8 +181,7 @@ class PoolEvaluator:
         while waiting or running:
             while waiting and idle:
                 layout, place = waiting.pop(), idle.pop()
-                if begun is not None:
-                    begun(layout)
+                begun(layout)
                 future = self._submit(place, layout, effort)
                 running[future] = place, layout, time.monotonic() + limit
             left = min(deadline for *_, deadline in running.values()) - time.monotonic()
@@ -218,7 +212,7 @@ class PoolEvaluator:
             if slot is not None:
                 slot.close()
             log = self._folder / f"{place}.log"
-            slot = self._slots[place] = _Slot(self._env, log, self._settings, self._digests)
+            slot = self._slots[place] = _PoolProcess(self._env, log, self._settings, self._digests)
         return slot.executor.submit(_evaluate, str(self._task), layout, effort)
 
     def _failed(self, place: int, layout: Layout, reason: str = "") -> LayoutReport:
@@ -243,7 +237,7 @@ def make_evaluator(
     return PoolEvaluator(inputs, target, compiler=compiler, processes=processes, cache=cache)
 
 
-class _Slot:
+class _PoolProcess:
     """One process, and the executor that feeds it."""
 
     def __init__(

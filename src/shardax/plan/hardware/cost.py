@@ -12,11 +12,9 @@ device's own part, and within the fabric again; at the same time in the lower en
 upper. What an all-to-all sends along a ring or line passes the devices between, on average a
 quarter of them (jax-ml.github.io/scaling-book/sharding).
 
-Virtual CPU devices share cores, memory and caches and have no links (``Hardware.copy_bandwidth``):
-a collective copies its payload, at a rate that depends on its kind and not on the size of the
-group, and includes its traffic of the memory. What copies is what computes, so both ends of the
-band are the sum. Their figures are measured with all devices at work, less the cost of a call that
-does nothing. They let the ranking be checked against measured steps.
+Virtual CPU devices have no links (``Hardware.copy_bandwidth``): a collective copies its payload, at
+a rate that depends on its kind alone. What copies is what computes, so both ends of the band are
+the sum. Their figures are measured with all devices at work, less the cost of an empty call.
 """
 
 from __future__ import annotations

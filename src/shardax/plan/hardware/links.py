@@ -107,7 +107,7 @@ def arrangement(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TpuDevice:
     """What ``mesh_utils`` asks of a TPU device."""
 
     id: int
@@ -118,7 +118,7 @@ class _Place:
     platform: str = "tpu"
 
 
-def _places(chip: Hardware, topology: tuple[int, ...]) -> Iterator[_Place]:
+def _places(chip: Hardware, topology: tuple[int, ...]) -> Iterator[_TpuDevice]:
     """Devices in libtpu's order: by hosts of 2x2, x first."""
     x, y, z = (*topology, 1)[:3]
     across, along = min(x, 2), min(y, 2)
@@ -129,7 +129,7 @@ def _places(chip: Hardware, topology: tuple[int, ...]) -> Iterator[_Place]:
         chips = itertools.product(range(along), range(across), range(chip.devices_per_chip))
         for down, right, core in chips:
             place = (column * across + right, row * along + down, plane)
-            yield _Place(number, place, core, process, kind)
+            yield _TpuDevice(number, place, core, process, kind)
             number += 1
 
 

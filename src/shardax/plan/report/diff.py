@@ -10,20 +10,13 @@ from collections.abc import Iterable, Mapping
 
 from shardax._core.state.state import columns
 from shardax.plan.records import ArrayLayout, LayoutReport
-from shardax.plan.report.columns import (
-    BINARY,
-    DECIMAL,
-    OPERATIONS,
-    TIMES,
-    Units,
-    axes_text,
-    quantity,
-)
+from shardax.plan.report import columns as formats
+from shardax.plan.report.columns import BINARY, DECIMAL, Units, quantity
 from shardax.plan.report.explanation import UNKNOWN, headline, join_layers, without_layers
 
 _SHOWN = 20
 _COUNTED = (
-    ("work", "flops", OPERATIONS),
+    ("work", "flops", formats.OPERATIONS),
     ("memory traffic", "hbm_bytes", DECIMAL),
     ("wire", "total_wire_bytes", DECIMAL),
     ("cross-slice", "cross_slice_bytes", DECIMAL),
@@ -113,7 +106,7 @@ def _figures(a: LayoutReport, b: LayoutReport) -> list[Figures]:
         rows.append((name, first, second, units))
     for name in ("lower", "upper", "compute", "memory", "communication"):
         first, second = getattr(a.time, name, None), getattr(b.time, name, None)
-        rows.append((f"time: {name}", first, second, TIMES))
+        rows.append((f"time: {name}", first, second, formats.TIMES))
     return rows
 
 
@@ -135,7 +128,7 @@ def _bytes_by_purpose(report: LayoutReport) -> dict[str, float]:
     found: dict[str, float] = {}
     for each in report.collectives:
         where = each.source or UNKNOWN["source"].partition(" (")[0]
-        key = f"{each.kind} along {axes_text(each.axes)}, {where}"
+        key = f"{each.kind} along {formats.axes_text(each.axes)}, {where}"
         found[key] = found.get(key, 0.0) + each.wire_bytes
     return found
 

@@ -69,14 +69,15 @@ def explain(report: LayoutReport, axis: str | None = None, by: str = "source") -
         return "\n".join([*lines, report.reason or "it was not compiled, so nothing is known"])
     if not found:
         return "\n".join([*lines, f"nothing on the wire{along}"])
-    lines.append(
-        f"{columns.quantity(total, columns.DECIMAL)} on the wire of each device in a step{along}"
+    whole, *amounts = (
+        columns.quantity(size, columns.DECIMAL)
+        for size in (total, *(group.wire_bytes for group in found))
     )
-    widest = max(len(columns.quantity(group.wire_bytes, columns.DECIMAL)) for group in found)
-    for group in found:
+    lines.append(f"{whole} on the wire of each device in a step{along}")
+    widest = max(map(len, amounts))
+    for group, amount in zip(found, amounts, strict=True):
         share = 100 * group.wire_bytes / total if total else 0.0
-        amount = columns.quantity(group.wire_bytes, columns.DECIMAL).rjust(widest)
-        lines += ["", f"{amount}  {share:3.0f}%  {group.key or UNKNOWN[by]}"]
+        lines += ["", f"{amount.rjust(widest)}  {share:3.0f}%  {group.key or UNKNOWN[by]}"]
         for sentence, details in descriptions(group.collectives, by):
             lines += _wrapped(sentence, 4)
             for detail in details:
@@ -88,11 +89,9 @@ def headline(report: LayoutReport) -> str:
     """Summarizes a layout in one line."""
     parts = [f"{report.layout.name} over {report.layout.mesh_text}: {report.outcome}"]
     if report.peak_bytes is not None:
-        peak = f"peak {columns.quantity(report.peak_bytes, columns.BINARY)}"
-        limit = report.limit_bytes
-        parts.append(
-            peak if limit is None else f"{peak} of {columns.quantity(limit, columns.BINARY)}"
-        )
+        sizes = [size for size in (report.peak_bytes, report.limit_bytes) if size is not None]
+        texts = (columns.quantity(size, columns.BINARY) for size in sizes)
+        parts.append(f"peak {' of '.join(texts)}")
     if report.time is not None:
         unit, size = columns.scale([report.time.upper], columns.TIMES)
         band = columns.band_text(report.time, size)
@@ -169,8 +168,7 @@ def descriptions(members: Sequence[Collective], by: str) -> list[tuple[str, tupl
 def _sentence(each: Collective) -> str:
     runs = f"{each.runs}" if each.runs_known else f"at least {each.runs}"
     payload, wire = (
-        columns.quantity(each.payload, columns.DECIMAL),
-        columns.quantity(each.wire_bytes, columns.DECIMAL),
+        columns.quantity(size, columns.DECIMAL) for size in (each.payload, each.wire_bytes)
     )
     parts = [
         f"{each.kind} along {columns.axes_text(each.axes)}",
@@ -192,9 +190,8 @@ def _details(each: Collective, by: str) -> list[str]:
         found.append(f"carries {_arrays_text(each.parameters)}")
     if each.op_name and not each.why:
         name = each.op_name
-        found.append(
-            f"of {name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + '…'}"
-        )
+        cut = len(name) > _LONGEST_NAME
+        found.append(f"of {name[: _LONGEST_NAME - 1] + '…' if cut else name}")
     return found
 
 

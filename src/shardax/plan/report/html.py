@@ -21,31 +21,10 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardax.plan.records import ArrayLayout, LayoutReport
-from shardax.plan.report.columns import (
-    BINARY,
-    DECIMAL,
-    OPERATIONS,
-    TIMES,
-    Column,
-    axes_text,
-    band_text,
-    columns_of,
-    figure,
-    measured_label,
-    quantity,
-    scale,
-    wire_axes,
-)
+from shardax.plan.report import columns as formats
+from shardax.plan.report import table
+from shardax.plan.report.columns import BINARY, DECIMAL, TIMES, Column, quantity
 from shardax.plan.report.explanation import UNKNOWN, CollectiveGroup, descriptions, groups, headline
-from shardax.plan.report.table import (
-    LABELS,
-    Note,
-    outcome_line,
-    provenance_lines,
-    reasons,
-    tied_with_best,
-    warnings_of,
-)
 from shardax.view.page import html_page
 from shardax.view.shardings import sharding_svg
 
@@ -60,7 +39,7 @@ _CELLS = 1024  # parts of an array that a picture shows
 _GROUPS = 25
 _PATHS = 12
 
-_FAR = 8  # how many times the longest bar the limit may be for both to share a scale
+_FAR = 8  # how many times the longest bar the limit may be for both to share a formats.scale
 _KINDS = {
     "parameters": "#4e79a7",
     "optimizer": "#f28e2b",
@@ -74,7 +53,7 @@ _AXES = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#9c7
 def page(plan: Plan) -> str:
     """Returns the page of a plan, without outside files."""
     compiled = [report for report in plan.reports if report.compiled]
-    columns = columns_of(compiled) if compiled else ()
+    columns = formats.columns_of(compiled) if compiled else ()
     numbers = {report.layout.name: place for place, report in enumerate(plan.reports, 1)}
     detailed, charted = compiled[:_DETAILED], compiled[:_CHARTED]
     template, style = (
@@ -104,7 +83,7 @@ def page(plan: Plan) -> str:
     )
     body = Template(template).substitute(
         target=escape(plan.target),
-        outcomes=escape(outcome_line(plan.target, plan.reports)),
+        outcomes=escape(table.outcome_line(plan.target, plan.reports)),
         best=_best(plan.reports),
         table=_table(compiled, columns, {each.layout.name for each in detailed}, numbers),
         charts="".join(charts),
@@ -120,7 +99,7 @@ def _best(reports: Sequence[LayoutReport]) -> str:
     if not fitting:
         return "<p><strong>None of them fits.</strong></p>"
     name = f"<strong>{escape(fitting[0].layout.name)}</strong>"
-    others = ", ".join(map(escape, tied_with_best(reports)[1:]))
+    others = ", ".join(map(escape, table.tied_with_best(reports)[1:]))
     if not others:
         return f"<p>Best: {name}.</p>"
     return (
@@ -139,9 +118,6 @@ def _list(texts: Sequence[str]) -> str:
     """A list of HTML texts; "" for none."""
     items = "".join(f"<li>{text}</li>" for text in texts)
     return f'<ul class="notes">{items}</ul>' if items else ""
-
-
-# --- The table ---
 
 
 def _table(
@@ -186,9 +162,6 @@ def _cell(report: LayoutReport, column: Column) -> str:
     return f'<td{side} data-value="{escape(data)}">{escape(text)}</td>'
 
 
-# --- Charts ---
-
-
 Segment = tuple[str, str, float, float]  # name, colour, start, size
 
 
@@ -230,7 +203,7 @@ def _memory_chart(reports: Sequence[LayoutReport]) -> str:
     colors = {name: color for name, color in _KINDS.items() if name in used}
     limit = max((row.limit or 0.0 for row in rows), default=0.0)
     if limit > _FAR * max((report.peak_bytes or 0 for report in reports), default=0):
-        # To the limit's scale the bars would be too short to see.
+        # To the limit's formats.scale the bars would be too short to see.
         rows = [replace(row, limit=None) for row in rows]
         far = f"The memory of a device, {quantity(limit, BINARY)}, is far to the right."
         return f'{_chart(rows, colors)}<p class="quiet">{escape(far)}</p>'
@@ -240,7 +213,7 @@ def _memory_chart(reports: Sequence[LayoutReport]) -> str:
 def _wire_chart(reports: Sequence[LayoutReport]) -> str:
     """What a device sends in a step, by mesh axes."""
     timed = [report for report in reports if report.time is not None]
-    axes = {each: axes_text(each) for each in wire_axes(timed)}
+    axes = {each: formats.axes_text(each) for each in formats.wire_axes(timed)}
     colors = {name: _AXES[i % len(_AXES)] for i, name in enumerate(axes.values())}
     rows: list[ChartRow] = []
     for report in timed:
@@ -255,7 +228,7 @@ def _wire_chart(reports: Sequence[LayoutReport]) -> str:
 
 def _time_chart(reports: Sequence[LayoutReport]) -> str:
     """The time bands: from all overlapping to nothing overlapping."""
-    unit, size = scale([report.time.upper for report in reports if report.time], TIMES)
+    unit, size = formats.scale([report.time.upper for report in reports if report.time], TIMES)
     rows: list[ChartRow] = []
     for report in reports:
         band = report.time
@@ -264,13 +237,13 @@ def _time_chart(reports: Sequence[LayoutReport]) -> str:
         segment = ("band", _AXES[0], band.lower, max(band.upper - band.lower, 0.0))
         low, high = quantity(band.lower, TIMES), quantity(band.upper, TIMES)
         description = f"between {low} and {high}, bound by {band.binding}"
-        text = f"{band_text(band, size)} {unit}"
+        text = f"{formats.band_text(band, size)} {unit}"
         rows.append(ChartRow(report.layout.name, (segment,), text, description))
     return _chart(rows, {})
 
 
 def _chart(rows: Sequence[ChartRow], colors: Mapping[str, str], line: str = "") -> str:
-    """Bars to one scale with a legend; ``line`` names the limit."""
+    """Bars to one formats.scale with a legend; ``line`` names the limit."""
     if not rows:
         return ""
     ends = [start + size for row in rows for _, _, start, size in row.segments]
@@ -300,9 +273,6 @@ def _chart(rows: Sequence[ChartRow], colors: Mapping[str, str], line: str = "") 
     return f'{listed}<dl class="bars">{bars}</dl>'
 
 
-# --- One layout ---
-
-
 def _details(report: LayoutReport, number: int, opened: bool) -> str:
     """The part of one layout, which a link to ``#layout-NUMBER`` opens."""
     content = [_facts(report), _rules(report), _warnings(report), _pictures(report), _sent(report)]
@@ -316,19 +286,20 @@ def _details(report: LayoutReport, number: int, opened: bool) -> str:
 
 
 def _facts(report: LayoutReport) -> str:
-    label = measured_label([report])
+    label = formats.measured_label([report])
     found: list[tuple[str, str, str]] = []
-    if report.peak_bytes is not None:
-        found.append(("peak of memory", quantity(report.peak_bytes, BINARY), label))
-    if report.headroom_bytes is not None:
-        found.append(("memory that stays free", quantity(report.headroom_bytes, BINARY), label))
+    memory = (
+        ("peak of memory", report.peak_bytes),
+        ("memory that stays free", report.headroom_bytes),
+    )
+    found += [(what, quantity(size, BINARY), label) for what, size in memory if size is not None]
     for kind, size in report.argument_bytes.items():
         if size:
             found.append((kind, quantity(size, BINARY), "exact"))
     if report.time is not None:
         found += [
-            ("work of a device", quantity(report.flops, OPERATIONS), "counted"),
-            ("each operation is done", f"{figure(report.replicated_compute)} x", "counted"),
+            ("work of a device", quantity(report.flops, formats.OPERATIONS), "counted"),
+            ("each operation is done", f"{formats.figure(report.replicated_compute)} x", "counted"),
             ("memory traffic", quantity(report.hbm_bytes, DECIMAL), "estimate"),
             ("on the wire", quantity(report.total_wire_bytes, DECIMAL), "counted"),
             ("while other work goes on", f"{100 * report.asynchronous_share:.0f} %", "counted"),
@@ -434,16 +405,13 @@ def _group(group: CollectiveGroup, total: float) -> str:
     )
 
 
-# --- Notes and labels ---
-
-
 def _notes(plan: Plan) -> str:
     found = [
-        ("Too large", reasons(plan.reports, "does not fit")),
-        ("Rejected before compiling", reasons(plan.reports, "rejected")),
-        ("Failed to compile", reasons(plan.reports, "failed")),
-        ("Warnings", warnings_of(plan.reports)),
-        ("Notes", tuple(Note(text, ()) for text in plan.notes)),
+        ("Too large", table.reasons(plan.reports, "does not fit")),
+        ("Rejected before compiling", table.reasons(plan.reports, "rejected")),
+        ("Failed to compile", table.reasons(plan.reports, "failed")),
+        ("Warnings", table.warnings_of(plan.reports)),
+        ("Notes", tuple(table.Note(text, ()) for text in plan.notes)),
     ]
     sections = ""
     for title, notes in found:
@@ -458,7 +426,7 @@ def _notes(plan: Plan) -> str:
 
 def _labels(plan: Plan, columns: Sequence[Column]) -> str:
     used = {column.label for column in columns}
-    labels = [(label, meaning) for label, meaning in LABELS.items() if label in used]
+    labels = [(label, meaning) for label, meaning in table.LABELS.items() if label in used]
     if not labels:
         return ""
     meanings = [(column.head, column.meaning) for column in columns]
@@ -468,7 +436,7 @@ def _labels(plan: Plan, columns: Sequence[Column]) -> str:
     )
     return (
         "<section><h2>What the figures are worth</h2>"
-        f"{_list([escape(line) for line in provenance_lines(plan.reports)])}"
+        f"{_list([escape(line) for line in table.provenance_lines(plan.reports)])}"
         f'<dl class="labels">{worth}</dl>'
         f'<h3>Columns</h3><dl class="labels">{explained}</dl></section>'
     )

@@ -9,7 +9,7 @@ from typing import Self, TextIO
 
 from shardax._terminal import ProgressBar, is_live
 from shardax.plan.records import Layout, LayoutReport
-from shardax.plan.report.columns import TIMES, quantity
+from shardax.plan.report import columns
 
 
 class SearchProgress:
@@ -34,7 +34,8 @@ class SearchProgress:
     def expect(self, count: int, what: str) -> None:
         """Announces more layouts, and what is done with them."""
         self.total += count
-        self._print(f"{what}: {count}")
+        if self._lines is not None:
+            print(f"{what}: {count}", file=self._lines, flush=True)
         self._redraw(what)
 
     def begin(self, layout: Layout) -> None:
@@ -48,12 +49,10 @@ class SearchProgress:
         self._trying.pop(report.layout.name, None)
         if report.outcome == "fits" and report.time is not None:
             self._best = min(report.time.middle, self._best)
-        self._print(f"[{self.done}/{self.total}] {outcome_text(report, kept)}")
-        self._redraw()
-
-    def _print(self, text: str) -> None:
         if self._lines is not None:
+            text = f"[{self.done}/{self.total}] {outcome_text(report, kept)}"
             print(text, file=self._lines, flush=True)
+        self._redraw()
 
     def _redraw(self, title: str | None = None) -> None:
         if self._bar is not None:
@@ -66,7 +65,8 @@ def outcome_text(report: LayoutReport, kept: bool = False) -> str:
     """Returns one line about a report."""
     text = f"{report.layout.name}: {report.outcome}"
     if report.time is not None:
-        low, high = (quantity(each, TIMES) for each in (report.time.lower, report.time.upper))
+        ends = (report.time.lower, report.time.upper)
+        low, high = (columns.quantity(each, columns.TIMES) for each in ends)
         text += f", {low} to {high} a step"
     elif report.reason:
         text += f", {report.reason.splitlines()[0][:100]}"

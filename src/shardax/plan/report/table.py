@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardax._core.state.state import columns as aligned
-from shardax._terminal import rich_table
 from shardax.plan.hardware.cost import ties
 from shardax.plan.records import LayoutReport
 from shardax.plan.report.columns import Column, columns_of, measured_label
@@ -163,18 +162,11 @@ def show(plan: Plan, console: Any = None, top: int = _TOP) -> None:
     if not to.is_terminal:
         to.file.write(render(plan, top=top) + "\n")
         return
-    width = max(to.width, _NARROWEST)
-    to.print(Text(outcome_line(plan.target, plan.reports), style="bold"))
-    for columns, (heads, units, *rows) in _grids(plan, width, top):
-        titles = [f"{head}\n{unit}" for head, unit in zip(heads, units, strict=True)]
-        right = [True, *(column.right for column in columns)]
-        to.print()
-        to.print(rich_table(titles, rows, right, _STYLES))
-    for title, lines in _sections(plan, top):
-        to.print()
-        to.print(Text(title, style="bold"))
-        for line in _wrapped(lines, width):
-            to.print(Text(line))
+    text = Text(render(plan, to.width, top))
+    text.highlight_regex(r"(?:^|\n\n)(?P<bold>.+)", style_prefix="")  # first lines of blocks
+    for word, style in _STYLES.items():
+        text.highlight_regex(rf"(?m)(?<=  ){word}(?=  |$)", style)  # a cell of a table
+    to.print(text, soft_wrap=True)
 
 
 Grid = tuple[tuple[Column, ...], list[list[str]]]  # columns after the number; titles, units, rows

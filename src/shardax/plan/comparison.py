@@ -18,7 +18,7 @@ from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
 from shardax.plan.report.progress import progress_for
 from shardax.plan.result import Plan
-from shardax.plan.search.search import search
+from shardax.plan.searching.search import search
 
 Bound = int | float | str
 

@@ -190,7 +190,7 @@ def test_everything_that_is_otherwise_is_listed_with_what_moves_most() -> None:
     assert "Over data=2, model=4 on cpu:8 the layout is another" in text
     assert "wire_bytes names ['modle'], but the mesh has ['data', 'model']" in text
     assert "wire_bytes['data'] is" in text and "all-reduce over data (1 x) at" in text
-    assert "test_compare.py" in text
+    assert "test_comparison.py" in text
     assert "peak_bytes is" in text
     assert "replicated are ['model.down', 'model.up'], not ['model.up']" in text
 

@@ -16,8 +16,8 @@ from shardax._select.selection import Selection
 from shardax.view.drawings import PLACES, comment, describe, drawing_of, example_array, place_title
 from shardax.view.figures import ADAPTER, FoldableTree, sharding_html, tree_html
 from shardax.view.page import fragment, html_page
+from shardax.view.parameter_table import ParameterTable
 from shardax.view.shardings import ShardingView, sharding_text
-from shardax.view.table import ParameterTable
 
 
 def show(value: Any) -> None:

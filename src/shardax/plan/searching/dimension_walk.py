@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products and classes of dimensions of a traced program.
 
-A *dimension* is one dimension of one array in a program. Two are *joined* where an operation keeps
-one as the other, such as the rows of both operands of an addition; what is joined is one *class*.
-A class has the names that were given to any of its dimensions. A reshape may make one dimension of
-several: then that one is their *whole*, and they are its *parts*. A split of the whole is one of
-its parts and the other way round, so each is reached by the other's names, though they stay classes
-of their own.
+Two dimensions are *joined* where an operation keeps one as the other, such as the rows of both
+operands of an addition; what is joined is one *class*, with all names given to its dimensions. A
+reshape may make one dimension, the *whole*, of several, its *parts*: each is reached by the other's
+names, though they stay classes of their own.
 
-Each primitive has a rule, which returns the dimensions of results from those of operands; without a
-rule, those of results are unrelated to anything. Jaxprs inside of equations (loops, branches,
-compiled and rematerialised functions) are walked where they are called, so that two calls of one
-function do not become one. Dead equations are passed over, as the compiler drops them.
+Each primitive has a rule from the dimensions of operands to those of results; without a rule,
+results are unrelated to anything. Jaxprs inside of equations are walked where they are called, so
+that two calls of one function do not become one. Dead equations are passed over.
 """
 
 from __future__ import annotations
@@ -175,14 +172,10 @@ def _broadcast(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) ->
 
 
 def _reduce(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
-    gone = {int(axis) for axis in eqn.params["axes"]}
+    """Reductions over axes, and squeezed dimensions."""
+    gone = {int(axis) for axis in eqn.params.get("axes", eqn.params.get("dimensions"))}
     kept = [tuple(d for i, d in enumerate(dims) if i not in gone) for dims in operands]
     return kept[: len(eqn.outvars)]
-
-
-def _squeeze(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
-    gone = {int(axis) for axis in eqn.params["dimensions"]}
-    return [tuple(d for i, d in enumerate(operands[0]) if i not in gone)]
 
 
 def _reshape(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
@@ -223,38 +216,39 @@ def _top_k(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> lis
 def _gather(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
     """Rows of an operand by indices (last dimension: one index)."""
     numbers = eqn.params["dimension_numbers"]
-    operand, indices = operands[0], operands[1]
     (out,) = _fresh(classes, eqn, operands)
-    batching = tuple(numbers.operand_batching_dims)
-    gone = {*numbers.collapsed_slice_dims, *batching}
-    kept = [d for i, d in enumerate(operand) if i not in gone]
-    classes.join_same_sizes(kept, [out[i] for i in numbers.offset_dims])
-    rows = [d for i, d in enumerate(out) if i not in set(numbers.offset_dims)]
-    classes.join_same_sizes(indices[:-1], rows)
-    _join_batching(classes, operand, indices, batching, numbers.start_indices_batching_dims)
+    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    window = numbers.offset_dims, numbers.collapsed_slice_dims
+    _join_rows(classes, operands[0], operands[1], out, *window, tuple(batching))
     return [out]
 
 
 def _scatter(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
     """The reverse of a gather: updates of rows, by indices."""
     numbers = eqn.params["dimension_numbers"]
-    operand, indices, updates = operands[0], operands[1], operands[2]
-    batching = tuple(numbers.operand_batching_dims)
-    gone = {*numbers.inserted_window_dims, *batching}
-    kept = [d for i, d in enumerate(operand) if i not in gone]
-    window = set(numbers.update_window_dims)
-    classes.join_same_sizes(kept, [d for i, d in enumerate(updates) if i in window])
-    rows = [d for i, d in enumerate(updates) if i not in window]
-    classes.join_same_sizes(indices[:-1], rows)
-    _join_batching(classes, operand, indices, batching, numbers.scatter_indices_batching_dims)
-    return [operand]
+    batching = zip(
+        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
+    )
+    window = numbers.update_window_dims, numbers.inserted_window_dims
+    _join_rows(classes, operands[0], operands[1], operands[2], *window, tuple(batching))
+    return [operands[0]]
 
 
-def _join_batching(
-    classes: DimensionClasses, operand: Dims, indices: Dims, one: Any, other: Any
+def _join_rows(
+    classes: DimensionClasses,
+    operand: Dims,
+    indices: Dims,
+    rows: Dims,
+    window: Sequence[int],  # dimensions of the rows that are of the operand
+    collapsed: Sequence[int],  # dimensions of the operand that rows do not have
+    batching: Sequence[tuple[int, int]],  # pairs of dimensions of operand and indices
 ) -> None:
-    for a, b in zip(one, other, strict=True):
-        classes.join(operand[a], indices[b])
+    gone = {*collapsed, *(one for one, _ in batching)}
+    kept = [d for i, d in enumerate(operand) if i not in gone]
+    classes.join_same_sizes(kept, [rows[i] for i in window])
+    classes.join_same_sizes(indices[:-1], [d for i, d in enumerate(rows) if i not in window])
+    for one, other in batching:
+        classes.join(operand[one], indices[other])
 
 
 _ELEMENTWISE = """
@@ -290,7 +284,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_SCATTERS.split(), _scatter),
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
-    "squeeze": _squeeze,
+    "squeeze": _reduce,
     "reshape": _reshape,
     "dynamic_slice": lambda classes, eqn, operands: _resized(classes, eqn, operands[:1]),
     "dynamic_update_slice": lambda classes, eqn, operands: _resized(classes, eqn, operands[:2]),

@@ -37,7 +37,7 @@ from shardax.partition.rules import Names, Rules, SpecEntry, assign, mesh_axes_o
 from shardax.plan.errors import PlanInputError
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
-from shardax.plan.search.dimensions import Dimensions
+from shardax.plan.searching.dimensions import DimensionModel
 
 _SMALL_SHARE = 0.01  # of all elements: smaller arguments do not decide whether a name is searched
 _SLICE_AXIS = "slice"  # the mesh axis whose positions are slices, where a search makes the meshes
@@ -58,7 +58,7 @@ class SearchSpace:
 
 
 def search_space(
-    dimensions: Dimensions,
+    dimensions: DimensionModel,
     meshes: Meshes,
     *,
     activations: Iterable[str] = (),
@@ -89,7 +89,10 @@ def search_space(
 
 
 def _check_names(
-    dimensions: Dimensions, ties: Sequence[Sequence[str]], fix: Mapping[str, Any], meshes: Meshes
+    dimensions: DimensionModel,
+    ties: Sequence[Sequence[str]],
+    fix: Mapping[str, Any],
+    meshes: Meshes,
 ) -> None:
     known = dimensions.names
     for name in [*(name for group in ties for name in group), *fix]:
@@ -115,7 +118,9 @@ def _check_names(
                 )
 
 
-def _kept_whole(dimensions: Dimensions, activations: Sequence[str]) -> Iterable[tuple[str, str]]:
+def _kept_whole(
+    dimensions: DimensionModel, activations: Sequence[str]
+) -> Iterable[tuple[str, str]]:
     """Names that the rules keep whole, with the reason."""
     beside = _batch_beside(dimensions)
     total = sum(math.prod(shape) for shape, _ in dimensions.arguments) or 1
@@ -138,7 +143,7 @@ def _kept_whole(dimensions: Dimensions, activations: Sequence[str]) -> Iterable[
             yield name, "it is on no matrix product, and on little else"
 
 
-def _batch_beside(dimensions: Dimensions) -> dict[str, frozenset[str]]:
+def _batch_beside(dimensions: DimensionModel) -> dict[str, frozenset[str]]:
     """Batch dimensions of products of computed arrays, by summed name."""
     found: dict[str, frozenset[str]] = {}
     for product in dimensions.products:
@@ -150,7 +155,7 @@ def _batch_beside(dimensions: Dimensions) -> dict[str, frozenset[str]]:
     return found
 
 
-def _tied(dimensions: Dimensions, names: Sequence[str]) -> list[tuple[str, ...]]:
+def _tied(dimensions: DimensionModel, names: Sequence[str]) -> list[tuple[str, ...]]:
     """Ties names of which no two are on one argument."""
     arrays = [set(strings(names)) for _, names in dimensions.arguments]
     groups: list[list[str]] = []
@@ -198,6 +203,11 @@ class LayoutCandidate(NamedTuple):
     order: tuple[int, ...]
 
 
+def _keep_first(kept: dict[Any, LayoutCandidate], key: Any, found: LayoutCandidate) -> None:
+    if key not in kept or found.order < kept[key].order:
+        kept[key] = found
+
+
 def _equivalence_key(candidate: LayoutCandidate) -> Any:
     """A key that is equal for equivalent candidates."""
     sizes = {axis: size for axis, size in candidate.layout.mesh if size > 1}
@@ -224,11 +234,11 @@ def _equivalence_key(candidate: LayoutCandidate) -> Any:
     return idle, min(forms)
 
 
-def _free_names(dimensions: Dimensions, inputs: Inputs) -> frozenset[str]:
+def _free_names(dimensions: DimensionModel, inputs: Inputs) -> frozenset[str]:
     """Names on no parameter, but on (nearly) every product, once."""
     total = dimensions.flops
     found: set[str] = set()
-    stored = set(_names_of(inputs, ("parameters", "optimizer")))
+    stored = set(_names_of(inputs, "parameters", "optimizer"))
     for name in (name for name in dimensions.names if name not in stored):
         on = [[d for d in p.dims if name in d.names] for p in dimensions.products]
         covered = sum(p.flops for p, d in zip(dimensions.products, on, strict=True) if d)
@@ -259,10 +269,10 @@ def _storage_key(
 
 def names_of_batch(inputs: Inputs) -> Iterable[str]:
     """Names on arguments of the kind ``"batch"``."""
-    return _names_of(inputs, ("batch",))
+    return _names_of(inputs, "batch")
 
 
-def _names_of(inputs: Inputs, kinds: Sequence[str]) -> Iterable[str]:
+def _names_of(inputs: Inputs, *kinds: str) -> Iterable[str]:
     for leaf, kind in zip(TreeInventory(inputs.tree).leaves, inputs.kinds, strict=True):
         if kind in kinds:
             for info in leaf.arrays:
@@ -286,12 +296,7 @@ class Candidates:
 
 
 def find_candidates(
-    dimensions: Dimensions,
-    space: SearchSpace,
-    inputs: Inputs,
-    limit_bytes: int | None,
-    *,
-    most_repeated: float = _MOST_REPEATED,
+    dimensions: DimensionModel, space: SearchSpace, inputs: Inputs, limit_bytes: int | None
 ) -> Candidates:
     """Enumerates a search space and takes out what need not be compiled."""
     arrays = tuple(dict.fromkeys((*dimensions.constraints, *dimensions.arguments)))
@@ -302,26 +307,19 @@ def find_candidates(
     tried = 0
     for candidate in _enumerate(dimensions, space, arrays, free):
         tried += 1
-        if candidate is None:
-            continue
-        key = _equivalence_key(candidate)
-        if key not in kept or candidate.order < kept[key].order:
-            kept[key] = candidate
+        if candidate is not None:
+            _keep_first(kept, _equivalence_key(candidate), candidate)
     by_storage: dict[Any, LayoutCandidate] = {}
     for candidate in kept.values():
-        key = _storage_key(candidate, arrays, large, free)
-        if key not in by_storage or candidate.order < by_storage[key].order:
-            by_storage[key] = candidate
+        _keep_first(by_storage, _storage_key(candidate, arrays, large, free), candidate)
     found = sorted(by_storage.values(), key=lambda a: (space.meshes.index(a.layout.mesh), a.order))
-    layouts, repeating = _without_repeated_work(
-        [a.layout for a in found], dimensions, most_repeated
-    )
+    layouts, repeating = _without_repeated_work([each.layout for each in found], dimensions)
     layouts, too_large = _within_memory(layouts, inputs, limit_bytes)
     return Candidates(tuple(layouts), tuple(repeating), tuple(too_large), tried, len(found))
 
 
 def _enumerate(
-    dimensions: Dimensions,
+    dimensions: DimensionModel,
     space: SearchSpace,
     arrays: Sequence[tuple[tuple[int, ...], Names]],
     free: frozenset[str],
@@ -374,14 +372,14 @@ def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[SpecEn
 
 
 def _without_repeated_work(
-    layouts: Sequence[Layout], dimensions: Dimensions, most_repeated: float
+    layouts: Sequence[Layout], dimensions: DimensionModel
 ) -> tuple[list[Layout], list[LayoutReport]]:
     factors = [dimensions.replicated_compute(each.as_rules, each.sizes) for each in layouts]
     best = min(factors, default=1.0)
     kept: list[Layout] = []
     rejected: list[LayoutReport] = []
     for layout, factor in zip(layouts, factors, strict=True):
-        if factor <= most_repeated * best * (1 + 1e-9):
+        if factor <= _MOST_REPEATED * best * (1 + 1e-9):
             kept.append(layout)
             continue
         reason = (

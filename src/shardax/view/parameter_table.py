@@ -138,36 +138,20 @@ class ParameterTable:
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the header and one tuple of texts per row."""
-        lines = [
-            (
-                row.path,
-                row.type,
-                format_shape(row.shape),
-                row.dtype,
-                row.axes,
-                row.spec,
-                f"{row.size:,}",
-                format_bytes(row.bytes_per_device),
-            )
-            for row in self.rows
-        ]
-        return [_HEADER, *lines]
+        lines: list[tuple[str, ...]] = [_HEADER]
+        for row in self.rows:
+            kind = (row.path, row.type, format_shape(row.shape), row.dtype, row.axes, row.spec)
+            lines.append((*kind, f"{row.size:,}", format_bytes(row.bytes_per_device)))
+        return lines
 
     def module_cells(self) -> list[tuple[str, ...]]:
         """Returns header and texts of Modules; nothing without Modules."""
         whole = max((row.flops for row in self.modules), default=0) or 1
-        lines = [
-            (
-                row.path,
-                row.type,
-                f"{row.size:,}",
-                format_bytes(row.bytes_per_device),
-                format_count(row.flops),
-                f"{row.flops / whole:.1%}",
-            )
-            for row in self.modules
-        ]
-        return [_MODULE_HEADER, *lines] if lines else []
+        lines: list[tuple[str, ...]] = [_MODULE_HEADER] if self.modules else []
+        for row in self.modules:
+            size = (row.path, row.type, f"{row.size:,}", format_bytes(row.bytes_per_device))
+            lines.append((*size, format_count(row.flops), f"{row.flops / whole:.1%}"))
+        return lines
 
     def html(self) -> str:
         """Returns the tables as HTML, with the summary between."""
@@ -275,13 +259,11 @@ def _row(
     value, shape, sharding = variable.value, struct.shape, struct.sharding
     own_names = axes_of(value)
     names = variable.axes if own_names is None else own_names
-    spec: Any = None
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
     else:
-        spec = spec_for(names if own_names is not None or not inside else None, shape, None, rules)[
-            0
-        ]
+        known = names if own_names is not None or not inside else None
+        spec, _ = spec_for(known, shape, None, rules)
     entries = [
         "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
         for entry in spec or ()

@@ -27,7 +27,7 @@ from shardax.partition.inventory import LeafInfo, TreeInventory
 from shardax.partition.rules import Names, Rules, RulesLike, check_names, mesh_axes_of, strings
 from shardax.plan.errors import PlanInputError
 from shardax.plan.inputs import Inputs
-from shardax.plan.search.dimension_walk import JaxprWalk, RawProduct, TracedArray
+from shardax.plan.searching.dimension_walk import JaxprWalk, RawProduct, TracedArray
 
 NamedArrayShape = tuple[tuple[int, ...], tuple[Any, ...]]
 
@@ -54,7 +54,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Dimensions:
+class DimensionModel:
     """The dimension model of a step."""
 
     products: tuple[Product, ...]  # those with most operations first
@@ -103,7 +103,9 @@ class Dimensions:
         return total / self.flops if self.products else 1.0
 
 
-def trace_dimensions(inputs: Inputs, mesh_axes: Iterable[str] = ("data", "model")) -> Dimensions:
+def trace_dimensions(
+    inputs: Inputs, mesh_axes: Iterable[str] = ("data", "model")
+) -> DimensionModel:
     """Traces a step on shapes, with mesh axes of size 1."""
     axes = tuple(mesh_axes)
     mesh = AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
@@ -126,7 +128,7 @@ def trace_dimensions(inputs: Inputs, mesh_axes: Iterable[str] = ("data", "model"
     for product in walk.products:
         flops_by_dtype[product.dtype] += int(product.flops * product.runs)
     together = [itertools.combinations(sorted(names), 2) for names in reached.values()]
-    return Dimensions(
+    return DimensionModel(
         products=_merged_products(walk, reached),
         constraints=tuple(pair for pair in walk.constraints if pair not in arguments),
         arguments=tuple(arguments),

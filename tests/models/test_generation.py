@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import shardax as sx
 from shardax.models import Decoder, DecoderConfig, generate
-from shardax.models.generate import GenerationError
+from shardax.models.generation import GenerationError
 
 PROMPT = [104, 101, 108, 108, 111]
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search for the best layouts of a step on hardware.
 
-First comes what needs no compiler: the dimension model of the step, and the candidates, which are
-the assignments of mesh axes worth trying. These are *screened*: compiled fast, several at a time,
-in the order of a *rough estimate* of their time. Of many candidates those come first whose estimate
-is at most a few times the least, and the others only if too few of these fit. The best are compiled
-again with full effort; these are the *finalists*, whose memory is what the program will need.
-Compiled programs are cached, so a search that was interrupted goes on where it was.
+Candidates are *screened*: compiled fast, several at a time, in the order of a *rough estimate* of
+their time. Of many candidates those come first whose estimate is at most a few times the least, and
+the others only if too few of these fit. The best are compiled again with full effort; these are the
+*finalists*, whose memory is what the program will need.
 
 The rough estimate is made from the dimension model. A product is split along the mesh axes of its
 dimensions, each axis once; what is summed over split dimensions is sent (twice its bytes), and an
@@ -27,7 +25,6 @@ from typing import Any
 
 from shardax.partition.rules import mesh_axes_of
 from shardax.plan.compile.cache import cache_folder
-from shardax.plan.compile.evaluate import rejected
 from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evaluator
 from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError
 from shardax.plan.hardware.targets import Target
@@ -36,16 +33,9 @@ from shardax.plan.records import Layout, LayoutReport
 from shardax.plan.report.progress import SearchProgress as Progress
 from shardax.plan.report.progress import progress_for
 from shardax.plan.result import Plan, rank
-from shardax.plan.search.candidates import (
-    Candidates,
-    Meshes,
-    SearchSpace,
-    find_candidates,
-    mesh_shapes,
-    names_of_batch,
-    search_space,
-)
-from shardax.plan.search.dimensions import Dimensions, ProductDimension, trace_dimensions
+from shardax.plan.searching import candidates as candidate_search
+from shardax.plan.searching.candidates import Candidates, Meshes, SearchSpace
+from shardax.plan.searching.dimensions import DimensionModel, ProductDimension, trace_dimensions
 
 FEW = 32  # of so many candidates all are compiled, however rough estimates differ
 _MORE_FINALISTS = 3  # how many times as many are compiled, if some do not fit with full effort
@@ -160,7 +150,7 @@ def explore(
     meshes: Sequence[Mapping[str, int]] | None = None,
     tie: Sequence[Sequence[str]] | None = None,
     fix: Mapping[str, Any] | None = None,
-) -> tuple[Dimensions, Candidates]:
+) -> tuple[DimensionModel, Candidates]:
     """Returns what ``search`` would compile, without compiling.
 
     Args:
@@ -201,7 +191,7 @@ def _meshes(
         for mesh in given:
             target.check_mesh(mesh)
         return tuple(dict.fromkeys(tuple(mesh.items()) for mesh in given))
-    shapes = mesh_shapes(target.device_count, mesh_axes, target.slices)
+    shapes = candidate_search.mesh_shapes(target.device_count, mesh_axes, target.slices)
     found: list[tuple[tuple[str, int], ...]] = []
     for mesh in shapes:
         with contextlib.suppress(TargetError):
@@ -248,7 +238,7 @@ class _Variant:
     label: str
     examples: float
     inputs: Inputs
-    dimensions: Dimensions
+    dimensions: DimensionModel
     space: SearchSpace
     candidates: Candidates
     layouts: tuple[Layout, ...]
@@ -266,8 +256,10 @@ def _variant(
 ) -> _Variant:
     axes = dict.fromkeys(axis for mesh in meshes for axis, _ in mesh)
     model = trace_dimensions(inputs, axes)
-    space = search_space(model, meshes, activations=names_of_batch(inputs), tie=tie, fix=fix)
-    found = find_candidates(model, space, inputs, target.limit_bytes)
+    space = candidate_search.search_space(
+        model, meshes, activations=candidate_search.names_of_batch(inputs), tie=tie, fix=fix
+    )
+    found = candidate_search.find_candidates(model, space, inputs, target.limit_bytes)
     chip = target.hardware
     flops_per_byte = chip.peak("bf16") / (2 * chip.link_bandwidth)  # over one of its links
     layouts = promising_first(found.layouts, model, flops_per_byte)
@@ -280,13 +272,13 @@ def _variant(
 
 
 def promising_first(
-    layouts: Sequence[Layout], dimensions: Dimensions, flops_per_byte: float
+    layouts: Sequence[Layout], dimensions: DimensionModel, flops_per_byte: float
 ) -> list[Layout]:
     """Sorts layouts by a rough estimate of their time, stably."""
     return sorted(layouts, key=lambda layout: rough_cost(layout, dimensions, flops_per_byte))
 
 
-def rough_cost(layout: Layout, dimensions: Dimensions, flops_per_byte: float) -> float:
+def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float) -> float:
     """Returns operations of one device, bytes sent counted as operations."""
     axes_of = {name: mesh_axes_of(target) for name, target in layout.rules}
     place = {name: position for position, name in enumerate(axes_of)}
@@ -352,8 +344,9 @@ class _Search:
                 break
             limit *= 2
         self._left_out = [
-            rejected(
+            LayoutReport(
                 layout,
+                "rejected",
                 f"not compiled: by a rough estimate it takes {rough:.1f} times as long as the most "
                 "promising candidate; within=None compiles all",
             )
