@@ -37,18 +37,9 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import Init, compute_all
 from shardax._core.variable import Variable
 from shardax._transforms import errors
+from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.arguments import parameters_of
-from shardax._transforms.lift.closures import find_sources, objects_in
-from shardax._transforms.lift.prefix import (
-    EntryAssignment,
-    FilterMapping,
-    FlatOutputs,
-    GroupedOutputs,
-    OutputEntries,
-    StateAxes,
-    refuse_foreign,
-)
+from shardax._transforms.lift import prefix as prefixes
 from shardax._transforms.vmap.axes import SplitStreams
 
 AnyMesh = Mesh | AbstractMesh
@@ -63,7 +54,7 @@ def canonical(prefix: Any, name: str) -> Any:
     def convert(leaf: Any) -> Any:
         if leaf is None:
             return WHOLE
-        if isinstance(leaf, FilterMapping) and not isinstance(leaf, StateAxes):
+        if isinstance(leaf, prefixes.FilterMapping) and not isinstance(leaf, prefixes.StateAxes):
             return type(leaf)([(item, canonical(value, name)) for item, value in leaf.items()])
         if not isinstance(leaf, PartitionSpec):
             raise errors.PrefixError(
@@ -97,7 +88,7 @@ def specs_in(prefix: Any) -> list[PartitionSpec]:
     for leaf in jax.tree.leaves(prefix):
         found.extend(
             spec
-            for value in (leaf.values() if isinstance(leaf, FilterMapping) else [leaf])
+            for value in (leaf.values() if isinstance(leaf, prefixes.FilterMapping) else [leaf])
             for spec in jax.tree.leaves(value)
         )
     return found
@@ -138,7 +129,7 @@ def assign(
     function: Callable[..., Any], specs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> AssignedSpecs:
     """Finds the entry of every argument, by position or name."""
-    parameters = parameters_of(function)
+    parameters = inputs.parameters_of(function)
     if parameters is not None and kwargs:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
@@ -325,8 +316,9 @@ class _ShardMapOptions(NamedTuple):
     check_vma: bool
 
 
+@engine.decorator
 def shard_map(
-    function: Callable[..., Any] | None = None,
+    function: Any = None,
     *,
     mesh: AnyMesh | None = None,
     in_specs: Any,
@@ -382,15 +374,6 @@ def shard_map(
         >>> centred(seen, jnp.arange(4.0)).tolist(), float(seen)
         ([-1.5, -0.5, 0.5, 1.5], 1.5)
     """
-    if function is None:
-        return functools.partial(
-            shard_map,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=axis_names,
-            check_vma=check_vma,
-        )
     if isinstance(axis_names, str):
         raise errors.PrefixError(
             f"axis_names={axis_names!r} is one string; give a set: {{{axis_names!r}}}."
@@ -424,8 +407,8 @@ class _ShardFrame(engine.SealedFrame):
     def capture(self, outer: Any) -> Any:
         """Asks for the Variable as an input, and for its likely followers."""
         found = {id(outer): outer}
-        for source in (source for f in self.functions for source in find_sources(f)):
-            for item in objects_in(source.read()):
+        for source in (source for f in self.functions for source in inputs.find_sources(f)):
+            for item in inputs.objects_in(source.read()):
                 leaves = flatten(item).leaves
                 if any(leaf is outer or engine.stands_for(outer, leaf) for leaf in leaves):
                     alike = [resolve(v, self.parent) for v in leaves if type(v) is type(outer)]
@@ -450,17 +433,17 @@ class _ShardMapCall:
         self.call = engine.LiftedCall(
             "shard_map", [function], given.args, given.kwargs, make_frame, captured
         )
-        self.assignment = EntryAssignment(
+        self.assignment = prefixes.EntryAssignment(
             self.call, given.args, given.kwargs, given.prefixes, given.named, WHOLE, "in_specs"
         )
         self._materialise()
         self.values = self.call.graph.values()
         self.streams = SplitStreams(self.call, self.values, self._splits)
-        self.grouped = GroupedOutputs(
+        self.grouped = prefixes.GroupedOutputs(
             [*specs_in(options.in_specs), *specs_in(options.out_specs), WHOLE]
         )
         # Known after the function ran:
-        self.flat: FlatOutputs | None = None
+        self.flat: prefixes.FlatOutputs | None = None
         self.trees: list[Any] = []
         self.moved: dict[int, Any] = {}
 
@@ -549,8 +532,8 @@ class _ShardMapCall:
             context, self.options.out_specs, "out_specs"
         )
         outputs, self.moved = self.streams.separate_counts(context.record_effects(context.result))
-        refuse_foreign(outputs.effects, "shard_map")
-        self.flat = FlatOutputs(outputs)
+        prefixes.refuse_foreign(outputs.effects, "shard_map")
+        self.flat = prefixes.FlatOutputs(outputs)
         self.trees = [jax.tree.structure(value) for value in self.flat.values]
         pairs: list[tuple[PartitionSpec, Any]] = []
         places = self._places(outputs.effects, output_entries)
@@ -562,7 +545,7 @@ class _ShardMapCall:
         return self.grouped.group(pairs)
 
     def _places(
-        self, effects: engine.Effects, output_entries: OutputEntries
+        self, effects: engine.Effects, output_entries: prefixes.OutputEntries
     ) -> Iterator[tuple[str, Path, Any]]:
         """Yields (kind, path, entry) of every value that leaves."""
         for path, entry in output_entries.labels:

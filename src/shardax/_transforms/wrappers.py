@@ -13,7 +13,6 @@ compilation a ``Jitted`` calls its body directly.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,11 +26,18 @@ from shardax._transforms.errors import LayerConfigError, StaticArgumentError
 from shardax._transforms.jit.jit import Jit, jit
 from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
 from shardax._transforms.lift import arguments
-from shardax._transforms.lift.engine import SingleRunCall, check_operands, check_result, wraps
+from shardax._transforms.lift.engine import (
+    SingleRunCall,
+    check_operands,
+    check_result,
+    decorator,
+    wraps,
+)
 
 
+@decorator
 def remat(
-    function: Callable[..., Any] | None = None,
+    function: Any = None,
     *,
     policy: Callable[..., bool] | None = None,
     prevent_cse: bool = True,
@@ -74,15 +80,6 @@ def remat(
         >>> all(bool(jnp.array_equal(grads.flat()[p], g)) for p, g in plain.flat().items())
         True
     """
-    if function is None:
-        return functools.partial(
-            remat,
-            policy=policy,
-            prevent_cse=prevent_cse,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            static=static,
-        )
     arguments.check_static_option(static)
     positions, names = arguments.resolve_arguments(
         function, static_argnums, static_argnames, "static", StaticArgumentError

@@ -364,8 +364,7 @@ def padding_row(padding: Any, kinds: Any) -> Any:
     except ValueError as error:
         raise BoundedLoopError(
             f"padding={padding!r} of sx.bounded_while_loop is not a prefix of a row of the "
-            f"history, which is {loops.form(kinds)}. Give one number for all, or the containers of a row "
-            f"with one number each."
+            f"history, {loops.form(kinds)}. Give one number for all, or one each in its containers."
         ) from error
 
     def fill(path: Any, value: Any, kind: Any) -> Any:

@@ -15,8 +15,7 @@ So for a Variable ``Carry`` and ``None`` mean the same.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,36 +25,16 @@ from shardax._core.graph.flatten import ModuleDef, VariableDef
 from shardax._core.variable import Variable
 from shardax._transforms.control.loops import LoopBody, abstract_eval, refuse_changes
 from shardax._transforms.errors import CarryError, PrefixError
-from shardax._transforms.lift import engine
-from shardax._transforms.lift.prefix import (
-    Carry,
-    EntryAssignment,
-    FilterMapping,
-    OutputEntries,
-    appended,
-    check_axes_only,
-    is_axis,
-    per_argument,
-    refuse_foreign,
-)
-from shardax._transforms.vmap.axes import (
-    MappedBoxes,
-    SplitStreams,
-    check_new_axis,
-    common_size,
-    element_graphdef,
-    entering_arrays,
-    mapped_name,
-    name_new_dimensions,
-    refuse_split,
-)
+from shardax._transforms.lift import engine, prefix
+from shardax._transforms.vmap import axes as mapped
 
 
+@engine.decorator
 def scan(
-    function: Callable[..., Any] | None = None,
+    function: Any = None,
     *,
-    in_axes: Any = (Carry, 0),
-    out_axes: Any = (Carry, 0),
+    in_axes: Any = (prefix.Carry, 0),
+    out_axes: Any = (prefix.Carry, 0),
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -101,12 +80,8 @@ def scan(
         >>> same is total, float(total), rows.tolist()
         (True, 6.0, [0.0, 10.0, 30.0, 60.0])
     """
-    options = {"length": length, "reverse": reverse, "unroll": unroll}
-    if function is None:
-        given = {"in_axes": in_axes, "out_axes": out_axes, "metadata": metadata, **options}
-        return functools.partial(scan, **given)
     has_carry = _check_axes(in_axes, out_axes)
-    name = mapped_name(metadata, "scan")
+    name = mapped.mapped_name(metadata, "scan")
 
     @engine.wraps(function)
     def scanned(*args: Any, **kwargs: Any) -> Any:
@@ -122,8 +97,8 @@ def scan(
 
 def _check_axes(in_axes: Any, out_axes: Any) -> bool:
     """Checks both prefixes and returns whether an argument is carried."""
-    check_axes_only(in_axes, "in_axes", carry=True)
-    check_axes_only(out_axes, "out_axes", carry=True)
+    prefix.check_axes_only(in_axes, "in_axes", carry=True)
+    prefix.check_axes_only(out_axes, "out_axes", carry=True)
     into, out = _count_carry(in_axes, "in_axes"), _count_carry(out_axes, "out_axes")
     if into != out:
         has, lacks = ("in_axes", "out_axes") if into else ("out_axes", "in_axes")
@@ -140,22 +115,28 @@ def _check_axes(in_axes: Any, out_axes: Any) -> bool:
     return into
 
 
-def _count_carry(prefix: Any, name: str) -> bool:
+def _count_carry(axes: Any, name: str) -> bool:
     """Returns whether ``Carry`` stands at a prefix's top level."""
-    top = list(prefix) if isinstance(prefix, (tuple, list)) else [prefix]
-    count = sum(entry is Carry for entry in top)
+    top = list(axes) if isinstance(axes, (tuple, list)) else [axes]
+    count = sum(entry is prefix.Carry for entry in top)
     if count > 1:
         raise CarryError(
             f"{name} of sx.scan has sx.Carry {count} times. One argument is carried; put what is "
             f"carried together in a tuple or dict."
         )
     for entry in top:
-        if entry is not Carry and any(leaf is Carry for leaf in jax.tree.leaves(entry)):
+        if entry is not prefix.Carry and any(
+            leaf is prefix.Carry for leaf in jax.tree.leaves(entry)
+        ):
             raise CarryError(
                 f"{name} of sx.scan has sx.Carry inside {entry!r}. A whole argument is carried; to "
                 f"carry some Variables of a Module, use sx.StateAxes({{filter: sx.Carry, ...}})."
             )
-        if name == "out_axes" and isinstance(entry, FilterMapping) and Carry in entry.values():
+        if (
+            name == "out_axes"
+            and isinstance(entry, prefix.FilterMapping)
+            and prefix.Carry in entry.values()
+        ):
             raise CarryError(
                 "out_axes of sx.scan has sx.Carry in a filter mapping. Variables are carried where "
                 "their Module comes in; out_axes says how new ones are stacked."
@@ -199,23 +180,27 @@ class _Scan:
         self.call = call
         self.out_axes = out_axes
         self.partition_name = partition_name
-        prefixes = per_argument(in_axes, call.labels, "in_axes")
-        self.carry_position = prefixes.index(Carry) if has_carry else None
-        if prefixes.count(Carry) > 1:
+        prefixes = prefix.per_argument(in_axes, call.labels, "in_axes")
+        self.carry_position = prefixes.index(prefix.Carry) if has_carry else None
+        if prefixes.count(prefix.Carry) > 1:
             raise CarryError(
                 f"in_axes=sx.Carry is for a function of one argument, but the call has "
                 f"{len(prefixes)} ({', '.join(call.labels)}). Give one entry each: in_axes="
                 f"(sx.Carry, 0)."
             )
-        self.assignment = EntryAssignment(call, args, kwargs, prefixes, 0, None, "in_axes")
+        self.assignment = prefix.EntryAssignment(call, args, kwargs, prefixes, 0, None, "in_axes")
         axes = self.assignment.leaves
-        carry = [i for i, entry in enumerate(self.assignment.plain) if entry is Carry]
+        carry = [i for i, entry in enumerate(self.assignment.plain) if entry is prefix.Carry]
         self.body = _ScanBody(self, carry)
-        self.streams = SplitStreams(call, self.body.values, lambda p: is_axis(axes[p]))
-        self.sliced = {p: 0 if p in self.streams else a for p, a in enumerate(axes) if is_axis(a)}
-        self.sliced_plain = {i: a for i, a in enumerate(self.assignment.plain) if is_axis(a)}
-        self.body.graphdef = element_graphdef(self.assignment, self.streams, partition_name)
-        self.boxes = MappedBoxes(self.assignment, partition_name)
+        self.streams = mapped.SplitStreams(
+            call, self.body.values, lambda p: prefix.is_axis(axes[p])
+        )
+        self.sliced = {
+            p: 0 if p in self.streams else a for p, a in enumerate(axes) if prefix.is_axis(a)
+        }
+        self.sliced_plain = {i: a for i, a in enumerate(self.assignment.plain) if prefix.is_axis(a)}
+        self.body.graphdef = mapped.element_graphdef(self.assignment, self.streams, partition_name)
+        self.boxes = mapped.MappedBoxes(self.assignment, partition_name)
         call.enter = self.boxes.enter
         self.moved: dict[int, Any] = {}
         self.grown: frozenset[int] = frozenset()
@@ -227,9 +212,9 @@ class _Scan:
         if self.carry_position is None:
             return None, None
         given, result = context.args[self.carry_position], context.result
-        if self.out_axes is Carry:
+        if self.out_axes is prefix.Carry:
             return given, result
-        place = [entry is Carry for entry in self.out_axes].index(True)
+        place = [entry is prefix.Carry for entry in self.out_axes].index(True)
         if not isinstance(result, (tuple, list)) or len(result) != len(self.out_axes):
             shown = f"{type(result).__name__}" + (
                 f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
@@ -240,7 +225,7 @@ class _Scan:
             )
         return given, result[place]
 
-    def output_entries(self, context: engine.RunContext) -> OutputEntries:
+    def output_entries(self, context: engine.RunContext) -> prefix.OutputEntries:
         """Returns the entry of everything that leaves an iteration."""
         return self.assignment.output_entries(context, self.out_axes, "out_axes")
 
@@ -248,7 +233,7 @@ class _Scan:
         self, context: engine.RunContext, outputs: engine.LiftedOutputs
     ) -> tuple[engine.LiftedOutputs, Any]:
         """Returns what an iteration did, and the rows that leave it."""
-        refuse_foreign(outputs.effects, "scan")
+        prefix.refuse_foreign(outputs.effects, "scan")
         output_entries = self.output_entries(context)
         outputs, self.moved = self.streams.separate_counts(outputs)
         effects = outputs.effects
@@ -263,23 +248,23 @@ class _Scan:
         for (path, axis), value in zip(
             [*output_entries.labels, *written, *places], values, strict=True
         ):
-            check_new_axis(value, axis, path, "scan")
-        self.axes_of_new = [axis if is_axis(axis) else 0 for axis in new]
-        name_new_dimensions(
+            mapped.check_new_axis(value, axis, path, "scan")
+        self.axes_of_new = [axis if prefix.is_axis(axis) else 0 for axis in new]
+        mapped.name_new_dimensions(
             self.assignment, self.streams, effects, self.axes_of_new, self.partition_name
         )
         self.result_axes = output_entries.plain
         rows = [
             leaf
             for leaf, axis in zip(leaves, output_entries.plain, strict=True)
-            if axis is not Carry
+            if axis is not prefix.Carry
         ]
         slices = {
             position: value
             for position, value in zip(effects.written, outputs.written, strict=True)
             if position in self.sliced
         }
-        sown = appended(context, effects, lambda position: position not in self.sliced)
+        sown = prefix.appended(context, effects, lambda position: position not in self.sliced)
         self.grown = frozenset(sown)
         return outputs, (rows, slices, sown, outputs.fresh)
 
@@ -295,7 +280,7 @@ class _Scan:
         for offset, definition in enumerate(effects.fresh):
             if type(definition) is VariableDef:
                 axis, value = next(entries)
-                if is_axis(axis) or isinstance(value, tuple):
+                if prefix.is_axis(axis) or isinstance(value, tuple):
                     stackable.add(count + offset)
             else:
                 stackable.add(count + offset)
@@ -310,9 +295,9 @@ class _Scan:
     def run(self, length: int | None, reverse: bool, unroll: int | bool) -> Any:
         """Runs the loop and carries back what it did."""
         body = self.body
-        arrays = entering_arrays(self.assignment, self.streams, body.values, body.plain)
-        size = common_size(arrays, length, "scan")
-        refuse_split(arrays, "scan")
+        arrays = mapped.entering_arrays(self.assignment, self.streams, body.values, body.plain)
+        size = mapped.common_size(arrays, length, "scan")
+        mapped.refuse_split(arrays, "scan")
         values = self.streams.split_keys(body.values, size)
         slices = (
             {p: _to_front(values[p], axis) for p, axis in self.sliced.items()},
@@ -343,7 +328,7 @@ class _Scan:
             final[position] = (*self.body.values[position], *stacked)
         carry_leaves, row_leaves = iter(carry[1]), iter(results)
         leaves = [
-            next(carry_leaves) if axis is Carry else _from_front(next(row_leaves), axis)
+            next(carry_leaves) if axis is prefix.Carry else _from_front(next(row_leaves), axis)
             for axis in self.result_axes
         ]
         treedef = jax.tree.structure(outputs.result)

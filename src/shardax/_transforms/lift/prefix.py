@@ -26,14 +26,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core.errors import FilterError
-from shardax._core.graph.flatten import (
-    GraphDef,
-    NodeDef,
-    Ref,
-    VariableDef,
-    definition_children,
-    flatten,
-)
+from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, no_match_error, to_predicates
@@ -43,7 +36,7 @@ from shardax._transforms.errors import InconsistentAliasingError, OutputError, P
 from shardax._transforms.lift import engine
 
 
-def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
+def alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]:
     """Returns (position among the Variables, path) of further ways to reach Variables."""
     # From every shared place there is one way to each Variable that can be reached from there, so
     # that there are not more than shared places times Variables, and every Variable with a further
@@ -54,7 +47,7 @@ def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
     return graphdef._aliases
 
 
-def _find_alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
+def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]:
     met: set[int] = set()
     # (object, path, objects on the way) of each way to an object that was met before.
     edges: list[tuple[int, Path, tuple[int, ...]]] = []
@@ -88,18 +81,18 @@ def _find_alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
     return tuple(found)
 
 
-def _objects_in(graphdef: GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
+def _objects_in(graphdef: graphs.GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
     """Yields the objects that an object holds, and their paths."""
-    for key, child in definition_children(graphdef.objects[position]):
+    for key, child in graphs.definition_children(graphdef.objects[position]):
         yield from _objects(child, path if key is None else (*path, key))
 
 
 def _objects(child: Any, path: Path) -> Iterator[tuple[int, Path]]:
     """Yields the object that a child is, or those in it."""
-    if type(child) is Ref:
+    if type(child) is graphs.Ref:
         yield child.position, path
-    elif type(child) is NodeDef:
-        for key, below in definition_children(child):
+    elif type(child) is graphs.NodeDef:
+        for key, below in graphs.definition_children(child):
             yield from _objects(below, path if key is None else (*path, key))
 
 
@@ -364,7 +357,7 @@ def _shape(tree: Any) -> str:
 def _expand_object(
     prefix: Any, root: Object, name: str, where: Path, known: Mapping[int, Any]
 ) -> Iterator[tuple[Path, Any, Any]]:
-    flat = flatten(root)
+    flat = graphs.flatten(root)
     entry_of = _chooser(prefix, root, name, where)
     for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
         if id(variable) in known:
@@ -598,10 +591,10 @@ def refuse_foreign(effects: engine.Effects, name: str) -> None:
 
 
 def map_variable_definitions(
-    graphdef: GraphDef, change: Callable[[int, VariableDef], VariableDef]
-) -> GraphDef:
+    graphdef: graphs.GraphDef, change: Callable[[int, graphs.VariableDef], graphs.VariableDef]
+) -> graphs.GraphDef:
     """Returns the structure with changed definitions of Variables."""
     objects = list(graphdef.objects)
     for position, index in enumerate(graphdef.leaves):
         objects[index] = change(position, objects[index])
-    return GraphDef(tuple(objects), graphdef.roots)
+    return graphs.GraphDef(tuple(objects), graphdef.roots)
