@@ -26,13 +26,7 @@ from shardax._transforms.errors import LayerConfigError, StaticArgumentError
 from shardax._transforms.jit.jit import Jit, jit
 from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
 from shardax._transforms.lift import arguments
-from shardax._transforms.lift.engine import (
-    SingleRunCall,
-    check_operands,
-    check_result,
-    decorator,
-    wraps,
-)
+from shardax._transforms.lift.engine import SingleRunCall, check_operands, decorator, wraps
 
 
 @decorator
@@ -99,21 +93,11 @@ def remat(
             static_numbers=static == arguments.NUMBERS,
         )
         check_operands(once, "make it static: sx.remat(f, static_argnames=...)")
-
-        def pure(values: Any, plain: Any, plain_named: Any) -> Any:
-            return once.run_once(values, plain, plain_named, split)[1]
-
-        transformed = jax.checkpoint(pure, policy=policy, prevent_cse=prevent_cse)
+        transformed = jax.checkpoint(once.run_whole, policy=policy, prevent_cse=prevent_cse)
         values, plain = once.graph.values(), list(once.arguments.plain)
         return once.finish(transformed(values, plain, once.arguments.plain_named))
 
     return rematerialised
-
-
-def split(result: Any) -> tuple[None, Any]:
-    """Everything is the rest, for ``SingleRunCall.run``."""
-    check_result(result, "remat")
-    return None, result
 
 
 class ModuleWrapper(Module):

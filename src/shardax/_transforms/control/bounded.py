@@ -34,7 +34,7 @@ from shardax._core._jax import Tracer
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.variable import Variable
-from shardax._transforms.control import loops
+from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import BoundedLoopError
 from shardax._transforms.lift.engine import LiftedCall, retry_captured
 
@@ -86,7 +86,7 @@ class _LoopState(NamedTuple):
 def run_bounded(loop: BoundedLoop, init: Any, differentiable: Differentiable) -> WhileResult:
     """Runs a bounded loop."""
     active = loop.condition(init)
-    start = _LoopState(active, loops.vary_alike(jnp.zeros((), jnp.int32), active), init)
+    start = _LoopState(active, scan.vary_alike(jnp.zeros((), jnp.int32), active), init)
     if loop.max_steps == 0:
         last, history = start, _repeated(loop.padding, 0)
     elif differentiable == "no":
@@ -299,7 +299,7 @@ def bounded_while_loop(
             if history is None
             else loops.ReadOnlyFunction(body, _HISTORY, "history", _row_of)
         )
-        rows = padding_row(padding, loops.abstract_eval(row, start))
+        rows = padding_row(padding, scan.abstract_eval(row, start))
         loop = BoundedLoop(condition, advance, row, steps, rows)
         result = run_bounded(loop, start, differentiable)
         return result._replace(final=call.apply(body.finish(result.final)))
@@ -364,7 +364,7 @@ def padding_row(padding: Any, kinds: Any) -> Any:
     except ValueError as error:
         raise BoundedLoopError(
             f"padding={padding!r} of sx.bounded_while_loop is not a prefix of a row of the "
-            f"history, {loops.form(kinds)}. Give one number for all, or one each in its containers."
+            f"history, {scan.form(kinds)}. Give one number for all, or one each in its containers."
         ) from error
 
     def fill(path: Any, value: Any, kind: Any) -> Any:
@@ -389,7 +389,7 @@ def _filled(path: Path, value: Any, kind: Any) -> Any:
             f"padding of shape {array.shape} does not fit a row of the history{where}, which has "
             f"shape {kind.shape}."
         ) from error
-    return loops.vary_alike(_laid_out_alike(row, kind), kind)
+    return scan.vary_alike(_laid_out_alike(row, kind), kind)
 
 
 def _laid_out_alike(row: Any, kind: Any) -> Any:

@@ -20,7 +20,7 @@ from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path, path_step
 from shardax._core.graph.static import Static
 from shardax._core.variable import Variable
-from shardax._transforms.control import loops
+from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import BranchError
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.prefix import one_level
@@ -71,7 +71,7 @@ class _Comparison:
             if mine == theirs:
                 continue
             shown = [
-                loops.describe_change(old, new) if new != old else "nothing changes"
+                scan.describe_change(old, new) if new != old else "nothing changes"
                 for new in (mine, theirs)
             ]
             if shown[0] == shown[1]:
@@ -133,7 +133,7 @@ class _Comparison:
                 )
             if mine.position is not None:
                 continue
-            one, two = map(loops.form, next(arrays))
+            one, two = map(scan.form, next(arrays))
             if one != two:
                 raise BranchError(
                     f"The branches of {name} return different types{_at(path)}: {first.label} "
@@ -161,7 +161,7 @@ class _Comparison:
                 if count + offset in outcome.effects.foreign:
                     kind += " from outside"
                 elif definitions and type(definitions[0]) is flatten.VariableDef:
-                    kind += f" {loops.form(next(fresh))}"
+                    kind += f" {scan.form(next(fresh))}"
                 made.append((definitions, kind, id(outcome.effects.foreign.get(count + offset))))
                 shown.append(f"{outcome.label} {kind}")
             if made[0] == made[1]:
@@ -198,7 +198,7 @@ class _Comparison:
             for outcome in (self.first, self.other):
                 is_written = position in outcome.written
                 forms.append(
-                    loops.form(outcome.written[position] if is_written else before[position])
+                    scan.form(outcome.written[position] if is_written else before[position])
                 )
                 verb = "writes" if is_written else "leaves it as"
                 shown.append(f"{outcome.label} {verb} {forms[-1]}")
@@ -399,11 +399,11 @@ class _BranchingCall:
 
     def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
         """Traces all branches, runs the chosen one, and applies its effects."""
-        differ = functools.partial(loops.vary_alike, other=decision)
+        differ = functools.partial(scan.vary_alike, other=decision)
         inputs = jax.tree.map(differ, (self.values, self.call.arguments.plain))
         outcomes = []
         for which, label in enumerate(self.labels):
-            leaves, written, fresh = loops.abstract_eval(self.ones[which], *inputs)
+            leaves, written, fresh = scan.abstract_eval(self.ones[which], *inputs)
             effects, outline, _ = self.done[which]
             outcomes.append(BranchOutcome(label, effects, outline, leaves, written, fresh))
         for other in outcomes[1:]:
@@ -445,5 +445,5 @@ class _OutputType:
         if getattr(jax.typeof(leaf), "weak_type", False) and not self.weak:
             leaf = jax.lax.convert_element_type(leaf, self.dtype)
         for other in self.others:
-            leaf = loops.vary_alike(leaf, other)
+            leaf = scan.vary_alike(leaf, other)
         return leaf

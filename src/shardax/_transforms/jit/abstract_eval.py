@@ -135,14 +135,7 @@ def make_jaxpr(
             "make_jaxpr", function, args, kwargs, AbstractFrame, static=static
         )
 
-        def pure(values: Any, plain: Any, plain_named: Any) -> Any:
-            return once.run_once(values, plain, plain_named, split)[1]
-
-        def split(result: Any) -> tuple[None, Any]:
-            engine.check_result(result, "make_jaxpr")
-            return None, result
-
-        jaxpr, shapes = jax.make_jaxpr(pure, return_shape=True)(*abstract_inputs(once))
+        jaxpr, shapes = jax.make_jaxpr(once.run_whole, return_shape=True)(*abstract_inputs(once))
         return (jaxpr, once.finish_on(abstract_copy(once), shapes)) if return_shape else jaxpr
 
     return jaxpr_of
