@@ -59,13 +59,12 @@ def canonical(prefix: Any, name: str) -> Any:
         if not isinstance(leaf, PartitionSpec):
             raise errors.PrefixError(
                 f"{name} gives {leaf!r}; an entry is a PartitionSpec (None for P()), for a Module "
-                f"also a State of specs, such as sx.partition_specs(model), or sx.StateSharding."
+                "also a State of specs (sx.partition_specs(model)) or sx.StateSharding."
             )
         if PartitionSpec.UNCONSTRAINED in tuple(leaf):
             raise errors.PrefixError(
                 f"{name} gives {leaf}; inside sx.shard_map every dimension is split over mesh axes "
-                f"or whole, so none can be left to the compiler. Leave mesh axes to it instead, "
-                f"with axis_names=..."
+                "or whole. To leave mesh axes to the compiler, use axis_names=..."
             )
         return _without_end(leaf)
 
@@ -130,15 +129,13 @@ def assign(
 ) -> AssignedSpecs:
     """Finds the entry of every argument, by position or name."""
     parameters = inputs.parameters_of(function)
+    positional = inputs.positional_names(function)
     if parameters is not None and kwargs:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
     if not isinstance(specs, (tuple, list)):
         named = dict.fromkeys(kwargs, specs)
         return AssignedSpecs(tuple(args), dict(kwargs), [specs] * len(args), named)
-    positional = [
-        p.name for p in parameters or () if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
     most = max(len(positional), len(args))
     if not len(args) <= len(specs) <= most:
         shown = f" ({', '.join(positional)})" if positional else ""
@@ -150,9 +147,8 @@ def assign(
     for keyword in kwargs:
         if keyword not in positional:
             raise errors.PrefixError(
-                f"in_specs has one entry per positional parameter, so there is none for the "
-                f"argument {keyword!r}, which can only be given by name. Make it positional, or "
-                f"give one entry for everything."
+                f"in_specs has one entry per positional parameter, so none for {keyword!r}, which "
+                "can only be given by name. Make it positional, or give one entry for everything."
             )
         if positional.index(keyword) >= len(specs):
             raise errors.PrefixError(
@@ -184,15 +180,15 @@ class ManualRegion(NamedTuple):
         where = format_path(path)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise AbstractValueError(
-                f"The value at {where} is abstract ({leaf.dtype}{list(leaf.shape)}): it has a "
-                f"shape but no numbers. Materialise the model first, for instance with "
-                f"sx.shard(model, mesh, rules), or use sx.eval_shape."
+                f"The value at {where} is abstract ({leaf.dtype}{list(leaf.shape)}): a shape "
+                "without numbers. Materialise the model first (sx.shard(model, mesh, rules)), or "
+                "use sx.eval_shape."
             )
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+        if not isinstance(leaf, engine.ARRAY_OR_NUMBER):
             raise errors.ArgumentError(
                 f"The argument of sx.shard_map at {where} is {leaf!r} of type "
-                f"{type(leaf).__name__}, which is neither an array nor a Module. Bind it "
-                f"beforehand with functools.partial, or keep it as configuration of a Module."
+                f"{type(leaf).__name__}, which is neither an array nor a Module. Bind it by "
+                "functools.partial, or keep it as configuration of a Module."
             )
         self.check_shape(path, np.shape(leaf), spec, name)
 
@@ -247,15 +243,14 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
     if mesh is None:
         if scope_mesh.empty:
             raise errors.NoMeshError(
-                "sx.shard_map needs a mesh: none was given and none is in scope. Pass one, "
-                "sx.shard_map(f, mesh=mesh, ...), or put one in scope: with jax.set_mesh(mesh): ..."
+                "sx.shard_map needs a mesh, but none was given and none is in scope: "
+                "sx.shard_map(f, mesh=mesh, ...), or with jax.set_mesh(mesh): ..."
             )
         found = _with_devices(scope_mesh)
     elif not isinstance(mesh, (Mesh, AbstractMesh)) or mesh.empty:
         raise errors.MeshError(
-            f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh with axes. Make one of the "
-            f"devices at hand, for instance mesh = jax.make_mesh((8,), ('data',)), or pass None to "
-            f"use the mesh in scope."
+            f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh with axes. Make one, for "
+            "instance jax.make_mesh((8,), ('data',)), or pass None to use the mesh in scope."
         )
     elif scope_mesh.empty or _abstract(mesh) == scope_mesh:
         found = mesh
@@ -272,7 +267,7 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
     if not wanted <= set(free):
         raise errors.MeshError(
             f"axis_names={sorted(wanted)} is not a part of the mesh axes {free} that can become "
-            f"manual here."
+            "manual here."
         )
     return ManualRegion(found, tuple(axis for axis in free if not wanted or axis in wanted))
 
@@ -561,7 +556,7 @@ class _ShardMapCall:
         if len(spec) > jnp.ndim(leaf):
             raise errors.AxisSizeError(
                 f"sx.shard_map puts the {kind} value at {format_path(path)} together by {spec}, "
-                f"but it has shape {jnp.shape(leaf)} in each shard and so no dimension "
+                f"but in each shard it has shape {jnp.shape(leaf)} and so no dimension "
                 f"{len(spec) - 1}. Add one, x[None], or reduce it and give P()."
             )
         varying = _jax.varying_axes(leaf) & set(self.region.axes) - set(axes_of(spec))
@@ -577,22 +572,20 @@ class _ShardMapCall:
             raise errors.SharedWriteError(
                 f"out_specs of sx.shard_map gives {spec} for the value at {where}, but it differs "
                 f"between shards over the mesh axes {over}. Reduce it, {reduced} or psum, or name "
-                f"these axes in out_specs."
+                "these axes in out_specs."
             )
         if kind.startswith("new"):
             name = kind.removeprefix("new ")
             place = f"at {where}" if path else "attached to what the function is bound to"
             raise errors.SharedWriteError(
-                f"The new {name} {place} has the spec {spec} (that of the Module that it was "
-                f"attached to, or of its place in the result), but its value differs between "
-                f"shards over the mesh axes {over}. Reduce it, {reduced}, or give it a spec of its "
-                f"own by its type, in the entry of that Module: "
-                f"sx.StateSharding([({name}, P({named!r})), (..., P())])."
+                f"The new {name} {place} has the spec {spec} (that of the Module it was attached "
+                "to, or of its place in the result), but differs between shards over the mesh "
+                f"axes {over}. Reduce it, {reduced}, or give its type a spec in the entry of that "
+                f"Module: sx.StateSharding([({name}, P({named!r})), (..., P())])."
             )
         position = self.assignment.leaf_paths.index(path)
         raise errors.SharedWriteError(
             f"The {type(self.call.graph.leaves[position]).__name__} at {where} has the spec {spec} "
-            f"in in_specs, but was written with a value that differs between shards over the mesh "
-            f"axes {over}. Write a value that is equal in all of them, {reduced} or psum, or name "
-            f"these axes in its spec."
+            "in in_specs, but was written with a value that differs between shards over the mesh "
+            f"axes {over}. Write an equal one, {reduced} or psum, or name these axes in its spec."
         )

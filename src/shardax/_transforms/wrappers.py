@@ -111,8 +111,8 @@ class ModuleWrapper(Module):
         if not isinstance(module, Module) or not callable(module):
             raise LayerConfigError(
                 f"sx.{type(self).__name__} wraps a Module that can be called, but was given "
-                f"{module!r} of type {type(module).__name__}. For a function, use sx.jit(f) or "
-                f"sx.remat(f); for a method, put it around the Module that has it."
+                f"{module!r} of type {type(module).__name__}. For a function use sx.jit(f) or "
+                "sx.remat(f); for a method, wrap the Module that has it."
             )
         self.body = module
 
@@ -250,8 +250,8 @@ def _key(name: str, option: Any) -> Any:
         return exact_key(tuple(sorted(option.items())) if isinstance(option, dict) else option)
     except TypeError as error:
         raise StaticArgumentError(
-            f"The option {name}={option!r} of sx.Jitted is not hashable ({error}). Options are "
-            f"part of a model's structure. Use tuples instead of lists."
+            f"The option {name}={option!r} of sx.Jitted is not hashable ({error}), but is part of "
+            "a model's structure. Use tuples instead of lists."
         ) from error
 
 

@@ -286,14 +286,12 @@ def cond(
         >>> results, float(total)
         ([1.0, 2.0, 3.0], 4.0)
     """
-    _check_callable("cond", {"true_fun": true_fun, "false_fun": false_fun})
+    functions = {"true_fun": true_fun, "false_fun": false_fun}
+    _check_callable("cond", functions)
     decision = loops.as_predicate(pred, "pred of sx.cond")
-
-    def choose(branches: Sequence[Callable[[], Any]]) -> Any:
-        return jax.lax.cond(decision, *branches)
-
-    labels = ["true_fun", "false_fun"]
-    return _run("cond", [true_fun, false_fun], labels, operands, decision, choose)
+    return _run(
+        "cond", functions, operands, decision, lambda branches: jax.lax.cond(decision, *branches)
+    )
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
@@ -318,17 +316,13 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
         >>> [float(sx.switch(i, apply, jnp.float32(2))) for i in (0, 1, 7)]
         [20.0, 40.0, 60.0]
     """
-    functions = list(branches)
-    labels = [f"branches[{i}]" for i in range(len(functions))]
+    functions = {f"branches[{i}]": branch for i, branch in enumerate(branches)}
     if not functions:
         raise BranchError("sx.switch was given no branches; give a sequence of at least one.")
-    _check_callable("switch", dict(zip(labels, functions, strict=True)))
+    _check_callable("switch", functions)
     decision = loops.as_integer(index, "index of sx.switch")
-
-    def choose(branches: Sequence[Callable[[], Any]]) -> Any:
-        return jax.lax.switch(decision, branches)
-
-    return _run("switch", functions, labels, operands, decision, choose)
+    choose = functools.partial(jax.lax.switch, decision)
+    return _run("switch", functions, operands, decision, choose)
 
 
 def _check_callable(name: str, functions: dict[str, Any]) -> None:
@@ -342,15 +336,15 @@ def _check_callable(name: str, functions: dict[str, Any]) -> None:
 
 def _run(
     name: str,
-    functions: Sequence[Callable[..., Any]],
-    labels: Sequence[str],
+    functions: dict[str, Callable[..., Any]],
     operands: Sequence[Any],
     decision: Any,
     choose: Callable[..., Any],
 ) -> Any:
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = engine.LiftedCall(name, functions, operands, {}, captured=captured)
-        return _BranchingCall(call, labels).run(decision, choose)
+        branches = [*functions.values()]
+        call = engine.LiftedCall(name, branches, operands, {}, captured=captured)
+        return _BranchingCall(call, [*functions]).run(decision, choose)
 
     return engine.retry_captured(attempt)
 

@@ -261,7 +261,9 @@ def _difference(before: Mapping[Path, Any], after: Mapping[Path, Any], given: An
 def form(value: Any) -> str:
     """Returns the form of a value for messages, like ``float32[2,3]``."""
     # Over Explicit mesh axes the layout is part of the type, and of the form.
-    shown = jax.tree.map(_leaf_form, value)
+    shown = jax.tree.map(
+        lambda leaf: f"{jnp.result_type(leaf)}[{','.join(map(str, jnp.shape(leaf)))}]", value
+    )
     text = shown if isinstance(shown, str) else str(shown).replace("'", "")
     specs = {explicit_spec(leaf) for leaf in jax.tree.leaves(value)} - {""}
     return text + "".join(f" sharded as {spec}" for spec in sorted(specs))
@@ -271,10 +273,6 @@ def explicit_spec(leaf: Any) -> str:
     """Returns an array's spec over Explicit mesh axes, or ""."""
     spec = getattr(getattr(jax.typeof(leaf), "sharding", None), "spec", None)
     return "" if spec is None or all(entry is None for entry in spec) else str(spec)
-
-
-def _leaf_form(leaf: Any) -> str:
-    return f"{jnp.result_type(leaf)}[{','.join(map(str, jnp.shape(leaf)))}]"
 
 
 def check_form(what: str, before: Any, after: Any, name: str) -> None:
@@ -452,28 +450,8 @@ def _count_carry(axes: Any, name: str) -> bool:
     return count == 1
 
 
-class _ScanBody(LoopBody):
-    """The body of a scan, which slices and results leave, too."""
-
-    def __init__(self, scan: _Scan, carried_plain: Sequence[int]) -> None:
-        label = "" if scan.carry_position is None else scan.call.labels[scan.carry_position]
-        super().__init__(scan.call, scan.carry_of, label, carried_plain)
-        self.scan = scan
-
-    def outgoing(self, context: engine.RunContext) -> Any:
-        """Returns the result with boxes that have the scanned dimension."""
-        return self.scan.boxes.leave(context.result, self.scan.output_entries(context))
-
-    def leave_more(
-        self, context: engine.RunContext, outputs: engine.LiftedOutputs
-    ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
-        """Returns the rows of results and of sliced, sown, new Variables."""
-        outputs, rows = self.scan.rows_of(context, outputs)
-        return outputs, rows, {*self.scan.sliced, *self.scan.grown}
-
-
-class _Scan:
-    """One call of a function made by ``scan``."""
+class _Scan(LoopBody):
+    """One call of a function made by ``scan``: a body with slices and rows."""
 
     def __init__(
         self,
@@ -485,7 +463,6 @@ class _Scan:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        self.call = call
         self.out_axes = out_axes
         self.partition_name = partition_name
         prefixes = prefix.per_argument(in_axes, call.labels, "in_axes")
@@ -499,23 +476,21 @@ class _Scan:
         self.assignment = prefix.EntryAssignment(call, args, kwargs, prefixes, 0, None, "in_axes")
         axes = self.assignment.leaves
         carry = [i for i, entry in enumerate(self.assignment.plain) if entry is prefix.Carry]
-        self.body = _ScanBody(self, carry)
-        self.streams = mapped.SplitStreams(
-            call, self.body.values, lambda p: prefix.is_axis(axes[p])
-        )
+        label = "" if self.carry_position is None else call.labels[self.carry_position]
+        super().__init__(call, self._carry, label, carry)
+        self.streams = mapped.SplitStreams(call, self.values, lambda p: prefix.is_axis(axes[p]))
         self.sliced = {
             p: 0 if p in self.streams else a for p, a in enumerate(axes) if prefix.is_axis(a)
         }
         self.sliced_plain = {i: a for i, a in enumerate(self.assignment.plain) if prefix.is_axis(a)}
-        self.body.graphdef = mapped.element_graphdef(self.assignment, self.streams, partition_name)
+        self.graphdef = mapped.element_graphdef(self.assignment, self.streams, partition_name)
         self.boxes = mapped.MappedBoxes(self.assignment, partition_name)
         call.enter = self.boxes.enter
         self.moved: dict[int, Any] = {}
-        self.grown: frozenset[int] = frozenset()
         self.result_axes: list[Any] = []
         self.axes_of_new: list[int] = []
 
-    def carry_of(self, context: engine.RunContext) -> tuple[Any, Any]:
+    def _carry(self, context: engine.RunContext) -> tuple[Any, Any]:
         """Returns what was given for the carried argument, and what came back."""
         if self.carry_position is None:
             return None, None
@@ -533,16 +508,19 @@ class _Scan:
             )
         return given, result[place]
 
-    def output_entries(self, context: engine.RunContext) -> prefix.OutputEntries:
-        """Returns the entry of everything that leaves an iteration."""
+    def _output_entries(self, context: engine.RunContext) -> prefix.OutputEntries:
         return self.assignment.output_entries(context, self.out_axes, "out_axes")
 
-    def rows_of(
+    def outgoing(self, context: engine.RunContext) -> Any:
+        """Returns the result with boxes that have the scanned dimension."""
+        return self.boxes.leave(context.result, self._output_entries(context))
+
+    def leave_more(
         self, context: engine.RunContext, outputs: engine.LiftedOutputs
-    ) -> tuple[engine.LiftedOutputs, Any]:
-        """Returns what an iteration did, and the rows that leave it."""
+    ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
+        """Returns the rows of results and of sliced, sown, new Variables."""
         prefix.refuse_foreign(outputs.effects, "scan")
-        output_entries = self.output_entries(context)
+        output_entries = self._output_entries(context)
         outputs, self.moved = self.streams.separate_counts(outputs)
         effects = outputs.effects
         places = [output_entries.by_id.get(key, ((), None)) for key in effects.fresh_ids]
@@ -573,8 +551,8 @@ class _Scan:
             if position in self.sliced
         }
         sown = prefix.appended(context, effects, lambda position: position not in self.sliced)
-        self.grown = frozenset(sown)
-        return outputs, (rows, slices, sown, outputs.fresh)
+        rows = (rows, slices, sown, outputs.fresh)
+        return outputs, rows, {*self.sliced, *sown}
 
     def _check_changes(
         self, context: engine.RunContext, outputs: engine.LiftedOutputs, new: Sequence[Any]
@@ -602,38 +580,37 @@ class _Scan:
 
     def run(self, length: int | None, reverse: bool, unroll: int | bool) -> Any:
         """Runs the loop and carries back what it did."""
-        body = self.body
-        arrays = mapped.entering_arrays(self.assignment, self.streams, body.values, body.plain)
+        arrays = mapped.entering_arrays(self.assignment, self.streams, self.values, self.plain)
         size = mapped.common_size(arrays, length, "scan")
         mapped.refuse_split(arrays, "scan")
-        values = self.streams.split_keys(body.values, size)
+        values = self.streams.split_keys(self.values, size)
         slices = (
             {p: _to_front(values[p], axis) for p, axis in self.sliced.items()},
-            {i: _to_front(body.plain[i], axis) for i, axis in self.sliced_plain.items()},
+            {i: _to_front(self.plain[i], axis) for i, axis in self.sliced_plain.items()},
         )
         first = jax.tree.map(_first_row, slices)
-        body.discover(*body.inputs(body.start(), *first))
+        self.discover(*self.inputs(self.start(), *first))
 
         def one(carry: Any, part: Any) -> Any:
-            return body.step(carry, *part)
+            return self.step(carry, *part)
 
         carry, rows = jax.lax.scan(
-            one, body.start(), slices, length=size, reverse=reverse, unroll=unroll
+            one, self.start(), slices, length=size, reverse=reverse, unroll=unroll
         )
         outputs = self._assemble(carry, rows)
         return self.call.apply(outputs)
 
     def _assemble(self, carry: Any, rows: Any) -> engine.LiftedOutputs:
         """Puts together what went around and what left every iteration."""
-        assert self.body.outputs is not None
-        outputs = self.body.outputs
+        assert self.outputs is not None
+        outputs = self.outputs
         effects = outputs.effects
         results, slices, sown, fresh = rows
-        final = dict(zip(self.body.carried_variables, carry[0], strict=True))
+        final = dict(zip(self.carried_variables, carry[0], strict=True))
         for position, stacked in slices.items():
             final[position] = _from_front(stacked, self.sliced[position])
         for position, stacked in sown.items():
-            final[position] = (*self.body.values[position], *stacked)
+            final[position] = (*self.values[position], *stacked)
         carry_leaves, row_leaves = iter(carry[1]), iter(results)
         leaves = [
             next(carry_leaves) if axis is prefix.Carry else _from_front(next(row_leaves), axis)

@@ -178,20 +178,10 @@ class BoundJit(Wrapper):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 
-    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
-        """See ``Jit.trace``."""
-        return self.__func__.trace(self.__self__, *args, **kwargs)
-
-    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
-        """See ``Jit.lower``."""
-        return self.__func__.lower(self.__self__, *args, **kwargs)
-
-    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        """See ``Jit.eval_shape``."""
-        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__func__, name)
+        found = getattr(self.__func__, name)
+        takes_arguments = name in ("trace", "lower", "eval_shape")
+        return functools.partial(found, self.__self__) if takes_arguments else found
 
     def __repr__(self) -> str:
         return f"<bound {self.__func__!r}>"
@@ -483,7 +473,7 @@ class Jit(PickledByName, Wrapper):
             raise OutputError(
                 f"{self!r} used {len(objects)} objects that were not passed in, and could not make "
                 f"them inputs ({', '.join(sorted({type(item).__name__ for item in objects}))}). "
-                f"Pass them as arguments."
+                "Pass them as arguments."
             )
 
     def prepare(
@@ -492,12 +482,8 @@ class Jit(PickledByName, Wrapper):
         """Finds or makes the specialization for a call."""
         signature = self._separate_static(args, kwargs)
         arguments = self._take_apart(signature)
-        hidden = self.hidden()
         labels = [inputs.parameter_name(self.__wrapped__, i) for i in self._dynamic_positions(args)]
-        names = [(), *inputs.root_names(labels, arguments), *(name for name, _ in hidden)]
-        graph = engine.InputGraph(
-            [self.__wrapped__, *arguments.roots, *(item for _, item in hidden)], names
-        )
+        graph, names = self.input_graph(arguments, labels)
         key = (
             graph.flat.graphdef,
             (
@@ -519,6 +505,15 @@ class Jit(PickledByName, Wrapper):
             self.memory.add(program)
         program.used = next(self._ticks)
         return program, graph, arguments
+
+    def input_graph(
+        self, arguments: inputs.SplitArguments, labels: Sequence[str]
+    ) -> tuple[engine.InputGraph, list[Path]]:
+        """Flattens the function, its arguments and what it uses from outside."""
+        hidden = self.hidden()
+        names = [(), *inputs.root_names(labels, arguments), *(name for name, _ in hidden)]
+        roots = [self.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
+        return engine.InputGraph(roots, names), names
 
     def hidden_objects(self) -> list[Any]:
         """Returns the objects that the function uses from outside."""
@@ -674,17 +669,17 @@ def jit(
         >>> int(count(counter, 3)), int(counter)
         (6, 3)
     """
-    options = special.JitOptions(
-        in_shardings=in_shardings,
-        out_shardings=out_shardings,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        static=static,
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-        keep_unused=keep_unused,
-        inline=inline,
-        compiler_options=compiler_options,
+    options = special.JitOptions(  # in the order of its fields
+        in_shardings,
+        out_shardings,
+        static_argnums,
+        static_argnames,
+        static,
+        donate_argnums,
+        donate_argnames,
+        keep_unused,
+        inline,
+        compiler_options,
     )
     if function is None:
         return functools.partial(Jit, options=options)

@@ -103,8 +103,8 @@ def with_resolved_donation(options: JitOptions, function: Callable[..., Any]) ->
     both = sorted({*names} & {*static_names}) or sorted({*positions} & {*static})
     if both:
         raise DonationError(
-            f"The arguments {both} are both static and donated; a static argument has no memory to "
-            f"donate. Take them out of one of the two."
+            f"The arguments {both} are both static and donated, but a static argument has no "
+            "memory to donate. Take them out of one of the two."
         )
     return dataclasses.replace(options, donate_argnums=positions, donate_argnames=names)
 
@@ -284,10 +284,7 @@ class Specialization:
 
     def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]) -> Any:
         function, objects = roots[0], roots[1 : 1 + self.root_count]
-        args = [
-            inputs.join_argument(t, p, objects) for t, p in zip(self.templates, plain, strict=True)
-        ]
-        kwargs = {name: inputs.join_argument(t, named[name], objects) for name, t in self.named}
+        args, kwargs = inputs.join_arguments(self, plain, named, objects)
         return function(
             *self.positions.insert_static(args), **kwargs, **self.positions.static_named
         )
@@ -295,15 +292,10 @@ class Specialization:
     def _find_donated(
         self, graph: engine.InputGraph, arguments: inputs.SplitArguments
     ) -> frozenset[int]:
-        roots: list[int] = []
-        for (position, label), template in zip(
-            self.positions.positional, self.templates, strict=True
-        ):
-            if self.options.donates(position, label):
-                roots.extend(inputs.template_roots(template))
-        for name, template in self.named:
-            if self.options.donates_name(name):
-                roots.extend(inputs.template_roots(template))
+        positional = zip(self.positions.positional, self.templates, strict=True)
+        donated = [t for (at, label), t in positional if self.options.donates(at, label)]
+        donated += [t for name, t in self.named if self.options.donates_name(name)]
+        roots = [root for template in donated for root, _ in inputs.root_places("", template)]
         ids = {
             id(v) for root in roots for v in engine.InputGraph([arguments.roots[root]]).flat.leaves
         }
@@ -410,5 +402,5 @@ class ArgumentPositions(NamedTuple):
         raise PrefixError(
             f"{name} has {len(prefix)} entries, but the call has {count} non-static positional "
             f"arguments ({labels}). Give one entry per argument; keyword arguments take the "
-            f"sharding of what is passed."
+            "sharding of what is passed."
         )

@@ -182,14 +182,7 @@ class _Stage:
             State.from_flat({path: values[i] for path, i in indices.items()}, origins)
             for indices, origins in self._source.states
         ]
-        args = [
-            inputs.join_argument(t, p, states, with_static=False)
-            for t, p in zip(program.templates, plain, strict=True)
-        ]
-        kwargs = {
-            n: inputs.join_argument(t, named[n], states, with_static=False)
-            for n, t in program.named
-        }
+        args, kwargs = inputs.join_arguments(program, plain, named, states, with_static=False)
         return tuple(args), kwargs
 
     def _result(self, tree: Any) -> Any:
@@ -298,10 +291,7 @@ class Compiled(_Stage):
         labels = [label for _, label in program.positions.positional]
         given = len(arguments.templates)
         named = [*labels, *(f"args[{i}]" for i in range(len(labels), given))][:given]
-        hidden = jit.hidden()
-        names = [(), *inputs.root_names(named, arguments), *(name for name, _ in hidden)]
-        roots = [jit.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
-        graph = engine.InputGraph(roots, names)
+        graph, names = jit.input_graph(arguments, named)
         self._check(arguments, graph, names, labels)
         full = program.pack(graph.values(), arguments)
         try:

@@ -75,11 +75,14 @@ def argument_path(function: Any, key: int | str) -> tuple[str, ...]:
 
 def parameter_name(function: Any, position: int) -> str:
     """Returns the name of a function's positional parameter, for messages."""
-    parameters = parameters_of(function) or ()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if position < len(positional):
-        return positional[position].name
-    return f"args[{position}]"
+    names = positional_names(function)
+    return names[position] if position < len(names) else f"args[{position}]"
+
+
+def positional_names(function: Any) -> list[str]:
+    """Returns the names of a function's positional parameters."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters_of(function) or () if p.kind in kinds]
 
 
 AUTO = "auto"
@@ -113,10 +116,10 @@ def static_leaf(leaf: Any, where: Callable[[], Path] = tuple) -> Static:
         path = where()
         place = f" at {format_path(path)}" if path else ""
         raise StaticArgumentError(
-            f"What is no array, number or Module is static here (as under static='auto'), but the "
+            f"What is no array, number or Module is static here (static='auto'), but the "
             f"{type(leaf).__name__}{place} cannot be: {_shortened(leaf)} is not hashable "
-            f"({error}). Use a tuple or frozenset instead of a list or set, a frozen dataclass for "
-            f"configuration, and an sx.Module for what holds arrays or changes."
+            f"({error}). Use tuples or frozensets, a frozen dataclass for configuration, an "
+            f"sx.Module for what holds arrays or changes."
         ) from error
 
 
@@ -188,9 +191,7 @@ def resolve_arguments(
     parameters = parameters_of(function)
     if parameters is None or not (positions or names):
         return positions, names
-    positional = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = positional_names(function)
     count = len(positional)
     shown = getattr(function, "__name__", function)
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -217,9 +218,9 @@ def check_static_option(static: str | None) -> None:
     """Raises if the option ``static`` has an unknown value."""
     if static not in (None, AUTO, NUMBERS):
         raise StaticArgumentError(
-            f"static={static!r}: the option takes 'auto', which makes everything static that is no "
-            f"array, number or Module; 'numbers', which makes Python's numbers static, too; or "
-            f"None. To choose arguments, use static_argnums or static_argnames."
+            f"static={static!r}: the option takes 'auto' (all but arrays, numbers and Modules is "
+            "static), 'numbers' (Python's numbers, too) or None. To choose arguments, use "
+            "static_argnums or static_argnames."
         )
 
 
@@ -236,8 +237,8 @@ def static_argument(value: Any, function: Any, place: int | str) -> Static:
     if isinstance(value, Object):
         raise StaticArgumentError(
             f"The argument {label!r} is static, but a {type(value).__name__} was passed: its "
-            f"values would be frozen into the program and changes missed. Pass it as an ordinary "
-            f"argument: a Module's configuration is static by itself."
+            "values would be frozen into the program. Pass it as an ordinary argument: a Module's "
+            "configuration is static by itself."
         )
     try:
         return Static(value, argument_key(value))
@@ -245,8 +246,8 @@ def static_argument(value: Any, function: Any, place: int | str) -> Static:
         raise StaticArgumentError(
             f"The static argument {label!r} of {getattr(function, '__name__', function)} is "
             f"{value!r} of type {type(value).__name__}, which is not hashable ({error}). Pass "
-            f"arrays as ordinary arguments; use tuples instead of lists, frozen dataclasses "
-            f"instead of dicts, and an sx.Module for what holds arrays or changes."
+            "arrays as ordinary arguments; use tuples, frozen dataclasses, and an sx.Module for "
+            "what holds arrays or changes."
         ) from error
 
 
@@ -373,6 +374,22 @@ def join_argument(template: Any, plain: Any, roots: Sequence[Any], with_static: 
     return template.treedef.unflatten(leaves)
 
 
+def join_arguments(
+    split: Any,
+    plain: Sequence[Any],
+    plain_named: Mapping[str, Any],
+    roots: Sequence[Any],
+    with_static: bool = True,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Joins arguments by the ``templates`` and ``named`` of a split call."""
+    args = [
+        join_argument(template, part, roots, with_static)
+        for template, part in zip(split.templates, plain, strict=True)
+    ]
+    named = {n: join_argument(t, plain_named[n], roots, with_static) for n, t in split.named}
+    return args, named
+
+
 class SplitArguments:
     """The arguments of one lifted call, taken apart."""
 
@@ -417,9 +434,7 @@ class SplitArguments:
         self, plain: Sequence[Any], plain_named: Mapping[str, Any], roots: Sequence[Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Puts arguments together from plain parts and roots (a transform's copies, usually)."""
-        args = [join_argument(t, p, roots) for t, p in zip(self.templates, plain, strict=True)]
-        kwargs = {name: join_argument(t, plain_named[name], roots) for name, t in self.named}
-        return args, kwargs
+        return join_arguments(self, plain, plain_named, roots)
 
 
 def as_root(root: Any) -> Any:
@@ -493,13 +508,6 @@ class _PartialByIdentity(_ByIdentity):
             leaves[place] = item
         given, named = self.treedef.unflatten(leaves)
         return function(*given, *args, **{**named, **kwargs})
-
-
-def template_roots(template: Any) -> list[int]:
-    """Returns the positions among the roots that an argument's template uses."""
-    if isinstance(template, RootTemplate):
-        return [template.position]
-    return [root for _, root in template.roots] if isinstance(template, TreeTemplate) else []
 
 
 def root_places(label: str, template: Any) -> list[tuple[int, Path]]:

@@ -73,21 +73,26 @@ class InputGraph:
         """Reads all values, materialising lazy ones."""
         values = read(self.leaves)
         absent = [
-            format_path(path)
+            path
             for path, leaf, value in zip(self.flat.leaf_paths, self.leaves, values, strict=True)
             if not isinstance(value, jax.Array) and leaf.is_abstract
         ]
         if absent:
-            raise AbstractValueError(
-                f"{len(absent)} Variables hold only shapes, not arrays: {', '.join(absent[:8])}"
-                f"{', ...' if len(absent) > 8 else ''}. Materialise the model first (sx.shard, or "
-                f"restore a checkpoint), or look at shapes only with sx.eval_shape."
-            )
+            raise absent_error(absent)
         return values
 
     def objects(self) -> list[Any]:
         """Returns the objects in the order of the graph definition."""
         return graphs.walk_objects(self.roots)
+
+
+def absent_error(paths: Sequence[Path]) -> AbstractValueError:
+    """Returns the error of Variables without values."""
+    shown = ", ".join(map(format_path, paths[:8])) + (", ..." if len(paths) > 8 else "")
+    return AbstractValueError(
+        f"{len(paths)} Variables hold only shapes, not arrays: {shown}. Materialise the model "
+        f"first (sx.shard, or restore a checkpoint), or look at shapes only with sx.eval_shape."
+    )
 
 
 def read(leaves: Sequence[Any]) -> list[Any]:
@@ -191,10 +196,9 @@ def record_effects(
     for _, item in new_objects:
         if isinstance(item, Variable) and item._parent is not None:
             raise OutputError(
-                f"sx.{frame.name} was to hand out a view of one layer of a stacked "
-                f"{type(item._parent).__name__}, as a result or in an attribute. What leaves a "
-                f"transform would no longer be the stack's. Return sx.clone(stack[i]), or take the "
-                f"layer outside."
+                f"sx.{frame.name} would return or attach a view of one layer of a stacked "
+                f"{type(item._parent).__name__}, which outside would no longer be the stack's. "
+                "Return sx.clone(stack[i]), or take the layer outside."
             )
     foreign = {i: item for i, item in new_objects if not _belongs(item, frame)}
     made = [item for i, item in new_objects if i not in foreign and isinstance(item, Variable)]
@@ -340,9 +344,9 @@ def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
         if here != home and any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
             raise TraceLeakError(
                 f"The {type(variable).__name__} at {path} would be written with a traced value, "
-                f"because this call runs inside a plain JAX transform (jax.vmap, jax.grad, "
-                f"jax.jit, ...) that does not carry Variables. Nothing was written. Use the "
-                f"shardax transform of the same name outside, with the Module as its argument."
+                "inside a plain JAX transform (jax.vmap, jax.grad, jax.jit, ...) that does not "
+                "carry Variables. Nothing was written. Use the shardax transform of the same "
+                "name, with the Module as its argument."
             )
 
 
@@ -359,7 +363,7 @@ def check_result(result: Any, name: str) -> None:
         raise OutputError(
             f"The function given to sx.{name} returned {leaf!r} of type {type(leaf).__name__} at "
             f"{where}. A result holds arrays, numbers, Modules and Variables. Return such a value "
-            f"from outside the transform, or keep it as static configuration of a Module."
+            "from outside the transform, or keep it as static configuration of a Module."
         )
 
 
@@ -572,8 +576,8 @@ class LateFrame(frames.Frame):
     def capture(self, outer: Any) -> Any:
         """Refuse: the call is over."""
         raise ClosureError(
-            f"A function given to sx.{self.name} uses a {type(outer).__name__} that it did not use "
-            f"when it was called, but only now that it is differentiated. Pass it as an argument."
+            f"A function given to sx.{self.name} uses, when differentiated, a "
+            f"{type(outer).__name__} that it did not use when called. Pass it as an argument."
         )
 
 
@@ -695,6 +699,6 @@ def check_operands(
                 continue
             raise ArgumentError(
                 f"{format_path((label, *path))} of sx.{call.name} is a {type(leaf).__name__}, "
-                f"which is neither an array or number nor a Module, Variable or pytree of these. "
+                "which is neither an array or number nor a Module, Variable or pytree of these. "
                 f"If it is configuration, {advice}."
             )

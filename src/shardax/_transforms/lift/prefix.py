@@ -208,7 +208,7 @@ class StateAxes(FilterMapping):
             if value is not None and value is not Carry and not is_axis(value):
                 raise PrefixError(
                     f"StateAxes gives {value!r} for {_name(item)}; an entry is an axis (an int), "
-                    f"None for what the whole batch shares, or sx.Carry in sx.scan."
+                    "None for what the whole batch shares, or sx.Carry in sx.scan."
                 )
 
 
@@ -246,7 +246,7 @@ def check_shardings_only(prefix: Any, name: str) -> None:
         elif not isinstance(leaf, kinds) and not hasattr(leaf, "sharding"):  # a Format has one
             raise PrefixError(
                 f"{name} gives {leaf!r}; an entry is a jax.sharding.Sharding, a PartitionSpec or "
-                f"None, for a Module also a State of these or sx.StateSharding."
+                "None, for a Module also a State of these or sx.StateSharding."
             )
 
 
@@ -310,8 +310,8 @@ def expand(
         kind, at = _place(name, where)
         raise PrefixError(
             f"{name} does not fit the {kind}{at}: it has {_shape(prefix)} where the {kind} has "
-            f"{_shape(tree)}. Give one entry for the whole {kind}, or the same containers with one "
-            f"entry each."
+            f"{_shape(tree)}. Give one entry for all of it, or the same containers with one entry "
+            "each."
         )
     for key, child in children:
         yield from expand(parts[key], child, name, (*where, key), known)
@@ -334,8 +334,7 @@ def refuse_filters(prefix: Any, name: str, where: Path) -> None:
             kind, at = _place(name, where)
             raise PrefixError(
                 f"{name} gives a {type(leaf).__name__} for the {kind}{at}, which holds no "
-                f"Variables to choose among. Give plain arrays one entry, and only Modules a "
-                f"{type(leaf).__name__}."
+                "Variables to choose among. Only Modules take one; give plain arrays one entry."
             )
 
 
@@ -398,7 +397,7 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
     if isinstance(prefix, (Variable, Object)) or not _is_entry(prefix):
         raise PrefixError(
             f"{name} for the {kind}{at}, a {type(root).__name__}, is a {type(prefix).__name__}. "
-            f"Give one entry, a State of entries, or a filter mapping."
+            "Give one entry, a State of entries, or a filter mapping."
         )
     return lambda path, variable: prefix
 
@@ -585,16 +584,6 @@ def refuse_foreign(effects: engine.Effects, name: str) -> None:
     for item in effects.foreign.values():
         raise OutputError(
             f"The function given to sx.{name} returned (or attached to an argument) a "
-            f"{type(item).__name__} that was not passed in, so it is one object and has no part "
-            f"of its own in each run. Pass it as an argument, or return sx.clone of it."
+            f"{type(item).__name__} that was not passed in: one object, with no part of its own in "
+            "each run. Pass it as an argument, or return sx.clone of it."
         )
-
-
-def map_variable_definitions(
-    graphdef: graphs.GraphDef, change: Callable[[int, graphs.VariableDef], graphs.VariableDef]
-) -> graphs.GraphDef:
-    """Returns the structure with changed definitions of Variables."""
-    objects = list(graphdef.objects)
-    for position, index in enumerate(graphdef.leaves):
-        objects[index] = change(position, objects[index])
-    return graphs.GraphDef(tuple(objects), graphdef.roots)
