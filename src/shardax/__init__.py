@@ -57,12 +57,12 @@ from shardax._transforms.control.loops import while_loop as while_loop
 from shardax._transforms.control.scan import scan as scan
 from shardax._transforms.grad.custom_vjp import CustomVjp as CustomVjp
 from shardax._transforms.grad.custom_vjp import custom_vjp as custom_vjp
+from shardax._transforms.grad.grad import DiffState as DiffState
 from shardax._transforms.grad.grad import grad as grad
-from shardax._transforms.grad.grad import jvp as jvp
-from shardax._transforms.grad.grad import safe_where as safe_where
 from shardax._transforms.grad.grad import value_and_grad as value_and_grad
-from shardax._transforms.grad.grad import vjp as vjp
-from shardax._transforms.grad.targets import DiffState as DiffState
+from shardax._transforms.grad.vjp import jvp as jvp
+from shardax._transforms.grad.vjp import safe_where as safe_where
+from shardax._transforms.grad.vjp import vjp as vjp
 from shardax._transforms.jit.abstract_eval import eval_shape as eval_shape
 from shardax._transforms.jit.abstract_eval import make_jaxpr as make_jaxpr
 from shardax._transforms.jit.jit import Jit as Jit

@@ -34,7 +34,7 @@ def public_places() -> set[tuple[str, str]]:
         value = inspect.unwrap(getattr(importlib.import_module(module), attribute))
         for owner in value.__mro__ if inspect.isclass(value) else (value,):
             if getattr(owner, "__module__", "").startswith("shardax"):
-                places.add((owner.__module__, owner.__qualname__))
+                places.add((owner.__module__, getattr(owner, "__qualname__", name)))
     return places
 
 

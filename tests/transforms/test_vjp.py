@@ -22,7 +22,7 @@ from shardax._transforms.errors import (
     InconsistentAliasingError,
     TangentError,
 )
-from shardax._transforms.grad.targets import replaced
+from shardax._transforms.grad.grad import replaced
 
 FEW = settings(max_examples=15)
 FLOAT0 = np.zeros((), jax.dtypes.float0)

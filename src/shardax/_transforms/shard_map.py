@@ -37,18 +37,9 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import Init, compute_all
 from shardax._core.variable import Variable
 from shardax._transforms import errors
+from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.arguments import parameters_of
-from shardax._transforms.lift.closures import find_sources, objects_in
-from shardax._transforms.lift.prefix import (
-    EntryAssignment,
-    FilterMapping,
-    FlatOutputs,
-    GroupedOutputs,
-    OutputEntries,
-    StateAxes,
-    refuse_foreign,
-)
+from shardax._transforms.lift import prefix as prefixes
 from shardax._transforms.vmap.axes import SplitStreams
 
 AnyMesh = Mesh | AbstractMesh
@@ -63,18 +54,17 @@ def canonical(prefix: Any, name: str) -> Any:
     def convert(leaf: Any) -> Any:
         if leaf is None:
             return WHOLE
-        if isinstance(leaf, FilterMapping) and not isinstance(leaf, StateAxes):
+        if isinstance(leaf, prefixes.FilterMapping) and not isinstance(leaf, prefixes.StateAxes):
             return type(leaf)([(item, canonical(value, name)) for item, value in leaf.items()])
         if not isinstance(leaf, PartitionSpec):
             raise errors.PrefixError(
                 f"{name} gives {leaf!r}; an entry is a PartitionSpec (None for P()), for a Module "
-                f"also a State of specs, such as sx.partition_specs(model), or sx.StateSharding."
+                "also a State of specs (sx.partition_specs(model)) or sx.StateSharding."
             )
         if PartitionSpec.UNCONSTRAINED in tuple(leaf):
             raise errors.PrefixError(
                 f"{name} gives {leaf}; inside sx.shard_map every dimension is split over mesh axes "
-                f"or whole, so none can be left to the compiler. Leave mesh axes to it instead, "
-                f"with axis_names=..."
+                "or whole. To leave mesh axes to the compiler, use axis_names=..."
             )
         return _without_end(leaf)
 
@@ -97,7 +87,7 @@ def specs_in(prefix: Any) -> list[PartitionSpec]:
     for leaf in jax.tree.leaves(prefix):
         found.extend(
             spec
-            for value in (leaf.values() if isinstance(leaf, FilterMapping) else [leaf])
+            for value in (leaf.values() if isinstance(leaf, prefixes.FilterMapping) else [leaf])
             for spec in jax.tree.leaves(value)
         )
     return found
@@ -138,16 +128,14 @@ def assign(
     function: Callable[..., Any], specs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> AssignedSpecs:
     """Finds the entry of every argument, by position or name."""
-    parameters = parameters_of(function)
+    parameters = inputs.parameters_of(function)
+    positional = inputs.positional_names(function)
     if parameters is not None and kwargs:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
     if not isinstance(specs, (tuple, list)):
         named = dict.fromkeys(kwargs, specs)
         return AssignedSpecs(tuple(args), dict(kwargs), [specs] * len(args), named)
-    positional = [
-        p.name for p in parameters or () if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
     most = max(len(positional), len(args))
     if not len(args) <= len(specs) <= most:
         shown = f" ({', '.join(positional)})" if positional else ""
@@ -159,9 +147,8 @@ def assign(
     for keyword in kwargs:
         if keyword not in positional:
             raise errors.PrefixError(
-                f"in_specs has one entry per positional parameter, so there is none for the "
-                f"argument {keyword!r}, which can only be given by name. Make it positional, or "
-                f"give one entry for everything."
+                f"in_specs has one entry per positional parameter, so none for {keyword!r}, which "
+                "can only be given by name. Make it positional, or give one entry for everything."
             )
         if positional.index(keyword) >= len(specs):
             raise errors.PrefixError(
@@ -193,15 +180,15 @@ class ManualRegion(NamedTuple):
         where = format_path(path)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise AbstractValueError(
-                f"The value at {where} is abstract ({leaf.dtype}{list(leaf.shape)}): it has a "
-                f"shape but no numbers. Materialise the model first, for instance with "
-                f"sx.shard(model, mesh, rules), or use sx.eval_shape."
+                f"The value at {where} is abstract ({leaf.dtype}{list(leaf.shape)}): a shape "
+                "without numbers. Materialise the model first (sx.shard(model, mesh, rules)), or "
+                "use sx.eval_shape."
             )
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+        if not isinstance(leaf, engine.ARRAY_OR_NUMBER):
             raise errors.ArgumentError(
                 f"The argument of sx.shard_map at {where} is {leaf!r} of type "
-                f"{type(leaf).__name__}, which is neither an array nor a Module. Bind it "
-                f"beforehand with functools.partial, or keep it as configuration of a Module."
+                f"{type(leaf).__name__}, which is neither an array nor a Module. Bind it by "
+                "functools.partial, or keep it as configuration of a Module."
             )
         self.check_shape(path, np.shape(leaf), spec, name)
 
@@ -256,15 +243,14 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
     if mesh is None:
         if scope_mesh.empty:
             raise errors.NoMeshError(
-                "sx.shard_map needs a mesh: none was given and none is in scope. Pass one, "
-                "sx.shard_map(f, mesh=mesh, ...), or put one in scope: with jax.set_mesh(mesh): ..."
+                "sx.shard_map needs a mesh, but none was given and none is in scope: "
+                "sx.shard_map(f, mesh=mesh, ...), or with jax.set_mesh(mesh): ..."
             )
         found = _with_devices(scope_mesh)
     elif not isinstance(mesh, (Mesh, AbstractMesh)) or mesh.empty:
         raise errors.MeshError(
-            f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh with axes. Make one of the "
-            f"devices at hand, for instance mesh = jax.make_mesh((8,), ('data',)), or pass None to "
-            f"use the mesh in scope."
+            f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh with axes. Make one, for "
+            "instance jax.make_mesh((8,), ('data',)), or pass None to use the mesh in scope."
         )
     elif scope_mesh.empty or _abstract(mesh) == scope_mesh:
         found = mesh
@@ -281,7 +267,7 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
     if not wanted <= set(free):
         raise errors.MeshError(
             f"axis_names={sorted(wanted)} is not a part of the mesh axes {free} that can become "
-            f"manual here."
+            "manual here."
         )
     return ManualRegion(found, tuple(axis for axis in free if not wanted or axis in wanted))
 
@@ -325,8 +311,9 @@ class _ShardMapOptions(NamedTuple):
     check_vma: bool
 
 
+@engine.decorator
 def shard_map(
-    function: Callable[..., Any] | None = None,
+    function: Any = None,
     *,
     mesh: AnyMesh | None = None,
     in_specs: Any,
@@ -382,15 +369,6 @@ def shard_map(
         >>> centred(seen, jnp.arange(4.0)).tolist(), float(seen)
         ([-1.5, -0.5, 0.5, 1.5], 1.5)
     """
-    if function is None:
-        return functools.partial(
-            shard_map,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=axis_names,
-            check_vma=check_vma,
-        )
     if isinstance(axis_names, str):
         raise errors.PrefixError(
             f"axis_names={axis_names!r} is one string; give a set: {{{axis_names!r}}}."
@@ -424,8 +402,8 @@ class _ShardFrame(engine.SealedFrame):
     def capture(self, outer: Any) -> Any:
         """Asks for the Variable as an input, and for its likely followers."""
         found = {id(outer): outer}
-        for source in (source for f in self.functions for source in find_sources(f)):
-            for item in objects_in(source.read()):
+        for source in (source for f in self.functions for source in inputs.find_sources(f)):
+            for item in inputs.objects_in(source.read()):
                 leaves = flatten(item).leaves
                 if any(leaf is outer or engine.stands_for(outer, leaf) for leaf in leaves):
                     alike = [resolve(v, self.parent) for v in leaves if type(v) is type(outer)]
@@ -450,17 +428,17 @@ class _ShardMapCall:
         self.call = engine.LiftedCall(
             "shard_map", [function], given.args, given.kwargs, make_frame, captured
         )
-        self.assignment = EntryAssignment(
+        self.assignment = prefixes.EntryAssignment(
             self.call, given.args, given.kwargs, given.prefixes, given.named, WHOLE, "in_specs"
         )
         self._materialise()
         self.values = self.call.graph.values()
         self.streams = SplitStreams(self.call, self.values, self._splits)
-        self.grouped = GroupedOutputs(
+        self.grouped = prefixes.GroupedOutputs(
             [*specs_in(options.in_specs), *specs_in(options.out_specs), WHOLE]
         )
         # Known after the function ran:
-        self.flat: FlatOutputs | None = None
+        self.flat: prefixes.FlatOutputs | None = None
         self.trees: list[Any] = []
         self.moved: dict[int, Any] = {}
 
@@ -549,8 +527,8 @@ class _ShardMapCall:
             context, self.options.out_specs, "out_specs"
         )
         outputs, self.moved = self.streams.separate_counts(context.record_effects(context.result))
-        refuse_foreign(outputs.effects, "shard_map")
-        self.flat = FlatOutputs(outputs)
+        prefixes.refuse_foreign(outputs.effects, "shard_map")
+        self.flat = prefixes.FlatOutputs(outputs)
         self.trees = [jax.tree.structure(value) for value in self.flat.values]
         pairs: list[tuple[PartitionSpec, Any]] = []
         places = self._places(outputs.effects, output_entries)
@@ -562,7 +540,7 @@ class _ShardMapCall:
         return self.grouped.group(pairs)
 
     def _places(
-        self, effects: engine.Effects, output_entries: OutputEntries
+        self, effects: engine.Effects, output_entries: prefixes.OutputEntries
     ) -> Iterator[tuple[str, Path, Any]]:
         """Yields (kind, path, entry) of every value that leaves."""
         for path, entry in output_entries.labels:
@@ -578,7 +556,7 @@ class _ShardMapCall:
         if len(spec) > jnp.ndim(leaf):
             raise errors.AxisSizeError(
                 f"sx.shard_map puts the {kind} value at {format_path(path)} together by {spec}, "
-                f"but it has shape {jnp.shape(leaf)} in each shard and so no dimension "
+                f"but in each shard it has shape {jnp.shape(leaf)} and so no dimension "
                 f"{len(spec) - 1}. Add one, x[None], or reduce it and give P()."
             )
         varying = _jax.varying_axes(leaf) & set(self.region.axes) - set(axes_of(spec))
@@ -594,22 +572,20 @@ class _ShardMapCall:
             raise errors.SharedWriteError(
                 f"out_specs of sx.shard_map gives {spec} for the value at {where}, but it differs "
                 f"between shards over the mesh axes {over}. Reduce it, {reduced} or psum, or name "
-                f"these axes in out_specs."
+                "these axes in out_specs."
             )
         if kind.startswith("new"):
             name = kind.removeprefix("new ")
             place = f"at {where}" if path else "attached to what the function is bound to"
             raise errors.SharedWriteError(
-                f"The new {name} {place} has the spec {spec} (that of the Module that it was "
-                f"attached to, or of its place in the result), but its value differs between "
-                f"shards over the mesh axes {over}. Reduce it, {reduced}, or give it a spec of its "
-                f"own by its type, in the entry of that Module: "
-                f"sx.StateSharding([({name}, P({named!r})), (..., P())])."
+                f"The new {name} {place} has the spec {spec} (that of the Module it was attached "
+                "to, or of its place in the result), but differs between shards over the mesh "
+                f"axes {over}. Reduce it, {reduced}, or give its type a spec in the entry of that "
+                f"Module: sx.StateSharding([({name}, P({named!r})), (..., P())])."
             )
         position = self.assignment.leaf_paths.index(path)
         raise errors.SharedWriteError(
             f"The {type(self.call.graph.leaves[position]).__name__} at {where} has the spec {spec} "
-            f"in in_specs, but was written with a value that differs between shards over the mesh "
-            f"axes {over}. Write a value that is equal in all of them, {reduced} or psum, or name "
-            f"these axes in its spec."
+            "in in_specs, but was written with a value that differs between shards over the mesh "
+            f"axes {over}. Write an equal one, {reduced} or psum, or name these axes in its spec."
         )

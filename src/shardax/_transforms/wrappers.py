@@ -13,7 +13,6 @@ compilation a ``Jitted`` calls its body directly.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,11 +26,12 @@ from shardax._transforms.errors import LayerConfigError, StaticArgumentError
 from shardax._transforms.jit.jit import Jit, jit
 from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
 from shardax._transforms.lift import arguments
-from shardax._transforms.lift.engine import SingleRunCall, check_operands, check_result, wraps
+from shardax._transforms.lift.engine import SingleRunCall, check_operands, decorator, wraps
 
 
+@decorator
 def remat(
-    function: Callable[..., Any] | None = None,
+    function: Any = None,
     *,
     policy: Callable[..., bool] | None = None,
     prevent_cse: bool = True,
@@ -74,15 +74,6 @@ def remat(
         >>> all(bool(jnp.array_equal(grads.flat()[p], g)) for p, g in plain.flat().items())
         True
     """
-    if function is None:
-        return functools.partial(
-            remat,
-            policy=policy,
-            prevent_cse=prevent_cse,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            static=static,
-        )
     arguments.check_static_option(static)
     positions, names = arguments.resolve_arguments(
         function, static_argnums, static_argnames, "static", StaticArgumentError
@@ -102,21 +93,11 @@ def remat(
             static_numbers=static == arguments.NUMBERS,
         )
         check_operands(once, "make it static: sx.remat(f, static_argnames=...)")
-
-        def pure(values: Any, plain: Any, plain_named: Any) -> Any:
-            return once.run_once(values, plain, plain_named, split)[1]
-
-        transformed = jax.checkpoint(pure, policy=policy, prevent_cse=prevent_cse)
+        transformed = jax.checkpoint(once.run_whole, policy=policy, prevent_cse=prevent_cse)
         values, plain = once.graph.values(), list(once.arguments.plain)
         return once.finish(transformed(values, plain, once.arguments.plain_named))
 
     return rematerialised
-
-
-def split(result: Any) -> tuple[None, Any]:
-    """Everything is the rest, for ``SingleRunCall.run``."""
-    check_result(result, "remat")
-    return None, result
 
 
 class ModuleWrapper(Module):
@@ -130,8 +111,8 @@ class ModuleWrapper(Module):
         if not isinstance(module, Module) or not callable(module):
             raise LayerConfigError(
                 f"sx.{type(self).__name__} wraps a Module that can be called, but was given "
-                f"{module!r} of type {type(module).__name__}. For a function, use sx.jit(f) or "
-                f"sx.remat(f); for a method, put it around the Module that has it."
+                f"{module!r} of type {type(module).__name__}. For a function use sx.jit(f) or "
+                "sx.remat(f); for a method, wrap the Module that has it."
             )
         self.body = module
 
@@ -269,8 +250,8 @@ def _key(name: str, option: Any) -> Any:
         return exact_key(tuple(sorted(option.items())) if isinstance(option, dict) else option)
     except TypeError as error:
         raise StaticArgumentError(
-            f"The option {name}={option!r} of sx.Jitted is not hashable ({error}). Options are "
-            f"part of a model's structure. Use tuples instead of lists."
+            f"The option {name}={option!r} of sx.Jitted is not hashable ({error}), but is part of "
+            "a model's structure. Use tuples instead of lists."
         ) from error
 
 

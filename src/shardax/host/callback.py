@@ -49,9 +49,9 @@ from shardax._core.graph.flatten import GraphDef, VariableDef, build
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.variable import ArrayAttribute, Variable
-from shardax._transforms.control.loops import vary_alike
+from shardax._transforms.control.scan import vary_alike
 from shardax._transforms.errors import ArgumentError, ClosureError
-from shardax._transforms.grad.targets import dtype_of
+from shardax._transforms.grad.grad import dtype_of
 from shardax._transforms.lift.arguments import join_argument, leaf_paths
 from shardax._transforms.lift.engine import LiftedCall
 from shardax.host.errors import HostFunctionError, HostResultError, HostSpecError

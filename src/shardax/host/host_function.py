@@ -30,10 +30,10 @@ from shardax._core.graph.flatten import flatten, is_object
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
-from shardax._transforms.control.loops import vary_alike
+from shardax._transforms.control.scan import vary_alike
 from shardax._transforms.errors import DifferentiationError, StaticArgumentError, TangentError
 from shardax._transforms.grad.custom_vjp import CustomVjp
-from shardax._transforms.grad.targets import DiffArgument, DiffState, Tangents, is_differentiable
+from shardax._transforms.grad.grad import DiffArgument, DiffState, Tangents, is_differentiable
 from shardax._transforms.lift.arguments import resolve_arguments, static_argument
 from shardax._transforms.lift.engine import LateFrame, LiftedCall, wraps
 from shardax.host import callback

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._transforms.grad.targets import is_differentiable
+from shardax._transforms.grad.grad import is_differentiable
 from shardax._transforms.lift.engine import wraps
 from shardax.host.calls import name_of
 from shardax.host.host_function import HostFunction, host_function, if_differentiable

@@ -42,7 +42,7 @@ from shardax._core.state.state import Origin, State
 from shardax._transforms.control.scan import scan
 from shardax._transforms.errors import LayerConfigError
 from shardax._transforms.jit.jit import jit
-from shardax._transforms.lift.closures import find_sources, objects_in
+from shardax._transforms.lift.arguments import find_sources, objects_in
 from shardax._transforms.lift.prefix import Carry, StateAxes
 from shardax._transforms.wrappers import remat
 from shardax.nn.parameters import as_size

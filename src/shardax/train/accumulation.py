@@ -21,7 +21,7 @@ import numpy as np
 from shardax._core.graph.flatten import has_objects
 from shardax._core.graph.paths import format_path
 from shardax._core.variable import Param
-from shardax._transforms.control.loops import abstract_eval
+from shardax._transforms.control.scan import abstract_eval
 from shardax._transforms.grad.grad import value_and_grad
 from shardax._transforms.lift.engine import SingleRunCall
 from shardax.train.errors import AccumulationError

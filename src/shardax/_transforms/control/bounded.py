@@ -32,11 +32,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardax._core._jax import Tracer
 from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.variable import Variable
-from shardax._transforms.control import loops
+from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import BoundedLoopError
-from shardax._transforms.lift.engine import LiftedCall, retry_captured
+from shardax._transforms.lift.engine import ARRAY_OR_NUMBER, LiftedCall, retry_captured
 
 Differentiable = Literal["no", "store", "recompute"]
 
@@ -86,7 +86,7 @@ class _LoopState(NamedTuple):
 def run_bounded(loop: BoundedLoop, init: Any, differentiable: Differentiable) -> WhileResult:
     """Runs a bounded loop."""
     active = loop.condition(init)
-    start = _LoopState(active, loops.vary_alike(jnp.zeros((), jnp.int32), active), init)
+    start = _LoopState(active, scan.vary_alike(jnp.zeros((), jnp.int32), active), init)
     if loop.max_steps == 0:
         last, history = start, _repeated(loop.padding, 0)
     elif differentiable == "no":
@@ -295,11 +295,11 @@ def bounded_while_loop(
 
         start = settled(advance, body.start())
         row = (
-            _no_row
+            (lambda carry: None)
             if history is None
             else loops.ReadOnlyFunction(body, _HISTORY, "history", _row_of)
         )
-        rows = padding_row(padding, loops.abstract_eval(row, start))
+        rows = padding_row(padding, scan.abstract_eval(row, start))
         loop = BoundedLoop(condition, advance, row, steps, rows)
         result = run_bounded(loop, start, differentiable)
         return result._replace(final=call.apply(body.finish(result.final)))
@@ -333,16 +333,12 @@ def _check_options(max_steps: Any, history: Any, differentiable: Any) -> int:
     return operator.index(max_steps)
 
 
-def _no_row(carry: Any) -> None:
-    return None
-
-
 def _row_of(result: Any) -> Any:
     """Returns what a history function returned as arrays."""
 
     def as_array(path: Any, leaf: Any) -> Any:
         value = leaf.value if isinstance(leaf, Variable) else leaf
-        if isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+        if isinstance(value, ARRAY_OR_NUMBER):
             return jnp.asarray(value)
         where = format_path(plain_path(path)) if path else "itself"
         raise BoundedLoopError(
@@ -364,18 +360,14 @@ def padding_row(padding: Any, kinds: Any) -> Any:
     except ValueError as error:
         raise BoundedLoopError(
             f"padding={padding!r} of sx.bounded_while_loop is not a prefix of a row of the "
-            f"history, which is {loops.form(kinds)}. Give one number for all, or the containers of a row "
-            f"with one number each."
+            f"history, which is {scan.form(kinds)}. Give one number, or one each in its containers."
         ) from error
 
-    def fill(path: Any, value: Any, kind: Any) -> Any:
-        return _filled(plain_path(path), value, kind)
-
-    return jax.tree_util.tree_map_with_path(fill, spread, kinds)
+    return jax.tree_util.tree_map_with_path(_filled, spread, kinds)
 
 
-def _filled(path: Path, value: Any, kind: Any) -> Any:
-    where = f" at {format_path(path)}" if path else ""
+def _filled(key_path: Any, value: Any, kind: Any) -> Any:
+    where = f" at {format_path(plain_path(key_path))}" if key_path else ""
     array = value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
     if not _holds(array, kind.dtype):
         shown = f"{value!r}" if array.ndim == 0 and not isinstance(value, Tracer) else array.dtype
@@ -390,7 +382,7 @@ def _filled(path: Path, value: Any, kind: Any) -> Any:
             f"padding of shape {array.shape} does not fit a row of the history{where}, which has "
             f"shape {kind.shape}."
         ) from error
-    return loops.vary_alike(_laid_out_alike(row, kind), kind)
+    return scan.vary_alike(_laid_out_alike(row, kind), kind)
 
 
 def _laid_out_alike(row: Any, kind: Any) -> Any:

@@ -20,7 +20,7 @@ from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.variable import Variable
-from shardax._transforms.control import loops
+from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import BranchError
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.prefix import one_level
@@ -71,7 +71,7 @@ class _Comparison:
             if mine == theirs:
                 continue
             shown = [
-                loops.describe_change(old, new) if new != old else "nothing changes"
+                scan.describe_change(old, new) if new != old else "nothing changes"
                 for new in (mine, theirs)
             ]
             if shown[0] == shown[1]:
@@ -133,7 +133,7 @@ class _Comparison:
                 )
             if mine.position is not None:
                 continue
-            one, two = map(loops.form, next(arrays))
+            one, two = map(scan.form, next(arrays))
             if one != two:
                 raise BranchError(
                     f"The branches of {name} return different types{_at(path)}: {first.label} "
@@ -161,7 +161,7 @@ class _Comparison:
                 if count + offset in outcome.effects.foreign:
                     kind += " from outside"
                 elif definitions and type(definitions[0]) is flatten.VariableDef:
-                    kind += f" {loops.form(next(fresh))}"
+                    kind += f" {scan.form(next(fresh))}"
                 made.append((definitions, kind, id(outcome.effects.foreign.get(count + offset))))
                 shown.append(f"{outcome.label} {kind}")
             if made[0] == made[1]:
@@ -198,7 +198,7 @@ class _Comparison:
             for outcome in (self.first, self.other):
                 is_written = position in outcome.written
                 forms.append(
-                    loops.form(outcome.written[position] if is_written else before[position])
+                    scan.form(outcome.written[position] if is_written else before[position])
                 )
                 verb = "writes" if is_written else "leaves it as"
                 shown.append(f"{outcome.label} {verb} {forms[-1]}")
@@ -286,14 +286,12 @@ def cond(
         >>> results, float(total)
         ([1.0, 2.0, 3.0], 4.0)
     """
-    _check_callable("cond", {"true_fun": true_fun, "false_fun": false_fun})
+    functions = {"true_fun": true_fun, "false_fun": false_fun}
+    _check_callable("cond", functions)
     decision = loops.as_predicate(pred, "pred of sx.cond")
-
-    def choose(branches: Sequence[Callable[[], Any]]) -> Any:
-        return jax.lax.cond(decision, *branches)
-
-    labels = ["true_fun", "false_fun"]
-    return _run("cond", [true_fun, false_fun], labels, operands, decision, choose)
+    return _run(
+        "cond", functions, operands, decision, lambda branches: jax.lax.cond(decision, *branches)
+    )
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
@@ -318,17 +316,13 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
         >>> [float(sx.switch(i, apply, jnp.float32(2))) for i in (0, 1, 7)]
         [20.0, 40.0, 60.0]
     """
-    functions = list(branches)
-    labels = [f"branches[{i}]" for i in range(len(functions))]
+    functions = {f"branches[{i}]": branch for i, branch in enumerate(branches)}
     if not functions:
         raise BranchError("sx.switch was given no branches; give a sequence of at least one.")
-    _check_callable("switch", dict(zip(labels, functions, strict=True)))
+    _check_callable("switch", functions)
     decision = loops.as_integer(index, "index of sx.switch")
-
-    def choose(branches: Sequence[Callable[[], Any]]) -> Any:
-        return jax.lax.switch(decision, branches)
-
-    return _run("switch", functions, labels, operands, decision, choose)
+    choose = functools.partial(jax.lax.switch, decision)
+    return _run("switch", functions, operands, decision, choose)
 
 
 def _check_callable(name: str, functions: dict[str, Any]) -> None:
@@ -342,15 +336,15 @@ def _check_callable(name: str, functions: dict[str, Any]) -> None:
 
 def _run(
     name: str,
-    functions: Sequence[Callable[..., Any]],
-    labels: Sequence[str],
+    functions: dict[str, Callable[..., Any]],
     operands: Sequence[Any],
     decision: Any,
     choose: Callable[..., Any],
 ) -> Any:
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = engine.LiftedCall(name, functions, operands, {}, captured=captured)
-        return _BranchingCall(call, labels).run(decision, choose)
+        branches = [*functions.values()]
+        call = engine.LiftedCall(name, branches, operands, {}, captured=captured)
+        return _BranchingCall(call, [*functions]).run(decision, choose)
 
     return engine.retry_captured(attempt)
 
@@ -399,11 +393,11 @@ class _BranchingCall:
 
     def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
         """Traces all branches, runs the chosen one, and applies its effects."""
-        differ = functools.partial(loops.vary_alike, other=decision)
+        differ = functools.partial(scan.vary_alike, other=decision)
         inputs = jax.tree.map(differ, (self.values, self.call.arguments.plain))
         outcomes = []
         for which, label in enumerate(self.labels):
-            leaves, written, fresh = loops.abstract_eval(self.ones[which], *inputs)
+            leaves, written, fresh = scan.abstract_eval(self.ones[which], *inputs)
             effects, outline, _ = self.done[which]
             outcomes.append(BranchOutcome(label, effects, outline, leaves, written, fresh))
         for other in outcomes[1:]:
@@ -445,5 +439,5 @@ class _OutputType:
         if getattr(jax.typeof(leaf), "weak_type", False) and not self.weak:
             leaf = jax.lax.convert_element_type(leaf, self.dtype)
         for other in self.others:
-            leaf = loops.vary_alike(leaf, other)
+            leaf = scan.vary_alike(leaf, other)
         return leaf

@@ -1,61 +1,346 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``scan``: a function over Modules, run on slices of its arguments.
+"""``scan``, and the body that all loops share.
 
-Each argument has an *entry* that says what an iteration sees of it:
+The *body* is the user's function, run once per *iteration*. The *carry* is what one iteration hands
+to the next: plain arrays that the body returns, and the values of Variables that it writes.
+Variables that it only reads are constants of the loop, which cost no memory per step when the loop
+is differentiated. The carry keeps its *form*: pytree structure, shapes and dtypes.
+
+Which Variables the body writes is found by tracing it for its shapes. The body is one ``jax.jit``,
+so JAX keeps that trace and the loop does not run the user's code again.
+
+In ``scan`` each argument has an *entry* that says what an iteration sees of it:
 
 - ``Carry``: it goes from one iteration to the next. An argument that is carried must be returned in
   the place where ``out_axes`` has ``Carry``, a Module as the object that it is.
 - an axis: each iteration sees its own slice along that axis. Slices of Variables that are written
   are put together along it again.
-- ``None``: every iteration sees the same. A Variable is one object in all iterations, so what one
-  writes into it the next one reads, just as in a Python loop.
-
-So for a Variable ``Carry`` and ``None`` mean the same.
+- ``None``: every iteration sees the same. A Variable is one object in all iterations, so for it
+  ``Carry`` and ``None`` mean the same: what one iteration writes the next one reads.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
-from shardax._core.graph.flatten import ModuleDef, VariableDef
+from shardax._core._jax import varying_axes
+from shardax._core.graph.flatten import GraphDef, ModuleDef, VariableDef, is_object
+from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.control.loops import LoopBody, abstract_eval, refuse_changes
 from shardax._transforms.errors import CarryError, PrefixError
-from shardax._transforms.lift import engine
-from shardax._transforms.lift.prefix import (
-    Carry,
-    EntryAssignment,
-    FilterMapping,
-    OutputEntries,
-    appended,
-    check_axes_only,
-    is_axis,
-    per_argument,
-    refuse_foreign,
-)
-from shardax._transforms.vmap.axes import (
-    MappedBoxes,
-    SplitStreams,
-    check_new_axis,
-    common_size,
-    element_graphdef,
-    entering_arrays,
-    mapped_name,
-    name_new_dimensions,
-    refuse_split,
-)
+from shardax._transforms.lift import engine, prefix
+from shardax._transforms.vmap import axes as mapped
 
 
+def abstract_eval(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns shapes and dtypes, with layouts over Explicit axes."""
+    traceable: Any = function if hasattr(function, "trace") else jax.jit(function)
+    report_trace = traceable.trace(*args)
+    shapes, treedef = jax.tree.flatten(report_trace.out_info)
+    kinds = [_typed(*pair) for pair in zip(shapes, report_trace.jaxpr.out_avals, strict=True)]
+    return treedef.unflatten(kinds)
+
+
+def _typed(shape: jax.ShapeDtypeStruct, kind: Any) -> jax.ShapeDtypeStruct:
+    layout = getattr(kind, "sharding", None)
+    if shape.sharding is not None or layout is None or layout.mesh.empty:
+        return shape
+    explicit = AxisType.Explicit in layout.mesh.axis_types
+    return shape.update(sharding=layout) if explicit else shape
+
+
+class LoopBody:
+    """The body of one loop."""
+
+    def __init__(
+        self,
+        call: engine.LiftedCall,
+        carry_of: Callable[[engine.RunContext], tuple[Any, Any]],
+        label: str,
+        carried_plain: Sequence[int] | None = None,
+    ) -> None:
+        self.call = call
+        self.carry_of = carry_of
+        self.label = label
+        # The structure that one iteration sees, where its metadata differ.
+        self.graphdef: GraphDef | None = None
+        self.values = call.graph.values()
+        self.plain, self.plain_tree = call.arguments.plain_leaves()
+        self.carried_plain = range(len(self.plain)) if carried_plain is None else carried_plain
+        self.carried_variables: tuple[int, ...] = ()
+        self.carry_paths: list[Path] = []
+        self.outputs: engine.LiftedOutputs | None = None
+        # A unit, so that JAX traces it once, for its shapes and for the loop; put into the program
+        # of the loop, which is then smaller and quicker to differentiate.
+        self.one = jax.jit(self._one, inline=True)
+
+    def _one(self, values: list[Any], plain: list[Any]) -> tuple[list[Any], dict[int, Any], Any]:
+        """Runs one iteration."""
+        positional, named = self.plain_tree.unflatten(plain)
+        return self.call.run(values, positional, named, self._leave, graphdef=self.graphdef)
+
+    def _leave(self, context: engine.RunContext) -> tuple[list[Any], dict[int, Any], Any]:
+        name = self.call.name
+        context.require_inputs()
+        engine.check_result(context.result, name)
+        given, returned = self.carry_of(context)
+        returned = jax.tree.map(context.here, returned, is_leaf=is_object)
+        paths, leaves = matching_leaves(given, returned, self.label, name)
+        self.carry_paths = paths
+        outputs = context.record_effects(self.outgoing(context))
+        self.outputs, extra, apart = self.leave_more(context, outputs)
+        written = zip(self.outputs.effects.written, self.outputs.written, strict=True)
+        return leaves, {p: v for p, v in written if p not in apart}, extra
+
+    def outgoing(self, context: engine.RunContext) -> Any:
+        """Returns the result as it leaves the loop."""
+        return context.result
+
+    def leave_more(
+        self, context: engine.RunContext, outputs: engine.LiftedOutputs
+    ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
+        """Decides what leaves every iteration besides the carry: here, nothing."""
+        refuse_changes(self.call, outputs, outputs.effects.updates)
+        if outputs.effects.fresh:
+            raise CarryError(
+                f"The body of sx.{self.call.name} returned a new object where what is carried must "
+                f"come back as it was given. Write into the given Module and return it."
+            )
+        return outputs, None, ()
+
+    def discover(self, values: Sequence[Any], plain: Sequence[Any]) -> Any:
+        """Finds which Variables are carried, and checks that their form stays."""
+        leaves, written, extra = abstract_eval(self.one, list(values), list(plain))
+        self.carried_variables = tuple(sorted(written))
+        paths = self.call.graph.flat.leaf_paths
+        for position in self.carried_variables:
+            kind = type(self.call.graph.leaves[position]).__name__
+            what = f"The {kind} at {format_path(paths[position])}"
+            check_form(what, values[position], written[position], self.call.name)
+        for path, index, after in zip(self.carry_paths, self.carried_plain, leaves, strict=True):
+            check_form(f"The array at {format_path(path)}", plain[index], after, self.call.name)
+        if self._vary([written[position] for position in self.carried_variables], leaves):
+            return self.discover(*self.inputs(self.start(), others=(values, plain)))
+        return extra
+
+    def _vary(self, written: Sequence[Any], leaves: Sequence[Any]) -> bool:
+        """Makes the carry differ between shards where the body makes it differ."""
+        # Inside ``shard_map``, JAX counts this to the type, which must be the same in all
+        # iterations.
+        changed = False
+        for inputs, positions, after in (
+            (self.values, self.carried_variables, written),
+            (self.plain, self.carried_plain, leaves),
+        ):
+            for position, kind in zip(positions, after, strict=True):
+                before = inputs[position]
+                inputs[position] = jax.tree.map(vary_alike, before, kind)
+                changed |= not engine.same_value(before, inputs[position])
+        return changed
+
+    def differ_like(self, decision: Any) -> bool:
+        """Makes the carry differ between shards where what ends the loop does."""
+        # Inside ``shard_map`` shards may then run for different numbers of iterations, which JAX
+        # does not count to the types of what comes out.
+        values, plain = jax.tree.map(lambda _: decision, self.start())
+        changed = self._vary(values, plain)
+        if changed:
+            self.discover(self.values, self.plain)
+        return changed
+
+    def start(self) -> tuple[list[Any], list[Any]]:
+        """Returns what goes into the first iteration: (values of Variables, plain leaves)."""
+        return (
+            [self.values[position] for position in self.carried_variables],
+            [self.plain[index] for index in self.carried_plain],
+        )
+
+    def step(
+        self,
+        carry: tuple[Sequence[Any], Sequence[Any]],
+        values: Mapping[int, Any] | None = None,
+        plain: Mapping[int, Any] | None = None,
+    ) -> tuple[tuple[list[Any], list[Any]], Any]:
+        """Runs one iteration, inside the loop."""
+        all_values, all_plain = self.inputs(carry, values, plain)
+        leaves, written, extra = self.one(all_values, all_plain)
+        after = [written[position] for position in self.carried_variables], leaves
+        return jax.tree.map(vary_alike, after, tuple(carry)), extra
+
+    def inputs(
+        self,
+        carry: tuple[Sequence[Any], Sequence[Any]],
+        values: Mapping[int, Any] | None = None,
+        plain: Mapping[int, Any] | None = None,
+        others: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns all values and plain leaves that an iteration sees."""
+        all_values, all_plain = map(list, others or (self.values, self.plain))
+        for position, value in [
+            *zip(self.carried_variables, carry[0], strict=True),
+            *(values or {}).items(),
+        ]:
+            all_values[position] = value
+        for index, leaf in [
+            *zip(self.carried_plain, carry[1], strict=True),
+            *(plain or {}).items(),
+        ]:
+            all_plain[index] = leaf
+        return all_values, all_plain
+
+    def finish(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> engine.LiftedOutputs:
+        """Returns the outputs of a loop that returns only the carry."""
+        assert self.outputs is not None
+        effects = self.outputs.effects
+        final = dict(zip(self.carried_variables, carry[0], strict=True))
+        treedef = jax.tree.structure(self.outputs.result)
+        written = [final[position] for position in effects.written]
+        return engine.LiftedOutputs(treedef.unflatten(carry[1]), written, [], effects)
+
+
+def vary_alike(leaf: Any, other: Any) -> Any:
+    """Returns an array that varies over another's manual mesh axes."""
+    missing = varying_axes(other) - varying_axes(leaf)
+    return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
+
+
+def matching_leaves(
+    given: Any, returned: Any, label: str, name: str
+) -> tuple[list[Path], list[Any]]:
+    """Checks that the carry came back as it was given."""
+    before = _with_paths(given, label)
+    after = _with_paths(returned, label)
+    if jax.tree.structure(given, is_leaf=is_object) != jax.tree.structure(
+        returned, is_leaf=is_object
+    ):
+        raise CarryError(
+            f"What is carried in sx.{name} must come back with the structure it was given, but "
+            f"{_difference(dict(before), dict(after), given, returned)}. Return every part of it, "
+            f"in the same containers."
+        )
+    for (path, one), (_, other) in zip(before, after, strict=True):
+        if (isinstance(one, Object) or isinstance(other, Object)) and one is not other:
+            found = type(other).__name__ if isinstance(other, Object) else "array"
+            kind = type(one).__name__ if isinstance(one, Object) else "array"
+            raise CarryError(
+                f"The {kind} at {format_path(path)}, which is carried in sx.{name}, came back as "
+                f"another {found}. A Module is carried as the object it is: write "
+                f"into it (v[...] = new, sx.update(model, new)) and return it."
+            )
+    plain = [
+        (path, other)
+        for (path, one), (_, other) in zip(before, after, strict=True)
+        if not isinstance(one, Object)
+    ]
+    return [path for path, _ in plain], [leaf for _, leaf in plain]
+
+
+def _with_paths(tree: Any, label: str) -> list[tuple[Path, Any]]:
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object)
+    return [((label, *plain_path(path)), leaf) for path, leaf in pairs]
+
+
+def _difference(before: Mapping[Path, Any], after: Mapping[Path, Any], given: Any, got: Any) -> str:
+    missing = [format_path(path) for path in before if path not in after]
+    extra = [format_path(path) for path in after if path not in before]
+    if any(missing) or any(extra):
+        parts = [
+            *([f"{', '.join(missing)} is missing"] if any(missing) else []),
+            *([f"{', '.join(extra)} is new"] if any(extra) else []),
+        ]
+        return " and ".join(parts)
+    return f"a {type(given).__name__} came back as a {type(got).__name__}"
+
+
+def form(value: Any) -> str:
+    """Returns the form of a value for messages, like ``float32[2,3]``."""
+    # Over Explicit mesh axes the layout is part of the type, and of the form.
+    shown = jax.tree.map(
+        lambda leaf: f"{jnp.result_type(leaf)}[{','.join(map(str, jnp.shape(leaf)))}]", value
+    )
+    text = shown if isinstance(shown, str) else str(shown).replace("'", "")
+    specs = {explicit_spec(leaf) for leaf in jax.tree.leaves(value)} - {""}
+    return text + "".join(f" sharded as {spec}" for spec in sorted(specs))
+
+
+def explicit_spec(leaf: Any) -> str:
+    """Returns an array's spec over Explicit mesh axes, or ""."""
+    spec = getattr(getattr(jax.typeof(leaf), "sharding", None), "spec", None)
+    return "" if spec is None or all(entry is None for entry in spec) else str(spec)
+
+
+def check_form(what: str, before: Any, after: Any, name: str) -> None:
+    """Raises if the form of the carry changed."""
+    if jax.tree.structure(before) == jax.tree.structure(after) and all(
+        _same_type(a, b)
+        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    ):
+        return
+    explicit = any(explicit_spec(leaf) for leaf in jax.tree.leaves((before, after)))
+    hint = ", jax.sharding.reshard(new, spec)" if explicit else ""
+    raise CarryError(
+        f"{what} changes its form in the body of sx.{name}: from {form(before)} to {form(after)}. "
+        f"All iterations share one program, so what goes from one to the next keeps structure, "
+        f"shape and dtype. Start with the form it will have, or convert what is written: "
+        f"new.astype(old.dtype){hint}."
+    )
+
+
+def _same_type(before: Any, after: Any) -> bool:
+    if jnp.shape(before) != jnp.shape(after) or explicit_spec(before) != explicit_spec(after):
+        return False
+    old, new = jnp.result_type(before), jnp.result_type(after)
+    # What starts as a Python number takes the dtype of what the body makes of it, as in JAX.
+    weak = isinstance(before, (bool, int, float, complex)) or getattr(before, "weak_type", False)
+    return old == new or (weak and jnp.result_type(before, after) == new)
+
+
+def refuse_changes(
+    call: engine.LiftedCall,
+    outputs: engine.LiftedOutputs,
+    changed: Sequence[int] | Mapping[int, Any],
+) -> None:
+    """Raises if a body changed the structure of its Modules."""
+    effects = outputs.effects
+    for index in changed:
+        path = format_path(call.graph.flat.paths[index])
+        old, new = call.graph.flat.graphdef.objects[index], effects.updates[index]
+        raise CarryError(
+            f"The body of sx.{call.name} changes the structure of the {old.type.__name__} at "
+            f"{path}: {describe_change(old, new)}. The body is traced once for all iterations, so "
+            f"the change would happen once. Make it before the loop; in the body, write values of "
+            f"Variables (v[...] = new)."
+        )
+
+
+def describe_change(old: Any, new: Any) -> str:
+    """Returns, for messages, how the definition of an object changed."""
+    before, after = getattr(old, "attributes", None), getattr(new, "attributes", None)
+    if before is None or after is None:
+        same = getattr(old, "metadata", None) == getattr(new, "metadata", None)
+        return "its items change" if same else "its metadata change"
+    first = dict([*before, *old.array_attributes])
+    second = dict([*after, *new.array_attributes])
+    changes = [
+        *(f".{name} is new" for name in second if name not in first),
+        *(f".{name} is removed" for name in first if name not in second),
+        *(f".{name} is set" for name in first if name in second and first[name] != second[name]),
+    ]
+    return ", ".join(changes) or "its type or order of attributes changes"
+
+
+@engine.decorator
 def scan(
-    function: Callable[..., Any] | None = None,
+    function: Any = None,
     *,
-    in_axes: Any = (Carry, 0),
-    out_axes: Any = (Carry, 0),
+    in_axes: Any = (prefix.Carry, 0),
+    out_axes: Any = (prefix.Carry, 0),
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -101,12 +386,8 @@ def scan(
         >>> same is total, float(total), rows.tolist()
         (True, 6.0, [0.0, 10.0, 30.0, 60.0])
     """
-    options = {"length": length, "reverse": reverse, "unroll": unroll}
-    if function is None:
-        given = {"in_axes": in_axes, "out_axes": out_axes, "metadata": metadata, **options}
-        return functools.partial(scan, **given)
     has_carry = _check_axes(in_axes, out_axes)
-    name = mapped_name(metadata, "scan")
+    name = mapped.mapped_name(metadata, "scan")
 
     @engine.wraps(function)
     def scanned(*args: Any, **kwargs: Any) -> Any:
@@ -122,8 +403,8 @@ def scan(
 
 def _check_axes(in_axes: Any, out_axes: Any) -> bool:
     """Checks both prefixes and returns whether an argument is carried."""
-    check_axes_only(in_axes, "in_axes", carry=True)
-    check_axes_only(out_axes, "out_axes", carry=True)
+    prefix.check_axes_only(in_axes, "in_axes", carry=True)
+    prefix.check_axes_only(out_axes, "out_axes", carry=True)
     into, out = _count_carry(in_axes, "in_axes"), _count_carry(out_axes, "out_axes")
     if into != out:
         has, lacks = ("in_axes", "out_axes") if into else ("out_axes", "in_axes")
@@ -140,22 +421,28 @@ def _check_axes(in_axes: Any, out_axes: Any) -> bool:
     return into
 
 
-def _count_carry(prefix: Any, name: str) -> bool:
+def _count_carry(axes: Any, name: str) -> bool:
     """Returns whether ``Carry`` stands at a prefix's top level."""
-    top = list(prefix) if isinstance(prefix, (tuple, list)) else [prefix]
-    count = sum(entry is Carry for entry in top)
+    top = list(axes) if isinstance(axes, (tuple, list)) else [axes]
+    count = sum(entry is prefix.Carry for entry in top)
     if count > 1:
         raise CarryError(
             f"{name} of sx.scan has sx.Carry {count} times. One argument is carried; put what is "
             f"carried together in a tuple or dict."
         )
     for entry in top:
-        if entry is not Carry and any(leaf is Carry for leaf in jax.tree.leaves(entry)):
+        if entry is not prefix.Carry and any(
+            leaf is prefix.Carry for leaf in jax.tree.leaves(entry)
+        ):
             raise CarryError(
                 f"{name} of sx.scan has sx.Carry inside {entry!r}. A whole argument is carried; to "
                 f"carry some Variables of a Module, use sx.StateAxes({{filter: sx.Carry, ...}})."
             )
-        if name == "out_axes" and isinstance(entry, FilterMapping) and Carry in entry.values():
+        if (
+            name == "out_axes"
+            and isinstance(entry, prefix.FilterMapping)
+            and prefix.Carry in entry.values()
+        ):
             raise CarryError(
                 "out_axes of sx.scan has sx.Carry in a filter mapping. Variables are carried where "
                 "their Module comes in; out_axes says how new ones are stacked."
@@ -163,28 +450,8 @@ def _count_carry(prefix: Any, name: str) -> bool:
     return count == 1
 
 
-class _ScanBody(LoopBody):
-    """The body of a scan, which slices and results leave, too."""
-
-    def __init__(self, scan: _Scan, carried_plain: Sequence[int]) -> None:
-        label = "" if scan.carry_position is None else scan.call.labels[scan.carry_position]
-        super().__init__(scan.call, scan.carry_of, label, carried_plain)
-        self.scan = scan
-
-    def outgoing(self, context: engine.RunContext) -> Any:
-        """Returns the result with boxes that have the scanned dimension."""
-        return self.scan.boxes.leave(context.result, self.scan.output_entries(context))
-
-    def leave_more(
-        self, context: engine.RunContext, outputs: engine.LiftedOutputs
-    ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
-        """Returns the rows of results and of sliced, sown, new Variables."""
-        outputs, rows = self.scan.rows_of(context, outputs)
-        return outputs, rows, {*self.scan.sliced, *self.scan.grown}
-
-
-class _Scan:
-    """One call of a function made by ``scan``."""
+class _Scan(LoopBody):
+    """One call of a function made by ``scan``: a body with slices and rows."""
 
     def __init__(
         self,
@@ -196,40 +463,41 @@ class _Scan:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        self.call = call
         self.out_axes = out_axes
         self.partition_name = partition_name
-        prefixes = per_argument(in_axes, call.labels, "in_axes")
-        self.carry_position = prefixes.index(Carry) if has_carry else None
-        if prefixes.count(Carry) > 1:
+        prefixes = prefix.per_argument(in_axes, call.labels, "in_axes")
+        self.carry_position = prefixes.index(prefix.Carry) if has_carry else None
+        if prefixes.count(prefix.Carry) > 1:
             raise CarryError(
                 f"in_axes=sx.Carry is for a function of one argument, but the call has "
                 f"{len(prefixes)} ({', '.join(call.labels)}). Give one entry each: in_axes="
                 f"(sx.Carry, 0)."
             )
-        self.assignment = EntryAssignment(call, args, kwargs, prefixes, 0, None, "in_axes")
+        self.assignment = prefix.EntryAssignment(call, args, kwargs, prefixes, 0, None, "in_axes")
         axes = self.assignment.leaves
-        carry = [i for i, entry in enumerate(self.assignment.plain) if entry is Carry]
-        self.body = _ScanBody(self, carry)
-        self.streams = SplitStreams(call, self.body.values, lambda p: is_axis(axes[p]))
-        self.sliced = {p: 0 if p in self.streams else a for p, a in enumerate(axes) if is_axis(a)}
-        self.sliced_plain = {i: a for i, a in enumerate(self.assignment.plain) if is_axis(a)}
-        self.body.graphdef = element_graphdef(self.assignment, self.streams, partition_name)
-        self.boxes = MappedBoxes(self.assignment, partition_name)
+        carry = [i for i, entry in enumerate(self.assignment.plain) if entry is prefix.Carry]
+        label = "" if self.carry_position is None else call.labels[self.carry_position]
+        super().__init__(call, self._carry, label, carry)
+        self.streams = mapped.SplitStreams(call, self.values, lambda p: prefix.is_axis(axes[p]))
+        self.sliced = {
+            p: 0 if p in self.streams else a for p, a in enumerate(axes) if prefix.is_axis(a)
+        }
+        self.sliced_plain = {i: a for i, a in enumerate(self.assignment.plain) if prefix.is_axis(a)}
+        self.graphdef = mapped.element_graphdef(self.assignment, self.streams, partition_name)
+        self.boxes = mapped.MappedBoxes(self.assignment, partition_name)
         call.enter = self.boxes.enter
         self.moved: dict[int, Any] = {}
-        self.grown: frozenset[int] = frozenset()
         self.result_axes: list[Any] = []
         self.axes_of_new: list[int] = []
 
-    def carry_of(self, context: engine.RunContext) -> tuple[Any, Any]:
+    def _carry(self, context: engine.RunContext) -> tuple[Any, Any]:
         """Returns what was given for the carried argument, and what came back."""
         if self.carry_position is None:
             return None, None
         given, result = context.args[self.carry_position], context.result
-        if self.out_axes is Carry:
+        if self.out_axes is prefix.Carry:
             return given, result
-        place = [entry is Carry for entry in self.out_axes].index(True)
+        place = [entry is prefix.Carry for entry in self.out_axes].index(True)
         if not isinstance(result, (tuple, list)) or len(result) != len(self.out_axes):
             shown = f"{type(result).__name__}" + (
                 f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
@@ -240,16 +508,19 @@ class _Scan:
             )
         return given, result[place]
 
-    def output_entries(self, context: engine.RunContext) -> OutputEntries:
-        """Returns the entry of everything that leaves an iteration."""
+    def _output_entries(self, context: engine.RunContext) -> prefix.OutputEntries:
         return self.assignment.output_entries(context, self.out_axes, "out_axes")
 
-    def rows_of(
+    def outgoing(self, context: engine.RunContext) -> Any:
+        """Returns the result with boxes that have the scanned dimension."""
+        return self.boxes.leave(context.result, self._output_entries(context))
+
+    def leave_more(
         self, context: engine.RunContext, outputs: engine.LiftedOutputs
-    ) -> tuple[engine.LiftedOutputs, Any]:
-        """Returns what an iteration did, and the rows that leave it."""
-        refuse_foreign(outputs.effects, "scan")
-        output_entries = self.output_entries(context)
+    ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
+        """Returns the rows of results and of sliced, sown, new Variables."""
+        prefix.refuse_foreign(outputs.effects, "scan")
+        output_entries = self._output_entries(context)
         outputs, self.moved = self.streams.separate_counts(outputs)
         effects = outputs.effects
         places = [output_entries.by_id.get(key, ((), None)) for key in effects.fresh_ids]
@@ -263,25 +534,25 @@ class _Scan:
         for (path, axis), value in zip(
             [*output_entries.labels, *written, *places], values, strict=True
         ):
-            check_new_axis(value, axis, path, "scan")
-        self.axes_of_new = [axis if is_axis(axis) else 0 for axis in new]
-        name_new_dimensions(
+            mapped.check_new_axis(value, axis, path, "scan")
+        self.axes_of_new = [axis if prefix.is_axis(axis) else 0 for axis in new]
+        mapped.name_new_dimensions(
             self.assignment, self.streams, effects, self.axes_of_new, self.partition_name
         )
         self.result_axes = output_entries.plain
         rows = [
             leaf
             for leaf, axis in zip(leaves, output_entries.plain, strict=True)
-            if axis is not Carry
+            if axis is not prefix.Carry
         ]
         slices = {
             position: value
             for position, value in zip(effects.written, outputs.written, strict=True)
             if position in self.sliced
         }
-        sown = appended(context, effects, lambda position: position not in self.sliced)
-        self.grown = frozenset(sown)
-        return outputs, (rows, slices, sown, outputs.fresh)
+        sown = prefix.appended(context, effects, lambda position: position not in self.sliced)
+        rows = (rows, slices, sown, outputs.fresh)
+        return outputs, rows, {*self.sliced, *sown}
 
     def _check_changes(
         self, context: engine.RunContext, outputs: engine.LiftedOutputs, new: Sequence[Any]
@@ -295,7 +566,7 @@ class _Scan:
         for offset, definition in enumerate(effects.fresh):
             if type(definition) is VariableDef:
                 axis, value = next(entries)
-                if is_axis(axis) or isinstance(value, tuple):
+                if prefix.is_axis(axis) or isinstance(value, tuple):
                     stackable.add(count + offset)
             else:
                 stackable.add(count + offset)
@@ -309,41 +580,40 @@ class _Scan:
 
     def run(self, length: int | None, reverse: bool, unroll: int | bool) -> Any:
         """Runs the loop and carries back what it did."""
-        body = self.body
-        arrays = entering_arrays(self.assignment, self.streams, body.values, body.plain)
-        size = common_size(arrays, length, "scan")
-        refuse_split(arrays, "scan")
-        values = self.streams.split_keys(body.values, size)
+        arrays = mapped.entering_arrays(self.assignment, self.streams, self.values, self.plain)
+        size = mapped.common_size(arrays, length, "scan")
+        mapped.refuse_split(arrays, "scan")
+        values = self.streams.split_keys(self.values, size)
         slices = (
             {p: _to_front(values[p], axis) for p, axis in self.sliced.items()},
-            {i: _to_front(body.plain[i], axis) for i, axis in self.sliced_plain.items()},
+            {i: _to_front(self.plain[i], axis) for i, axis in self.sliced_plain.items()},
         )
         first = jax.tree.map(_first_row, slices)
-        body.discover(*body.inputs(body.start(), *first))
+        self.discover(*self.inputs(self.start(), *first))
 
         def one(carry: Any, part: Any) -> Any:
-            return body.step(carry, *part)
+            return self.step(carry, *part)
 
         carry, rows = jax.lax.scan(
-            one, body.start(), slices, length=size, reverse=reverse, unroll=unroll
+            one, self.start(), slices, length=size, reverse=reverse, unroll=unroll
         )
         outputs = self._assemble(carry, rows)
         return self.call.apply(outputs)
 
     def _assemble(self, carry: Any, rows: Any) -> engine.LiftedOutputs:
         """Puts together what went around and what left every iteration."""
-        assert self.body.outputs is not None
-        outputs = self.body.outputs
+        assert self.outputs is not None
+        outputs = self.outputs
         effects = outputs.effects
         results, slices, sown, fresh = rows
-        final = dict(zip(self.body.carried_variables, carry[0], strict=True))
+        final = dict(zip(self.carried_variables, carry[0], strict=True))
         for position, stacked in slices.items():
             final[position] = _from_front(stacked, self.sliced[position])
         for position, stacked in sown.items():
-            final[position] = (*self.body.values[position], *stacked)
+            final[position] = (*self.values[position], *stacked)
         carry_leaves, row_leaves = iter(carry[1]), iter(results)
         leaves = [
-            next(carry_leaves) if axis is Carry else _from_front(next(row_leaves), axis)
+            next(carry_leaves) if axis is prefix.Carry else _from_front(next(row_leaves), axis)
             for axis in self.result_axes
         ]
         treedef = jax.tree.structure(outputs.result)

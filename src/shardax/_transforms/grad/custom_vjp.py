@@ -38,8 +38,8 @@ from shardax._core.object import Object
 from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import ClosureError, DifferentiationError, OutputError
-from shardax._transforms.grad import targets
-from shardax._transforms.grad.grad import refuse_objects
+from shardax._transforms.grad import grad as diff
+from shardax._transforms.grad.vjp import refuse_objects
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.arguments import join_argument, split_argument
 from shardax._transforms.lift.prefix import expand
@@ -160,7 +160,7 @@ class CustomVjpCall:
         self.call = engine.LiftedCall(
             "custom_vjp", functions, args, kwargs, make_frame, captured, static, auto_static=True
         )
-        self.targets = [targets.DiffArgument(self.call, item) for item in chosen]
+        self.targets = [diff.DiffArgument(self.call, item) for item in chosen]
         self.indices = sorted({entry.leaf for target in self.targets for entry in target.entries})
         self.positions = [target.position for target in self.targets if target.has_plain]
         self.effects: engine.Effects | None = None
@@ -178,8 +178,8 @@ class CustomVjpCall:
         differentiable = ([values[i] for i in self.indices], [plain[p] for p in self.positions])
         self.varying = jax.tree.map(_jax.varying_axes, differentiable)
         nondifferentiable = (
-            targets.replaced(values, self.indices, [None] * len(self.indices)),
-            targets.replaced(plain, self.positions, [None] * len(self.positions)),
+            diff.replaced(values, self.indices, [None] * len(self.indices)),
+            diff.replaced(plain, self.positions, [None] * len(self.positions)),
             named,
         )
         used = self._explore(differentiable, nondifferentiable)
@@ -245,8 +245,8 @@ class CustomVjpCall:
         differentiable: Any,
         nondifferentiable: Any,
     ) -> Any:
-        values = targets.replaced(nondifferentiable[0], self.indices, differentiable[0])
-        plain = targets.replaced(nondifferentiable[1], self.positions, differentiable[1])
+        values = diff.replaced(nondifferentiable[0], self.indices, differentiable[0])
+        plain = diff.replaced(nondifferentiable[1], self.positions, differentiable[1])
         return self.call.run(values, plain, nondifferentiable[2], leave, which)
 
     def _leave(self, context: engine.RunContext) -> Any:
@@ -323,7 +323,7 @@ class CustomVjpCall:
             {
                 path: value
                 for path, value in pairs
-                if any(targets.is_differentiable(leaf) for leaf in jax.tree.leaves(value))
+                if any(diff.is_differentiable(leaf) for leaf in jax.tree.leaves(value))
             }
         )
 
@@ -337,7 +337,7 @@ class CustomVjpCall:
                 f"({', '.join(labels)}), but it returned a {type(gradients).__name__}{count}."
             )
         values, plain = self.like
-        tangents = targets.Tangents("gradient", values, strict=False)
+        tangents = diff.Tangents("gradient", values, strict=False)
         parts: dict[int, Any] = {}
         for target, given in zip(self.targets, gradients, strict=True):
             like = plain[target.position]
@@ -351,26 +351,26 @@ class CustomVjpCall:
         )
 
 
-def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[targets.DiffState]]:
+def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[diff.DiffState]]:
     """Returns the positions without gradient, and what is differentiated in the others."""
     given = rule.nondiff_argnums
     items = list(given) if isinstance(given, (tuple, list)) else [given]
     filters: dict[int, Any] = {}
     nondiff: list[int] = []
     for item in items:
-        argnum = item.argnum if isinstance(item, targets.DiffState) else int(item)
+        argnum = item.argnum if isinstance(item, diff.DiffState) else int(item)
         if not -count <= argnum < count:
             raise DifferentiationError(
                 f"nondiff_argnums names the argument {argnum}, but the call has {count}."
             )
         if argnum % count in filters or argnum % count in nondiff:
             raise DifferentiationError(f"nondiff_argnums names the argument {argnum} twice.")
-        if isinstance(item, targets.DiffState):
+        if isinstance(item, diff.DiffState):
             filters[argnum % count] = item.filter
         else:
             nondiff.append(argnum % count)
     chosen = [
-        targets.DiffState(position, filters.get(position, rule.wrt))
+        diff.DiffState(position, filters.get(position, rule.wrt))
         for position in range(count)
         if position not in nondiff
     ]
@@ -383,7 +383,7 @@ def _holds_data(value: Any) -> bool:
 
 
 def _like(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), targets.dtype_of(leaf))
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), diff.dtype_of(leaf))
 
 
 def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
@@ -413,7 +413,7 @@ def _fresh_paths(context: engine.RunContext, effects: engine.Effects) -> list[Pa
 
 def forbid_gradient(value: Any, name: str) -> Any:
     """Returns a value that it is an error to differentiate."""
-    if not isinstance(value, Tracer) or not targets.is_differentiable(value):
+    if not isinstance(value, Tracer) or not diff.is_differentiable(value):
         return value
 
     @jax.custom_jvp
@@ -433,9 +433,8 @@ def forbid_gradient(value: Any, name: str) -> Any:
     return same(value)
 
 
-def custom_vjp(
-    function: Callable[..., Any] | None = None, *, nondiff_argnums: Any = (), wrt: Any = Param
-) -> Any:
+@engine.decorator
+def custom_vjp(function: Any = None, *, nondiff_argnums: Any = (), wrt: Any = Param) -> Any:
     """Makes a function over Modules whose derivative is given by ``defvjp``.
 
     Values that the function, or ``fwd`` in its place, writes into Variables are carried back. They
@@ -474,8 +473,6 @@ def custom_vjp(
         >>> sx.grad(loss)(layer, jnp.array([0.5, 2.0]))["kernel"].tolist()
         [[0.5, 0.5, 0.5], [1.0, 1.0, 1.0]]
     """
-    if function is None:
-        return functools.partial(custom_vjp, nondiff_argnums=nondiff_argnums, wrt=wrt)
     return CustomVjp(function, nondiff_argnums, wrt)
 
 

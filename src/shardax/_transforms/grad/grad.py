@@ -1,79 +1,397 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of functions over Modules: ``grad``, ``vjp``, ``jvp``.
+"""Gradients, and what is differentiated: chosen arguments and their tangents.
 
-What is differentiated is chosen by argument and, for a Module, by filter (``grad.targets``): its
-``Param`` Variables unless told otherwise. What a function writes into Variables is carried back,
-but is no part of its result: it has no tangent, and no cotangent arrives at it.
+Arguments are chosen by position and, for a Module, by filter. *Tangents* (gradients, directions)
+are arranged like the argument: a ``State`` for a Module, with the paths of the chosen Variables; an
+array for a Variable; for anything else the same pytree. A Variable that is reached twice has one
+gradient, the sum over all its uses. Tangents have the shapes and dtypes of what they belong to;
+integers and random keys have none. What was not given is zero, and stands as None.
 
-``safe_where`` differentiates a choice per element. ``jnp.where(x > 0, jnp.log(x), 0.0)`` computes
-the logarithm of every element, and zero times its infinite derivative at zero is NaN. The cure is
-to choose before the function as well as after it, by a *stand-in* at which it is harmless.
+What a function writes into Variables is carried back, but is no part of its result: it has no
+tangent, and no cotangent arrives at it.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.graph.flatten import is_object
+from shardax._core.errors import StateMismatchError
+from shardax._core.graph.flatten import flatten
 from shardax._core.graph.handlers import axes_of
-from shardax._core.graph.paths import plain_path
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
+from shardax._core.state.filters import to_predicate
+from shardax._core.state.state import Origin, State, flatten_mapping, merged_values
 from shardax._core.variable import Param, Variable
-from shardax._transforms import errors
-from shardax._transforms.grad.targets import (
-    DiffArgument,
-    DiffState,
-    Tangents,
-    check_differentiable,
-    explained_reverse_mode,
-    replaced,
-)
-from shardax._transforms.lift.engine import SingleRunCall, check_operands, wraps
+from shardax._transforms.errors import DifferentiationError, InconsistentAliasingError, TangentError
+from shardax._transforms.lift import arguments as inputs
+from shardax._transforms.lift.engine import LiftedCall, SingleRunCall, decorator, wraps
 
 
-def _value_and_grad(
-    function: Callable[..., Any],
-    chosen: Sequence[DiffState],
-    has_aux: bool,
-    options: dict[str, Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> tuple[Any, Any, list[Any]]:
-    """Returns (value, aux, one gradient per chosen argument)."""
-    once = SingleRunCall("grad", function, args, kwargs)
-    targets = [DiffArgument(once, item) for item in chosen]
-    for target in targets:
-        target.check_chosen()
-        check_differentiable(once, target, options["allow_int"], options["holomorphic"])
-    values, plain = once.graph.values(), list(once.arguments.plain)
-    indices = sorted({entry.leaf for target in targets for entry in target.entries})
-    positions = [target.position for target in targets if target.has_plain]
+@contextlib.contextmanager
+def explained_reverse_mode() -> Iterator[None]:
+    """Explains which loops have a reverse-mode derivative."""
+    try:
+        yield
+    except ValueError as error:
+        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
+            raise
+        raise DifferentiationError(
+            "What is differentiated goes through a while loop, which has no reverse-mode "
+            "derivative: nobody knows how many steps it would have to remember. Give it a limit, "
+            "sx.bounded_while_loop(..., max_steps=100, differentiable='recompute'); if the number "
+            "of steps is known, use sx.fori_loop with Python integers, or sx.scan; if the gradient "
+            "shall not go through it, jax.lax.stop_gradient."
+        ) from error
 
-    def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
-        all_values = replaced(values, indices, some_values)
-        all_plain = replaced(plain, positions, some_plain)
-        return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
 
-    def split(result: Any) -> tuple[Any, Any]:
-        value, aux = _separate_aux(result, has_aux, "grad")
-        return _scalar(value, options["holomorphic"]), aux
+class Tangents:
+    """Tangents on their way to the Variables they belong to."""
 
-    transformed = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **options)
-    with explained_reverse_mode():
-        (value, leaving), (value_grads, plain_grads) = transformed(
-            [values[i] for i in indices], [plain[p] for p in positions]
+    def __init__(self, noun: str, values: Sequence[Any], strict: bool) -> None:
+        self.noun = noun
+        self.values = values
+        self.strict = strict
+        # The tangent of each Variable that was given one, by its place in the graph; None where one
+        # of its arrays has none.
+        self.by_index: dict[int, Any] = {}
+        self._given: dict[int, tuple[Path, Any]] = {}
+
+    def put(self, index: int, given: Any, path: Path) -> None:
+        """Takes the tangent of one Variable."""
+        if given is None:
+            return
+        first, known = self._given.setdefault(index, (path, given))
+        if known is not given:
+            raise InconsistentAliasingError(
+                f"One Variable was given two {self.noun}s, by two paths:\n  {format_path(first)}\n"
+                f"  {format_path(path)}\nA shared Variable is one Variable and has one. Give their "
+                f"sum at one of the paths."
+            )
+        leaves, treedef = jax.tree.flatten(self.values[index])
+        try:
+            parts = treedef.flatten_up_to(given)
+        except (ValueError, TypeError) as error:
+            raise TangentError(
+                f"The {self.noun} for {format_path(path)} is not arranged like its value: {error}"
+            ) from error
+        fitted = [self.fit(part, leaf, path) for part, leaf in zip(parts, leaves, strict=True)]
+        self.by_index[index] = treedef.unflatten(fitted)
+
+    def fit(self, given: Any, like: Any, path: Path) -> Any:
+        """Returns a tangent for one array, or None."""
+        if given is None:
+            return None
+        if not (hasattr(given, "dtype") or isinstance(given, (bool, int, float, complex))):
+            raise TangentError(
+                f"The {self.noun} for {format_path(path)} is of type {type(given).__name__}, but "
+                f"must be an array like the value itself."
+            )
+        dtype = dtype_of(given)
+        if not is_differentiable(like):
+            if not self.strict or dtype == jax.dtypes.float0:
+                return None
+            raise TangentError(
+                f"There is a {self.noun} for {format_path(path)}, which has dtype "
+                f"{dtype_of(like)} and so no derivative. Leave it out, or give None."
+            )
+        shape, wanted = jnp.shape(given), dtype_of(like)
+        weak = not hasattr(given, "dtype") or (
+            isinstance(given, jax.Array) and jax.typeof(given).weak_type
         )
-    aux = once.finish(leaving)
-    by_index = dict(zip(indices, value_grads, strict=True))
-    by_position = dict(zip(positions, plain_grads, strict=True))
-    gradients = [target.gradient(by_index, by_position.get(target.position)) for target in targets]
-    return value, aux, gradients
+        fits = dtype == wanted or (weak and jnp.promote_types(dtype, wanted) == wanted)
+        if shape == tuple(jnp.shape(like)) and fits:
+            return given if dtype == wanted else jnp.asarray(given, wanted)
+        raise TangentError(
+            f"The {self.noun} for {format_path(path)} is {dtype}{list(shape)}, but must be "
+            f"{wanted}{list(jnp.shape(like))}, like the value itself."
+        )
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether the dtype of an array has derivatives."""
+    return jnp.issubdtype(dtype_of(leaf), jnp.inexact)
+
+
+def dtype_of(leaf: Any) -> Any:
+    """Returns the dtype of an array, its shape, or a Python number."""
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+@dataclass(frozen=True)
+class DiffState:
+    """Which argument to differentiate, and which of its Variables.
+
+    Attributes:
+        argnum: Position of the argument.
+        filter: Filter of the Variables (``_core.state.filters``).
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> stats = sx.BatchStat(jnp.float32(3))
+        >>> float(sx.grad(lambda v: v.value**2, argnums=sx.DiffState(0, sx.BatchStat))(stats))
+        6.0
+    """
+
+    argnum: int
+    filter: Any = Param
+
+
+def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """Returns a list with other items at some places."""
+    changed = list(items)
+    for place, item in zip(places, new, strict=True):
+        changed[place] = item
+    return changed
+
+
+class DiffVariable(NamedTuple):
+    """A chosen Variable: path below its object, position, origin."""
+
+    path: Path
+    leaf: int
+    origin: Origin
+
+
+class DiffObject(NamedTuple):
+    """One object of a differentiated argument."""
+
+    where: Path  # its path, from the argument's name on
+    is_variable: bool  # whether it is a Variable, and no Module
+    type_name: str  # its type, for messages
+    entries: list[DiffVariable]  # the chosen Variables
+    others: list[Path]  # paths of the others
+
+
+class DiffArgument:
+    """One differentiated argument: which Variables of the graph, and which plain part."""
+
+    def __init__(self, call: LiftedCall, chosen: DiffState) -> None:
+        arguments = call.arguments
+        count = len(arguments.templates)
+        if not -count <= chosen.argnum < count:
+            raise DifferentiationError(
+                f"argnums={chosen.argnum} is out of range: the call has {count} positional "
+                f"arguments. Arguments to differentiate must be passed by position."
+            )
+        self.argnum, self.filter = chosen.argnum, chosen.filter
+        self.position = chosen.argnum % count  # position of the argument
+        self.template = arguments.templates[self.position]
+        self.label = call.labels[self.position]  # the name of its parameter
+        # Whether it has a plain part.
+        self.has_plain = not isinstance(self.template, (inputs.RootTemplate, inputs.StaticTemplate))
+        predicate = to_predicate(chosen.filter)
+        index = {id(leaf): i for i, leaf in enumerate(call.graph.flat.leaves)}
+        self.objects = [
+            _choose(arguments.roots[root], where, predicate, index)
+            for root, where in inputs.root_places(self.label, self.template)
+        ]
+
+    @property
+    def entries(self) -> list[DiffVariable]:
+        """The chosen Variables of all its objects."""
+        return [entry for item in self.objects for entry in item.entries]
+
+    def check_chosen(self) -> None:
+        """Raises if the argument holds nothing to differentiate."""
+        if self.entries or self.has_plain or not self.objects:
+            return
+        shown = getattr(self.filter, "__name__", repr(self.filter))
+        raise DifferentiationError(
+            f"The argument {self.label!r} ({self.objects[0].type_name}) has no Variable that the "
+            f"filter {shown} matches, so there is nothing to differentiate. Choose others with "
+            f"wrt=... or argnums=sx.DiffState({self.argnum}, filter)."
+        )
+
+    def plain_places(self, plain: Any) -> list[Path]:
+        """Returns the path of each leaf of the plain part."""
+        if isinstance(self.template, inputs.TreeTemplate):
+            paths: Sequence[Path] = inputs.plain_paths(self.template)
+        else:
+            paths = inputs.leaf_paths(jax.tree.structure(plain))
+        return [(self.label, *path) for path in paths]
+
+    def gradient(self, by_index: Mapping[int, Any], plain: Any) -> Any:
+        """Arranges tangents like the argument."""
+        found: list[Any] = []
+        for item in self.objects:
+            if item.is_variable:
+                found.append(by_index[item.entries[0].leaf])
+                continue
+            values = {path: by_index[leaf] for path, leaf, _ in item.entries}
+            origins = {path: origin for path, _, origin in item.entries}
+            found.append(State.from_flat(values, origins))
+        if isinstance(self.template, inputs.RootTemplate):
+            return found[0]
+        if isinstance(self.template, inputs.TreeTemplate):
+            parts = [(place, found[n]) for n, (place, _) in enumerate(self.template.roots)]
+            parts += [(place, None) for place, _ in self.template.static]
+            leaves = list(plain)
+            for place, item in sorted(parts, key=lambda part: part[0]):
+                leaves.insert(place, item)
+            return self.template.treedef.unflatten(leaves)
+        return plain
+
+    def place(self, given: Any, plain: Any, tangents: Tangents) -> list[Any]:
+        """The inverse of ``gradient``: takes tangents apart, checking that they fit."""
+        leaves, treedef = jax.tree.flatten(plain)
+        if given is None:
+            return [None] * len(leaves)
+        if isinstance(self.template, inputs.RootTemplate):
+            parts, rest = [given], []
+        elif isinstance(self.template, inputs.TreeTemplate):
+            every = self._up_to(self.template.treedef, given, tangents.noun)
+            parts = [every[place] for place, _ in self.template.roots]
+            taken = {place for place, _ in (*self.template.roots, *self.template.static)}
+            rest = [item for place, item in enumerate(every) if place not in taken]
+        else:
+            parts, rest = [], self._up_to(treedef, given, tangents.noun)
+        for item, part in zip(self.objects, parts, strict=True):
+            if part is not None:
+                self._place_object(item, part, tangents)
+        places = self.plain_places(plain)
+        return [
+            tangents.fit(item, leaf, path)
+            for item, leaf, path in zip(rest, leaves, places, strict=True)
+        ]
+
+    def _up_to(self, treedef: Any, given: Any, noun: str) -> list[Any]:
+        try:
+            return treedef.flatten_up_to(given)
+        except (ValueError, TypeError) as error:
+            raise TangentError(
+                f"The {noun} for the argument {self.label!r} is not arranged like it: {error}"
+            ) from error
+
+    def _place_object(self, item: DiffObject, given: Any, tangents: Tangents) -> None:
+        if item.is_variable:
+            value = given.value if isinstance(given, Variable) else given
+            tangents.put(item.entries[0].leaf, value, item.where)
+            return
+        where = format_path(item.where)
+        if not isinstance(given, Mapping) or isinstance(given, Object):
+            raise TangentError(
+                f"The {tangents.noun} for the {item.type_name} at {where} is of type "
+                f"{type(given).__name__}; it must be a State or a nested mapping by path, such as "
+                f"sx.grad returns, or None."
+            )
+        known = {path: leaf for path, leaf, _ in item.entries}
+        for path in flatten_mapping(given, known):
+            if path in item.others:
+                raise TangentError(
+                    f"There is a {tangents.noun} for {where}{format_path(path)}, which the "
+                    f"filter does not choose to be differentiated. Leave it out, or choose it: "
+                    f"sx.DiffState({self.position}, filter)."
+                )
+        try:
+            values = merged_values([given], list(known))
+        except StateMismatchError as error:
+            raise TangentError(f"The {tangents.noun} for {where}: {error}") from error
+        for path, value in values.items():
+            tangents.put(known[path], value, (*item.where, *path))
+
+
+def _choose(
+    root: Any, where: Path, predicate: Callable[[Path, Any], bool], index: Mapping[int, int]
+) -> DiffObject:
+    flat = flatten(root)
+    entries, others = [], []
+    whole = isinstance(root, Variable)
+    for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
+        if whole or predicate(path, leaf):
+            entries.append(DiffVariable(path, index[id(leaf)], Origin(type(leaf), leaf._metadata)))
+        else:
+            others.append(path)
+    return DiffObject(where, whole, type(root).__name__, entries, others)
+
+
+def check_differentiable(
+    call: LiftedCall, target: DiffArgument, allow_int: bool, holomorphic: bool
+) -> None:
+    """Raises if a chosen array holds numbers that have no gradient."""
+    wanted = jnp.complexfloating if holomorphic else jnp.inexact
+    if allow_int:
+        return
+    plain = call.arguments.plain[target.position]
+    places = target.plain_places(plain) if target.has_plain else []
+    for path, leaf in zip(places, jax.tree.leaves(plain), strict=True):
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int)):
+            continue  # floats have gradients, and what is not a number JAX refuses itself
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, wanted):
+            raise DifferentiationError(
+                f"The array at {format_path(path)} has dtype {dtype}, which has no gradient. Pass "
+                f"it as an argument of its own that argnums leaves out, convert it to a float, or "
+                f"pass allow_int=True."
+            )
+    for item in target.objects:
+        for path, leaf, origin in item.entries:
+            held = call.graph.leaves[leaf]._value
+            for value in [held] if isinstance(held, LazyValue) else jax.tree.leaves(held):
+                if not jnp.issubdtype(value.dtype, wanted):
+                    raise DifferentiationError(
+                        f"The {origin.variable_type.__name__} at "
+                        f"{format_path((*item.where, *path))} has dtype {value.dtype}, which has "
+                        f"no gradient. Leave it out by a filter (wrt=...), give it a Variable type "
+                        f"of its own, or pass allow_int=True."
+                    )
+
+
+def _differentiate(
+    function: Callable[..., Any], argnums: Any, has_aux: bool, wrt: Any, **options: Any
+) -> Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, Any, Any]]:
+    """Returns the function from (args, kwargs) to (value, aux, gradient)."""
+    many = isinstance(argnums, (tuple, list))
+    chosen = [
+        item if isinstance(item, DiffState) else DiffState(int(item), wrt)
+        for item in (argnums if many else [argnums])
+    ]
+    numbers = [item.argnum for item in chosen]
+    if len(set(numbers)) != len(numbers):
+        raise DifferentiationError(
+            f"argnums names an argument twice: {numbers}. Join the filters instead: "
+            f"sx.DiffState({numbers[0]}, (sx.Param, ...))."
+        )
+
+    def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        once = SingleRunCall("grad", function, args, kwargs)
+        targets = [DiffArgument(once, item) for item in chosen]
+        for target in targets:
+            target.check_chosen()
+            check_differentiable(once, target, **options)
+        values, plain = once.graph.values(), list(once.arguments.plain)
+        indices = sorted({entry.leaf for target in targets for entry in target.entries})
+        positions = [target.position for target in targets if target.has_plain]
+
+        def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
+            all_values = replaced(values, indices, some_values)
+            all_plain = replaced(plain, positions, some_plain)
+            return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
+
+        def split(result: Any) -> tuple[Any, Any]:
+            value, aux = separate_aux(result, has_aux, "grad")
+            return _scalar(value, options["holomorphic"]), aux
+
+        transformed = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **options)
+        with explained_reverse_mode():
+            (value, leaving), (value_grads, plain_grads) = transformed(
+                [values[i] for i in indices], [plain[p] for p in positions]
+            )
+        aux = once.finish(leaving)
+        by_index = dict(zip(indices, value_grads, strict=True))
+        by_position = dict(zip(positions, plain_grads, strict=True))
+        gradients = tuple(t.gradient(by_index, by_position.get(t.position)) for t in targets)
+        return value, aux, gradients if many else gradients[0]
+
+    return run
 
 
 def _scalar(value: Any, holomorphic: bool) -> Any:
@@ -90,31 +408,16 @@ def _scalar(value: Any, holomorphic: bool) -> Any:
         if is_array
         else f"a {type(value).__name__}"
     )
-    raise errors.DifferentiationError(
+    raise DifferentiationError(
         f"Only a function that returns one {'complex' if holomorphic else 'real'} number has a "
         f"gradient, but it returned {shown}. Reduce it (loss.mean(), loss.sum()), return more "
         f"with has_aux=True as (loss, aux), or use jax.jacobian for arrays."
     )
 
 
-def _chosen(argnums: Any, wrt: Any) -> tuple[list[DiffState], bool]:
-    """Returns the arguments to differentiate, and whether several were asked for."""
-    many = isinstance(argnums, (tuple, list))
-    items = [
-        item if isinstance(item, DiffState) else DiffState(int(item), wrt)
-        for item in (argnums if many else [argnums])
-    ]
-    positions = [item.argnum for item in items]
-    if len(set(positions)) != len(positions):
-        raise errors.DifferentiationError(
-            f"argnums names an argument twice: {positions}. Join the filters instead: "
-            f"sx.DiffState({positions[0]}, (sx.Param, ...))."
-        )
-    return items, many
-
-
+@decorator
 def value_and_grad(
-    function: Callable[..., Any] | None = None,
+    function: Any = None,
     *,
     argnums: Any = 0,
     has_aux: bool = False,
@@ -153,28 +456,20 @@ def value_and_grad(
         >>> float(value), grads["kernel"].ravel().tolist()
         (3.0, [1.0, 2.0])
     """
-    if function is None:
-        return functools.partial(
-            value_and_grad,
-            argnums=argnums,
-            has_aux=has_aux,
-            wrt=wrt,
-            holomorphic=holomorphic,
-            allow_int=allow_int,
-        )
-    chosen, many = _chosen(argnums, wrt)
     options = {"holomorphic": holomorphic, "allow_int": allow_int}
+    run = _differentiate(function, argnums, has_aux, wrt, **options)
 
     @wraps(function)
     def value_and_grad_function(*args: Any, **kwargs: Any) -> Any:
-        value, aux, gradients = _value_and_grad(function, chosen, has_aux, options, args, kwargs)
-        return ((value, aux) if has_aux else value), (tuple(gradients) if many else gradients[0])
+        value, aux, gradient = run(args, kwargs)
+        return ((value, aux) if has_aux else value), gradient
 
     return value_and_grad_function
 
 
+@decorator
 def grad(
-    function: Callable[..., Any] | None = None,
+    function: Any = None,
     *,
     argnums: Any = 0,
     has_aux: bool = False,
@@ -204,327 +499,24 @@ def grad(
         >>> float(sx.grad(lambda w: w**2)(w))
         6.0
     """
-    if function is None:
-        return functools.partial(
-            grad,
-            argnums=argnums,
-            has_aux=has_aux,
-            wrt=wrt,
-            holomorphic=holomorphic,
-            allow_int=allow_int,
-        )
-    both = value_and_grad(
-        function,
-        argnums=argnums,
-        has_aux=has_aux,
-        wrt=wrt,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
-    )
+    options = {"holomorphic": holomorphic, "allow_int": allow_int}
+    run = _differentiate(function, argnums, has_aux, wrt, **options)
 
     @wraps(function)
     def grad_function(*args: Any, **kwargs: Any) -> Any:
-        value, gradient = both(*args, **kwargs)
-        return (gradient, value[1]) if has_aux else gradient
+        _, aux, gradient = run(args, kwargs)
+        return (gradient, aux) if has_aux else gradient
 
     return grad_function
 
 
-def safe_where(
-    condition: Any, function: Callable[..., Any], *operands: Any, otherwise: Any, stand_in: complex
-) -> jax.Array:
-    """Applies a function per element where a condition holds.
-
-    The function is computed for all elements, as by ``jnp.where``, but on the stand-in where the
-    condition does not hold. To leave the computation out, use ``cond``.
-
-    Args:
-        condition: Booleans of shape (...), as ``jnp.where`` takes them.
-        function: Takes the operands, gives an array; element for element, or along dimensions in
-            which the condition has size 1.
-        *operands: Arrays or Variables of shape (...), each broadcast with the condition.
-        otherwise: What stands where the condition does not hold: a number, an array, or a function
-            of the operands, which in turn sees the stand-in where the condition holds.
-        stand_in: A number at which the function (and ``otherwise``, if that is one) and its
-            derivatives are finite; 1 for a logarithm, a root or a division.
-
-    Returns:
-        The array of chosen values; dtype as of ``jnp.where``.
-
-    Raises:
-        DecisionError: If the condition is not boolean.
-        ArgumentError: If there are no operands, or one cannot hold the stand-in without changing
-            its dtype.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, shardax as sx
-        >>> x = jnp.array([0.0, 2.0])
-        >>> wrong = lambda x: jnp.where(x > 0, jnp.log(x), 0.0).sum()
-        >>> right = lambda x: sx.safe_where(x > 0, jnp.log, x, otherwise=0.0, stand_in=1.0).sum()
-        >>> jax.grad(wrong)(x).tolist(), jax.grad(right)(x).tolist()
-        ([nan, 0.5], [0.0, 0.5])
-    """
-    chosen = jnp.asarray(condition)
-    if chosen.dtype != jnp.bool_:
-        raise errors.DecisionError(
-            f"The condition of sx.safe_where must be boolean, but has dtype {chosen.dtype}. "
-            f"Compare it: x != 0."
-        )
-    if not operands:
-        raise errors.ArgumentError(
-            "sx.safe_where was given no operands. What the function finds in a closure cannot be "
-            "kept from it; pass it: sx.safe_where(x > 0, jnp.log, x, otherwise=0, stand_in=1)."
-        )
-    arrays = [jnp.asarray(operand) for operand in operands]
-    for position, array in enumerate(arrays):
-        if jnp.result_type(array, stand_in) != array.dtype:
-            raise errors.ArgumentError(
-                f"Operand {position} of sx.safe_where has dtype {array.dtype} and cannot hold the "
-                f"stand-in {stand_in!r}. Give another stand-in, or convert the operand."
-            )
-    value = function(*(jnp.where(chosen, array, stand_in) for array in arrays))
-    if callable(otherwise):
-        otherwise = otherwise(*(jnp.where(chosen, stand_in, array) for array in arrays))
-    return jnp.where(chosen, value, otherwise)
-
-
-def vjp(
-    function: Callable[..., Any] | None = None,
-    *primals: Any,
-    has_aux: bool = False,
-    wrt: Any = Param,
-) -> Any:
-    """Runs a function over Modules and returns its pullback.
-
-    Values that the function writes into Variables are carried back when it runs, here and now.
-
-    Args:
-        function: A function, method or callable Module that returns arrays, or (arrays, aux) with
-            ``has_aux``. Left out: returns a decorator.
-        *primals: Its arguments. Left out: returns a function that takes them, and keyword
-            arguments, which are not differentiated.
-        has_aux: Whether the function returns (arrays, aux); aux may hold Modules and Variables.
-        wrt: Filter of the Variables to differentiate in Modules; or a ``DiffState``, or a tuple of
-            them, for filters of single arguments.
-
-    Returns:
-        (result, gradients), with aux as a third if ``has_aux``. ``gradients(cotangent)`` takes a
-        pytree like the result and returns a tuple with one gradient per argument: a ``State`` for a
-        Module; an array for a Variable; for anything else as in ``jax.vjp`` (``float0`` for
-        integers).
-
-    Raises:
-        DifferentiationError: If there is nothing to differentiate, or the result holds objects.
-        ArgumentError: If an argument is neither arrays nor objects.
-
-    Example:
-        >>> import jax.numpy as jnp, shardax as sx
-        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
-        >>> y, gradients = sx.vjp(lambda layer, x: layer(x), layer, jnp.ones(2))
-        >>> of_layer, of_x = gradients(jnp.ones(3))
-        >>> of_layer["kernel"].tolist(), of_x.shape
-        ([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], (2,))
-    """
-    if function is None:
-        return functools.partial(vjp, has_aux=has_aux, wrt=wrt)
-    if primals:
-        return _vjp(function, primals, {}, has_aux, wrt)
-
-    @wraps(function)
-    def vjp_function(*primals: Any, **kwargs: Any) -> Any:
-        return _vjp(function, primals, kwargs, has_aux, wrt)
-
-    return vjp_function
-
-
-def _vjp(
-    function: Callable[..., Any],
-    primals: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    has_aux: bool,
-    wrt: Any,
-) -> Any:
-    once = SingleRunCall("vjp", function, primals, kwargs)
-    check_operands(once)
-    targets = _targets(once, wrt, len(primals))
-    values, plain = once.graph.values(), list(once.arguments.plain)
-    indices = sorted({entry.leaf for target in targets for entry in target.entries})
-
-    def pure(some_values: list[Any], all_plain: list[Any]) -> tuple[Any, Any]:
-        all_values = replaced(values, indices, some_values)
-        named = once.arguments.plain_named
-        return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "vjp"))
-
-    out, pullback, leaving = jax.vjp(pure, [values[i] for i in indices], plain, has_aux=True)
-    aux = once.finish(leaving)
-    gradients = jax.tree_util.Partial(_Arrange(targets, indices), pullback)
-    return (out, gradients, aux) if has_aux else (out, gradients)
-
-
-def _targets(once: SingleRunCall, wrt: Any, count: int) -> list[DiffArgument]:
-    """Returns one target per argument."""
-    chosen = {i: DiffState(i, wrt) for i in range(count)}
-    items = wrt if isinstance(wrt, (tuple, list)) else (wrt,)
-    if any(isinstance(item, DiffState) for item in items):
-        if not all(isinstance(item, DiffState) for item in items):
-            raise errors.DifferentiationError(
-                f"wrt={wrt!r} mixes filters and DiffStates. Give one filter for all arguments, or "
-                f"only DiffStates."
-            )
-        chosen = {i: DiffState(i) for i in range(count)}
-        for target in [DiffArgument(once, item) for item in items]:
-            target.check_chosen()
-            chosen[target.position] = DiffState(target.argnum, target.filter)
-    targets = [DiffArgument(once, item) for item in chosen.values()]
-    holding = [target for target in targets if target.objects]
-    if holding and not any(target.entries or target.has_plain for target in targets):
-        holding[0].check_chosen()
-    return targets
-
-
-class _Arrange:
-    """Arranges the gradients that a pullback gives like the arguments."""
-
-    def __init__(self, targets: Sequence[DiffArgument], indices: Sequence[int]) -> None:
-        self.targets = targets
-        self.indices = indices
-
-    def __call__(self, pullback: Callable[[Any], Any], cotangent: Any) -> tuple[Any, ...]:
-        with explained_reverse_mode():
-            values, plain = pullback(cotangent)
-        by_index = dict(zip(self.indices, values, strict=True))
-        return tuple(target.gradient(by_index, plain[target.position]) for target in self.targets)
-
-
-def _separate_aux(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+def separate_aux(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
     """Returns (what is differentiated, aux) of what a function returned."""
     if not has_aux:
         return result, None
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    raise errors.DifferentiationError(
+    raise DifferentiationError(
         f"With has_aux=True the function given to sx.{name} must return (result, aux), but it "
         f"returned a {type(result).__name__}."
     )
-
-
-def _split(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
-    result, aux = _separate_aux(result, has_aux, name)
-    refuse_objects(result, name)
-    return result, aux
-
-
-def refuse_objects(result: Any, name: str) -> None:
-    """Raises if a result that is differentiated holds objects."""
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
-        if isinstance(leaf, Object):
-            place = ".".join(map(str, plain_path(keys))) or "the result itself"
-            raise errors.DifferentiationError(
-                f"The function given to sx.{name} returned a {type(leaf).__name__} at {place}, but "
-                f"only arrays are differentiated. Return its values (variable.value), or return "
-                f"(arrays, objects) with has_aux=True; what is written into arguments is carried "
-                f"back without being returned."
-            )
-
-
-def jvp(
-    function: Callable[..., Any] | None = None,
-    primals: Sequence[Any] | None = None,
-    tangents: Sequence[Any] | None = None,
-    has_aux: bool = False,
-) -> Any:
-    """Runs a function over Modules and returns result and tangent.
-
-    Values that the function writes into Variables are carried back; they have no tangent.
-
-    Args:
-        function: A function, method or callable Module that returns arrays, or (arrays, aux) with
-            ``has_aux``. Left out: returns a decorator.
-        primals: Its arguments. Left out: returns a function that takes ``primals``, ``tangents``
-            and keyword arguments, which do not move.
-        tangents: One per argument: for a Module a ``State`` or nested mapping by path, for a
-            Variable an array, for anything else the same pytree. ``None``, and a path that is left
-            out, does not move; integers and random keys never do.
-        has_aux: Whether the function returns (arrays, aux); aux may hold Modules and Variables.
-
-    Returns:
-        (result, tangent of the result), with aux as a third if ``has_aux``.
-
-    Raises:
-        TangentError: If a tangent fits nothing, by path, shape or dtype.
-        DifferentiationError: If the result holds objects.
-        ArgumentError: If an argument is neither arrays nor objects.
-
-    Example:
-        >>> import jax.numpy as jnp, shardax as sx
-        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
-        >>> moves = {"bias": jnp.array([1.0, 2.0, 3.0])}
-        >>> y, moved = sx.jvp(lambda layer, x: layer(x), (layer, jnp.ones(2)), (moves, None))
-        >>> moved.tolist()
-        [1.0, 2.0, 3.0]
-    """
-    if function is None:
-        return functools.partial(jvp, has_aux=has_aux)
-    if primals is not None:
-        return _jvp(function, primals, tangents, has_aux, {})
-
-    @wraps(function)
-    def jvp_function(primals: Sequence[Any], tangents: Sequence[Any], **kwargs: Any) -> Any:
-        return _jvp(function, primals, tangents, has_aux, kwargs)
-
-    return jvp_function
-
-
-def _jvp(
-    function: Callable[..., Any],
-    primals: Sequence[Any],
-    tangents: Sequence[Any] | None,
-    has_aux: bool,
-    kwargs: Mapping[str, Any],
-) -> Any:
-    _check_pairs(primals, tangents)
-    once = SingleRunCall("jvp", function, primals, kwargs)
-    check_operands(once)
-    values, plain = once.graph.values(), list(once.arguments.plain)
-    leaves, treedef = jax.tree.flatten((values, plain))
-    moves = _moves(once, values, tangents or ())
-    moving = [place for place, tangent in enumerate(moves) if tangent is not None]
-
-    def pure(some: list[Any]) -> tuple[Any, Any]:
-        all_values, all_plain = treedef.unflatten(replaced(leaves, moving, some))
-        named = once.arguments.plain_named
-        return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "jvp"))
-
-    given, directions = [leaves[i] for i in moving], [moves[i] for i in moving]
-    out, tangent, leaving = jax.jvp(pure, (given,), (directions,), has_aux=True)
-    aux = once.finish(leaving)
-    return (out, tangent, aux) if has_aux else (out, tangent)
-
-
-def _check_pairs(primals: Any, tangents: Any) -> None:
-    for name, given in (("primals", primals), ("tangents", tangents)):
-        if not isinstance(given, (tuple, list)):
-            raise errors.TangentError(
-                f"The {name} of sx.jvp are a tuple with one entry per argument, but were given as "
-                f"{type(given).__name__}. Write sx.jvp(f, (x,), (direction,))."
-            )
-    if len(primals) != len(tangents):
-        raise errors.TangentError(
-            f"sx.jvp was given {len(primals)} primals and {len(tangents)} tangents. Give one "
-            f"tangent per argument, None for one that does not move."
-        )
-
-
-def _moves(once: SingleRunCall, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """Returns the tangent of every array, or None."""
-    given = Tangents("tangent", values, strict=True)
-    of_plain: list[Any] = []
-    for position, tangent in enumerate(tangents):
-        target = DiffArgument(once, DiffState(position, ...))
-        of_plain += target.place(tangent, once.arguments.plain[position], given)
-    moves: list[Any] = []
-    for index, value in enumerate(values):
-        treedef = jax.tree.structure(value)
-        known = given.by_index.get(index)
-        moves += [None] * treedef.num_leaves if known is None else treedef.flatten_up_to(known)
-    return moves + of_plain

@@ -6,7 +6,6 @@ Both trace a function without running it; the given Modules keep their values an
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +16,8 @@ from shardax._core.frames import CapturedVariable, Frame, owner_here
 from shardax._core.graph.flatten import build
 from shardax._core.init.lazy import LazyValue
 from shardax._transforms.errors import StaticArgumentError
+from shardax._transforms.lift import engine
 from shardax._transforms.lift.arguments import check_static, resolve_arguments
-from shardax._transforms.lift.engine import InputGraph, SingleRunCall, abstract, check_result, wraps
 
 
 class AbstractFrame(Frame):
@@ -68,7 +67,7 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> sx.eval_shape(lambda layer, x: layer(x), layer, batch).shape, layer.kernel.is_lazy
         ((8, 3), True)
     """
-    once = SingleRunCall("eval_shape", function, args, kwargs, AbstractFrame)
+    once = engine.SingleRunCall("eval_shape", function, args, kwargs, AbstractFrame)
 
     def pure(values: Any, plain: Any, plain_named: Any) -> Any:
         return once.run_once(values, plain, plain_named, lambda result: (None, result))[1]
@@ -77,23 +76,21 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return once.finish_on(abstract_copy(once), leaving)
 
 
-def abstract_inputs(once: SingleRunCall) -> tuple[Any, ...]:
+def abstract_inputs(once: engine.SingleRunCall) -> tuple[Any, ...]:
     """Returns what a call's pure function takes, lazy values as ``jax.ShapeDtypeStruct``."""
     plain, named = list(once.arguments.plain), once.arguments.plain_named
-    return abstract(once.graph.leaves), plain, named
+    return engine.abstract(once.graph.leaves), plain, named
 
 
-def abstract_copy(once: SingleRunCall) -> InputGraph:
+def abstract_copy(once: engine.SingleRunCall) -> engine.InputGraph:
     """Returns a copy of a call's objects without arrays."""
-    shapes = jax.eval_shape(lambda values: values, abstract(once.graph.leaves))
-    return InputGraph(build(once.graphdef, shapes, owner_here())[0])
+    shapes = jax.eval_shape(lambda values: values, engine.abstract(once.graph.leaves))
+    return engine.InputGraph(build(once.graphdef, shapes, owner_here())[0])
 
 
+@engine.decorator
 def make_jaxpr(
-    function: Callable[..., Any] | None = None,
-    *,
-    static_argnums: int | Sequence[int] = (),
-    return_shape: bool = False,
+    function: Any = None, *, static_argnums: int | Sequence[int] = (), return_shape: bool = False
 ) -> Any:
     """Makes a function that returns the program of a function over Modules.
 
@@ -126,28 +123,19 @@ def make_jaxpr(
         >>> [v.aval.str_short() for v in jaxpr.jaxpr.invars], layer.kernel.is_lazy
         (['float32[2,3]', 'float32[3]', 'float32[2]'], True)
     """
-    if function is None:
-        return functools.partial(
-            make_jaxpr, static_argnums=static_argnums, return_shape=return_shape
-        )
     positions, names = resolve_arguments(
         function, static_argnums, (), "static", StaticArgumentError
     )
     static = {*positions, *names}
 
-    @wraps(function)
+    @engine.wraps(function)
     def jaxpr_of(*args: Any, **kwargs: Any) -> Any:
         check_static(function, static, args, kwargs)
-        once = SingleRunCall("make_jaxpr", function, args, kwargs, AbstractFrame, static=static)
+        once = engine.SingleRunCall(
+            "make_jaxpr", function, args, kwargs, AbstractFrame, static=static
+        )
 
-        def pure(values: Any, plain: Any, plain_named: Any) -> Any:
-            return once.run_once(values, plain, plain_named, split)[1]
-
-        def split(result: Any) -> tuple[None, Any]:
-            check_result(result, "make_jaxpr")
-            return None, result
-
-        jaxpr, shapes = jax.make_jaxpr(pure, return_shape=True)(*abstract_inputs(once))
+        jaxpr, shapes = jax.make_jaxpr(once.run_whole, return_shape=True)(*abstract_inputs(once))
         return (jaxpr, once.finish_on(abstract_copy(once), shapes)) if return_shape else jaxpr
 
     return jaxpr_of

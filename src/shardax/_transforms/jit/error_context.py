@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import AbstractValueError
 from shardax._core.graph.paths import Path, format_path
 from shardax._transforms.errors import ArgumentError, DonationError, PrefixError
 from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
+from shardax._transforms.lift.engine import absent_error
 
 _PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
 
@@ -44,11 +44,10 @@ def explain_places(error: Exception, program: Any) -> None:
         place = _PLACE.search(text)
         name = place_name(place, program) if place else "an argument"
         raise ArgumentError(
-            f"{name} of {_shown(program.function)} is a {kind.group(1)}, which is neither "
-            f"an array or number nor a Module, Variable or pytree of these. If it is "
-            f"configuration, make it static: sx.jit(f, static_argnames=...). If it holds arrays or "
-            f"Modules, register its class as a pytree (jax.tree_util.register_dataclass) or make "
-            f"it a sx.Module."
+            f"{name} of {_shown(program.function)} is a {kind.group(1)}, which is neither an array "
+            "or number nor a Module, Variable or pytree of these. Make configuration static: "
+            "sx.jit(f, static_argnames=...). Register the class of what holds arrays or Modules "
+            "as a pytree (jax.tree_util.register_dataclass), or make it a sx.Module."
         ) from error
     if "sharding" in text and isinstance(error, ValueError):
         raise PrefixError(explained) from error
@@ -90,19 +89,13 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
     pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
     absent = [path for path, v in pairs if v.is_abstract]
     if absent and isinstance(error, TypeError):
-        raise AbstractValueError(
-            f"{len(absent)} Variables hold only shapes, not arrays: {_listed(absent)}. "
-            f"Materialise the model first (sx.shard, or restore a "
-            f"checkpoint), or look at shapes only with sx.eval_shape."
-        ) from error
-    gone = [
-        path for path, v in pairs if any(_is_deleted(leaf) for leaf in jax.tree.leaves(v._value))
-    ]
+        raise absent_error(absent) from error
+    gone = [path for path, v in pairs if any(map(_is_deleted, jax.tree.leaves(v._value)))]
     if gone and ("delete" in str(error) or "donate" in str(error)):
         raise DonationError(
             f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. A "
-            f"donated array may be used only once; if two models share arrays (sx.clone does), "
-            f"copy them first: sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
+            "donated array may be used only once; if two models share arrays (as after sx.clone), "
+            "copy them first: sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
         ) from error
     if program.donated_leaves and "donate" in str(error):
         owners: dict[int, list[Path]] = {}
@@ -112,9 +105,9 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
         twice = [paths for paths in owners.values() if len(paths) > 1]
         if twice:
             raise DonationError(
-                f"Two Variables hold one and the same array, which cannot be donated twice: "
+                "Two Variables hold one and the same array, which cannot be donated twice: "
                 f"{'; '.join(_listed(paths) for paths in twice)}. Copy one of them: v[...] = "
-                f"jnp.copy(v)."
+                "jnp.copy(v)."
             ) from error
 
 

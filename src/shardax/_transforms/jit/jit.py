@@ -42,35 +42,11 @@ from shardax._core.object import Object, Wrapper, epoch
 from shardax._core.variable import Variable
 from shardax._transforms.errors import OutputError, StaticArgumentError
 from shardax._transforms.jit import retraces
+from shardax._transforms.jit import specialization as special
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.error_context import explain_error
-from shardax._transforms.jit.specialization import (
-    ArgumentPositions,
-    JitOptions,
-    Specialization,
-    StaleOutputShardings,
-    with_resolved_donation,
-)
-from shardax._transforms.lift.arguments import (
-    SeparatedCall,
-    SplitArguments,
-    TreeTemplate,
-    argument_key,
-    argument_path,
-    is_dynamic,
-    parameter_name,
-    resolve_arguments,
-    root_names,
-    separate_static,
-)
-from shardax._transforms.lift.closures import ClosureSource, find_sources, objects_in
-from shardax._transforms.lift.engine import (
-    InputGraph,
-    LiftedOutputs,
-    NewCaptures,
-    apply_effects,
-    check_no_leak,
-)
+from shardax._transforms.lift import arguments as inputs
+from shardax._transforms.lift import engine
 
 # Types of arguments that are surely plain; JAX's concrete array type joins when first met.
 ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
@@ -133,12 +109,12 @@ def flatten_call(
             key += (len(dynamic), kind, leaf)
         elif isinstance(leaf, Tracer):
             return None
-        elif kind not in static_types and is_dynamic(leaf):
+        elif kind not in static_types and inputs.is_dynamic(leaf):
             note_types(leaf)
             dynamic.append(leaf)
         else:
             try:
-                key += (len(dynamic), kind, argument_key(leaf))
+                key += (len(dynamic), kind, inputs.argument_key(leaf))
             except TypeError:
                 return None
     return FlatCall(key, given, dynamic)
@@ -147,14 +123,16 @@ def flatten_call(
 Spans = tuple[Sequence[slice | None], Sequence[tuple[str, slice | None]]]
 
 
-def leaf_spans(program: Specialization, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Spans:
+def leaf_spans(
+    program: special.Specialization, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Spans:
     """Returns the span of each argument among the dynamic leaves."""
     start = 0
 
     def span(template: Any, value: Any) -> slice | None:
         nonlocal start
         count = jax.tree.structure(value).num_leaves
-        if not isinstance(template, TreeTemplate):
+        if not isinstance(template, inputs.TreeTemplate):
             start += count
             return None
         start += count - len(template.static)
@@ -200,20 +178,10 @@ class BoundJit(Wrapper):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 
-    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
-        """See ``Jit.trace``."""
-        return self.__func__.trace(self.__self__, *args, **kwargs)
-
-    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
-        """See ``Jit.lower``."""
-        return self.__func__.lower(self.__self__, *args, **kwargs)
-
-    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        """See ``Jit.eval_shape``."""
-        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__func__, name)
+        found = getattr(self.__func__, name)
+        takes_arguments = name in ("trace", "lower", "eval_shape")
+        return functools.partial(found, self.__self__) if takes_arguments else found
 
     def __repr__(self) -> str:
         return f"<bound {self.__func__!r}>"
@@ -224,7 +192,7 @@ class CachedCall:
 
     __slots__ = ("donated", "epoch", "kept", "last", "leaves", "roots", "spans", "specialization")
 
-    def __init__(self, program: Specialization, graph: InputGraph) -> None:
+    def __init__(self, program: special.Specialization, graph: engine.InputGraph) -> None:
         self.specialization = program
         self.epoch = graph.flat.epoch  # structure epoch at which this was made
         self.leaves: list[Any] = graph.leaves  # all of them, in graph order
@@ -236,11 +204,11 @@ class CachedCall:
         # Where the dynamic leaves of each argument stand, under ``static="auto"``.
         self.spans: Any = None
 
-    def graph(self) -> InputGraph:
+    def graph(self) -> engine.InputGraph:
         """Flattens the roots anew; for calls that trace or change structure."""
-        return InputGraph([root() for root in self.roots], self.specialization.names)
+        return engine.InputGraph([root() for root in self.roots], self.specialization.names)
 
-    def keep_weakly(self, graph: InputGraph, forget: Callable[[Any], None]) -> None:
+    def keep_weakly(self, graph: engine.InputGraph, forget: Callable[[Any], None]) -> None:
         """Lets go of everything that the caller may drop."""
         self.roots = [
             weakref.ref(root, forget) if isinstance(root, Object) else _weak(root)
@@ -269,12 +237,12 @@ class CompilationCache:
     """The specializations and cached calls of one compiled function."""
 
     def __init__(self) -> None:
-        self.specializations: dict[Any, Specialization] = {}
+        self.specializations: dict[Any, special.Specialization] = {}
         self.calls: dict[Any, CachedCall] = {}  # by what identifies a call
         # Counts calls; ``Specialization.used`` is the count at the last use.
         self.ticks = itertools.count(1)
 
-    def add(self, program: Specialization) -> None:
+    def add(self, program: special.Specialization) -> None:
         """Adds a specialization; a full cache drops the least recently used."""
         while len(self.specializations) >= MAX_SPECIALIZATIONS:
             oldest = min([*self.specializations.values()], key=operator.attrgetter("used"))
@@ -284,7 +252,7 @@ class CompilationCache:
                     self.calls.pop(key, None)
         self.specializations[program.key] = program
 
-    def remember(self, key: Any, entry: CachedCall, graph: InputGraph, few: bool) -> None:
+    def remember(self, key: Any, entry: CachedCall, graph: engine.InputGraph, few: bool) -> None:
         """Remembers a call until one of its objects is gone."""
         if len(self.calls) >= (_MAX_CALLS_WITH_SOURCES if few else _MAX_CALLS):
             self.calls.clear()
@@ -319,16 +287,16 @@ class Jit(PickledByName, Wrapper):
     """
 
     def __init__(
-        self, function: Callable[..., Any], options: JitOptions, wrapping: Any = None
+        self, function: Callable[..., Any], options: special.JitOptions, wrapping: Any = None
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self.__wrapped__ = function
-        self.options = with_resolved_donation(options, function)
-        self.static_positions, self.static_names = resolve_arguments(
+        self.options = special.with_resolved_donation(options, function)
+        self.static_positions, self.static_names = inputs.resolve_arguments(
             function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
         )
         # Looked for at the first call: names may be bound later.
-        self.sources: list[ClosureSource] | None = None
+        self.sources: list[inputs.ClosureSource] | None = None
         self.captured: list[weakref.ref[Any]] = []
         self.memory = CompilationCache()
         self.specializations, self.calls = self.memory.specializations, self.memory.calls
@@ -360,10 +328,10 @@ class Jit(PickledByName, Wrapper):
                 key.append(0)
                 plain.append(arg)
         if self.sources is None:
-            self.sources = find_sources(self.__wrapped__)
+            self.sources = inputs.find_sources(self.__wrapped__)
         for source in self.sources:
             key.append(-1)
-            key.extend([id(item) for item in objects_in(source.read())])
+            key.extend([id(item) for item in inputs.objects_in(source.read())])
         entry = self.calls.get(tuple(key))
         if entry is None or traced or entry.epoch != epoch.current:
             return self._call_uncached(args, kwargs, tuple(key))
@@ -383,7 +351,7 @@ class Jit(PickledByName, Wrapper):
             targets = [entry.leaves[position] for position in effects.written]
             entry.last = (effects, targets)
         if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
-            return self._finish(entry, LiftedOutputs(result, written, fresh, effects))
+            return self._finish(entry, engine.LiftedOutputs(result, written, fresh, effects))
         for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
             variable._value = value
         return result
@@ -442,17 +410,17 @@ class Jit(PickledByName, Wrapper):
         finally:
             local.call = None
         if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
-            return self._finish(entry, LiftedOutputs(result, written, fresh, effects))
+            return self._finish(entry, engine.LiftedOutputs(result, written, fresh, effects))
         for position, value in zip(effects.written, written, strict=True):
             entry.leaves[position]._value = value
         return result
 
-    def _finish(self, entry: CachedCall, outputs: LiftedOutputs) -> Any:
+    def _finish(self, entry: CachedCall, outputs: engine.LiftedOutputs) -> Any:
         """Applies structural effects, checking for tracers of plain transforms."""
         graph = entry.graph()
         if note_types(outputs.written):
-            check_no_leak(graph, outputs)
-        return apply_effects(graph, outputs)
+            engine.check_no_leak(graph, outputs)
+        return engine.apply_effects(graph, outputs)
 
     def _call_uncached(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None
@@ -464,27 +432,27 @@ class Jit(PickledByName, Wrapper):
             try:
                 outputs = program.call(graph.values(), arguments)
                 break
-            except NewCaptures as found:
+            except engine.NewCaptures as found:
                 self.capture(found.objects)
-            except StaleOutputShardings:
+            except special.StaleOutputShardings:
                 self.specializations.pop(program.key, None)
             except Exception as error:
                 explain_error(error, program, graph)
                 raise
             finally:
                 local.call = None
-        check_no_leak(graph, outputs)
+        engine.check_no_leak(graph, outputs)
         if key is not None and local.frame is None:
             self.memory.remember(key, entry, graph, few=bool(self.sources))
-        return apply_effects(graph, outputs)
+        return engine.apply_effects(graph, outputs)
 
     def _recover(
         self, error: Exception, entry: CachedCall, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Calls again after new captures, or explains the error."""
-        if isinstance(error, NewCaptures):
+        if isinstance(error, engine.NewCaptures):
             self.capture(error.objects)
-        elif isinstance(error, StaleOutputShardings):
+        elif isinstance(error, special.StaleOutputShardings):
             self.specializations.pop(entry.specialization.key, None)
         elif not any(isinstance(v._value, LazyValue) for v in entry.leaves):
             explain_error(error, entry.specialization, entry.graph())
@@ -495,34 +463,33 @@ class Jit(PickledByName, Wrapper):
     def capture(self, objects: Sequence[Any]) -> None:
         """Makes objects that a trace used hidden inputs of later calls."""
         before = {id(item) for item in self.hidden_objects()}
-        self.sources = find_sources(self.__wrapped__)  # names may have been bound since
+        self.sources = inputs.find_sources(self.__wrapped__)  # names may have been bound since
         self.captured = [ref for ref in self.captured if ref() is not None]
         hidden = self.hidden_objects()
-        reached = {id(item) for item in (*walk_objects(hidden), *InputGraph(hidden).leaves)}
+        reached = {id(item) for item in (*walk_objects(hidden), *engine.InputGraph(hidden).leaves)}
         missed = [item for item in objects if id(item) not in reached]
         self.captured.extend(weakref.ref(item) for item in missed)
         if not missed and before == {id(item) for item in hidden}:
             raise OutputError(
                 f"{self!r} used {len(objects)} objects that were not passed in, and could not make "
                 f"them inputs ({', '.join(sorted({type(item).__name__ for item in objects}))}). "
-                f"Pass them as arguments."
+                "Pass them as arguments."
             )
 
     def prepare(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Specialization, InputGraph, SplitArguments]:
+    ) -> tuple[special.Specialization, engine.InputGraph, inputs.SplitArguments]:
         """Finds or makes the specialization for a call."""
         signature = self._separate_static(args, kwargs)
         arguments = self._take_apart(signature)
-        hidden = self.hidden()
-        labels = [parameter_name(self.__wrapped__, i) for i in self._dynamic_positions(args)]
-        names = [(), *root_names(labels, arguments), *(name for name, _ in hidden)]
-        graph = InputGraph(
-            [self.__wrapped__, *arguments.roots, *(item for _, item in hidden)], names
-        )
+        labels = [inputs.parameter_name(self.__wrapped__, i) for i in self._dynamic_positions(args)]
+        graph, names = self.input_graph(arguments, labels)
         key = (
             graph.flat.graphdef,
-            (len(arguments.roots), *(len(list(objects_in(s.read()))) for s in self.sources or ())),
+            (
+                len(arguments.roots),
+                *(len(list(inputs.objects_in(s.read()))) for s in self.sources or ()),
+            ),
             arguments.templates,
             arguments.named,
             signature.static,
@@ -530,7 +497,7 @@ class Jit(PickledByName, Wrapper):
         program = self.specializations.get(key)
         if program is None:
             positions = self._positions(args, signature)
-            program = Specialization(
+            program = special.Specialization(
                 self.__wrapped__, self.options, key, graph, arguments, positions, names
             )
             if self.specializations and retraces.listeners.get():
@@ -539,6 +506,15 @@ class Jit(PickledByName, Wrapper):
         program.used = next(self._ticks)
         return program, graph, arguments
 
+    def input_graph(
+        self, arguments: inputs.SplitArguments, labels: Sequence[str]
+    ) -> tuple[engine.InputGraph, list[Path]]:
+        """Flattens the function, its arguments and what it uses from outside."""
+        hidden = self.hidden()
+        names = [(), *inputs.root_names(labels, arguments), *(name for name, _ in hidden)]
+        roots = [self.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
+        return engine.InputGraph(roots, names), names
+
     def hidden_objects(self) -> list[Any]:
         """Returns the objects that the function uses from outside."""
         return [item for _, item in self.hidden()]
@@ -546,10 +522,10 @@ class Jit(PickledByName, Wrapper):
     def hidden(self) -> list[tuple[Path, Any]]:
         """Returns (path, object) of what the function uses from outside."""
         if self.sources is None:
-            self.sources = find_sources(self.__wrapped__)
+            self.sources = inputs.find_sources(self.__wrapped__)
         found: list[tuple[Path, Any]] = []
         for source in self.sources:
-            items = list(objects_in(source.read()))
+            items = list(inputs.objects_in(source.read()))
             found.extend(
                 ((source.name,) if len(items) == 1 else (source.name, i), item)
                 for i, item in enumerate(items)
@@ -558,18 +534,20 @@ class Jit(PickledByName, Wrapper):
         found.extend((("closure", i), item) for i, item in enumerate(alive))
         return found
 
-    def _positions(self, args: Sequence[Any], signature: SeparatedCall) -> ArgumentPositions:
+    def _positions(
+        self, args: Sequence[Any], signature: inputs.SeparatedCall
+    ) -> special.ArgumentPositions:
         positional = [
-            (i, parameter_name(self.__wrapped__, i)) for i in self._dynamic_positions(args)
+            (i, inputs.parameter_name(self.__wrapped__, i)) for i in self._dynamic_positions(args)
         ]
         static = [(place, item.value) for place, item in signature.static if isinstance(place, int)]
         named = {place: item.value for place, item in signature.static if isinstance(place, str)}
-        return ArgumentPositions(positional, static, named)
+        return special.ArgumentPositions(positional, static, named)
 
     def _dynamic_positions(self, args: Sequence[Any]) -> list[int]:
         return [i for i in range(len(args)) if i not in self.static_positions]
 
-    def _take_apart(self, signature: SeparatedCall) -> SplitArguments:
+    def _take_apart(self, signature: inputs.SeparatedCall) -> inputs.SplitArguments:
         return self.options.split_arguments(signature.args, signature.kwargs, self.path_of)
 
     def path_of(self, key: int | str) -> Path:
@@ -577,13 +555,15 @@ class Jit(PickledByName, Wrapper):
         if isinstance(key, int):
             dynamic = (i for i in itertools.count() if i not in self.static_positions)
             key = next(itertools.islice(dynamic, key, None))
-        return argument_path(self.__wrapped__, key)
+        return inputs.argument_path(self.__wrapped__, key)
 
-    def _separate_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SeparatedCall:
+    def _separate_static(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> inputs.SeparatedCall:
         if not (self.static_positions or self.static_names):
-            return SeparatedCall(tuple(args), dict(kwargs), ())
+            return inputs.SeparatedCall(tuple(args), dict(kwargs), ())
         places = (self.static_positions, self.static_names)
-        return separate_static(self.__wrapped__, *places, args, kwargs)
+        return inputs.separate_static(self.__wrapped__, *places, args, kwargs)
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """Traces the function for these arguments without compiling; returns a ``Traced``."""
@@ -689,17 +669,17 @@ def jit(
         >>> int(count(counter, 3)), int(counter)
         (6, 3)
     """
-    options = JitOptions(
-        in_shardings=in_shardings,
-        out_shardings=out_shardings,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        static=static,
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-        keep_unused=keep_unused,
-        inline=inline,
-        compiler_options=compiler_options,
+    options = special.JitOptions(  # in the order of its fields
+        in_shardings,
+        out_shardings,
+        static_argnums,
+        static_argnames,
+        static,
+        donate_argnums,
+        donate_argnames,
+        keep_unused,
+        inline,
+        compiler_options,
     )
     if function is None:
         return functools.partial(Jit, options=options)

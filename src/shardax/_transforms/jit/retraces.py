@@ -94,7 +94,10 @@ def report_specialization(jit: Any, new: Any) -> None:
 def report_trace(program: Any, earlier: Sequence[Any], signature: Any) -> None:
     """Reports that a specialization is traced for other types than before."""
     new = _named_types(program, signature)
-    differences = [_type_differences(_named_types(program, old), new) for old in earlier]
+    differences = []
+    for old in (_named_types(program, each) for each in earlier):
+        pairs = [(n, old.get(n, "absent"), new.get(n, "absent")) for n in dict.fromkeys(old | new)]
+        differences.append([f"{n}: {was} -> {now}" for n, was, now in pairs if was != now])
     _report(program.function, min(differences, key=len))
 
 
@@ -108,24 +111,11 @@ def _named_types(program: Any, signature: Any) -> dict[str, str]:
         *((f".{name}", item) for name, item in named.items()),
     ]
     return {
-        name + jax.tree_util.keystr(key): _shown_type(aval)
+        name + jax.tree_util.keystr(key): aval.str_short()
+        + (" (weakly typed)" if getattr(aval, "weak_type", False) else "")
         for name, value in entries
         for key, aval in jax.tree_util.tree_leaves_with_path(value)
     }
-
-
-def _shown_type(aval: Any) -> str:
-    weak = " (weakly typed)" if getattr(aval, "weak_type", False) else ""
-    return f"{aval.str_short()}{weak}"
-
-
-def _type_differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    names = list(dict.fromkeys([*old, *new]))
-    return [
-        f"{n}: {old.get(n, 'absent')} -> {new.get(n, 'absent')}"
-        for n in names
-        if old.get(n) != new.get(n)
-    ]
 
 
 def call_differences(old: Any, new: Any) -> list[str]:

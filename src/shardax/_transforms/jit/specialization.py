@@ -26,34 +26,9 @@ from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import DonationError, PrefixError, StaticArgumentError
 from shardax._transforms.jit import retraces
-from shardax._transforms.lift.arguments import (
-    NUMBER_TYPES,
-    NUMBERS,
-    PlainTemplate,
-    RootTemplate,
-    SplitArguments,
-    TreeTemplate,
-    as_tuple,
-    check_static_option,
-    join_argument,
-    resolve_arguments,
-    template_roots,
-)
-from shardax._transforms.lift.engine import (
-    InputGraph,
-    LiftedOutputs,
-    NewCaptures,
-    bind,
-    check_result,
-    record_effects,
-)
-from shardax._transforms.lift.prefix import (
-    check_plain,
-    check_shardings_only,
-    consistent,
-    expand,
-    is_one_entry,
-)
+from shardax._transforms.lift import arguments as inputs
+from shardax._transforms.lift import engine
+from shardax._transforms.lift import prefix as prefixes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +47,10 @@ class JitOptions:
     compiler_options: Any = None
 
     def __post_init__(self) -> None:
-        check_static_option(self.static)
-        check_shardings_only(self.in_shardings, "in_shardings")
-        check_shardings_only(self.out_shardings, "out_shardings")
+        inputs.check_static_option(self.static)
+        for name in ("in_shardings", "out_shardings"):
+            if (given := getattr(self, name)) is not None:
+                prefixes.check_shardings_only(given, name)
 
     @property
     def auto_static(self) -> bool:
@@ -84,12 +60,12 @@ class JitOptions:
     @property
     def static_numbers(self) -> bool:
         """Whether Python's numbers are static, too."""
-        return self.static == NUMBERS
+        return self.static == inputs.NUMBERS
 
     @property
     def static_types(self) -> frozenset[type]:
         """Types that are static although JAX takes them."""
-        return frozenset({bool, *NUMBER_TYPES}) if self.static_numbers else frozenset({bool})
+        return frozenset({bool, *inputs.NUMBER_TYPES}) if self.static_numbers else frozenset({bool})
 
     def key(self) -> Any:
         """Returns what the options compare by: their values if hashable, else themselves."""
@@ -100,33 +76,35 @@ class JitOptions:
 
     def split_arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], label: Callable[[int | str], Path]
-    ) -> SplitArguments:
+    ) -> inputs.SplitArguments:
         """Splits the arguments of a call, without static ones."""
         numbers = self.static_numbers
-        return SplitArguments(args, kwargs, self.auto_static, static_numbers=numbers, label=label)
+        return inputs.SplitArguments(
+            args, kwargs, self.auto_static, static_numbers=numbers, label=label
+        )
 
     def donates(self, position: int, name: str) -> bool:
         """Whether the positional argument (by position or parameter name) is donated."""
-        return position in as_tuple(self.donate_argnums) or self.donates_name(name)
+        return position in inputs.as_tuple(self.donate_argnums) or self.donates_name(name)
 
     def donates_name(self, name: str) -> bool:
         """Whether the keyword argument is donated."""
-        return name in as_tuple(self.donate_argnames)
+        return name in inputs.as_tuple(self.donate_argnames)
 
 
 def with_resolved_donation(options: JitOptions, function: Callable[..., Any]) -> JitOptions:
     """Returns the options with donated arguments by position and name."""
-    positions, names = resolve_arguments(
+    positions, names = inputs.resolve_arguments(
         function, options.donate_argnums, options.donate_argnames, "donate", DonationError
     )
-    static, static_names = resolve_arguments(
+    static, static_names = inputs.resolve_arguments(
         function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
     )
     both = sorted({*names} & {*static_names}) or sorted({*positions} & {*static})
     if both:
         raise DonationError(
-            f"The arguments {both} are both static and donated; a static argument has no memory to "
-            f"donate. Take them out of one of the two."
+            f"The arguments {both} are both static and donated, but a static argument has no "
+            "memory to donate. Take them out of one of the two."
         )
     return dataclasses.replace(options, donate_argnums=positions, donate_argnames=names)
 
@@ -143,8 +121,8 @@ class Specialization:
         function: Callable[..., Any],
         options: JitOptions,
         key: Any,
-        graph: InputGraph,
-        arguments: SplitArguments,
+        graph: engine.InputGraph,
+        arguments: inputs.SplitArguments,
         positions: ArgumentPositions,
         names: Sequence[Path],
     ) -> None:
@@ -163,7 +141,7 @@ class Specialization:
             i
             for i, (position, label) in enumerate(positions.positional)
             if options.donates(position, label)
-            and not isinstance(arguments.templates[i], RootTemplate)
+            and not isinstance(arguments.templates[i], inputs.RootTemplate)
         )
         self.used = 0  # when it was last called, by the count of calls of its ``Jit``
         self.signatures: list[Any] = []
@@ -195,12 +173,12 @@ class Specialization:
             return self._jitted(kept, donated, *self._separate_plain(plain, named))
         return self._jitted(kept, donated, plain)
 
-    def call(self, values: Sequence[Any], arguments: SplitArguments) -> LiftedOutputs:
+    def call(self, values: Sequence[Any], arguments: inputs.SplitArguments) -> engine.LiftedOutputs:
         """Calls the compiled function with values and arguments taken apart."""
         full = self.pack(values, arguments)
-        return LiftedOutputs(*self.jitted(full)(*full))
+        return engine.LiftedOutputs(*self.jitted(full)(*full))
 
-    def pack(self, values: Sequence[Any], arguments: SplitArguments) -> tuple[Any, ...]:
+    def pack(self, values: Sequence[Any], arguments: inputs.SplitArguments) -> tuple[Any, ...]:
         """Arranges values and plain arguments as the pure function takes them."""
         kept, donated = self.partition(values)
         if not self._full:
@@ -284,15 +262,15 @@ class Specialization:
             retraces.report_trace(self, self.signatures, signature)
         self.signatures.append(signature)
         with Frame("jit") as frame:
-            roots, copies = bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
+            roots, copies = engine.bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
             result = self._call_user(roots, plain, named)
-            check_result(result, "jit")
-            outputs = record_effects(
+            engine.check_result(result, "jit")
+            outputs = engine.record_effects(
                 frame, self.graphdef, copies, values, result, self._emitted(result, copies)
             )
             lost = [*(item.outer for item in frame.captured), *outputs.effects.foreign.values()]
             if lost:
-                raise NewCaptures(lost)
+                raise engine.NewCaptures(lost)
             self._declare_shardings(outputs, copies, result)
         return tuple(outputs)
 
@@ -306,23 +284,21 @@ class Specialization:
 
     def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]) -> Any:
         function, objects = roots[0], roots[1 : 1 + self.root_count]
-        args = [join_argument(t, p, objects) for t, p in zip(self.templates, plain, strict=True)]
-        kwargs = {name: join_argument(t, named[name], objects) for name, t in self.named}
+        args, kwargs = inputs.join_arguments(self, plain, named, objects)
         return function(
             *self.positions.insert_static(args), **kwargs, **self.positions.static_named
         )
 
-    def _find_donated(self, graph: InputGraph, arguments: SplitArguments) -> frozenset[int]:
-        roots: list[int] = []
-        for (position, label), template in zip(
-            self.positions.positional, self.templates, strict=True
-        ):
-            if self.options.donates(position, label):
-                roots.extend(template_roots(template))
-        for name, template in self.named:
-            if self.options.donates_name(name):
-                roots.extend(template_roots(template))
-        ids = {id(v) for root in roots for v in InputGraph([arguments.roots[root]]).flat.leaves}
+    def _find_donated(
+        self, graph: engine.InputGraph, arguments: inputs.SplitArguments
+    ) -> frozenset[int]:
+        positional = zip(self.positions.positional, self.templates, strict=True)
+        donated = [t for (at, label), t in positional if self.options.donates(at, label)]
+        donated += [t for name, t in self.named if self.options.donates_name(name)]
+        roots = [root for template in donated for root, _ in inputs.root_places("", template)]
+        ids = {
+            id(v) for root in roots for v in engine.InputGraph([arguments.roots[root]]).flat.leaves
+        }
         return frozenset(i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in ids)
 
     def _emitted(self, result: Any, copies: Sequence[Any]) -> frozenset[int]:
@@ -334,19 +310,21 @@ class Specialization:
             id(v)
             for leaf in jax.tree.leaves(result, is_leaf=is_object)
             if isinstance(leaf, Object)
-            for v in InputGraph([leaf]).flat.leaves
+            for v in engine.InputGraph([leaf]).flat.leaves
         }
         returned = (
             i for i, index in enumerate(self.graphdef.leaves) if id(copies[index]) in returned_ids
         )
         return self.donated_leaves | frozenset(returned)
 
-    def _spread_in_shardings(self, graph: InputGraph, arguments: SplitArguments) -> Any:
+    def _spread_in_shardings(
+        self, graph: engine.InputGraph, arguments: inputs.SplitArguments
+    ) -> Any:
         if self.options.in_shardings is None:
             return None
         given = self.positions.per_argument(self.options.in_shardings, "in_shardings")
         args = [
-            join_argument(t, p, arguments.roots, with_static=False)
+            inputs.join_argument(t, p, arguments.roots, with_static=False)
             for t, p in zip(self.templates, arguments.plain, strict=True)
         ]
         entries: list[Any] = []
@@ -354,21 +332,21 @@ class Specialization:
         for (_, label), prefix, arg, template in zip(
             self.positions.positional, given, args, self.templates, strict=True
         ):
-            if isinstance(template, PlainTemplate):
-                check_plain(prefix, arg, "in_shardings", (label,))
+            if isinstance(template, inputs.PlainTemplate):
+                prefixes.check_plain(prefix, arg, "in_shardings", (label,))
                 plain.append(prefix)
                 continue
-            found = list(expand(prefix, arg, "in_shardings", (label,)))
+            found = list(prefixes.expand(prefix, arg, "in_shardings", (label,)))
             entries.extend(found)
             rest = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
-            plain.append(rest if isinstance(template, TreeTemplate) else None)
-        by_id = consistent(entries, "in_shardings")
+            plain.append(rest if isinstance(template, inputs.TreeTemplate) else None)
+        by_id = prefixes.consistent(entries, "in_shardings")
         self.leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
         kept, donated = self.partition(self.leaf_shardings)
         return kept, donated, *self._split_donated(plain), None, None
 
     def _declare_shardings(
-        self, outputs: LiftedOutputs, copies: Sequence[Any], result: Any
+        self, outputs: engine.LiftedOutputs, copies: Sequence[Any], result: Any
     ) -> None:
         """Works out the sharding of everything that leaves, when shardings are declared."""
         effects = outputs.effects
@@ -380,10 +358,13 @@ class Specialization:
         by_id: dict[int, Any] = {}
         arrays: Any = declared
         if effects.result is None:
-            check_plain(declared, result, "out_shardings")
+            prefixes.check_plain(declared, result, "out_shardings")
         else:
-            found = list(expand(declared, result, "out_shardings"))
-            by_id = {key: entry for key, (_, entry) in consistent(found, "out_shardings").items()}
+            found = list(prefixes.expand(declared, result, "out_shardings"))
+            by_id = {
+                key: entry
+                for key, (_, entry) in prefixes.consistent(found, "out_shardings").items()
+            }
             arrays = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
         written = []
         for position in effects.written:
@@ -410,7 +391,7 @@ class ArgumentPositions(NamedTuple):
     def per_argument(self, prefix: Any, name: str) -> list[Any]:
         """Returns one prefix per dynamic positional argument."""
         count = len(self.positional)
-        if is_one_entry(prefix):
+        if prefixes.is_one_entry(prefix):
             return [prefix] * count
         if len(prefix) == count:
             return list(prefix)
@@ -421,5 +402,5 @@ class ArgumentPositions(NamedTuple):
         raise PrefixError(
             f"{name} has {len(prefix)} entries, but the call has {count} non-static positional "
             f"arguments ({labels}). Give one entry per argument; keyword arguments take the "
-            f"sharding of what is passed."
+            "sharding of what is passed."
         )

@@ -23,8 +23,8 @@ from shardax._transforms.jit.error_context import explain_places, explain_values
 from shardax._transforms.jit.jit import CachedCall, Jit
 from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
 from shardax._transforms.jit.specialization import Specialization, StaleOutputShardings
+from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.arguments import SplitArguments, join_argument, root_names
 
 # What the function that JAX compiles (see ``Specialization``) calls its inputs.
 _INPUTS = "flat"
@@ -63,7 +63,7 @@ class _StageSource(NamedTuple):
 
 
 def _states(
-    graph: engine.InputGraph, arguments: SplitArguments
+    graph: engine.InputGraph, arguments: inputs.SplitArguments
 ) -> list[tuple[dict[Path, int], dict[Path, Origin]]]:
     index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
     found = []
@@ -182,13 +182,7 @@ class _Stage:
             State.from_flat({path: values[i] for path, i in indices.items()}, origins)
             for indices, origins in self._source.states
         ]
-        args = [
-            join_argument(t, p, states, with_static=False)
-            for t, p in zip(program.templates, plain, strict=True)
-        ]
-        kwargs = {
-            n: join_argument(t, named[n], states, with_static=False) for n, t in program.named
-        }
+        args, kwargs = inputs.join_arguments(program, plain, named, states, with_static=False)
         return tuple(args), kwargs
 
     def _result(self, tree: Any) -> Any:
@@ -297,10 +291,7 @@ class Compiled(_Stage):
         labels = [label for _, label in program.positions.positional]
         given = len(arguments.templates)
         named = [*labels, *(f"args[{i}]" for i in range(len(labels), given))][:given]
-        hidden = jit.hidden()
-        names = [(), *root_names(named, arguments), *(name for name, _ in hidden)]
-        roots = [jit.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
-        graph = engine.InputGraph(roots, names)
+        graph, names = jit.input_graph(arguments, named)
         self._check(arguments, graph, names, labels)
         full = program.pack(graph.values(), arguments)
         try:
@@ -315,7 +306,7 @@ class Compiled(_Stage):
 
     def _check(
         self,
-        arguments: SplitArguments,
+        arguments: inputs.SplitArguments,
         graph: engine.InputGraph,
         names: Sequence[Path],
         labels: Sequence[str],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of lifted calls: splitting, joining, static values, names.
+"""Inputs of lifted calls: arguments, static values, objects in closures.
 
 An argument is split into *roots* (the objects in it) and a *plain* part, a pytree without objects
 that JAX can take. Its *template* says how to join it again with other roots: the copies that a
@@ -13,18 +13,24 @@ for the old attributes would answer for the new ones.
 
 The function of a call is a root, too: a Module, a method of one, or a ``functools.partial`` with
 Modules among its arguments. A callable without a hash is compared by identity.
+
+A *source* is a closure cell or a global name from which a function takes an object without being
+given it. Compiled functions look through their sources at every call, so that a model which was
+rebound to the name is noticed.
 """
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import inspect
+import itertools
 import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +43,6 @@ from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static, exact_key
 from shardax._core.object import Object, Wrapper
 from shardax._transforms.errors import StaticArgumentError
-from shardax._transforms.lift.closures import is_plain_instance
 
 
 def parameters_of(function: Any) -> tuple[inspect.Parameter, ...] | None:
@@ -71,11 +76,14 @@ def argument_path(function: Any, key: int | str) -> tuple[str, ...]:
 
 def parameter_name(function: Any, position: int) -> str:
     """Returns the name of a function's positional parameter, for messages."""
-    parameters = parameters_of(function) or ()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if position < len(positional):
-        return positional[position].name
-    return f"args[{position}]"
+    names = positional_names(function)
+    return names[position] if position < len(names) else f"args[{position}]"
+
+
+def positional_names(function: Any) -> list[str]:
+    """Returns the names of a function's positional parameters."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters_of(function) or () if p.kind in kinds]
 
 
 AUTO = "auto"
@@ -109,10 +117,10 @@ def static_leaf(leaf: Any, where: Callable[[], Path] = tuple) -> Static:
         path = where()
         place = f" at {format_path(path)}" if path else ""
         raise StaticArgumentError(
-            f"What is no array, number or Module is static here (as under static='auto'), but the "
+            f"What is no array, number or Module is static here (static='auto'), but the "
             f"{type(leaf).__name__}{place} cannot be: {_shortened(leaf)} is not hashable "
-            f"({error}). Use a tuple or frozenset instead of a list or set, a frozen dataclass for "
-            f"configuration, and an sx.Module for what holds arrays or changes."
+            f"({error}). Use tuples or frozensets, a frozen dataclass for configuration, an "
+            f"sx.Module for what holds arrays or changes."
         ) from error
 
 
@@ -184,9 +192,7 @@ def resolve_arguments(
     parameters = parameters_of(function)
     if parameters is None or not (positions or names):
         return positions, names
-    positional = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = positional_names(function)
     count = len(positional)
     shown = getattr(function, "__name__", function)
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -213,9 +219,9 @@ def check_static_option(static: str | None) -> None:
     """Raises if the option ``static`` has an unknown value."""
     if static not in (None, AUTO, NUMBERS):
         raise StaticArgumentError(
-            f"static={static!r}: the option takes 'auto', which makes everything static that is no "
-            f"array, number or Module; 'numbers', which makes Python's numbers static, too; or "
-            f"None. To choose arguments, use static_argnums or static_argnames."
+            f"static={static!r}: the option takes 'auto' (all but arrays, numbers and Modules is "
+            "static), 'numbers' (Python's numbers, too) or None. To choose arguments, use "
+            "static_argnums or static_argnames."
         )
 
 
@@ -232,8 +238,8 @@ def static_argument(value: Any, function: Any, place: int | str) -> Static:
     if isinstance(value, Object):
         raise StaticArgumentError(
             f"The argument {label!r} is static, but a {type(value).__name__} was passed: its "
-            f"values would be frozen into the program and changes missed. Pass it as an ordinary "
-            f"argument: a Module's configuration is static by itself."
+            "values would be frozen into the program. Pass it as an ordinary argument: a Module's "
+            "configuration is static by itself."
         )
     try:
         return Static(value, argument_key(value))
@@ -241,8 +247,8 @@ def static_argument(value: Any, function: Any, place: int | str) -> Static:
         raise StaticArgumentError(
             f"The static argument {label!r} of {getattr(function, '__name__', function)} is "
             f"{value!r} of type {type(value).__name__}, which is not hashable ({error}). Pass "
-            f"arrays as ordinary arguments; use tuples instead of lists, frozen dataclasses "
-            f"instead of dicts, and an sx.Module for what holds arrays or changes."
+            "arrays as ordinary arguments; use tuples, frozen dataclasses, and an sx.Module for "
+            "what holds arrays or changes."
         ) from error
 
 
@@ -369,6 +375,22 @@ def join_argument(template: Any, plain: Any, roots: Sequence[Any], with_static: 
     return template.treedef.unflatten(leaves)
 
 
+def join_arguments(
+    split: Any,
+    plain: Sequence[Any],
+    plain_named: Mapping[str, Any],
+    roots: Sequence[Any],
+    with_static: bool = True,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Joins arguments by the ``templates`` and ``named`` of a split call."""
+    args = [
+        join_argument(template, part, roots, with_static)
+        for template, part in zip(split.templates, plain, strict=True)
+    ]
+    named = {n: join_argument(t, plain_named[n], roots, with_static) for n, t in split.named}
+    return args, named
+
+
 class SplitArguments:
     """The arguments of one lifted call, taken apart."""
 
@@ -413,9 +435,7 @@ class SplitArguments:
         self, plain: Sequence[Any], plain_named: Mapping[str, Any], roots: Sequence[Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Puts arguments together from plain parts and roots (a transform's copies, usually)."""
-        args = [join_argument(t, p, roots) for t, p in zip(self.templates, plain, strict=True)]
-        kwargs = {name: join_argument(t, plain_named[name], roots) for name, t in self.named}
-        return args, kwargs
+        return join_arguments(self, plain, plain_named, roots)
 
 
 def as_root(root: Any) -> Any:
@@ -490,13 +510,6 @@ class _PartialByIdentity(_ByIdentity):
         return function(*given, *args, **{**named, **kwargs})
 
 
-def template_roots(template: Any) -> list[int]:
-    """Returns the positions among the roots that an argument's template uses."""
-    if isinstance(template, RootTemplate):
-        return [template.position]
-    return [root for _, root in template.roots] if isinstance(template, TreeTemplate) else []
-
-
 def root_places(label: str, template: Any) -> list[tuple[int, Path]]:
     """Returns (position among the roots, path) of each object of an argument."""
     if isinstance(template, RootTemplate):
@@ -521,3 +534,118 @@ def plain_paths(template: TreeTemplate) -> list[Path]:
     others = {leaf for leaf, _ in (*template.roots, *template.static)}
     paths = leaf_paths(template.treedef)
     return [path for leaf, path in enumerate(paths) if leaf not in others]
+
+
+# How many calls deep to look for sources in helper functions.
+_MAX_DEPTH = 4
+
+# Largest holder that is looked into, unless one of its first so many items is an object.
+_MAX_ITEMS = 64
+
+# How many holders (containers, instances of user classes) deep to look for objects.
+_MAX_HOLDERS = 3
+
+
+class ClosureSource(NamedTuple):
+    """A place that held an object when it was found."""
+
+    name: str  # the variable's name, for messages and paths
+    read: Callable[[], Any]  # returns what the place holds now (None if it is empty)
+
+
+def find_sources(function: Any) -> list[ClosureSource]:
+    """Finds where a function or its helpers take objects from."""
+    found: dict[Any, ClosureSource] = {}
+    _search(function, 0, set(), found)
+    return list(found.values())
+
+
+def _search(value: Any, depth: int, seen: set[int], found: dict[Any, ClosureSource]) -> None:
+    if depth > _MAX_DEPTH or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, types.MethodType):
+        if not isinstance(value.__self__, Object):  # an Object owner is an argument, not a source
+            _add_holder(value.__self__, found)
+        _search(value.__func__, depth, seen, found)
+    elif isinstance(value, functools.partial):
+        _search(value.func, depth, seen, found)
+    elif isinstance(value, types.FunctionType):
+        for key, source in _places(value):
+            held = source.read()
+            if any(True for _ in objects_in(held)):
+                found.setdefault(key, source)
+            if callable(held):
+                _search(held, depth + 1, seen, found)
+    elif hasattr(value, "__wrapped__") and not isinstance(value, type):
+        _search(value.__wrapped__, depth, seen, found)
+    elif is_plain_instance(value) and callable(value):
+        _add_holder(value, found)
+        _search(type(value).__call__, depth, seen, found)
+
+
+def _add_holder(holder: Any, found: dict[Any, ClosureSource]) -> None:
+    if any(True for _ in objects_in(holder)):
+        found.setdefault(id(holder), ClosureSource("self", lambda: holder))
+
+
+def _places(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield id(cell), ClosureSource(name, functools.partial(_read_cell, cell))
+    scope = function.__globals__
+    for name in _global_names(function.__code__):
+        if name in scope:
+            yield (id(scope), name), ClosureSource(name, functools.partial(scope.get, name))
+
+
+def _read_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    names = [
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.extend(_global_names(constant))
+    return tuple(dict.fromkeys(names))
+
+
+def objects_in(value: Any, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
+    """Yields the objects that a source holds."""
+    if isinstance(value, Object):
+        yield value
+        return
+    if depth == 0:
+        return
+    if isinstance(value, types.MethodType):
+        yield from objects_in(value.__self__, depth)
+        return
+    if isinstance(value, (tuple, list)):
+        items: Any = value
+    elif isinstance(value, dict):
+        items = value.values()
+    elif is_plain_instance(value):
+        items = vars(value).values()
+    else:
+        return
+    first = itertools.islice(items, _MAX_ITEMS)
+    if len(items) <= _MAX_ITEMS or any(isinstance(item, Object) for item in first):
+        for item in list(items):
+            yield from objects_in(item, depth - 1)
+
+
+def is_plain_instance(value: Any) -> bool:
+    """Whether ``value`` is an instance of an ordinary user class."""
+    return (
+        not isinstance(value, (Object, type, types.ModuleType, types.FunctionType))
+        and not hasattr(value, "__wrapped__")
+        and isinstance(getattr(value, "__dict__", None), dict)
+    )

@@ -31,37 +31,15 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import jax
 import numpy as np
 
-from shardax._core import _jax
+from shardax._core import _jax, frames
 from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError, TraceLeakError
-from shardax._core.frames import (
-    CapturedVariable,
-    Frame,
-    check_structural_write,
-    check_unlocked,
-    local,
-    resolve,
-)
-from shardax._core.graph.flatten import (
-    ChildDecoder,
-    DictDef,
-    GraphDef,
-    GraphWalk,
-    ListDef,
-    ModuleDef,
-    Ref,
-    VariableDef,
-    build,
-    flatten,
-    flatten_roots,
-    is_object,
-    walk_objects,
-)
+from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import block_parents
@@ -69,17 +47,7 @@ from shardax._core.init.lazy import LazyValue, realise_all
 from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.errors import ArgumentError, ClosureError, OutputError
-from shardax._transforms.lift.arguments import (
-    SplitArguments,
-    TreeTemplate,
-    argument_path,
-    as_root,
-    leaf_paths,
-    parameter_name,
-    plain_paths,
-    root_names,
-)
-from shardax._transforms.lift.closures import find_sources, objects_in
+from shardax._transforms.lift import arguments as inputs
 
 
 class InputGraph:
@@ -89,36 +57,41 @@ class InputGraph:
 
     def __init__(self, roots: Sequence[Any], names: Sequence[Path] | None = None) -> None:
         # The callable, if it is bound to objects, and all objects in the arguments.
-        self.roots = [as_root(root) for root in roots]
-        self.flat = flatten_roots(self.roots, names)  # their joint flattening
-        frame = local.frame
+        self.roots = [inputs.as_root(root) for root in roots]
+        self.flat = graphs.flatten_roots(self.roots, names)  # their joint flattening
+        frame = frames.local.frame
         # The Variables that stand for ``flat.leaves`` in the calling frame; what is read and
         # written.
         self.leaves = (
             self.flat.leaves
             if frame is None
-            else [resolve(leaf, frame) for leaf in self.flat.leaves]
+            else [frames.resolve(leaf, frame) for leaf in self.flat.leaves]
         )
 
     def values(self) -> list[Any]:
         """Reads all values, materialising lazy ones."""
         values = read(self.leaves)
         absent = [
-            format_path(path)
+            path
             for path, leaf, value in zip(self.flat.leaf_paths, self.leaves, values, strict=True)
             if not isinstance(value, jax.Array) and leaf.is_abstract
         ]
         if absent:
-            raise AbstractValueError(
-                f"{len(absent)} Variables hold only shapes, not arrays: {', '.join(absent[:8])}"
-                f"{', ...' if len(absent) > 8 else ''}. Materialise the model first (sx.shard, or "
-                f"restore a checkpoint), or look at shapes only with sx.eval_shape."
-            )
+            raise absent_error(absent)
         return values
 
     def objects(self) -> list[Any]:
         """Returns the objects in the order of the graph definition."""
-        return walk_objects(self.roots)
+        return graphs.walk_objects(self.roots)
+
+
+def absent_error(paths: Sequence[Path]) -> AbstractValueError:
+    """Returns the error of Variables without values."""
+    shown = ", ".join(map(format_path, paths[:8])) + (", ..." if len(paths) > 8 else "")
+    return AbstractValueError(
+        f"{len(paths)} Variables hold only shapes, not arrays: {shown}. Materialise the model "
+        f"first (sx.shard, or restore a checkpoint), or look at shapes only with sx.eval_shape."
+    )
 
 
 def read(leaves: Sequence[Any]) -> list[Any]:
@@ -138,14 +111,14 @@ def abstract(leaves: Sequence[Any]) -> list[Any]:
 
 
 def bind(
-    frame: Frame,
-    graphdef: GraphDef,
+    frame: frames.Frame,
+    graphdef: graphs.GraphDef,
     values: Sequence[Any],
     originals: Sequence[Any],
     leaves: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
     """Rebuilds the graph inside a transform; returns (roots, objects)."""
-    roots, copies = build(graphdef, values, frame)
+    roots, copies = graphs.build(graphdef, values, frame)
     for original, copy in zip(originals, copies, strict=True):
         frame.copies[id(original)] = (original, copy)
     for leaf, position in zip(leaves, graphdef.leaves, strict=True):
@@ -194,8 +167,8 @@ class LiftedOutputs(NamedTuple):
 
 
 def record_effects(
-    frame: Frame,
-    graphdef: GraphDef,
+    frame: frames.Frame,
+    graphdef: graphs.GraphDef,
     copies: Sequence[Any],
     bound: Sequence[Any],
     result: Any,
@@ -213,19 +186,18 @@ def record_effects(
         if after != before:
             updates[position] = after
     count = len(copies)
-    leaves, treedef = jax.tree.flatten(result, is_leaf=is_object)
+    leaves, treedef = jax.tree.flatten(result, is_leaf=graphs.is_object)
     places = tuple(
         (i, walk.visit(leaf, ())) for i, leaf in enumerate(leaves) if isinstance(leaf, Object)
     )
-    template = TreeTemplate(treedef, places) if places else None
+    template = inputs.TreeTemplate(treedef, places) if places else None
     new_objects = [*enumerate(walk.objects)][count:]
     for _, item in new_objects:
         if isinstance(item, Variable) and item._parent is not None:
             raise OutputError(
-                f"sx.{frame.name} was to hand out a view of one layer of a stacked "
-                f"{type(item._parent).__name__}, as a result or in an attribute. What leaves a "
-                f"transform would no longer be the stack's. Return sx.clone(stack[i]), or take the "
-                f"layer outside."
+                f"sx.{frame.name} would return or attach a view of one layer of a stacked "
+                f"{type(item._parent).__name__}, which outside would no longer be the stack's. "
+                "Return sx.clone(stack[i]), or take the layer outside."
             )
     foreign = {i: item for i, item in new_objects if not _belongs(item, frame)}
     made = [item for i, item in new_objects if i not in foreign and isinstance(item, Variable)]
@@ -242,8 +214,8 @@ def record_effects(
     return LiftedOutputs(arrays, values, fresh, effects)
 
 
-def _continue_walk(frame: Frame, copies: Sequence[Any]) -> GraphWalk:
-    walk = GraphWalk()
+def _continue_walk(frame: frames.Frame, copies: Sequence[Any]) -> graphs.GraphWalk:
+    walk = graphs.GraphWalk()
     walk.objects = list(copies)
     walk.definitions = [None] * len(copies)
     walk.paths = [()] * len(copies)
@@ -258,15 +230,15 @@ def _matches(item: Any, definition: Any, objects: Sequence[Any]) -> bool:
     """Whether an object holds the very children that it was built with."""
     # A quick check by identity, so that only what changed is described again.
     kind = type(definition)
-    if kind is VariableDef:
+    if kind is graphs.VariableDef:
         return item._metadata is definition.metadata
-    if kind is ModuleDef:
+    if kind is graphs.ModuleDef:
         return _match(item.__dict__.items(), definition.attributes, objects) and _match(
             item._array_attributes.items(), definition.array_attributes, objects
         )
-    if kind is ListDef:
+    if kind is graphs.ListDef:
         return _match([*enumerate(item._items)], [*enumerate(definition.items)], objects)
-    if kind is DictDef:
+    if kind is graphs.DictDef:
         before = [(key.value, child) for key, child in definition.items]
         return _match(item._items.items(), before, objects)
     return False
@@ -278,14 +250,18 @@ def _match(now: Collection[Any], before: Sequence[Any], objects: Sequence[Any]) 
     for (name, value), (key, child) in zip(now, before, strict=True):
         kind = type(child)
         expected = (
-            objects[child.position] if kind is Ref else child.value if kind is Static else now
+            objects[child.position]
+            if kind is graphs.Ref
+            else child.value
+            if kind is Static
+            else now
         )
         if value is not expected or name != key:
             return False
     return True
 
 
-def _belongs(item: Any, frame: Frame) -> bool:
+def _belongs(item: Any, frame: frames.Frame) -> bool:
     owner = item._owner
     return owner is frame or (owner is not None and owner.parent is frame)
 
@@ -312,16 +288,18 @@ def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
     for position in effects.updates:
         item = objects[position]
         if isinstance(item, Variable):
-            resolve(item, local.frame)._check_metadata_write(f"metadata of a {type(item).__name__}")
+            frames.resolve(item, frames.local.frame)._check_metadata_write(
+                f"metadata of a {type(item).__name__}"
+            )
         else:
-            check_structural_write(item, f"a {type(item).__name__}")
+            frames.check_structural_write(item, f"a {type(item).__name__}")
     _add_fresh(objects, effects, outputs.fresh)
     for position, value in zip(effects.written, outputs.written, strict=True):
         graph.leaves[position]._value = value
-    decode = ChildDecoder(objects)
+    decode = graphs.ChildDecoder(objects)
     for position, definition in effects.updates.items():
-        if type(definition) is VariableDef:
-            resolve(objects[position], local.frame)._metadata = definition.metadata
+        if type(definition) is graphs.VariableDef:
+            frames.resolve(objects[position], frames.local.frame)._metadata = definition.metadata
         else:
             objects[position]._unflatten(definition, decode)
     if effects.updates:
@@ -337,18 +315,18 @@ def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
 
 def _add_fresh(objects: list[Any], effects: Effects, values: Sequence[Any]) -> None:
     """Appends the new objects, owned by the calling frame."""
-    count, owner = len(objects), local.frame
+    count, owner = len(objects), frames.local.frame
     remaining = iter(values)
     for offset, definition in enumerate(effects.fresh):
         if count + offset in effects.foreign:
             objects.append(effects.foreign[count + offset])
-        elif type(definition) is VariableDef:
+        elif type(definition) is graphs.VariableDef:
             objects.append(definition.type._make(next(remaining), definition.metadata, owner))
         else:
             objects.append(definition.type._allocate(owner, None))
-    decode = ChildDecoder(objects)
+    decode = graphs.ChildDecoder(objects)
     for offset, definition in enumerate(effects.fresh):
-        if count + offset not in effects.foreign and type(definition) is not VariableDef:
+        if count + offset not in effects.foreign and type(definition) is not graphs.VariableDef:
             objects[count + offset]._unflatten(definition, decode)
 
 
@@ -358,22 +336,22 @@ def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
     for position, value in zip(outputs.effects.written, outputs.written, strict=True):
         variable = graph.leaves[position]
         path = format_path(graph.flat.leaf_paths[position])
-        check_unlocked(variable, f"to the {type(variable).__name__} at {path}")
+        frames.check_unlocked(variable, f"to the {type(variable).__name__} at {path}")
         if variable._parent is not None:
             variable._check_part(value)
         home = _jax.eager() if variable._owner is None else variable._owner.trace
         if here != home and any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
             raise TraceLeakError(
                 f"The {type(variable).__name__} at {path} would be written with a traced value, "
-                f"because this call runs inside a plain JAX transform (jax.vmap, jax.grad, "
-                f"jax.jit, ...) that does not carry Variables. Nothing was written. Use the "
-                f"shardax transform of the same name outside, with the Module as its argument."
+                "inside a plain JAX transform (jax.vmap, jax.grad, jax.jit, ...) that does not "
+                "carry Variables. Nothing was written. Use the shardax transform of the same "
+                "name, with the Module as its argument."
             )
 
 
 def check_result(result: Any, name: str) -> None:
     """Raises if a function returned something that is neither arrays nor objects."""
-    for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=graphs.is_object):
         if (
             isinstance(leaf, Object)
             or hasattr(leaf, "dtype")
@@ -384,7 +362,7 @@ def check_result(result: Any, name: str) -> None:
         raise OutputError(
             f"The function given to sx.{name} returned {leaf!r} of type {type(leaf).__name__} at "
             f"{where}. A result holds arrays, numbers, Modules and Variables. Return such a value "
-            f"from outside the transform, or keep it as static configuration of a Module."
+            "from outside the transform, or keep it as static configuration of a Module."
         )
 
 
@@ -394,6 +372,21 @@ class NewCaptures(Exception):
     def __init__(self, objects: Sequence[Any]) -> None:
         super().__init__(objects)
         self.objects = list(objects)
+
+
+P = ParamSpec("P")
+
+
+def decorator(transform: Callable[P, Any]) -> Callable[P, Any]:
+    """Lets a transform that is given no function return a decorator."""
+    call: Callable[..., Any] = transform
+
+    def with_options(function: Any = None, *args: Any, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(with_options, **options)
+        return call(function, *args, **options)
+
+    return functools.wraps(transform)(with_options)
 
 
 def wraps(function: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -410,7 +403,7 @@ class LiftedCall:
         functions: Sequence[Callable[..., Any]],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        make_frame: Callable[[str], Frame] = Frame,
+        make_frame: Callable[[str], frames.Frame] = frames.Frame,
         captured: Sequence[Variable[Any]] = (),
         static: Container[int | str] = (),
         auto_static: bool = False,
@@ -419,15 +412,17 @@ class LiftedCall:
         self.name = name
         self.functions = tuple(functions)
         self.make_frame = make_frame
-        label = functools.partial(argument_path, functions[0])
-        self.arguments = SplitArguments(args, kwargs, auto_static, static, static_numbers, label)
+        label = functools.partial(inputs.argument_path, functions[0])
+        self.arguments = inputs.SplitArguments(
+            args, kwargs, auto_static, static, static_numbers, label
+        )
         self.captured_count = len(captured)
         count = len(self.arguments.templates)
         # The parameter name of each positional argument.
-        self.labels = [parameter_name(functions[0], i) for i in range(count)]
+        self.labels = [inputs.parameter_name(functions[0], i) for i in range(count)]
         self.names: list[Path] = [  # the path of each root of the graph
             *([()] * len(functions)),
-            *root_names(self.labels, self.arguments),
+            *inputs.root_names(self.labels, self.arguments),
             *(path_of(functions, variable) for variable in captured),
         ]
         self.graph = InputGraph([*functions, *self.arguments.roots, *captured], self.names)
@@ -444,16 +439,16 @@ class LiftedCall:
         plain_named: Mapping[str, Any],
         leave: Callable[[RunContext], Any],
         which: int = 0,
-        graphdef: GraphDef | None = None,
+        graphdef: graphs.GraphDef | None = None,
     ) -> Any:
         """Runs a function inside the transform; returns what ``leave`` returns."""
         graphdef = graphdef or self.graphdef
         with self.make_frame(self.name) as frame:
             roots, copies = self._bind(frame, graphdef, values)
-            inputs = len(roots) - self.captured_count
-            given, captured = roots[len(self.functions) : inputs], roots[inputs:]
+            end = len(roots) - self.captured_count
+            given, captured = roots[len(self.functions) : end], roots[end:]
             if isinstance(frame, SealedFrame):
-                for path, variable in zip(self.names[inputs:], captured, strict=True):
+                for path, variable in zip(self.names[end:], captured, strict=True):
                     frame.seal(variable, path)
             args, kwargs = self.arguments.restore(plain, plain_named, given)
             # Containers of their own: the function may change those that it is given.
@@ -464,11 +459,11 @@ class LiftedCall:
             return leave(RunContext(self, frame, graphdef, copies, values, args, kwargs, result))
 
     def _bind(
-        self, frame: Frame, graphdef: GraphDef, values: Sequence[Any]
+        self, frame: frames.Frame, graphdef: graphs.GraphDef, values: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         if self._late is None:
             return bind(frame, graphdef, values, self.graph.objects(), self.graph.leaves)
-        roots, copies = build(graphdef, values, frame)
+        roots, copies = graphs.build(graphdef, values, frame)
         for reference, position in self._late:
             original = reference()
             if original is not None:
@@ -492,8 +487,8 @@ class RunContext(NamedTuple):
     """What is known while the frame of a run is open."""
 
     call: LiftedCall
-    frame: Frame
-    graphdef: GraphDef
+    frame: frames.Frame
+    graphdef: graphs.GraphDef
     copies: Sequence[Any]  # the private copy, in the order of ``graphdef.objects``
     bound: Sequence[Any]  # the value that was bound to each Variable
     args: Sequence[Any]  # with copies for objects, plain containers as they came
@@ -519,7 +514,7 @@ class RunContext(NamedTuple):
         """Returns the copy of the Variable at a position."""
         return self.copies[self.graphdef.leaves[position]]
 
-    def captured(self) -> list[CapturedVariable]:
+    def captured(self) -> list[frames.CapturedVariable]:
         """Returns the captured Variables that were written or given other metadata."""
         return [
             item
@@ -552,9 +547,9 @@ def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
 def path_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) -> Path:
     """Returns the path of a captured Variable, for messages."""
     for function in functions:
-        for source in find_sources(function):
-            for item in objects_in(source.read()):
-                flat = flatten(item)
+        for source in inputs.find_sources(function):
+            for item in inputs.objects_in(source.read()):
+                flat = graphs.flatten(item)
                 for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
                     if leaf is variable or stands_for(variable, leaf):
                         return (source.name, *path)
@@ -563,7 +558,7 @@ def path_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) ->
 
 def stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:
     """Whether a Variable is an outer frame's copy of an original."""
-    frame = local.frame
+    frame = frames.local.frame
     while frame is not None:
         known = frame.copies.get(id(original))
         if known is not None and known[1] is variable:
@@ -572,7 +567,7 @@ def stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:
     return False
 
 
-class LateFrame(Frame):
+class LateFrame(frames.Frame):
     """The frame of a run that happens when its call is over."""
 
     __slots__ = ()
@@ -580,12 +575,12 @@ class LateFrame(Frame):
     def capture(self, outer: Any) -> Any:
         """Refuse: the call is over."""
         raise ClosureError(
-            f"A function given to sx.{self.name} uses a {type(outer).__name__} that it did not use "
-            f"when it was called, but only now that it is differentiated. Pass it as an argument."
+            f"A function given to sx.{self.name} uses, when differentiated, a "
+            f"{type(outer).__name__} that it did not use when called. Pass it as an argument."
         )
 
 
-class SealedFrame(Frame):
+class SealedFrame(frames.Frame):
     """A frame in which captured Variables can be read but not written."""
 
     __slots__ = ("functions", "reason")
@@ -621,12 +616,12 @@ class SingleRunCall(LiftedCall):
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        make_frame: Callable[[str], Frame] = Frame,
+        make_frame: Callable[[str], frames.Frame] = frames.Frame,
         **options: Any,
     ) -> None:
         super().__init__(name, [function], args, kwargs, make_frame, **options)
         self.effects: Effects | None = None
-        self.captured: list[CapturedVariable] = []
+        self.captured: list[frames.CapturedVariable] = []
 
     def run_once(
         self,
@@ -646,6 +641,15 @@ class SingleRunCall(LiftedCall):
             return head, (result, written, fresh, captured)
 
         return self.run(values, plain, plain_named, leave)
+
+    def run_whole(self, values: Any, plain: Any, plain_named: Any) -> tuple[Any, ...]:
+        """Runs the function; all of its result leaves, arrays and objects."""
+
+        def split(result: Any) -> tuple[None, Any]:
+            check_result(result, self.name)
+            return None, result
+
+        return self.run_once(values, plain, plain_named, split)[1]
 
     def finish(self, leaving: tuple[Any, ...]) -> Any:
         """Stores what was written and returns the result, with objects in place."""
@@ -680,12 +684,20 @@ def check_operands(
     named = ((name, template, arguments.plain_named[name]) for name, template in arguments.named)
     for label, template, plain in (*positional, *named):
         leaves, treedef = jax.tree.flatten(plain)
-        paths = plain_paths(template) if isinstance(template, TreeTemplate) else leaf_paths(treedef)
+        paths = (
+            inputs.plain_paths(template)
+            if isinstance(template, inputs.TreeTemplate)
+            else inputs.leaf_paths(treedef)
+        )
         for path, leaf in zip(paths, leaves, strict=True):
-            if isinstance(leaf, ARRAY_OR_NUMBER) or hasattr(leaf, "dtype") or is_object(leaf):
+            if (
+                isinstance(leaf, ARRAY_OR_NUMBER)
+                or hasattr(leaf, "dtype")
+                or graphs.is_object(leaf)
+            ):
                 continue
             raise ArgumentError(
                 f"{format_path((label, *path))} of sx.{call.name} is a {type(leaf).__name__}, "
-                f"which is neither an array or number nor a Module, Variable or pytree of these. "
+                "which is neither an array or number nor a Module, Variable or pytree of these. "
                 f"If it is configuration, {advice}."
             )

@@ -27,14 +27,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core.errors import FilterError
-from shardax._core.graph.flatten import (
-    GraphDef,
-    NodeDef,
-    Ref,
-    VariableDef,
-    definition_children,
-    flatten,
-)
+from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, no_match_error, to_predicates
@@ -44,7 +37,7 @@ from shardax._transforms.errors import InconsistentAliasingError, OutputError, P
 from shardax._transforms.lift import engine
 
 
-def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
+def alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]:
     """Returns (position among the Variables, path) of further ways to reach Variables."""
     # From every shared place there is one way to each Variable that can be reached from there, so
     # that there are not more than shared places times Variables, and every Variable with a further
@@ -55,12 +48,12 @@ def alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
     return known
 
 
-_aliases: weakref.WeakKeyDictionary[GraphDef, tuple[tuple[int, Path], ...]] = (
+_aliases: weakref.WeakKeyDictionary[graphs.GraphDef, tuple[tuple[int, Path], ...]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _find_alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
+def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]:
     met: set[int] = set()
     # (object, path, objects on the way) of each way to an object that was met before.
     edges: list[tuple[int, Path, tuple[int, ...]]] = []
@@ -94,18 +87,18 @@ def _find_alias_paths(graphdef: GraphDef) -> tuple[tuple[int, Path], ...]:
     return tuple(found)
 
 
-def _objects_in(graphdef: GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
+def _objects_in(graphdef: graphs.GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
     """Yields the objects that an object holds, and their paths."""
-    for key, child in definition_children(graphdef.objects[position]):
+    for key, child in graphs.definition_children(graphdef.objects[position]):
         yield from _objects(child, path if key is None else (*path, key))
 
 
 def _objects(child: Any, path: Path) -> Iterator[tuple[int, Path]]:
     """Yields the object that a child is, or those in it."""
-    if type(child) is Ref:
+    if type(child) is graphs.Ref:
         yield child.position, path
-    elif type(child) is NodeDef:
-        for key, below in definition_children(child):
+    elif type(child) is graphs.NodeDef:
+        for key, below in graphs.definition_children(child):
             yield from _objects(below, path if key is None else (*path, key))
 
 
@@ -221,7 +214,7 @@ class StateAxes(FilterMapping):
             if value is not None and value is not Carry and not is_axis(value):
                 raise PrefixError(
                     f"StateAxes gives {value!r} for {_name(item)}; an entry is an axis (an int), "
-                    f"None for what the whole batch shares, or sx.Carry in sx.scan."
+                    "None for what the whole batch shares, or sx.Carry in sx.scan."
                 )
 
 
@@ -259,7 +252,7 @@ def check_shardings_only(prefix: Any, name: str) -> None:
         elif not isinstance(leaf, kinds) and not hasattr(leaf, "sharding"):  # a Format has one
             raise PrefixError(
                 f"{name} gives {leaf!r}; an entry is a jax.sharding.Sharding, a PartitionSpec or "
-                f"None, for a Module also a State of these or sx.StateSharding."
+                "None, for a Module also a State of these or sx.StateSharding."
             )
 
 
@@ -323,8 +316,8 @@ def expand(
         kind, at = _place(name, where)
         raise PrefixError(
             f"{name} does not fit the {kind}{at}: it has {_shape(prefix)} where the {kind} has "
-            f"{_shape(tree)}. Give one entry for the whole {kind}, or the same containers with one "
-            f"entry each."
+            f"{_shape(tree)}. Give one entry for all of it, or the same containers with one entry "
+            "each."
         )
     for key, child in children:
         yield from expand(parts[key], child, name, (*where, *key), known)
@@ -347,8 +340,7 @@ def refuse_filters(prefix: Any, name: str, where: Path) -> None:
             kind, at = _place(name, where)
             raise PrefixError(
                 f"{name} gives a {type(leaf).__name__} for the {kind}{at}, which holds no "
-                f"Variables to choose among. Give plain arrays one entry, and only Modules a "
-                f"{type(leaf).__name__}."
+                "Variables to choose among. Only Modules take one; give plain arrays one entry."
             )
 
 
@@ -372,7 +364,7 @@ def _shape(tree: Any) -> str:
 def _expand_object(
     prefix: Any, root: Object, name: str, where: Path, known: Mapping[int, Any]
 ) -> Iterator[tuple[Path, Any, Any]]:
-    flat = flatten(root)
+    flat = graphs.flatten(root)
     entry_of = _chooser(prefix, root, name, where)
     for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
         if id(variable) in known:
@@ -414,7 +406,7 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
         kind, at = _place(name, where)
         raise PrefixError(
             f"{name} for the {kind}{at}, a {type(root).__name__}, is a {type(prefix).__name__}. "
-            f"Give one entry, a State of entries, or a filter mapping."
+            "Give one entry, a State of entries, or a filter mapping."
         )
     return lambda path, variable: prefix
 
@@ -601,16 +593,6 @@ def refuse_foreign(effects: engine.Effects, name: str) -> None:
     for item in effects.foreign.values():
         raise OutputError(
             f"The function given to sx.{name} returned (or attached to an argument) a "
-            f"{type(item).__name__} that was not passed in, so it is one object and has no part "
-            f"of its own in each run. Pass it as an argument, or return sx.clone of it."
+            f"{type(item).__name__} that was not passed in: one object, with no part of its own in "
+            "each run. Pass it as an argument, or return sx.clone of it."
         )
-
-
-def map_variable_definitions(
-    graphdef: GraphDef, change: Callable[[int, VariableDef], VariableDef]
-) -> GraphDef:
-    """Returns the structure with changed definitions of Variables."""
-    objects = list(graphdef.objects)
-    for position, index in enumerate(graphdef.leaves):
-        objects[index] = change(position, objects[index])
-    return GraphDef(tuple(objects), graphdef.roots)

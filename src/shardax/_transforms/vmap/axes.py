@@ -204,7 +204,7 @@ def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding |
         )
     over = first[2] if isinstance(first[2], tuple) else (first[2],)
     for path, leaf, axis in rows:
-        used = {part for spec in _specs(leaf) for part in _as_tuple(spec)}
+        used = {part for spec in _specs(leaf) for part in jax.tree.leaves(spec)}
         if axis is None and used & set(over):
             raise errors.MappedShardingError(
                 f"sx.{name} maps a dimension that is split over the mesh axes {over}, but the "
@@ -236,10 +236,6 @@ def _specs(leaf: Any) -> Sequence[Any]:
     return tuple(jax.typeof(leaf).sharding.spec)
 
 
-def _as_tuple(spec: Any) -> tuple[Any, ...]:
-    return () if spec is None else spec if isinstance(spec, tuple) else (spec,)
-
-
 def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
     """Returns the name that ``metadata`` gives the mapped dimension."""
     others = [key for key in metadata or {} if key != PARTITION_NAME]
@@ -255,11 +251,12 @@ def element_graphdef(
     assignment: prefix.EntryAssignment, streams: SplitStreams, partition_name: Any
 ) -> GraphDef:
     """Returns the structure of one batch element: mapped axes have no name."""
-
-    def change(position: int, definition: VariableDef) -> VariableDef:
-        axis = assignment.leaves[position]
+    graphdef = assignment.call.graph.flat.graphdef
+    objects = list(graphdef.objects)
+    for position, index in enumerate(graphdef.leaves):
+        axis, definition = assignment.leaves[position], objects[index]
         if not prefix.is_axis(axis) or position in streams:
-            return definition
+            continue
         try:
             metadata = definition.metadata.without_axis(axis, partition_name)
         except MetadataError as error:
@@ -267,9 +264,8 @@ def element_graphdef(
             raise MetadataError(
                 f"The {definition.type.__name__} at {path} cannot be mapped: {error}"
             ) from error
-        return definition._replace(metadata=metadata)
-
-    return prefix.map_variable_definitions(assignment.call.graph.flat.graphdef, change)
+        objects[index] = definition._replace(metadata=metadata)
+    return GraphDef(tuple(objects), graphdef.roots)
 
 
 def name_new_dimensions(

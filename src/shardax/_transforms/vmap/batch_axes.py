@@ -31,7 +31,7 @@ from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, to_predicates
-from shardax._core.state.state import Origin, State, columns
+from shardax._core.state.state import State, columns
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.errors import AmbiguousBatchError, AxisSizeError, PrefixError
 from shardax._transforms.lift.prefix import ExactPath, StateAxes, alias_paths, consistent, is_axis
@@ -100,7 +100,10 @@ class BatchProblem:
                 places.append((leaf, self._add_state(leaf, path)))
             else:
                 places.append(len(self.parts))
-                self.parts.append(_part_of_leaf(leaf, path))
+                box = is_box(leaf)
+                names = getattr(leaf, "names", None) if box else axes_of(leaf)
+                arrays = _arrays_in(leaf)
+                self.parts.append(BatchPart((path,), leaf, type(leaf), arrays, names, box))
         return treedef, places
 
     def _add_object(self, root: Object, where: Path) -> dict[Path, int]:
@@ -115,20 +118,22 @@ class BatchProblem:
             paths = tuple((*where, *each) for each in (path, *further.get(position, ())))
             index = self._known.setdefault(id(leaf), len(self.parts))
             if index == len(self.parts):
-                self.parts.append(_part_of_variable(leaf, paths, position in streams))
+                here, is_stream = resolve(leaf, local.frame), position in streams
+                shown = (type(leaf), _arrays_in(here._value), here.axes)
+                self.parts.append(BatchPart(paths, leaf, *shown, True, is_stream))
             else:
                 part = self.parts[index]
-                self.parts[index] = _part_of_variable(leaf, (*part.paths, *paths), part.is_stream)
+                self.parts[index] = part._replace(paths=(*part.paths, *paths))
             places[path] = index
         return places
 
     def _add_state(self, state: State, where: Path) -> range:
         """Adds the entries of a State; returns the positions of their parts."""
         first, origins = len(self.parts), state.origins()
-        self.parts += [
-            _part_of_entry(value, origins[path], (*where, *path))
-            for path, value in state.flat().items()
-        ]
+        for path, value in state.flat().items():
+            origin, paths = origins[path], ((*where, *path),)
+            shown = (origin.variable_type, _arrays_in(value), origin.axes)
+            self.parts.append(BatchPart(paths, origin, *shown, True))
         return range(first, len(self.parts))
 
     def prefixes(self, axes: Sequence[int | None]) -> list[Any]:
@@ -150,20 +155,6 @@ def _entry(place: PartPosition, axes: Sequence[int | None]) -> Any:
     if len(set(entries.values())) <= 1:
         return next(iter(entries.values()), None)
     return StateAxes([(ExactPath(path), axis) for path, axis in entries.items()])
-
-
-def _part_of_variable(leaf: Variable[Any], paths: tuple[Path, ...], is_stream: bool) -> BatchPart:
-    here = resolve(leaf, local.frame)
-    return BatchPart(paths, leaf, type(leaf), _arrays_in(here._value), here.axes, True, is_stream)
-
-
-def _part_of_entry(value: Any, origin: Origin, path: Path) -> BatchPart:
-    return BatchPart((path,), origin, origin.variable_type, _arrays_in(value), origin.axes, True)
-
-
-def _part_of_leaf(leaf: Any, path: Path) -> BatchPart:
-    names = getattr(leaf, "names", None) if is_box(leaf) else axes_of(leaf)
-    return BatchPart((path,), leaf, type(leaf), _arrays_in(leaf), names, is_box(leaf))
 
 
 def _arrays_in(value: Any) -> tuple[jax.ShapeDtypeStruct, ...]:

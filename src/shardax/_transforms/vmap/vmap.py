@@ -20,18 +20,15 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import ArrayAttribute
 from shardax._transforms.errors import PrefixError, SharedWriteError
 from shardax._transforms.lift import prefix
-from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, check_result, wraps
-from shardax._transforms.vmap.axes import (
-    MappedBoxes,
-    SplitStreams,
-    check_new_axis,
-    common_size,
-    element_graphdef,
-    entering_arrays,
-    mapped_name,
-    mapped_sharding,
-    name_new_dimensions,
+from shardax._transforms.lift.engine import (
+    LiftedCall,
+    RunContext,
+    SealedFrame,
+    check_result,
+    decorator,
+    wraps,
 )
+from shardax._transforms.vmap import axes as mapped
 from shardax._transforms.vmap.batch_axes import Batch, check_automatic, filter_text
 
 _REASON = (
@@ -41,8 +38,9 @@ _REASON = (
 )
 
 
+@decorator
 def vmap(
-    function: Callable[..., Any] | None = None,
+    function: Any = None,
     *,
     in_axes: Any = 0,
     out_axes: Any = 0,
@@ -99,17 +97,6 @@ def vmap(
         >>> sx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(five, jnp.ones(2)).shape
         (5, 3)
     """
-    options = {
-        "in_axes": in_axes,
-        "out_axes": out_axes,
-        "axis_name": axis_name,
-        "axis_size": axis_size,
-        "spmd_axis_name": spmd_axis_name,
-        "metadata": metadata,
-        "batch": batch,
-    }
-    if function is None:
-        return functools.partial(vmap, **options)
     if isinstance(in_axes, str):
         in_axes = check_automatic(in_axes, batch, axis_size)
         axis_size = in_axes.size
@@ -121,7 +108,7 @@ def vmap(
                 "of the two: in_axes='auto' with batch=."
             )
     prefix.check_axes_only(out_axes, "out_axes")
-    name = mapped_name(metadata, "vmap")
+    name = mapped.mapped_name(metadata, "vmap")
 
     @wraps(function)
     def vmapped(*args: Any, **kwargs: Any) -> Any:
@@ -159,11 +146,11 @@ class _VmapCall:
         self.values = self.call.graph.values()
         self.plain, self.plain_tree = self.call.arguments.plain_leaves()
         axes = self.assignment.leaves
-        self.streams = SplitStreams(self.call, self.values, lambda p: axes[p] is not None)
-        self.rows = entering_arrays(self.assignment, self.streams, self.values, self.plain)
-        self.size = common_size(self.rows, axis_size, "vmap")
-        self.graphdef = element_graphdef(self.assignment, self.streams, partition_name)
-        self.boxes = MappedBoxes(self.assignment, partition_name)
+        self.streams = mapped.SplitStreams(self.call, self.values, lambda p: axes[p] is not None)
+        self.rows = mapped.entering_arrays(self.assignment, self.streams, self.values, self.plain)
+        self.size = mapped.common_size(self.rows, axis_size, "vmap")
+        self.graphdef = mapped.element_graphdef(self.assignment, self.streams, partition_name)
+        self.boxes = mapped.MappedBoxes(self.assignment, partition_name)
         self.call.enter = self.boxes.enter
         self.grouped = prefix.GroupedOutputs(
             [*prefix.entries_in((prefixes, named, out_axes)), 0, None]
@@ -176,16 +163,18 @@ class _VmapCall:
     def run(self, options: dict[str, Any]) -> Any:
         """Runs all batch elements and carries back what they did."""
         axes = [0 if p in self.streams else axis for p, axis in enumerate(self.assignment.leaves)]
-        values = self.streams.split_keys(self.values, self.size, mapped_sharding(self.rows, "vmap"))
+        values = self.streams.split_keys(
+            self.values, self.size, mapped.mapped_sharding(self.rows, "vmap")
+        )
         mark, mark_axis = self._mark()
-        mapped = jax.vmap(
+        transformed = jax.vmap(
             self._pure,
             in_axes=(axes, self.assignment.plain, mark_axis),
             out_axes=tuple(self.grouped.entries),
             axis_size=self.size,
             **options,
         )
-        left = self.grouped.restore(mapped(values, self.plain, mark))
+        left = self.grouped.restore(transformed(values, self.plain, mark))
         assert self.flat is not None
         count = len(self.flat.values)
         outputs = self.flat.assemble(left[:count])
@@ -235,7 +224,9 @@ class _VmapCall:
         axes = [leaf.axis for leaf in leaves]
         count = len(self.flat.values)
         fresh = axes[count - len(effects.fresh_ids) : count]
-        name_new_dimensions(self.assignment, self.streams, effects, fresh, self.partition_name)
+        mapped.name_new_dimensions(
+            self.assignment, self.streams, effects, fresh, self.partition_name
+        )
         return self.grouped.group(zip(axes, values, strict=True))
 
     def _checked(
@@ -249,7 +240,7 @@ class _VmapCall:
             elif differs:
                 raise SharedWriteError(self._explain(leaves[i]))
         for leaf, value in zip(leaves, values, strict=True):
-            check_new_axis(value, leaf.axis, leaf.path, "vmap")
+            mapped.check_new_axis(value, leaf.axis, leaf.path, "vmap")
         return leaves
 
     def _explain(self, leaf: OutputLeaf) -> str:

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pullbacks and directional derivatives of functions over Modules.
+
+``safe_where`` differentiates a choice per element. ``jnp.where(x > 0, jnp.log(x), 0.0)`` computes
+the logarithm of every element, and zero times its infinite derivative at zero is NaN. The cure is
+to choose before the function as well as after it, by a *stand-in* at which it is harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardax._core.graph.flatten import is_object
+from shardax._core.graph.paths import plain_path
+from shardax._core.object import Object
+from shardax._core.variable import Param
+from shardax._transforms import errors
+from shardax._transforms.grad import grad as diff
+from shardax._transforms.lift.engine import SingleRunCall, check_operands, decorator, wraps
+
+
+@decorator
+def vjp(function: Any = None, *primals: Any, has_aux: bool = False, wrt: Any = Param) -> Any:
+    """Runs a function over Modules and returns its pullback.
+
+    Values that the function writes into Variables are carried back when it runs, here and now.
+
+    Args:
+        function: A function, method or callable Module that returns arrays, or (arrays, aux) with
+            ``has_aux``. Left out: returns a decorator.
+        *primals: Its arguments. Left out: returns a function that takes them, and keyword
+            arguments, which are not differentiated.
+        has_aux: Whether the function returns (arrays, aux); aux may hold Modules and Variables.
+        wrt: Filter of the Variables to differentiate in Modules; or a ``DiffState``, or a tuple of
+            them, for filters of single arguments.
+
+    Returns:
+        (result, gradients), with aux as a third if ``has_aux``. ``gradients(cotangent)`` takes a
+        pytree like the result and returns a tuple with one gradient per argument: a ``State`` for a
+        Module; an array for a Variable; for anything else as in ``jax.vjp`` (``float0`` for
+        integers).
+
+    Raises:
+        DifferentiationError: If there is nothing to differentiate, or the result holds objects.
+        ArgumentError: If an argument is neither arrays nor objects.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> y, gradients = sx.vjp(lambda layer, x: layer(x), layer, jnp.ones(2))
+        >>> of_layer, of_x = gradients(jnp.ones(3))
+        >>> of_layer["kernel"].tolist(), of_x.shape
+        ([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], (2,))
+    """
+    if primals:
+        return _vjp(function, primals, {}, has_aux, wrt)
+
+    @wraps(function)
+    def vjp_function(*primals: Any, **kwargs: Any) -> Any:
+        return _vjp(function, primals, kwargs, has_aux, wrt)
+
+    return vjp_function
+
+
+def _vjp(
+    function: Callable[..., Any],
+    primals: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    has_aux: bool,
+    wrt: Any,
+) -> Any:
+    once = SingleRunCall("vjp", function, primals, kwargs)
+    check_operands(once)
+    targets = _targets(once, wrt, len(primals))
+    values, plain = once.graph.values(), list(once.arguments.plain)
+    indices = sorted({entry.leaf for target in targets for entry in target.entries})
+
+    def pure(some_values: list[Any], all_plain: list[Any]) -> tuple[Any, Any]:
+        all_values = diff.replaced(values, indices, some_values)
+        named = once.arguments.plain_named
+        return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "vjp"))
+
+    out, pullback, leaving = jax.vjp(pure, [values[i] for i in indices], plain, has_aux=True)
+    aux = once.finish(leaving)
+    gradients = jax.tree_util.Partial(_Arrange(targets, indices), pullback)
+    return (out, gradients, aux) if has_aux else (out, gradients)
+
+
+def _targets(once: SingleRunCall, wrt: Any, count: int) -> list[diff.DiffArgument]:
+    """Returns one target per argument."""
+    chosen = {i: diff.DiffState(i, wrt) for i in range(count)}
+    items = wrt if isinstance(wrt, (tuple, list)) else (wrt,)
+    if any(isinstance(item, diff.DiffState) for item in items):
+        if not all(isinstance(item, diff.DiffState) for item in items):
+            raise errors.DifferentiationError(
+                f"wrt={wrt!r} mixes filters and DiffStates. Give one filter for all arguments, or "
+                f"only DiffStates."
+            )
+        chosen = {i: diff.DiffState(i) for i in range(count)}
+        for target in [diff.DiffArgument(once, item) for item in items]:
+            target.check_chosen()
+            chosen[target.position] = diff.DiffState(target.argnum, target.filter)
+    targets = [diff.DiffArgument(once, item) for item in chosen.values()]
+    holding = [target for target in targets if target.objects]
+    if holding and not any(target.entries or target.has_plain for target in targets):
+        holding[0].check_chosen()
+    return targets
+
+
+class _Arrange:
+    """Arranges the gradients that a pullback gives like the arguments."""
+
+    def __init__(self, targets: Sequence[diff.DiffArgument], indices: Sequence[int]) -> None:
+        self.targets = targets
+        self.indices = indices
+
+    def __call__(self, pullback: Callable[[Any], Any], cotangent: Any) -> tuple[Any, ...]:
+        with diff.explained_reverse_mode():
+            values, plain = pullback(cotangent)
+        by_index = dict(zip(self.indices, values, strict=True))
+        return tuple(target.gradient(by_index, plain[target.position]) for target in self.targets)
+
+
+def _split(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+    result, aux = diff.separate_aux(result, has_aux, name)
+    refuse_objects(result, name)
+    return result, aux
+
+
+def refuse_objects(result: Any, name: str) -> None:
+    """Raises if a result that is differentiated holds objects."""
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
+        if isinstance(leaf, Object):
+            place = ".".join(map(str, plain_path(keys))) or "the result itself"
+            raise errors.DifferentiationError(
+                f"The function given to sx.{name} returned a {type(leaf).__name__} at {place}, but "
+                f"only arrays are differentiated. Return its values (variable.value), or return "
+                f"(arrays, objects) with has_aux=True; what is written into arguments is carried "
+                f"back without being returned."
+            )
+
+
+@decorator
+def jvp(
+    function: Any = None,
+    primals: Sequence[Any] | None = None,
+    tangents: Sequence[Any] | None = None,
+    has_aux: bool = False,
+) -> Any:
+    """Runs a function over Modules and returns result and tangent.
+
+    Values that the function writes into Variables are carried back; they have no tangent.
+
+    Args:
+        function: A function, method or callable Module that returns arrays, or (arrays, aux) with
+            ``has_aux``. Left out: returns a decorator.
+        primals: Its arguments. Left out: returns a function that takes ``primals``, ``tangents``
+            and keyword arguments, which do not move.
+        tangents: One per argument: for a Module a ``State`` or nested mapping by path, for a
+            Variable an array, for anything else the same pytree. ``None``, and a path that is left
+            out, does not move; integers and random keys never do.
+        has_aux: Whether the function returns (arrays, aux); aux may hold Modules and Variables.
+
+    Returns:
+        (result, tangent of the result), with aux as a third if ``has_aux``.
+
+    Raises:
+        TangentError: If a tangent fits nothing, by path, shape or dtype.
+        DifferentiationError: If the result holds objects.
+        ArgumentError: If an argument is neither arrays nor objects.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> moves = {"bias": jnp.array([1.0, 2.0, 3.0])}
+        >>> y, moved = sx.jvp(lambda layer, x: layer(x), (layer, jnp.ones(2)), (moves, None))
+        >>> moved.tolist()
+        [1.0, 2.0, 3.0]
+    """
+    if primals is not None:
+        return _jvp(function, primals, tangents, has_aux, {})
+
+    @wraps(function)
+    def jvp_function(primals: Sequence[Any], tangents: Sequence[Any], **kwargs: Any) -> Any:
+        return _jvp(function, primals, tangents, has_aux, kwargs)
+
+    return jvp_function
+
+
+def _jvp(
+    function: Callable[..., Any],
+    primals: Sequence[Any],
+    tangents: Sequence[Any] | None,
+    has_aux: bool,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    _check_pairs(primals, tangents)
+    once = SingleRunCall("jvp", function, primals, kwargs)
+    check_operands(once)
+    values, plain = once.graph.values(), list(once.arguments.plain)
+    leaves, treedef = jax.tree.flatten((values, plain))
+    moves = _moves(once, values, tangents or ())
+    moving = [place for place, tangent in enumerate(moves) if tangent is not None]
+
+    def pure(some: list[Any]) -> tuple[Any, Any]:
+        all_values, all_plain = treedef.unflatten(diff.replaced(leaves, moving, some))
+        named = once.arguments.plain_named
+        return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "jvp"))
+
+    given, directions = [leaves[i] for i in moving], [moves[i] for i in moving]
+    out, tangent, leaving = jax.jvp(pure, (given,), (directions,), has_aux=True)
+    aux = once.finish(leaving)
+    return (out, tangent, aux) if has_aux else (out, tangent)
+
+
+def _check_pairs(primals: Any, tangents: Any) -> None:
+    for name, given in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(given, (tuple, list)):
+            raise errors.TangentError(
+                f"The {name} of sx.jvp are a tuple with one entry per argument, but were given as "
+                f"{type(given).__name__}. Write sx.jvp(f, (x,), (direction,))."
+            )
+    if len(primals) != len(tangents):
+        raise errors.TangentError(
+            f"sx.jvp was given {len(primals)} primals and {len(tangents)} tangents. Give one "
+            f"tangent per argument, None for one that does not move."
+        )
+
+
+def _moves(once: SingleRunCall, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """Returns the tangent of every array, or None."""
+    given = diff.Tangents("tangent", values, strict=True)
+    of_plain: list[Any] = []
+    for position, tangent in enumerate(tangents):
+        target = diff.DiffArgument(once, diff.DiffState(position, ...))
+        of_plain += target.place(tangent, once.arguments.plain[position], given)
+    moves: list[Any] = []
+    for index, value in enumerate(values):
+        treedef = jax.tree.structure(value)
+        known = given.by_index.get(index)
+        moves += [None] * treedef.num_leaves if known is None else treedef.flatten_up_to(known)
+    return moves + of_plain
+
+
+def safe_where(
+    condition: Any, function: Callable[..., Any], *operands: Any, otherwise: Any, stand_in: complex
+) -> jax.Array:
+    """Applies a function per element where a condition holds.
+
+    The function is computed for all elements, as by ``jnp.where``, but on the stand-in where the
+    condition does not hold. To leave the computation out, use ``cond``.
+
+    Args:
+        condition: Booleans of shape (...), as ``jnp.where`` takes them.
+        function: Takes the operands, gives an array; element for element, or along dimensions in
+            which the condition has size 1.
+        *operands: Arrays or Variables of shape (...), each broadcast with the condition.
+        otherwise: What stands where the condition does not hold: a number, an array, or a function
+            of the operands, which in turn sees the stand-in where the condition holds.
+        stand_in: A number at which the function (and ``otherwise``, if that is one) and its
+            derivatives are finite; 1 for a logarithm, a root or a division.
+
+    Returns:
+        The array of chosen values; dtype as of ``jnp.where``.
+
+    Raises:
+        DecisionError: If the condition is not boolean.
+        ArgumentError: If there are no operands, or one cannot hold the stand-in without changing
+            its dtype.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> x = jnp.array([0.0, 2.0])
+        >>> wrong = lambda x: jnp.where(x > 0, jnp.log(x), 0.0).sum()
+        >>> right = lambda x: sx.safe_where(x > 0, jnp.log, x, otherwise=0.0, stand_in=1.0).sum()
+        >>> jax.grad(wrong)(x).tolist(), jax.grad(right)(x).tolist()
+        ([nan, 0.5], [0.0, 0.5])
+    """
+    chosen = jnp.asarray(condition)
+    if chosen.dtype != jnp.bool_:
+        raise errors.DecisionError(
+            f"The condition of sx.safe_where must be boolean, but has dtype {chosen.dtype}. "
+            f"Compare it: x != 0."
+        )
+    if not operands:
+        raise errors.ArgumentError(
+            "sx.safe_where was given no operands. What the function finds in a closure cannot be "
+            "kept from it; pass it: sx.safe_where(x > 0, jnp.log, x, otherwise=0, stand_in=1)."
+        )
+    arrays = [jnp.asarray(operand) for operand in operands]
+    for position, array in enumerate(arrays):
+        if jnp.result_type(array, stand_in) != array.dtype:
+            raise errors.ArgumentError(
+                f"Operand {position} of sx.safe_where has dtype {array.dtype} and cannot hold the "
+                f"stand-in {stand_in!r}. Give another stand-in, or convert the operand."
+            )
+    value = function(*(jnp.where(chosen, array, stand_in) for array in arrays))
+    if callable(otherwise):
+        otherwise = otherwise(*(jnp.where(chosen, stand_in, array) for array in arrays))
+    return jnp.where(chosen, value, otherwise)
