@@ -296,7 +296,7 @@ def has_parts(value: Any) -> bool:
 
 
 def axes_of(value: Any) -> tuple[Any, ...] | None:
-    """Returns the names of an array that knows its dimensions by itself, or None."""
+    """Returns the dimension names that an array itself knows, or None."""
     return handler_of(value).axes(value)
 
 
