@@ -301,7 +301,7 @@ def axes_of(value: Any) -> tuple[Any, ...] | None:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether an inventory of a tree has a value as one entry; for ``is_leaf=``."""
+    """Whether an inventory has a value as one entry; for ``is_leaf=``."""
     handler = handler_of(value)
     return handler.is_object or handler.whole or handler.axes(value) is not None
 
