@@ -342,7 +342,7 @@ class Module(Object):
 
 
 def modules_in(root: Any) -> Iterator[tuple[Path, Module]]:
-    """Yields the path and Module of each Module in an object or container of such."""
+    """Yields (path, Module) of each Module in an object."""
     walk = GraphWalk()
     walk.encode(root, ())
     for path, item in zip(walk.paths, walk.objects, strict=True):

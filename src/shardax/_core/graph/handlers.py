@@ -296,12 +296,12 @@ def has_parts(value: Any) -> bool:
 
 
 def axes_of(value: Any) -> tuple[Any, ...] | None:
-    """Returns the names of an array that knows its dimensions by itself, or None."""
+    """Returns the dimension names that an array itself knows, or None."""
     return handler_of(value).axes(value)
 
 
 def is_whole(value: Any) -> bool:
-    """Whether an inventory of a tree has a value as one entry; for ``is_leaf=``."""
+    """Whether an inventory has a value as one entry; for ``is_leaf=``."""
     handler = handler_of(value)
     return handler.is_object or handler.whole or handler.axes(value) is not None
 
