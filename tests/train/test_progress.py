@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardax.train import progress
-from shardax.train.progress import TrainingProgress
+from shardax.train import trainer
+from shardax.train.trainer import TrainingProgress
 
 
 class Terminal(io.StringIO):
@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the clock shows, to be set by a test."""
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
     return now
 
 

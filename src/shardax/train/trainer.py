@@ -17,19 +17,22 @@ import contextlib
 import functools
 import math
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from shardax._core.state.split_merge import iter_modules
+from shardax._terminal import ProgressBar, is_live
 from shardax._transforms.jit.jit import jit
 from shardax.partition.context import axis_rules
 from shardax.partition.mesh import resolve_mesh
@@ -41,7 +44,6 @@ from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.checkpoint import Checkpoints
 from shardax.train.errors import TrainerError
 from shardax.train.log import JsonlLog, read_jsonl
-from shardax.train.progress import Throughput, TrainingProgress
 
 Loss = Callable[[Any, Any], Any]
 """``loss(model, batch)``: the mean loss over the batch's targets (those where ``mask`` is true)."""
@@ -144,6 +146,96 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+
+class TrainingProgress:
+    """Bar of steps and losses on terminals, plain lines elsewhere."""
+
+    def __init__(self, first: int, total: int, file: TextIO | None = None) -> None:
+        self._first, self._total = first, total
+        self._file = sys.stdout if file is None else file
+        self._start = time.monotonic()
+        self._loss = self._speed = ""
+        self._bar = None
+        if is_live(self._file):
+            status = "starting" if first < total else "done"
+            self._bar = ProgressBar(self._file, "train", total, first, status)
+
+    def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
+        """Shows a step, with the loss and speed that are new."""
+        speed = f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
+        if self._bar is not None:
+            self._loss = self._loss if loss is None else f"loss {loss:.4f}"
+            self._speed = speed or self._speed
+            status = "  ".join(text for text in (self._loss, self._speed) if text)
+            self._bar.update(done=step, status=status)
+        elif loss is not None:
+            done = step - self._first
+            passed = time.monotonic() - self._start
+            left = _duration(passed / done * (self._total - step) if done else 0.0)
+            speed = f"  {speed}" if speed else ""
+            self.note(f"step {step}/{self._total}  loss {loss:.4f}{speed}  ETA {left}")
+
+    def note(self, message: str) -> None:
+        """Shows a line of its own."""
+        if self._bar is not None:
+            self._bar.note(message)
+        else:
+            print(message, file=self._file, flush=True)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(*exc_info)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Throughput:
+    """Tokens per second since it was last asked."""
+
+    # A token is a target of a batch; a batch without targets counts its rows. The first step
+    # compiles, so counting starts after it.
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._since: float | None = None
+
+    def count(self, batch: Any, pending: Any) -> None:
+        """Counts the batch of a step whose loss is ``pending``."""
+        if self._since is None:
+            jax.block_until_ready(pending)
+            self._since = time.perf_counter()
+            return
+        targets = batch.get("targets") if isinstance(batch, Mapping) else None
+        rows = jax.tree.leaves(batch)[0].shape[0] if targets is None else targets.size
+        self._tokens += rows
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out the time of a ``with`` block."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._since is not None:
+                self._since += time.perf_counter() - started
+
+    def speed(self) -> float | None:
+        """Returns tokens per second, or None if there were none since."""
+        if self._since is None or self._tokens == 0:
+            return None
+        speed = self._tokens / max(time.perf_counter() - self._since, 1e-9)
+        self._tokens, self._since = 0, time.perf_counter()
+        return speed
 
 
 class Trainer:
