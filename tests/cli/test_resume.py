@@ -21,7 +21,6 @@ import pytest
 
 import shardax as sx
 from shardax.train import checkpoint_format
-from shardax.train import checkpoint_format as checkpoint_storage
 
 STEPS, EVERY = 40, 5
 OPTIONS = (
@@ -111,8 +110,9 @@ def raw_arrays(out: Path) -> dict[str, bytes]:
     latest = sx.train.Checkpoints(out / "checkpoints").latest()
     assert latest == STEPS
     place = sx.train.Checkpoints(out / "checkpoints").path(latest)
-    records = checkpoint_format.records_in(checkpoint_storage.read_description(place), str(place))
-    arrays = checkpoint_storage.read_arrays(
+    description = checkpoint_format.read_description(place)
+    records = list(checkpoint_format.stored_arrays(description, str(place)).values())
+    arrays = checkpoint_format.read_arrays(
         place, records, [record.dtype for record in records], [None] * len(records)
     )
     return {
@@ -148,7 +148,7 @@ def writing_from(out: Path, step: int) -> Callable[[], bool]:
     def reached() -> bool:
         names = os.listdir(out / "checkpoints") if (out / "checkpoints").exists() else []
         return any(
-            checkpoint_storage.TEMPORARY in name and int(name.partition(".")[0]) >= step
+            checkpoint_format.TEMPORARY in name and int(name.partition(".")[0]) >= step
             for name in names
         )
 
