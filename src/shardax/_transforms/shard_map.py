@@ -195,7 +195,7 @@ class ManualRegion(NamedTuple):
     def check_shape(
         self, path: Path, shape: tuple[int, ...], spec: PartitionSpec, name: str
     ) -> None:
-        """Checks that an array of a shape can be split by a spec."""
+        """Checks that a spec can split arrays of a shape."""
         where, parts = format_path(path), dimension_axes(spec)
         if len(parts) > len(shape):
             raise errors.AxisSizeError(

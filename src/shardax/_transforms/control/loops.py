@@ -189,7 +189,7 @@ class ReadOnlyFunction:
 
 
 def body_and_condition(call: engine.LiftedCall) -> tuple[LoopBody, ReadOnlyFunction]:
-    """Returns the first two functions of a call, the form of the carry settled."""
+    """Returns body and condition of a call, the carry settled."""
     engine.check_operands(call)
     body = LoopBody(call, lambda context: (context.args[0], context.result), call.labels[0])
     body.discover(body.values, body.plain)

@@ -451,7 +451,7 @@ def _count_carry(axes: Any, name: str) -> bool:
 
 
 class _Scan(LoopBody):
-    """One call of a function made by ``scan``: a body with slices and rows."""
+    """One call of ``scan``: a loop body with slices and rows."""
 
     def __init__(
         self,

@@ -172,7 +172,7 @@ class DiffObject(NamedTuple):
 
 
 class DiffArgument:
-    """One differentiated argument: which Variables of the graph, and which plain part."""
+    """One differentiated argument: its Variables and its plain part."""
 
     def __init__(self, call: LiftedCall, chosen: DiffState) -> None:
         arguments = call.arguments
@@ -241,7 +241,7 @@ class DiffArgument:
         return plain
 
     def place(self, given: Any, plain: Any, tangents: Tangents) -> list[Any]:
-        """The inverse of ``gradient``: takes tangents apart, checking that they fit."""
+        """Takes tangents apart, checking them; the inverse of ``gradient``."""
         leaves, treedef = jax.tree.flatten(plain)
         if given is None:
             return [None] * len(leaves)

@@ -264,7 +264,7 @@ def check_plain(prefix: Any, tree: Any, name: str, where: Path = ()) -> None:
 
 
 def is_one_entry(prefix: Any) -> bool:
-    """Whether a prefix is one entry for all arguments, not a sequence of entries."""
+    """Whether a prefix is one entry for all arguments."""
     return (
         not isinstance(prefix, (tuple, list))
         or hasattr(prefix, "_fields")  # a NamedTuple describes an argument of its own type
