@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public names are documented in full, internals in one line, and every file names its licence.
 
-*Public*: what a package face lists, and the methods of public classes and of their bases. All other
+*Public*: what a package face or a public module lists, and the methods of public classes and of their bases. All other
 classes and functions are internal: one line says what they are, comments say why.
 """
 
@@ -32,6 +32,8 @@ def public_places() -> set[tuple[str, str]]:
     for name in public_names():
         module, _, attribute = name.rpartition(".")
         value = inspect.unwrap(getattr(importlib.import_module(module), attribute))
+        if inspect.ismodule(value):  # such as sx.train.metrics: all that it defines is public
+            places |= {(value.__name__, each) for each in vars(value) if each[0] != "_"}
         for owner in value.__mro__ if inspect.isclass(value) else (value,):
             if getattr(owner, "__module__", "").startswith("shardax"):
                 places.add((owner.__module__, getattr(owner, "__qualname__", name)))

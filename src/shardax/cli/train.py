@@ -214,7 +214,7 @@ class _TrainingRun:
 
 
 def _byte_entropy(part: Any) -> dict[str, float]:
-    """Entropy of a part's predicted bytes in nats, without and with the byte before as context."""
+    """Unigram and bigram entropy of a text part, in nats per byte."""
     pairs = np.zeros(256 * 256, np.int64)
     for segment in part.segments():
         pairs += np.bincount(segment[:-1] * np.int64(256) + segment[1:], minlength=256 * 256)

@@ -136,7 +136,7 @@ class CallServer(Server):
     async def run(
         self, client: str, number: int, name: str, timeout: float | None, **request: Any
     ) -> dict[str, Any] | None:
-        """Run a call when it is its turn; None if its client is gone."""
+        """Runs a call in its turn; None if its client is gone."""
         if client not in self._clients:
             return None
         call = self._calls[client, number] = _Call(client, name)

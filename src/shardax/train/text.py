@@ -346,7 +346,7 @@ def _joined_files(
     skipped_folders: Collection[str] = (),
     skipped_prefixes: tuple[str, ...] = (),
 ) -> ByteArray:
-    """Joins non-empty files by path, each followed by NUL, in a memory-mapped file."""
+    """Joins files by path, each followed by NUL, in a memory-mapped file."""
     if not root.is_dir():
         raise TextNotFoundError(
             f"There is no folder {str(root)!r} to read text from. Check the path, or leave it out "

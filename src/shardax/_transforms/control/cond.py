@@ -248,7 +248,8 @@ def _container(item: Any, children: dict[Any, Any]) -> str:
     if item is None:
         return "None"
     if isinstance(item, dict):
-        return f"a {type(item).__name__} with keys {', '.join(repr(key) for (key,) in children) or '(none)'}"
+        keys = ", ".join(repr(key) for (key,) in children)
+        return f"a {type(item).__name__} with keys {keys or '(none)'}"
     return f"a {type(item).__name__} of {len(children)}"
 
 

@@ -24,15 +24,10 @@ from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths, paramet
 
 @dataclass(frozen=True)
 class Retrace:
-    """One retrace.
+    """One retrace of a compiled function."""
 
-    Attributes:
-        function: Name of the compiled function.
-        reasons: What differs from the most similar earlier call, a line each.
-    """
-
-    function: str
-    reasons: tuple[str, ...]
+    function: str  # its name
+    reasons: tuple[str, ...]  # what differs from the most similar earlier call, a line each
 
     def __str__(self) -> str:
         return f"{self.function} was traced again because:\n" + "\n".join(
@@ -41,7 +36,7 @@ class Retrace:
 
 
 listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = contextvars.ContextVar(
-    "shardax_retracelisteners", default=()
+    "shardax_retrace_listeners", default=()
 )
 
 

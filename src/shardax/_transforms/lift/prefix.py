@@ -345,7 +345,7 @@ def refuse_filters(prefix: Any, name: str, where: Path) -> None:
 
 
 def one_level(tree: Any) -> list[tuple[Path, Any]]:
-    """Returns (path from the node, child) of each child of a pytree node."""
+    """Returns (path, child) of each child of a pytree node."""
     if type(tree) in (tuple, list):
         return [((position,), child) for position, child in enumerate(tree)]
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)

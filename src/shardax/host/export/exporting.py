@@ -378,7 +378,7 @@ def _operands(
 
 
 def _zeros(form: ArrayForm) -> Any:
-    """The words of an array in place of one that is not read."""
+    """Words that stand in for an array that is not read."""
     words = form.words()
     return jnp.zeros(words.shape, words.dtype)
 

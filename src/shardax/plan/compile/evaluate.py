@@ -137,10 +137,8 @@ def _whole_program(inputs: Inputs, layout: Layout, flops: float) -> tuple[float,
 
 @functools.lru_cache(maxsize=16)
 def program_flops(inputs: Inputs, mesh_axes: tuple[str, ...] = ()) -> float:
-    """Returns the matrix-product operations of a step's one-device program.
-
-    The program is that of XLA before its optimizations, without what is unused or there twice.
-    """
+    """Returns the matrix-product operations of a step's one-device program."""
+    # The program is that of XLA before its optimizations, without what is unused or there twice.
     text = partitioned_text(lower_alone(inputs, mesh_axes)[0])
     return read_program(text, {}, estimate=True).matmul_flops
 
@@ -151,11 +149,9 @@ def _dimensions(inputs: Inputs, mesh_axes: tuple[str, ...]) -> DimensionModel:
 
 
 def _lost_batches(inputs: Inputs, layout: Layout) -> list[str]:
-    """Warnings of activations that another name splits instead of the batch.
-
-    Rules are asked in order. With that of a parameter's dimension first, which activations have
-    too, they are split by it and not by the batch, and most of what is computed travels.
-    """
+    """Warnings of activations that another name splits instead of the batch."""
+    # Rules are asked in order. With that of a parameter's dimension first, which activations have
+    # too, they are split by it and not by the batch, and most of what is computed travels.
     rules, warnings = layout.as_rules, []
     found = _dimensions(inputs, tuple(layout.sizes))
     for shape, names in (*found.constraints, *found.arguments):

@@ -164,12 +164,10 @@ def collective_time(
 def _reach(
     each: Collective, target: Target, mesh: Mapping[str, int]
 ) -> tuple[Route, tuple[int, int]]:
-    """The route of a group, and its devices within and across fabrics.
-
-    A group along part of a mesh axis takes the axis's way, within a slice unless the collective
-    says that it crosses, and within a node as far as that has room. Groups along no mesh axes are
-    taken to be along as many of the last axes as hold them, or along all if they cross slices.
-    """
+    """The route of a group, and its devices within and across fabrics."""
+    # A group along part of a mesh axis takes the axis's way, within a slice unless the collective
+    # says that it crosses, and within a node as far as that has room. Groups along no mesh axes are
+    # taken to be along as many of the last axes as hold them, or along all if they cross slices.
     axes, size = list(each.axes), each.group_size
     if not axes:
         held = 1
@@ -203,12 +201,11 @@ def _shares(each: Collective, inner: int, outer: int) -> tuple[float, float]:
 
 
 def _all_to_all(wire: float, inner: int, route: Route, efficiency: float) -> float:
-    """Time of the wire bytes of an all-to-all within the fabric.
-
-    A device has B bytes for all ``inner`` devices, and its wire bytes are those for the others. In
-    a dimension of k devices, B k/4 pass the busiest link: on a ring each byte goes k/4 links far on
-    average, and the middle of a line parts k/2 devices from k/2. Dimensions work at the same time.
-    """
+    """Time of the wire bytes of an all-to-all within the fabric."""
+    # A device has B bytes for all ``inner`` devices, and its wire bytes are those for the others.
+    # In a dimension of k devices, B k/4 pass the busiest link: on a ring each byte goes k/4 links
+    # far on average, and the middle of a line parts k/2 devices from k/2. Dimensions work at the
+    # same time.
     whole = wire * inner / max(inner - 1, 1)
     return max(
         whole * (size * size // 4) / size / (dimension.bandwidth * efficiency)
@@ -369,11 +366,9 @@ def _least_seconds(
 
 
 def _on_each(mesh: Mesh, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function of what each device has, which is flat.
-
-    Of a dimension that is not the first, collectives change the layout before and after, which is
-    other work.
-    """
+    """A function of what each device has, which is flat."""
+    # Of a dimension that is not the first, collectives change the layout before and after, which is
+    # other work.
     spec = PartitionSpec(_AXIS)
 
     def flat(x: jax.Array) -> jax.Array:

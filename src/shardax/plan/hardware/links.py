@@ -173,11 +173,9 @@ def _groups(where: Arrangement, along: tuple[bool, ...]) -> NDArray[Any]:
 def _torus_dimensions(
     chip: Hardware, topology: tuple[int, ...], groups: NDArray[Any]
 ) -> Iterator[Dimension]:
-    """Dimensions of a torus that groups use.
-
-    A group with all devices of its chips sends what is for another chip once, by all links of its
-    own.
-    """
+    """Dimensions of a torus that groups use."""
+    # A group with all devices of its chips sends what is for another chip once, by all links of its
+    # own.
     devices = len(np.unique(groups[0, :, -1])) if chip.devices_per_chip > 1 else 1
     used = 0
     for number, length in enumerate(topology):

@@ -170,10 +170,8 @@ def _tied(dimensions: DimensionModel, names: Sequence[str]) -> list[tuple[str, .
 
 
 def mesh_shapes(devices: int, axes: Sequence[str], slices: int = 1) -> Meshes:
-    """Returns all meshes of some axes, the first axis largest first.
-
-    Of several slices the first axis is that of slices, named "slice" unless ``axes`` begin so.
-    """
+    """Returns all meshes of some axes, the first axis largest first."""
+    # Of several slices the first axis is that of slices, named "slice" unless ``axes`` begin so.
     names = tuple(axes)
     if isinstance(axes, str) or not names or len(set(names)) < len(names):
         raise PlanInputError(

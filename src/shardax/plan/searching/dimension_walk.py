@@ -67,10 +67,8 @@ class DimensionClasses:
                 self.join(a, b)
 
     def make_whole(self, whole: int, parts: Sequence[int]) -> None:
-        """Says that a dimension is made of several, major to minor.
-
-        The same whole of the same sizes of parts, met again, has the same parts.
-        """
+        """Says that a dimension is made of several, major to minor."""
+        # The same whole of the same sizes of parts, met again, has the same parts.
         self._wholes.append((whole, tuple(parts)))
         key = (self.find(whole), tuple(self._sizes[part] for part in parts))
         known = self._by_size.setdefault(key, tuple(parts))

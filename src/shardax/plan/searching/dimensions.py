@@ -84,12 +84,10 @@ class DimensionModel:
         return tuple(sorted({size for size, entry in pairs if name in strings((entry,))}))
 
     def replicated_compute(self, rules: RulesLike, mesh_sizes: Mapping[str, int]) -> float:
-        """Returns a lower bound of how often devices repeat each operation.
-
-        A product can be split by every mesh axis that a name of one of its dimensions has by the
-        rules. A dimension without a name counts as split by whatever is left, as far as its size
-        goes; so this is a lower bound.
-        """
+        """Returns a lower bound of how often devices repeat each operation."""
+        # A product can be split by every mesh axis that a name of one of its dimensions has by the
+        # rules. A dimension without a name counts as split by whatever is left, as far as its size
+        # goes; so this is a lower bound.
         devices = math.prod(mesh_sizes.values())
         axes: dict[str, set[str]] = {}
         for name, target in Rules(rules):
