@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public names are documented in full, internals in one line, and every file names its licence.
 
-*Public*: what a package face or a public module lists, and the methods of public classes and of their bases. All other
-classes and functions are internal: one line says what they are, comments say why.
+*Public*: what a package face or a public module lists, and the methods of public classes and of
+their bases. All other classes and functions are internal: one line says what they are, comments say
+why.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of the house stay within their aims (``make house`` prints them)."""
+"""The figures of the house stay within their bounds (``make house`` prints them)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.house.sources import Source
 
 
 @pytest.mark.parametrize("figure", figures(), ids=lambda figure: figure.name)
-def test_figures_are_within_their_aims(figure) -> None:
+def test_figures_are_within_their_bounds(figure) -> None:
     assert figure.value <= figure.most
 
 
