@@ -483,3 +483,22 @@ def test_a_new_model_at_the_address_of_a_dropped_one_is_not_mistaken_for_it() ->
         model.factor[...] = jnp.full(2, float(number))
         assert forward(model).tolist() == [number, number]
         del model
+
+
+def test_a_static_object_that_the_function_changes_in_place_is_read_anew() -> None:
+    @dataclasses.dataclass(unsafe_hash=True)
+    class Setting:
+        factor: int = 1
+
+    class Scaled(sx.Module):
+        def __init__(self) -> None:
+            self.setting = Setting()
+            self.w = sx.Param(jnp.float32(1))
+
+    def step(model: Scaled) -> jax.Array:
+        result = model.w.value * model.setting.factor
+        model.setting.factor += 1
+        return result
+
+    compiled, model = sx.jit(step), Scaled()
+    assert [float(compiled(model)) for _ in range(3)] == [1.0, 2.0, 3.0]

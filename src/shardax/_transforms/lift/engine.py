@@ -244,6 +244,9 @@ def _matches(item: Any, definition: Any, objects: Sequence[Any]) -> bool:
     return False
 
 
+_IMMUTABLE = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+
 def _match(now: Collection[Any], before: Sequence[Any], objects: Sequence[Any]) -> bool:
     if len(now) != len(before):
         return False
@@ -258,6 +261,8 @@ def _match(now: Collection[Any], before: Sequence[Any], objects: Sequence[Any]) 
         )
         if value is not expected or name != key:
             return False
+        if kind is Static and type(value) not in _IMMUTABLE and Static(value) != child:
+            return False  # the same object, changed in place
     return True
 
 
