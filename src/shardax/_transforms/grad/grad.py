@@ -345,55 +345,6 @@ def check_differentiable(
                     )
 
 
-def _differentiate(
-    function: Callable[..., Any], argnums: Any, has_aux: bool, wrt: Any, **options: Any
-) -> Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, Any, Any]]:
-    """Returns the function from (args, kwargs) to (value, aux, gradient)."""
-    many = isinstance(argnums, (tuple, list))
-    chosen = [
-        item if isinstance(item, DiffState) else DiffState(int(item), wrt)
-        for item in (argnums if many else [argnums])
-    ]
-    numbers = [item.argnum for item in chosen]
-    if len(set(numbers)) != len(numbers):
-        raise DifferentiationError(
-            f"argnums names an argument twice: {numbers}. Join the filters instead: "
-            f"sx.DiffState({numbers[0]}, (sx.Param, ...))."
-        )
-
-    def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-        once = SingleRunCall("grad", function, args, kwargs)
-        targets = [DiffArgument(once, item) for item in chosen]
-        for target in targets:
-            target.check_chosen()
-            check_differentiable(once, target, **options)
-        values, plain = once.graph.values(), list(once.arguments.plain)
-        indices = sorted({entry.leaf for target in targets for entry in target.entries})
-        positions = [target.position for target in targets if target.has_plain]
-
-        def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
-            all_values = replaced(values, indices, some_values)
-            all_plain = replaced(plain, positions, some_plain)
-            return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
-
-        def split(result: Any) -> tuple[Any, Any]:
-            value, aux = separate_aux(result, has_aux, "grad")
-            return _scalar(value, options["holomorphic"]), aux
-
-        transformed = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **options)
-        with explained_reverse_mode():
-            (value, leaving), (value_grads, plain_grads) = transformed(
-                [values[i] for i in indices], [plain[p] for p in positions]
-            )
-        aux = once.finish(leaving)
-        by_index = dict(zip(indices, value_grads, strict=True))
-        by_position = dict(zip(positions, plain_grads, strict=True))
-        gradients = tuple(t.gradient(by_index, by_position.get(t.position)) for t in targets)
-        return value, aux, gradients if many else gradients[0]
-
-    return run
-
-
 def _scalar(value: Any, holomorphic: bool) -> Any:
     """Returns the number that is differentiated."""
     number = value.value if isinstance(value, Variable) else value
@@ -456,13 +407,49 @@ def value_and_grad(
         >>> float(value), grads["kernel"].ravel().tolist()
         (3.0, [1.0, 2.0])
     """
-    options = {"holomorphic": holomorphic, "allow_int": allow_int}
-    run = _differentiate(function, argnums, has_aux, wrt, **options)
+    options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
+    many = isinstance(argnums, (tuple, list))
+    chosen = [
+        item if isinstance(item, DiffState) else DiffState(int(item), wrt)
+        for item in (argnums if many else [argnums])
+    ]
+    numbers = [item.argnum for item in chosen]
+    if len(set(numbers)) != len(numbers):
+        raise DifferentiationError(
+            f"argnums names an argument twice: {numbers}. Join the filters instead: "
+            f"sx.DiffState({numbers[0]}, (sx.Param, ...))."
+        )
+
+    def split(result: Any) -> tuple[Any, Any]:
+        value, aux = separate_aux(result, has_aux, "grad")
+        return _scalar(value, holomorphic), aux
 
     @wraps(function)
     def value_and_grad_function(*args: Any, **kwargs: Any) -> Any:
-        value, aux, gradient = run(args, kwargs)
-        return ((value, aux) if has_aux else value), gradient
+        once = SingleRunCall("grad", function, args, kwargs)
+        targets = [DiffArgument(once, item) for item in chosen]
+        for target in targets:
+            target.check_chosen()
+            check_differentiable(once, target, **options)
+        values, plain = once.graph.values(), list(once.arguments.plain)
+        indices = sorted({entry.leaf for target in targets for entry in target.entries})
+        positions = [target.position for target in targets if target.has_plain]
+
+        def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
+            all_values = replaced(values, indices, some_values)
+            all_plain = replaced(plain, positions, some_plain)
+            return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
+
+        transformed = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **options)
+        with explained_reverse_mode():
+            (value, leaving), (value_grads, plain_grads) = transformed(
+                [values[i] for i in indices], [plain[p] for p in positions]
+            )
+        aux = once.finish(leaving)
+        by_index = dict(zip(indices, value_grads, strict=True))
+        by_position = dict(zip(positions, plain_grads, strict=True))
+        gradients = tuple(t.gradient(by_index, by_position.get(t.position)) for t in targets)
+        return ((value, aux) if has_aux else value), gradients if many else gradients[0]
 
     return value_and_grad_function
 
@@ -499,13 +486,19 @@ def grad(
         >>> float(sx.grad(lambda w: w**2)(w))
         6.0
     """
-    options = {"holomorphic": holomorphic, "allow_int": allow_int}
-    run = _differentiate(function, argnums, has_aux, wrt, **options)
+    run = value_and_grad(
+        function,
+        argnums=argnums,
+        has_aux=has_aux,
+        wrt=wrt,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+    )
 
     @wraps(function)
     def grad_function(*args: Any, **kwargs: Any) -> Any:
-        _, aux, gradient = run(args, kwargs)
-        return (gradient, aux) if has_aux else gradient
+        value, gradient = run(*args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
 
     return grad_function
 
