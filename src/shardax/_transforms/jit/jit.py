@@ -225,6 +225,8 @@ def _weak(root: Any) -> Callable[[], Any]:
     return weakref.ref(root) if isinstance(root, Object) else lambda: root
 
 
+_NOTHING: dict[str, Any] = {}  # the keyword arguments of a call without any
+
 # How many specializations one compiled function remembers.
 MAX_SPECIALIZATIONS = 512
 
@@ -336,26 +338,7 @@ class Jit(PickledByName, Wrapper):
         entry = self.calls.get(tuple(key))
         if entry is None or traced or entry.epoch != epoch.current:
             return self._call_uncached(args, kwargs, tuple(key))
-        local.call = entry
-        program = entry.specialization
-        program.used = next(self._ticks)
-        try:
-            result, written, fresh, effects = program.run(
-                [v._value for v in entry.kept], [v._value for v in entry.donated], plain
-            )
-        except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
-            return self._recover(error, entry, args, kwargs)
-        finally:
-            local.call = None
-        known, targets = entry.last
-        if effects is not known:
-            targets = [entry.leaves[position] for position in effects.written]
-            entry.last = (effects, targets)
-        if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
-            return self._finish(entry, engine.LiftedOutputs(result, written, fresh, effects))
-        for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
-            variable._value = value
-        return result
+        return self._repeat(entry, plain, _NOTHING, args, kwargs)
 
     def _call_by_template(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls with keywords, static arguments or objects inside containers."""
@@ -409,10 +392,14 @@ class Jit(PickledByName, Wrapper):
             return self._recover(error, entry, args, kwargs)
         finally:
             local.call = None
+        known, targets = entry.last
+        if effects is not known:
+            targets = [entry.leaves[position] for position in effects.written]
+            entry.last = (effects, targets)
         if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
             return self._finish(entry, engine.LiftedOutputs(result, written, fresh, effects))
-        for position, value in zip(effects.written, written, strict=True):
-            entry.leaves[position]._value = value
+        for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
+            variable._value = value
         return result
 
     def _finish(self, entry: CachedCall, outputs: engine.LiftedOutputs) -> Any:

@@ -356,7 +356,7 @@ def leaf_paths(treedef: Any) -> Sequence[Path]:
     return [plain_path(keys) for keys, _ in pairs]
 
 
-def join_argument(template: Any, plain: Any, roots: Sequence[Any], with_static: bool = True) -> Any:
+def join_argument(template: Any, plain: Any, roots: Any, with_static: bool = True) -> Any:
     """The inverse of ``split_argument``, with other roots."""
     if type(template) is PlainTemplate:
         return plain
@@ -526,8 +526,10 @@ def root_names(labels: Iterable[str], arguments: SplitArguments) -> list[Path]:
     return names
 
 
-def plain_paths(template: TreeTemplate) -> list[Path]:
-    """Returns the paths of the arrays beside an argument's objects."""
+def plain_paths(template: Any, plain: Any = None) -> Sequence[Path]:
+    """Returns the paths of an argument's arrays, beside objects and static values."""
+    if not isinstance(template, TreeTemplate):
+        return leaf_paths(jax.tree.structure(plain))
     others = {leaf for leaf, _ in (*template.roots, *template.static)}
     paths = leaf_paths(template.treedef)
     return [path for leaf, path in enumerate(paths) if leaf not in others]
