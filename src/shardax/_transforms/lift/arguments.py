@@ -80,6 +80,19 @@ def parameter_name(function: Any, position: int) -> str:
     return names[position] if position < len(names) else f"args[{position}]"
 
 
+def by_position(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], most: int | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Moves keyword arguments to the positions that the signature gives them, up to ``most``."""
+    # A gap is not filled by a default: as a position of its own it would be traced.
+    given, rest = list(args), dict(kwargs)
+    for parameter in (parameters_of(function) or ())[len(given) : most]:
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.name not in rest:
+            break
+        given.append(rest.pop(parameter.name))
+    return tuple(given), rest
+
+
 def positional_names(function: Any) -> list[str]:
     """Returns the names of a function's positional parameters."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
