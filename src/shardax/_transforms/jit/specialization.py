@@ -276,7 +276,7 @@ class Specialization:
         named: Any = None,
         donated_named: Any = None,
     ) -> tuple[Any, ...]:
-        graph = local.call.graph()
+        settles, graph = local.call.settles, local.call.graph()
         values = self.join(kept, donated)
         for position in self.donated:
             plain[position] = donated_plain[position]
@@ -295,7 +295,8 @@ class Specialization:
             lost = [*(item.outer for item in frame.captured), *outputs.effects.foreign.values()]
             if lost:
                 raise engine.NewCaptures(lost)
-            self._find_placement(frame, copies, graph.leaves, outputs.effects.written)
+            if settles and not self._settled and frame.parent is None:
+                self._find_placement(frame, copies, graph.leaves, outputs.effects.written)
             self._declare_shardings(outputs, copies, result, plain, roots[1:])
         return tuple(outputs)
 
@@ -307,8 +308,6 @@ class Specialization:
         written: Sequence[int],
     ) -> None:
         """Finds, once, where Variables that are only read are used, and has them moved there."""
-        if self._settled or not local.call.settles or frame.parent is not None:
-            return
         self.wanted = {
             position: frame.wanted[id(copies[index])]
             for position, index in enumerate(self.graphdef.leaves)

@@ -601,9 +601,14 @@ def _add_holder(holder: Any, found: dict[Any, ClosureSource]) -> None:
         found.setdefault(id(holder), ClosureSource("self", lambda: holder))
 
 
-def _places(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
+def closure_cells(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
+    """Yields (key, source) of every name that a function closes over."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield id(cell), ClosureSource(name, functools.partial(_read_cell, cell))
+
+
+def _places(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
+    yield from closure_cells(function)
     scope = function.__globals__
     for name in _global_names(function.__code__):
         if name in scope:
