@@ -3,15 +3,11 @@
 
 The program is exported by ``jax.export`` as a pure function of lists of arrays: the state (the
 values of Variables, and constants, arrays that it uses without their being a Variable's) and what a
-caller passes, to the arrays of the result and the new values of what it writes. So one program
-serves any weights, and whoever loaded it can store a call's new state.
+caller passes, to the arrays of the result and the new values of what it writes. What cannot do
+without the process that made it, or changes structure, is an error here.
 
-An exported program is without the process that made it: no callbacks, no change of structure, no
-Modules in its result, and the state keeps shapes and dtypes. Whatever breaks this is an error here.
-
-A *dynamic dimension* has a name in place of a size. The program is traced once for all sizes, so
-whatever needs the number itself (a Python loop over it, an ``if`` about it) is an error of JAX.
-*Constraints* (``"seq <= 512"``, ``"batch = 8*rows"``) say what JAX may count on.
+A *dynamic dimension* has a name in place of a size. *Constraints* (``"seq <= 512"``) say what JAX
+may count on.
 """
 
 from __future__ import annotations
@@ -425,8 +421,11 @@ def _entries(
             check_form_is_kept(path, value, after[position])
         for keys, array in jax.tree_util.tree_leaves_with_path(value):
             text = format_path(path) + jax.tree_util.keystr(keys)
+            axes = leaf.axes and tuple(
+                n if isinstance(n, str | None) else repr(n) for n in leaf.axes
+            )
             kind = type(leaf).__name__
-            yield StateEntry(text, ArrayForm.of(array), kind, leaf.axes, position in after)
+            yield StateEntry(text, ArrayForm.of(array), kind, axes, position in after)
 
 
 def _with_unique_paths(state: Sequence[StateEntry]) -> list[StateEntry]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading of exported functions as Modules that hold their state.
 
-A program maps lists of *words* (``host.export.signature``) to lists of words and has no state. It
-is compiled here, or becomes part of a larger program that is being traced.
+A program maps lists of *words* (``host.export.signature``) to lists of words and has no state.
 """
 
 from __future__ import annotations

@@ -48,22 +48,6 @@ class ArrayForm(NamedTuple):
             return cls(shape, str(value.dtype), _key_impl(value), _spec_of(value))
         return cls(shape, str(jnp.result_type(value)), None, _spec_of(value))
 
-    @classmethod
-    def from_json(cls, entry: Any) -> ArrayForm:
-        """Return the form that ``as_json`` wrote."""
-        spec = entry.get("spec")
-        spec = None if spec is None else tuple(tuple(e) if type(e) is list else e for e in spec)
-        return cls(tuple(entry["shape"]), entry["dtype"], entry.get("key"), spec)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the form as JSON values."""
-        entry: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
-        if self.key is not None:
-            entry["key"] = self.key
-        if self.spec is not None:
-            entry["spec"] = [list(e) if isinstance(e, tuple) else e for e in self.spec]
-        return entry
-
     @property
     def is_wide(self) -> bool:
         """Whether JAX has to be configured for its 64 bits."""
@@ -84,7 +68,7 @@ class ArrayForm(NamedTuple):
             entries = (*entries, *(None,) * (len(self.shape) - len(entries)), None)
         return NamedSharding(mesh, PartitionSpec(*entries))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
@@ -247,46 +231,21 @@ class Signature:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the signature as JSON values."""
-        return {
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
-            "inputs": [
-                {**item._asdict(), "forms": [form.as_json() for form in item.forms]}
-                for item in self.inputs
-            ],
-            "output_forms": [form.as_json() for form in self.output_forms],
-            "state": [
-                {**entry._asdict(), "form": entry.form.as_json(), "axes": _axes(entry.axes)}
-                for entry in self.state
-            ],
-            "mesh": None if self.mesh is None else self.mesh._asdict(),
-        }
+        return _to_plain({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Signature:
         """Returns the signature that ``as_json`` wrote."""
-        inputs = (
-            ExportedInput(**{**item, "forms": _forms(item["forms"])}) for item in entry["inputs"]
-        )
-        state = (
-            StateEntry(
-                **{
-                    **item,
-                    "form": ArrayForm.from_json(item["form"]),
-                    "axes": None if item["axes"] is None else tuple(item["axes"]),
-                }
-            )
-            for item in entry["state"]
-        )
-        read = {
+        read = _with_tuples(entry)
+        inputs = (ExportedInput(**{**i, "forms": _forms(i["forms"])}) for i in read["inputs"])
+        state = (StateEntry(**{**e, "form": ArrayForm(**e["form"])}) for e in read["state"])
+        records = {
             "inputs": tuple(inputs),
-            "output_forms": _forms(entry["output_forms"]),
+            "output_forms": _forms(read["output_forms"]),
             "state": tuple(state),
-            "mesh": entry["mesh"]
-            and MeshForm(*(tuple(entry["mesh"][k]) for k in MeshForm._fields)),
-            "platforms": tuple(entry["platforms"]),
-            "constraints": tuple(entry["constraints"]),
+            "mesh": read["mesh"] and MeshForm(**read["mesh"]),
         }
-        return cls(**{**entry, **read})
+        return cls(**{**read, **records})
 
     def __str__(self) -> str:
         inputs = ", ".join(map(str, self.inputs))
@@ -380,26 +339,25 @@ class Signature:
         return ArtifactCallError(f"{what} The artifact takes {self}. Nothing was run.")
 
 
-def _axes(axes: Any) -> Any:
-    if axes is None:
-        return None
-    return [name if name is None or isinstance(name, str) else repr(name) for name in axes]
+def _to_plain(value: Any) -> Any:
+    """Return records and tuples as JSON values."""
+    value = value._asdict() if hasattr(value, "_asdict") else value
+    if isinstance(value, dict):
+        return {key: _to_plain(item) for key, item in value.items()}
+    return list(map(_to_plain, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return JSON values with tuples in place of lists."""
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _forms(entries: Sequence[Any]) -> tuple[ArrayForm, ...]:
-    return tuple(map(ArrayForm.from_json, entries))
+    return tuple(ArrayForm(**entry) for entry in entries)
 
 
 def shown_tree(tree: Any, forms: Sequence[ArrayForm]) -> str:
     """Return a pytree of arrays as text: ``{'a': float32[3]}``."""
-    shown = jax.tree.map(lambda i: _Verbatim(str(forms[i])), from_json(tree))
-    return repr(shown)
-
-
-class _Verbatim(str):
-    """Text whose ``repr`` is itself."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
+    return repr(structure(tree).unflatten(forms))
