@@ -22,7 +22,8 @@ from tests.strategies import models
 import shardax as sx
 from shardax._core.errors import PickleWriteError
 from shardax.host.errors import ArtifactCallError
-from shardax.host.export.artifact import Weights, write_weights
+from shardax.host.export.exporting import write_weights
+from shardax.host.export.loading import Weights
 from shardax.host.export.signature import from_json, structure, to_json
 
 # --- state ----------------------------------------------------------------------------------------

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signatures of exported functions, as JSON.
+"""Artifacts on disk: folders with a signature, a program and arrays.
 
-A signature lists the inputs (what a caller passes), the form of the result, and the state: the
-arrays that the function holds, by path, and which of them a call writes. With the program and the
-arrays it is all that is needed to call the function; none of it is Python code.
+| file | what it is |
+| --- | --- |
+| `signature.json` | inputs, result and state by path, versions, checksums of the other files |
+| `program.bin` | the program: StableHLO, as `jax.export` serializes it |
+| `weights.safetensors` | the arrays that the function holds, by path |
 
 Random keys are *words* to everything outside of JAX: the numbers they are made of, ``uint32`` with
-one dimension more. Files and exported programs have words; whoever calls has keys.
-
-Pytrees are containers with the number of each leaf in its place. Only tuples, lists, dicts with
-``str`` or ``int`` keys, and None are written, so that reading needs neither pickle nor the classes
-of whoever wrote it.
+one dimension more. Pytrees are containers with the number of each leaf in its place. Only tuples,
+lists, dicts with ``str`` or ``int`` keys, and None are written, so that reading needs neither
+pickle nor the classes of whoever wrote it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +31,38 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardax._core.graph.paths import Path, format_path
 from shardax._transforms.lift.arguments import leaf_paths
 from shardax.host.errors import ArtifactCallError, ExportError
+
+FORMAT = "shardax artifact"
+VERSION = 1
+"""Version of the folder; a reader refuses those that it does not know."""
+
+SIGNATURE = "signature.json"
+PROGRAM = "program.bin"
+WEIGHTS = "weights.safetensors"
+
+
+def require_extras() -> None:
+    """Raise if a library for artifacts is missing."""
+    try:
+        import flatbuffers  # noqa: F401 (jax.export serializes with it)
+        import safetensors  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"Artifacts need {error.name}, which is not installed: pip install 'shardax[export]'"
+        ) from error
+
+
+def checksum(file: pathlib.Path) -> str:
+    """Return the SHA-256 of a file, as text."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def own_checksum(entries: Mapping[str, Any]) -> str:
+    """Return the checksum of a signature's other entries."""
+    rest = {key: value for key, value in entries.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
 
 # --- arrays ---
 
@@ -194,7 +229,7 @@ class MeshForm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What an artifact says of its function; see the module's text.
+    """What an artifact says of its function.
 
     Attributes:
         name: The function's name.
@@ -341,7 +376,9 @@ class Signature:
 
 def _to_plain(value: Any) -> Any:
     """Return records and tuples as JSON values."""
-    value = value._asdict() if hasattr(value, "_asdict") else value
+    if hasattr(value, "_asdict"):  # defaults, which are None, are left out
+        defaults = value._field_defaults
+        value = {k: v for k, v in value._asdict().items() if k not in defaults or v is not None}
     if isinstance(value, dict):
         return {key: _to_plain(item) for key, item in value.items()}
     return list(map(_to_plain, value)) if isinstance(value, (tuple, list)) else value
