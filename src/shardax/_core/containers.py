@@ -14,6 +14,7 @@ lifted, written and saved like any other data, and unboxed when read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import reprlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, MutableSequence
 from typing import Any, Generic, Self, TypeVar, overload
@@ -170,6 +171,7 @@ class _Container(Object):
         self._items = items
 
 
+@functools.total_ordering
 class List(_Container, MutableSequence[T], Generic[T]):
     """A tracked list: behaves like ``list``, and models notice when it changes.
 
@@ -278,15 +280,6 @@ class List(_Container, MutableSequence[T], Generic[T]):
 
     def __lt__(self, other: Any) -> bool:
         return list(self) < list(other) if isinstance(other, (list, List)) else NotImplemented
-
-    def __le__(self, other: Any) -> bool:
-        return list(self) <= list(other) if isinstance(other, (list, List)) else NotImplemented
-
-    def __gt__(self, other: Any) -> bool:
-        return list(self) > list(other) if isinstance(other, (list, List)) else NotImplemented
-
-    def __ge__(self, other: Any) -> bool:
-        return list(self) >= list(other) if isinstance(other, (list, List)) else NotImplemented
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] (as for list)
 
