@@ -20,6 +20,7 @@ construction; ``Rules.check`` diagnoses well-formed ones.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -159,6 +160,7 @@ OnConflict = Literal["first", "error"]
 OnUnmapped = Literal["replicate", "error"]
 
 
+@dataclasses.dataclass(init=False, repr=False, unsafe_hash=True)
 class Rules:
     """Ordered pairs of a logical name and its target, with two policies.
 
@@ -183,8 +185,6 @@ class Rules:
         P(None, ('model', 'expert'))
     """
 
-    __slots__ = ("_hash", "on_conflict", "on_unmapped", "pairs")
-
     pairs: tuple[Rule, ...]
     on_conflict: OnConflict
     on_unmapped: OnUnmapped
@@ -207,8 +207,6 @@ class Rules:
                 raise errors.RulesError(f"{name}={value!r} is not a policy; use one of {known}.")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "pairs", checked)
-        key = (checked, self.on_conflict, self.on_unmapped)
-        object.__setattr__(self, "_hash", hash(key))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -368,36 +366,19 @@ class Rules:
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return (
-            isinstance(other, Rules)
-            and self.pairs == other.pairs
-            and self.on_conflict == other.on_conflict
-            and self.on_unmapped == other.on_unmapped
-        )
-
     def __repr__(self) -> str:
         pairs = ", ".join(f"({name!r}, {format_target(target)})" for name, target in self.pairs)
         conflict = "" if self.on_conflict == "first" else f", on_conflict={self.on_conflict!r}"
         unmapped = "" if self.on_unmapped == "replicate" else f", on_unmapped={self.on_unmapped!r}"
         return f"Rules([{pairs}]{conflict}{unmapped})"
 
-    def __reduce__(self) -> Any:
-        return (Rules, (self.pairs, self.on_conflict, self.on_unmapped))
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
+    def __setattr__(self, name: str, value: Any = None) -> NoReturn:
         raise AttributeError(
-            f"Rules are immutable: cannot set {name!r}. Make new ones with rules.replace(...), "
+            f"Rules are immutable: cannot change {name!r}. Make new ones with rules.replace(...), "
             f"rules.extend(...) or rules.override(...)."
         )
 
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"Rules are immutable: cannot delete {name!r}.")
+    __delattr__ = __setattr__
 
 
 RulesLike = Rules | Mapping[str, SpecEntry] | Iterable[Any]

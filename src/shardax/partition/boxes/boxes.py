@@ -35,7 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import packed
 from shardax._core.graph import handlers
-from shardax._core.graph.static import PARTITION_NAME, check_axes, exact_key
+from shardax._core.graph.static import PARTITION_NAME, Static, check_axes
 from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
 from shardax._transforms.lift.engine import wraps
 from shardax.partition.checker import spec_for
@@ -180,31 +180,13 @@ class AxisMetadata(abc.ABC, Generic[T]):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-class BoxAttributes:
+class BoxAttributes(Static):
     """Static attributes of a box, compared by type and value."""
 
-    __slots__ = ("_hash", "_key", "items")
-
-    def __init__(self, owner: type, items: tuple[tuple[str, Any], ...]) -> None:
-        self.items = items
-        try:
-            self._key = tuple((name, exact_key(item)) for name, item in items)
-            self._hash = hash(self._key)
-        except TypeError as error:
-            raise BoxError(
-                f"{owner.__name__}: a static attribute is not hashable ({error}): {dict(items)!r}. "
-                "Compiled programs are found by them. Use tuples instead of lists, frozen "
-                "dataclasses instead of dicts, and keep arrays in the box's value."
-            ) from error
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, BoxAttributes) and self._key == other._key)
+    __slots__ = ()
 
     def __repr__(self) -> str:
-        return ", ".join(f"{name}={item!r}" for name, item in self.items)
+        return ", ".join(f"{name}={item!r}" for name, item in self.value)
 
 
 def _attribute_items(box: Any) -> tuple[tuple[str, Any], ...]:
@@ -216,14 +198,22 @@ def _attribute_items(box: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _attributes_of(box: AxisMetadata[Any]) -> BoxAttributes:
-    return BoxAttributes(type(box), _attribute_items(box))
+    items = _attribute_items(box)
+    try:
+        return BoxAttributes(items)
+    except TypeError as error:
+        raise BoxError(
+            f"{type(box).__name__}: a static attribute is not hashable ({error}): {dict(items)!r}. "
+            "Compiled programs are found by them. Use tuples instead of lists, frozen dataclasses "
+            "instead of dicts, and keep arrays in the box's value."
+        ) from error
 
 
 def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: Any) -> Any:
     """A box made without its constructor, around any object."""
     box = object.__new__(cls)
     object.__setattr__(box, "value", value)
-    for name, item in attributes.items:
+    for name, item in attributes.value:
         object.__setattr__(box, name, item)
     return box
 
