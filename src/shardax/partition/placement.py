@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of models over the devices of a mesh.
 
-``shard`` gives every array of a tree the sharding that its axis names, the rules and the mesh say.
-A lazy value is computed straight into its shards, so that no device ever holds more of it than it
-will keep. Everything that can be wrong is found before anything is moved.
-
-An array that exists is moved, and the old one freed, before the next is touched, so that no device
-holds two models. JAX copies in the background, so an array counts as moved when its copy is
-*ready*: then its holder gets the copy, the old array is released (not deleted, since a State or a
-clone may hold it too), and only then does the next copy begin. Small arrays go in batches, because
-waiting for each would take longer than copying it. A device without room leaves every holder with a
-valid array: earlier batches are at their new place, the others at their old one.
+Everything that can be wrong is found before anything is moved. A lazy value is computed straight
+into its shards. An array that exists is moved, and the old one freed, before the next is touched,
+so that no device holds two models. JAX copies in the background, so an array counts as moved when
+its copy is *ready*: then its holder gets the copy, the old array is released (not deleted, since a
+State or a clone may hold it too), and only then does the next copy begin. Small arrays go in
+batches, because waiting for each would take longer than copying it. A device without room leaves
+every holder with a valid array: earlier batches are at their new place, the others at their old.
 """
 
 from __future__ import annotations

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules: the mapping of logical axis names to mesh axes.
 
-A *name* is the logical name of a dimension (``"embed"``). A *rule* is a pair of a name and a
-*target*: a mesh axis, a tuple of mesh axes (the dimension is split over all of them, the first
-varying slowest), None (replicate, on purpose), or ``PartitionSpec.UNCONSTRAINED`` (leave it to the
-compiler). Rules stand in order of priority, and one array can use a mesh axis only once.
+A *rule* is a pair of the logical name of a dimension (``"embed"``) and a *target*: a mesh axis, a
+tuple of mesh axes (the first varying slowest), None (replicate, on purpose), or
+``PartitionSpec.UNCONSTRAINED`` (leave it to the compiler). One array uses a mesh axis only once.
 
-*Assignment* walks the rules once, in order. A rule is *chosen* if its name occurs in the array,
-that name has no chosen rule yet, and every mesh axis of its target is free. A rule whose name is
-waiting but whose target is (even partly) taken is *passed over*; a later rule for the same name may
-then be chosen. These are the semantics of Flax linen's logical axes. Beyond linen, a dimension may
-carry a tuple of names, ``(("batch", "length"), "embed")``: it was made by merging named dimensions,
-and is laid out over the mesh axes of all of them, in that order.
+*Assignment* walks the rules once, in order of priority. A rule is *chosen* if its name occurs in
+the array, that name has no chosen rule yet, and every mesh axis of its target is free. A rule whose
+name is waiting but whose target is (even partly) taken is *passed over*; a later rule for the same
+name may then be chosen. These are the semantics of Flax linen's logical axes. Beyond linen, a
+dimension may carry a tuple of names, ``(("batch", "length"), "embed")``: it was made by merging
+named dimensions, and is laid out over the mesh axes of all of them, in that order.
 
-A *conflict* is a name that lost a mesh axis to another, and an *unmapped* name is one without a
-rule; a *policy* for each says whether that is an error. Malformed rules are refused at
-construction; ``Rules.check`` diagnoses well-formed ones.
+A *conflict* is a name that lost a mesh axis to another, an *unmapped* name one without a rule.
+Malformed rules are refused at construction; ``Rules.check`` diagnoses well-formed ones.
 """
 
 from __future__ import annotations

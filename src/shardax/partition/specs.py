@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Specs, shardings and abstract copies of trees.
 
-These functions return one entry per leaf of a tree (``shardax.partition.inventory``): a spec, a
-sharding, or an abstract array with one. A Module becomes a ``State``, path to entry, which can
-stand wherever JAX or shardax take one entry per array (``in_shardings``, ``jax.tree.map``). A box
-gives one entry, which is a prefix of it. Nothing is computed or moved; lazy values stay lazy.
+One entry per leaf (``shardax.partition.inventory``); a Module becomes a ``State``, which can stand
+wherever JAX or shardax take one entry per array. Nothing is computed; lazy values stay lazy.
 
 ``get_partition_spec``, ``logical_to_mesh`` and so on are ``partition_specs`` and ``shardings``
 under Flax's names, with two differences: the specs are also for constraints inside programs, so

@@ -2,21 +2,14 @@
 """Boxes: pytree nodes of a value and the names of its dimensions.
 
 A *box* holds a *value* (an array or any pytree of arrays), its only child, and *static* attributes,
-such as axis names. So a tree of boxed parameters goes through ``jax.jit``, ``jax.vmap``,
-``jax.grad`` and the states of optax like any other tree, and the names stay with their arrays.
-Boxes are for programs in the functional style; Variables of Modules know their axes themselves.
-
-``AxisMetadata`` is the base of all boxes. Transforms that stack or slice change the number of
-dimensions: ``add_axis`` and ``remove_axis`` return a box with other names around the same value,
-and each undoes the other. (``sx.vmap`` and ``sx.scan`` call them.) The *parameters* of such a
-change are a dictionary, for instance ``{PARTITION_NAME: "layers"}``, in which every kind of box
-finds what it needs.
+such as axis names. Trees of boxed parameters go through ``jax.jit``, ``jax.vmap``, ``jax.grad`` and
+the states of optax like any other, and the names stay with their arrays. Transforms that stack or
+slice (``sx.vmap``, ``sx.scan``) call ``add_axis`` and ``remove_axis`` with *parameters*, for
+instance ``{PARTITION_NAME: "layers"}``, in which every kind of box finds what it needs.
 
 The names of a ``Partitioned`` are axes of a mesh; those of a ``LogicallyPartitioned`` are logical,
 and rules map them to mesh axes. A mesh or rules *baked* into the box take precedence over those in
 scope. A box that is unboxed where a mesh is known lays its value out by its names.
-``with_logical_constraint`` and ``logical_axis_rules`` are ``shardax.constrain`` (for pytrees) and
-``shardax.axis_rules`` under the names and in the order of arguments of Flax.
 """
 
 from __future__ import annotations
