@@ -166,12 +166,12 @@ def unchecked(place: Any) -> str:
 
 
 def _write_error(what: str, error: Exception) -> Exception:
-    """Returns the error of a failed write, in one line; what was refused stays as it is."""
+    """Returns the error of a failed write, in one line."""
+    if isinstance(error, errors.CheckpointWriteError):
+        return errors.CheckpointWriteError(f"{what} failed: {error}")
     if isinstance(error, ShardaxError):
         return error
-    # tensorstore appends where in its source an error began.
-    line = f"{error}".partition("\n")[0].partition(" [source locations=")[0]
-    return errors.CheckpointWriteError(f"{what} failed: {type(error).__name__}: {line[:600]}")
+    return errors.CheckpointWriteError(f"{what} failed: {storage.one_line(error)}")
 
 
 def _to_store(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a checkpoint: written whole, and checked against their checksums when read.
+"""Files of a checkpoint, and their checksums.
 
 A checkpoint is a directory with the folder ``arrays``, which orbax-checkpoint writes (every process
 the shards that it holds), and ``description.json``, which is written last. The description lists
@@ -13,6 +13,9 @@ This is the only file that knows orbax.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import hashlib
 import json
 import logging
@@ -20,6 +23,7 @@ import math
 import os
 import pathlib
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -64,13 +68,10 @@ class Writer:
     """Writes checkpoints in the background, one at a time."""
 
     def __init__(self) -> None:
-        import orbax.checkpoint as ocp
-
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        self._orbax: Any = None
         self._thread = ThreadPoolExecutor(1, "shardax-checkpoint")
         self._pending: Future[None] | None = None
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_is_news)
+        _silence_orbax()
 
     def start(self, path: Any, arrays: Mapping[str, Any], description: Mapping[str, Any]) -> None:
         """Starts writing a checkpoint; returns when its arrays are copied."""
@@ -91,6 +92,8 @@ class Writer:
             draft.mkdir(parents=True)
             identity = draft.stat() if is_local else None
         _meet("checkpoint begins")
+        if self._orbax is None:
+            self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         try:
             if arrays:
                 self._orbax.save(draft / "arrays", args=ocp.args.PyTreeSave(dict(arrays)))
@@ -102,6 +105,7 @@ class Writer:
     def _complete(
         self, draft: Any, identity: Any, path: Any, description: Mapping[str, Any]
     ) -> None:
+        problem = ""
         try:
             self._orbax.wait_until_finished()
             # orbax makes a directory again that was moved away while it wrote.
@@ -111,13 +115,24 @@ class Writer:
                 (draft / DESCRIPTION).write_bytes(_sealed(description, _files_below(draft)))
                 if draft != path:
                     draft.rename(path)
-        except BaseException:
+        except Exception as error:  # noqa: BLE001 (raised again, by ``wait``)
+            problem = one_line(error)
+        if problem:
             remove_tree(draft)  # what is half written would only fill the disk
-            raise
+            self._forget_orbax()
+            raise errors.CheckpointWriteError(problem)
         _drafts.discard(str(draft))
 
+    def _forget_orbax(self) -> None:
+        """Frees what orbax keeps of a failed write."""
+        failed, self._orbax = self._orbax, None
+        with contextlib.suppress(Exception):
+            failed.close()
+        del failed
+        gc.collect()
+
     def wait(self) -> None:
-        """Waits until what was started is complete, or raises why it is not."""
+        """Waits until what was started is complete, or raises CheckpointWriteError."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -126,15 +141,39 @@ class Writer:
     def close(self) -> None:
         """Frees the threads."""
         self._thread.shutdown()
-        self._orbax.close()
+        if self._orbax is not None:
+            self._orbax.close()
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the kind and the text of an error."""
+    line = str(error).partition("\n")[0].partition(" [source locations=")[0]
+    return f"{type(error).__name__}: {line[:600]}"
 
 
 _drafts: set[str] = set()  # being written, or failed
 
 
+@functools.cache
+def _silence_orbax() -> None:
+    """Keeps out of logs and stderr what ``Writer.wait`` raises."""
+    # orbax and asyncio log a failed write, too, with tracebacks; what was still being written finds
+    # its event loop closed, in threads where no one can catch it.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_news)
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        is_ours = "orbax" in getattr(code, "co_filename", "")
+        if not (_drafts and (is_ours or str(unraisable.exc_value) == "Event loop is closed")):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a log record is not about a failed write, which ``wait`` raises."""
-    # orbax and asyncio log it too, with tracebacks, some only when they are collected.
+    """Whether a log record is not about a write that failed."""
     if record.levelno < logging.ERROR:
         return True
     text = record.getMessage() + (str(record.exc_info[1]) if record.exc_info else "")
@@ -179,7 +218,7 @@ def _sealed(description: Mapping[str, Any], files: Mapping[str, Any]) -> bytes:
 
 
 def read_description(path: Any) -> dict[str, Any]:
-    """Reads the description of a checkpoint, checked against its digest and its folder's name."""
+    """Reads and checks the description of a checkpoint, not its arrays."""
     if not is_complete(path):
         if path.is_dir() and (path / "arrays").is_dir():
             raise _damaged(path, [f"{DESCRIPTION} is missing"])
@@ -207,7 +246,7 @@ def read_description(path: Any) -> dict[str, Any]:
 
 
 def _parsed(content: bytes, *, is_sealed: bool) -> dict[str, Any] | None:
-    """Returns a description, or None if it was changed since it was written."""
+    """Returns a description, or None if its bytes are not right."""
     if is_sealed:
         text = content[:-_DIGEST_LENGTH] + b"}"
         if content != text[:-1] + _DIGEST.format(hashlib.sha256(text).hexdigest()).encode():
@@ -330,7 +369,7 @@ def remove(path: Any) -> None:
 
 
 def set_aside(path: Any) -> Any:
-    """Renames a damaged checkpoint, so that it is not read again; returns its new place."""
+    """Renames a damaged checkpoint; returns its new place."""
     return _renamed(path, DAMAGED)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: its lock, and the settings that its checkpoints were trained with.
+"""The folder of a run: its lock and its settings.
 
 One trainer at a time may write into a run's folder. The lock is one of the operating system, on a
 file in the folder, so it ends with the process that holds it, however that ends.
@@ -49,7 +49,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps other trainers out for a block; its own holder may enter again."""
+        """Keeps other trainers out for a block; the holder may re-enter."""
         if self._lock is not None or jax.process_index() > 0:
             yield
             return
@@ -138,7 +138,7 @@ def _texts(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str,
 
 
 def _parts(value: Any) -> tuple[str | None, Iterable[tuple[str, Any]]]:
-    """Returns the text of a value itself, and its parts by the steps to them."""
+    """Returns the text of a value itself, and its parts."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
         return repr(value), ()
     if isinstance(value, (type, np.dtype)):
@@ -175,7 +175,7 @@ def _parts(value: Any) -> tuple[str | None, Iterable[tuple[str, Any]]]:
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields what a function holds: its closure, its defaults, and a user's numbers."""
+    """Yields a function's closure, its defaults, and a user's numbers."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # a name that is not bound yet
