@@ -181,7 +181,7 @@ class DiffArgument:
         if not -count <= chosen.argnum < count:
             raise DifferentiationError(
                 f"argnums={chosen.argnum} is out of range: the call has {count} positional "
-                f"arguments. Arguments to differentiate must be passed by position."
+                f"arguments. What can only be given by name is not differentiated."
             )
         self.argnum, self.filter = chosen.argnum, chosen.filter
         self.position = chosen.argnum % count  # position of the argument
@@ -438,6 +438,7 @@ def value_and_grad(
 
     @wraps(function)
     def value_and_grad_function(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = inputs.by_position(function, args, kwargs, fill="gaps")
         once = SingleRunCall("grad", function, args, kwargs)
         targets = [DiffArgument(once, item) for item in chosen]
         _check_distinct([target.position for target in targets], numbers)

@@ -81,15 +81,33 @@ def parameter_name(function: Any, position: int) -> str:
 
 
 def by_position(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], most: int | None = None
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    most: int | None = None,
+    fill: str | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Moves keyword arguments to the positions that the signature gives them, up to ``most``."""
-    # A gap is not filled by a default: as a position of its own it would be traced.
+    # Defaults fill the ``"gaps"`` before the last keyword, ``"all"`` that is missing, or nothing:
+    # as an argument of its own, a default would be traced.
     given, rest = list(args), dict(kwargs)
-    for parameter in (parameters_of(function) or ())[len(given) : most]:
-        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.name not in rest:
+    missing = list((parameters_of(function) or ())[len(given) : most])
+    while missing and fill == "gaps" and missing[-1].name not in rest:
+        missing.pop()
+    for parameter in missing:
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in rest:
+            given.append(rest.pop(parameter.name))
+        elif (
+            fill is not None
+            and parameter.default is not parameter.empty
+            and (parameter.kind is not parameter.KEYWORD_ONLY)
+        ):
+            given.append(parameter.default)
+        else:
             break
-        given.append(rest.pop(parameter.name))
+    if fill == "all":
+        named = [p for p in parameters_of(function) or () if p.kind is p.KEYWORD_ONLY]
+        rest = {p.name: p.default for p in named if p.default is not p.empty} | rest
     return tuple(given), rest
 
 

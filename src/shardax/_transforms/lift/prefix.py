@@ -36,6 +36,7 @@ from shardax._core.state.filters import PathContains, first_match, no_match_erro
 from shardax._core.state.state import State, flatten_mapping
 from shardax._core.variable import Variable
 from shardax._transforms.errors import InconsistentAliasingError, OutputError, PrefixError
+from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
 
 
@@ -285,6 +286,37 @@ def per_argument(prefix: Any, labels: Sequence[str], name: str) -> list[Any]:
         f"{_count(labels, 'positional argument', 'positional arguments')} ({', '.join(labels)}). "
         f"Give one entry per argument, or one for all."
     )
+
+
+class AssignedPrefixes(NamedTuple):
+    """The arguments of a call, each with its prefix."""
+
+    args: tuple[Any, ...]  # also those given by name that have their entry by position
+    kwargs: dict[str, Any]  # the others
+    prefixes: list[Any]  # one per positional argument
+    named: dict[str, Any]  # one per other argument, by name
+
+
+def assign(
+    function: Any,
+    prefix: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    name: str,
+    other: Any,
+) -> AssignedPrefixes:
+    """Finds the prefix of every argument, by position or name; ``other`` where there is none."""
+    one = is_one_entry(prefix)
+    args, kwargs = inputs.by_position(function, args, kwargs, None if one else len(prefix))
+    labels = [inputs.parameter_name(function, position) for position in range(len(args))]
+    known = inputs.positional_names(function)
+    after_gap = {
+        keyword: prefix[known.index(keyword)]
+        for keyword in kwargs
+        if not one and keyword in known[: len(prefix)]
+    }
+    prefixes = list(prefix[: len(args)]) if after_gap else per_argument(prefix, labels, name)
+    return AssignedPrefixes(args, kwargs, prefixes, dict.fromkeys(kwargs, other) | after_gap)
 
 
 def _count(items: Sequence[Any], one: str, many: str) -> str:

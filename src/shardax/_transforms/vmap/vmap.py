@@ -61,9 +61,9 @@ def vmap(
         function: A function, method or callable Module. Left out: returns a decorator.
         in_axes: One entry for all positional arguments, or a tuple of one each. An entry is an axis
             (negative counts from the end), ``None``, for a Module also ``StateAxes`` or a ``State``
-            of axes, for a container the same container with entries. Keyword arguments have axis 0.
-            Or ``"auto"``: the axes of all arguments are found by the size of the batch, as
-            ``batch_axes`` does.
+            of axes, for a container the same container with entries. An argument given by name has
+            the entry of its position, or axis 0. Or ``"auto"``: the axes of all arguments are found
+            by the size of the batch, as ``batch_axes`` does.
         out_axes: A prefix of the result, likewise.
         axis_name: A name for collectives inside, such as ``jax.lax.pmean(x, "batch")``.
         axis_size: The size of the batch, if no argument has an axis.
@@ -132,12 +132,14 @@ class _VmapCall:
         kwargs: Mapping[str, Any],
     ) -> None:
         make_frame = functools.partial(SealedFrame, functions=[function], reason=_REASON)
+        prefixes: Any = None
+        named: Any = None
+        if not isinstance(in_axes, Batch):
+            given = prefix.assign(function, in_axes, args, kwargs, "in_axes", 0)
+            args, kwargs, prefixes, named = given
         self.call = LiftedCall("vmap", [function], args, kwargs, make_frame)
-        named: Any = 0
         if isinstance(in_axes, Batch):
             prefixes, named = in_axes.find_call(self.call.labels, args, kwargs).axes
-        else:
-            prefixes = prefix.per_argument(in_axes, self.call.labels, "in_axes")
         self.assignment = prefix.EntryAssignment(
             self.call, args, kwargs, prefixes, named, None, "in_axes"
         )
