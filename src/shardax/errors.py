@@ -29,7 +29,7 @@ if _typing.TYPE_CHECKING:
 
 _NAMES = {
     "shardax._core.errors": (
-        "AbstractValueError BindError DeviceError DtypeError FilterError ForeignMutationError "
+        "AbstractValueError BindError ConcurrentWriteError DeviceError DtypeError FilterError ForeignMutationError "
         "FrozenVariableError LabelConflictError LayerViewError LayoutLostWarning MetadataError "
         "MissingAttributeError MissingRngsError PickleReadError PickleWriteError "
         "PrecisionLostWarning ReadOnlyCopyError RepeatedKeyError ReservedNameError SeedError "

@@ -83,14 +83,30 @@ def owner_here() -> Frame | None:
     return PlainTrace("plain JAX transform")
 
 
+_threads: list[int] = []  # two at most
+several: list[bool] = []  # not empty once two threads have used shardax; one needs no stamps
+
+
 class _ThreadState(threading.local):
     frame: Frame | None = None  # the innermost
     probing: bool = False  # a pytree is only being searched for objects (flatten.has_objects)
     found: bool = False  # that search has met one
     call: Any = None  # the call that a transform is serving, for the trace that it may start
 
+    def __init__(self) -> None:
+        if not several:
+            _threads.append(threading.get_ident())
+            several.extend([True] * (len(_threads) > 1))
+
 
 local = _ThreadState()
+
+# Held where a value is read and written in one step; while nothing waits for user code to trace.
+exclusive = threading.RLock()
+
+
+def note_write(target: Any, check: bool) -> None:
+    """Stands in."""
 
 
 def resolve(variable: Any, frame: Frame | None) -> Any:

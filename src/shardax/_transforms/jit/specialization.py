@@ -202,6 +202,16 @@ class Specialization:
         full = self.pack(values, arguments)
         return engine.LiftedOutputs(*self.jitted(full)(*full))
 
+    @property
+    def donates(self) -> bool:
+        """Whether the program may use up arrays that it is given."""
+        return bool(self.donated_leaves or self.donated or self.options.donate_argnames)
+
+    def compile(self, values: Sequence[Any], arguments: inputs.SplitArguments) -> None:
+        """Compiles for a call without running it."""
+        full = self.pack(values, arguments)
+        self.jitted(full).lower(*full).compile()
+
     def pack(self, values: Sequence[Any], arguments: inputs.SplitArguments) -> tuple[Any, ...]:
         """Arranges values and plain arguments as the pure function takes them."""
         kept, donated = self.partition(values)
@@ -237,7 +247,7 @@ class Specialization:
             "out_shardings": out_shardings,
             "compiler_options": options.compiler_options,
         }
-        if self.donated_leaves or self.donated or options.donate_argnames:
+        if self.donates:
             given["donate_argnums"] = (1, 3, 5) if self._full else (1,)
         given = {name: value for name, value in given.items() if value is not None}
         return jax.jit(

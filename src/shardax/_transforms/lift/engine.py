@@ -38,7 +38,8 @@ import numpy as np
 
 from shardax._core import _jax, frames
 from shardax._core._jax import Tracer
-from shardax._core.errors import AbstractValueError, TraceLeakError
+from shardax._core.errors import AbstractValueError, ConcurrentWriteError, TraceLeakError
+from shardax._core.frames import exclusive, several
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Static
@@ -53,9 +54,10 @@ from shardax._transforms.lift import arguments as inputs
 class InputGraph:
     """The roots of one lifted call, flattened together."""
 
-    __slots__ = ("flat", "leaves", "roots")
+    __slots__ = ("flat", "leaves", "read", "roots")
 
     def __init__(self, roots: Sequence[Any], names: Sequence[Path] | None = None) -> None:
+        self.read: list[Any] | None = None  # what ``values`` returned
         # The callable, if it is bound to objects, and all objects in the arguments.
         self.roots = [inputs.as_root(root) for root in roots]
         self.flat = graphs.flatten_roots(self.roots, names)  # their joint flattening
@@ -78,7 +80,8 @@ class InputGraph:
         ]
         if absent:
             raise absent_error(absent)
-        return values
+        self.read = values
+        return list(values)
 
     def objects(self) -> list[Any]:
         """Returns the objects in the order of the graph definition."""
@@ -282,6 +285,33 @@ def same_value(before: Any, after: Any) -> bool:
 
 def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
     """Applies, outside the transform, what the function did; returns its result."""
+    if graph.read is None or not several or frames.local.frame is not None:
+        return _apply(graph, outputs)
+    with exclusive:
+        _check_unchanged(graph, graph.read, outputs.effects)
+        return _apply(graph, outputs)
+
+
+def _check_unchanged(graph: InputGraph, read: Sequence[Any], effects: Effects) -> None:
+    """Raises if another thread has written or changed what would be overwritten."""
+    lost = [p for p in effects.written if graph.leaves[p]._value is not read[p]]
+    where = [graph.flat.leaf_paths[position] for position in lost]
+    if effects.updates and graph.flat.epoch != epoch.current:
+        now = InputGraph(graph.roots).flat.graphdef
+        pairs = enumerate(zip(graph.flat.graphdef.objects, now.objects, strict=False))
+        where += [graph.flat.paths[i] for i, (old, new) in pairs if old != new]
+    if where:
+        raise ConcurrentWriteError(
+            f"Another thread changed {', '.join(map(format_path, where[:8]))} while this call ran, "
+            "which would be lost; nothing was written. Call sx.jit functions, of which calls wait "
+            "for each other; hold one threading.Lock around calls; or give each thread its own "
+            "model (sx.clone)."
+        )
+    for position in effects.written:
+        frames.note_write(graph.leaves[position], check=False)
+
+
+def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
     # Given objects that come back are the caller's own objects. Nothing is changed if something
     # about it is refused.
     effects = outputs.effects
@@ -690,6 +720,12 @@ class SingleRunCall(LiftedCall):
         outputs = self._outputs(leaving)
         check_no_leak(self.graph, outputs)
         for item, value in zip(self.captured, leaving[3], strict=True):
+            if item.outer._owner is None and item.outer._value is not item.value:
+                raise ConcurrentWriteError(
+                    f"Another thread wrote the {type(item.outer).__name__} that sx.{self.name} "
+                    "used through a closure while it ran; nothing was written. Pass it as an "
+                    "argument of a function made by sx.jit, or hold a threading.Lock around calls."
+                )
             item.outer._write(value)
             if item.outer._metadata != item.stand_in._metadata:
                 item.outer._metadata = item.stand_in._metadata

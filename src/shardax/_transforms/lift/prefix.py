@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core.errors import FilterError
-from shardax._core.frames import is_eager
+from shardax._core.frames import exclusive, is_eager
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.lazy import LazyValue, compute_all
@@ -470,7 +470,7 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
     """Moves Variables to the shardings that are their entries; lazy ones straight into shards."""
     if not is_eager():
         return
-    moved: list[tuple[Any, Any]] = []
+    moved: list[tuple[Any, Any, Any]] = []
     for variable, entry in zip(variables, entries, strict=True):
         if entry is None or variable._parent is not None or variable.is_abstract:
             continue
@@ -479,14 +479,15 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
         for leaf in leaves:  # raises before anything is moved
             getattr(sharding, "sharding", sharding).shard_shape(tuple(leaf.shape))
         if leaves:
-            moved.append((variable, sharding))
-    lazy = [(v, sharding) for v, sharding in moved if isinstance(v._value, LazyValue)]
-    arrays = compute_all([v._value for v, _ in lazy], [sharding for _, sharding in lazy])
-    for (variable, _), array in zip(lazy, arrays, strict=True):
-        variable._value = array
-    values = jax.device_put([v._value for v, _ in moved], [sharding for _, sharding in moved])
-    for (variable, _), value in zip(moved, values, strict=True):
-        variable._value = value
+            moved.append((variable, variable._value, sharding))
+    lazy = [row for row in moved if isinstance(row[1], LazyValue)]
+    live = [row for row in moved if not isinstance(row[1], LazyValue)]
+    made = compute_all([value for _, value, _ in lazy], [sharding for *_, sharding in lazy])
+    put = jax.device_put([value for _, value, _ in live], [sharding for *_, sharding in live])
+    for (variable, value, _), new in (*zip(lazy, made, strict=True), *zip(live, put, strict=True)):
+        with exclusive:
+            if variable._value is value:  # else another thread has written it
+                variable._value = new
 
 
 def _in_scope(entry: Any) -> Any:
