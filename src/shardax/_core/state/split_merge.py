@@ -22,7 +22,7 @@ from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.state import Origin, State, merged_values
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import Variable
 
 T = TypeVar("T")
 
@@ -39,10 +39,21 @@ def flatten_tree(tree: Any) -> flatten.Flat:
 def _box_tree(tree: Any) -> Any:
     """Returns the tree with arrays boxed and plain containers kept plain."""
     handler = handlers.handler_of(tree)
+    if isinstance(tree, State):  # its values as Variables of the types that they came from
+        origins = tree.origins()
+        variables = {path: _thawed(v, origins[path]) for path, v in tree.flat().items()}
+        return State.from_flat(variables, origins)
     if _is_container(tree, handler):
         pairs = [(key, _box_tree(child)) for key, child in handler.children(tree)]
         return handler.rebuild(handler.config(tree), pairs)
     return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
+
+
+def _thawed(value: Any, origin: Origin) -> Any:
+    """Returns a value of a State as the Variable that it came from."""
+    if isinstance(value, Variable):
+        return value
+    return origin.variable_type._make(value, origin.all_metadata, owner_here())
 
 
 def _is_container(tree: Any, handler: handlers.Handler) -> bool:
@@ -51,6 +62,9 @@ def _is_container(tree: Any, handler: handlers.Handler) -> bool:
 
 def _unbox_tree(tree: Any) -> Any:
     handler = handlers.handler_of(tree)
+    if isinstance(tree, State):
+        values = {path: variable._value for path, variable in tree.flat().items()}
+        return State.from_flat(values, tree.origins())
     if not _is_container(tree, handler):
         return unbox_attribute(tree)
     pairs = [(key, _unbox_tree(child)) for key, child in handler.children(tree)]
@@ -193,11 +207,11 @@ def update(tree: Any, *states: Any) -> None:
         >>> layer.bias.value.tolist()
         [1.0, 1.0, 1.0]
     """
-    tree = _box_tree(tree)
-    flat = flatten_tree(tree)
+    boxed = _box_tree(tree)
+    flat = flatten_tree(boxed)
     given = merged_values(states, flat.leaf_paths)
     variables = dict(_named(flat))
-    loose = {id(item) for item in _directly_in(tree) if isinstance(item, ArrayAttribute)}
+    loose = set(map(id, _directly_in(boxed))) - set(map(id, _directly_in(tree)))
     values: dict[Path, Any] = {}
     wrong = []
     for path, value in given.items():
@@ -210,7 +224,7 @@ def update(tree: Any, *states: Any) -> None:
         if isinstance(variable, FrozenVariable):
             problem = "is frozen; write into sx.thaw(model)"
         if id(variable) in loose:
-            problem = "is a plain array outside any Module; it cannot be written, only replaced"
+            problem = "is no Variable but a value in the tree; it cannot be written, only replaced"
         if problem:
             wrong.append(f"  {format_path(path)}: {problem}")
     if wrong:

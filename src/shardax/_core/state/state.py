@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardax._core.cross_process import format_mesh, packed
 from shardax._core.errors import StateMismatchError
+from shardax._core.frozen import same_value
 from shardax._core.graph.handlers import Handler, register
 from shardax._core.graph.paths import Path, PathKey, format_path, plain_path
 from shardax._core.graph.static import EMPTY
@@ -29,7 +30,7 @@ _UNKNOWN = Origin(Variable, EMPTY)
 
 
 class State(Shown, Mapping[Any, Any]):
-    """Values by path; see the module's text.
+    """Values by path; two are equal if paths, origins and every value are.
 
     Args:
         entries: A nested mapping (or another State) of values.
@@ -116,8 +117,18 @@ class State(Shown, Mapping[Any, Any]):
     def __setstate__(self, state: Any) -> None:
         self._values, self._origins = state
 
-    __eq__ = object.__eq__  # comparing arrays inside would be ambiguous; compare with jax.tree.map
-    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] (identity, like __eq__)
+    def __eq__(self, other: object) -> bool:
+        """Whether paths, origins and values are the same: every number, shape or sharding."""
+        if self is other:
+            return True
+        if not isinstance(other, State):
+            return NotImplemented
+        return self._origins == other._origins and all(
+            same_value(value, other._values[path]) for path, value in self._values.items()
+        )
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values))
 
     def filter(self, *filters: Filter) -> State:
         """Returns the entries that match any of the filters.
@@ -225,7 +236,7 @@ def _unflatten(aux: Origins, children: Iterable[Any]) -> State:
 
 def _rebuild(origins: Mapping[Path, Origin], pairs: Iterable[tuple[Any, Any]]) -> State:
     values: dict[Path, Any] = {}
-    known = dict(origins)
+    known = {**origins}
     for key, item in pairs:
         if isinstance(item, State):
             values.update(((key, *path), value) for path, value in item._values.items())
@@ -240,8 +251,9 @@ register(
     Handler(
         "State",
         children=lambda state: [(key, state[key]) for key in state],
-        config=State.origins,
-        rebuild=_rebuild,
+        config=lambda state: tuple(state._origins.items()),
+        rebuild=lambda origins, pairs: _rebuild(dict(origins), pairs),
+        in_models=True,
         whole=True,
         size="shrinks",
     ),
