@@ -85,8 +85,11 @@ class VariableDef(NamedTuple):
     metadata: Metadata
 
 
+@jax.tree_util.register_static
 class GraphDef(Shown):
     """Structure of a model: hashable, comparable, without any value.
+
+    To JAX it is static: functions under transforms take and return it as it is.
 
     Attributes:
         objects: One definition per object, in walking order.

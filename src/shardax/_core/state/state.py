@@ -30,7 +30,9 @@ _UNKNOWN = Origin(Variable, EMPTY)
 
 
 class State(Shown, Mapping[Any, Any]):
-    """Values by path; two are equal if paths, origins and every value are.
+    """Values by path; see the module's text.
+
+    Two are equal if paths, origins and every number, shape or sharding are.
 
     Args:
         entries: A nested mapping (or another State) of values.
