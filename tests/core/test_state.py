@@ -215,7 +215,7 @@ def test_state_and_split_filter_a_state_as_they_do_a_model() -> None:
 
 def test_a_state_cannot_be_updated_nor_popped_from() -> None:
     _, state = _states()
-    with pytest.raises(sx.errors.StateMismatchError, match=r"\.mean: is no Variable"):
+    with pytest.raises(sx.errors.StateMismatchError, match=r"\.mean: is a plain array"):
         sx.update(state, {"mean": jnp.zeros(2)})
     with pytest.raises(sx.errors.StateMismatchError, match=r"Cannot pop \.mean"):
         sx.pop(state, sx.BatchStat)
