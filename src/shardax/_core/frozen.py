@@ -201,7 +201,7 @@ def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two values are known to be the same numbers or configuration; never raises."""
+    """Whether two values are known to be the same; never raises."""
     ours, treedef = jax.tree.flatten(one)
     theirs, other_treedef = jax.tree.flatten(other)
     return treedef == other_treedef and all(map(_same_leaf, ours, theirs))

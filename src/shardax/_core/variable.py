@@ -381,7 +381,7 @@ def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
 
 
 def fitted(variable: Any, given: Any, cast: str | None = None) -> tuple[Any, str | None]:
-    """Returns a value as a Variable can take it, and what is wrong with it."""
+    """Returns a value as a Variable takes it, and what is wrong."""
     if isinstance(given, Variable):
         here = given._here()
         label, known = getattr(here._metadata, "label", ()), getattr(variable, "_labels", ())

@@ -50,7 +50,7 @@ def _box_tree(tree: Any) -> Any:
 
 
 def _thawed(value: Any, origin: Origin) -> Any:
-    """Returns a value of a State as the Variable that it came from."""
+    """Returns a value of a State as a Variable."""
     if isinstance(value, Variable):
         return value
     return origin.variable_type._make(value, origin.all_metadata, owner_here())

@@ -121,7 +121,7 @@ class State(Shown, Mapping[Any, Any]):
         self._values, self._origins = state
 
     def __eq__(self, other: object) -> bool:
-        """Whether paths, origins and values are the same: every number, shape or sharding."""
+        """Whether paths, origins and every value are the same."""
         if self is other:
             return True
         if not isinstance(other, State):
@@ -209,7 +209,7 @@ def _shown(value: Any) -> str:
 def flatten_mapping(
     entries: Mapping[Any, Any], known: Any = None, path: Path = (), raw: bool = False
 ) -> dict[Path, Any]:
-    """Flattens a nested mapping to values by path, down to known paths; raw keeps Variables."""
+    """Flattens a nested mapping to values, or raw Variables, by path."""
     if isinstance(entries, State):
         return {(*path, *below): value for below, value in entries.flat().items()}
     flat: dict[Path, Any] = {}
@@ -223,7 +223,7 @@ def flatten_mapping(
 
 
 def _by_path(entries: Any, known: Collection[Path]) -> dict[Path, Any]:
-    """Returns what was given for some paths: by a mapping, or as frozen values with labels."""
+    """Returns what was given, by path or label."""
     if isinstance(entries, State):
         return entries.flat()
     if isinstance(entries, Mapping):
