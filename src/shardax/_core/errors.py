@@ -38,6 +38,10 @@ class TraceLeakError(ShardaxError, RuntimeError):
     """A traced value would escape into a Variable that outlives the trace."""
 
 
+class ConcurrentWriteError(ShardaxError, RuntimeError):
+    """A write would lose what another thread wrote in the meantime."""
+
+
 class ForeignMutationError(ShardaxError, RuntimeError):
     """A Module from outside a transform was structurally changed inside it."""
 

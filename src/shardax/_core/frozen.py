@@ -149,7 +149,7 @@ class FrozenVariable(Variable[T]):
         variable._labels = (metadata.label,)
         return variable
 
-    def _write(self, value: Any) -> NoReturn:
+    def _write(self, value: Any, check: bool = False) -> NoReturn:
         self._refuse("the value")
 
     def __setitem__(self, index: Any, new: Any) -> NoReturn:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from shardax._core import containers
 from shardax._core.errors import MissingAttributeError, ReservedNameError, StateMismatchError
-from shardax._core.frames import Frame, check_structural_write, owner_here
+from shardax._core.frames import Frame, check_structural_write, exclusive, owner_here
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
 from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
@@ -214,17 +214,18 @@ class Module(Object):
             >>> square(jnp.float32(3)).tolist(), [float(x) for x in square.seen.value]
             (9.0, [3.0])
         """
-        present = self.__dict__.get(name)
-        if present is None:
-            setattr(self, name, type((value,)))
-        elif isinstance(present, type) and isinstance(present.value, tuple):
-            present.value = (*present.value, value)
-        else:
-            raise StateMismatchError(
-                f"sow({name!r}) on {self.__class__.__name__} needs a {type.__name__} holding a "
-                f"tuple, but .{name} is {present!r}. Sow under "
-                f"another name, or remove the attribute first."
-            )
+        with exclusive:
+            present = self.__dict__.get(name)
+            if present is None:
+                setattr(self, name, type((value,)))
+            elif isinstance(present, type) and isinstance(present.value, tuple):
+                present.value = (*present.value, value)
+            else:
+                raise StateMismatchError(
+                    f"sow({name!r}) on {self.__class__.__name__} needs a {type.__name__} holding "
+                    f"a tuple, but .{name} is {present!r}. Sow under another name, or remove the "
+                    f"attribute first."
+                )
 
     def perturb(self, name: str, value: Any, type: type[Variable[Any]] = Perturbation) -> Any:
         """Adds a Variable of zeros, whose gradient is that of ``value``.

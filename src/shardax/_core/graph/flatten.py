@@ -405,7 +405,7 @@ def values_of(leaves: Iterable[Any]) -> list[Any]:
     values = [target._value for target in targets]
     if any(isinstance(value, (LazyValue, np.ndarray)) for value in values):
         realise_all(targets)
-        values = [target.value for target in targets]
+        values = [target._real() for target in targets]
     return values
 
 
