@@ -29,12 +29,13 @@ if _typing.TYPE_CHECKING:
 
 _NAMES = {
     "shardax._core.errors": (
-        "AbstractValueError BindError ConcurrentWriteError DeviceError DtypeError FilterError ForeignMutationError "
-        "FrozenVariableError LabelConflictError LayerViewError LayoutLostWarning MetadataError "
-        "MissingAttributeError MissingRngsError PickleReadError PickleWriteError "
-        "PrecisionLostWarning ReadOnlyCopyError RepeatedKeyError ReservedNameError SeedError "
-        "ShardaxError StackError StateMismatchError StatelessCallError StaticAttributeError "
-        "TraceLeakError UnboundVariableError UnknownStreamError VariableValueError"
+        "AbstractValueError BindError ConcurrentWriteError DeviceError DtypeError FilterError "
+        "ForeignMutationError FrozenVariableError LabelConflictError LayerViewError "
+        "LayoutLostWarning MetadataError MissingAttributeError MissingRngsError PickleReadError "
+        "PickleWriteError PrecisionLostWarning ReadOnlyCopyError RepeatedKeyError "
+        "ReservedNameError SeedError ShardaxError StackError StateMismatchError "
+        "StatelessCallError StaticAttributeError TraceLeakError UnboundVariableError "
+        "UnknownStreamError VariableValueError"
     ),
     "shardax._select.places": (
         "CombineError EmptySelectionError SelectionCountError SelectionError SelectionIndexError "
@@ -70,10 +71,10 @@ _NAMES = {
     ),
     "shardax.random.stream": "DrawError TracedDrawError",
     "shardax.train.errors": (
-        "AccumulationError CheckpointDamagedError CheckpointExistsError CheckpointMismatchError "
-        "CheckpointNotFoundError CheckpointValueError CheckpointWriteError DataPositionError "
-        "GradientMismatchError LogError MetricError OptimizerStateError PrefetchError "
-        "TextNotFoundError TextSourceError TrainerError WindowError"
+        "AccumulationError CheckpointExistsError CheckpointMismatchError CheckpointNotFoundError "
+        "CheckpointValueError CheckpointWriteError DataPositionError GradientMismatchError "
+        "LogError MetricError OptimizerStateError PrefetchError TextNotFoundError TextSourceError "
+        "TrainerError WindowError"
     ),
     "shardax.view.operations": "OperationsError",
     "shardax.view.shardings": "ShardingViewError",

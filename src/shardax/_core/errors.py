@@ -34,12 +34,12 @@ class ReadOnlyCopyError(ShardaxError, RuntimeError):
     """A read-only copy inside a plain JAX transform was written."""
 
 
-class ConcurrentWriteError(ShardaxError, RuntimeError):
-    """A write would lose what another thread wrote in the meantime."""
-
-
 class TraceLeakError(ShardaxError, RuntimeError):
     """A traced value would escape into a Variable that outlives the trace."""
+
+
+class ConcurrentWriteError(ShardaxError, RuntimeError):
+    """A write would lose what another thread wrote in the meantime."""
 
 
 class ForeignMutationError(ShardaxError, RuntimeError):

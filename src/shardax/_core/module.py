@@ -3,9 +3,10 @@
 
 A Module is an ordinary object: attributes are set in ``__init__`` or anywhere else. Assignment
 sorts values: Variables, Modules and arrays are *data*; lists and dicts become tracked containers;
-tuples stay tuples, and so do classes registered with JAX that hold data; everything else is *static configuration* and must be hashable, which is checked
-on assignment, where the mistake is made, rather than at the first compiled call. Arrays are kept in
-hidden Variables (``_core.containers``); attribute access returns the array.
+tuples stay tuples, and so do classes registered with JAX that hold data; everything else is *static
+configuration* and must be hashable, which is checked on assignment, where the mistake is made,
+rather than at the first compiled call. Arrays are kept in hidden Variables
+(``_core.containers``); attribute access returns the array.
 
 A *drawing* is a tree that mirrors a value: Modules, containers and what leads to objects have
 parts; everything else is a *leaf*. An object met again is a leaf that refers to the first
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 
 from shardax._core import containers
 from shardax._core.errors import MissingAttributeError, ReservedNameError, StateMismatchError
-from shardax._core.frames import Frame, check_structural_write, owner_here
+from shardax._core.frames import Frame, check_structural_write, exclusive, owner_here
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
 from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
@@ -213,17 +214,18 @@ class Module(Object):
             >>> square(jnp.float32(3)).tolist(), [float(x) for x in square.seen.value]
             (9.0, [3.0])
         """
-        present = self.__dict__.get(name)
-        if present is None:
-            setattr(self, name, type((value,)))
-        elif isinstance(present, type) and isinstance(present.value, tuple):
-            present.value = (*present.value, value)
-        else:
-            raise StateMismatchError(
-                f"sow({name!r}) on {self.__class__.__name__} needs a {type.__name__} holding a "
-                f"tuple, but .{name} is {present!r}. Sow under "
-                f"another name, or remove the attribute first."
-            )
+        with exclusive:
+            present = self.__dict__.get(name)
+            if present is None:
+                setattr(self, name, type((value,)))
+            elif isinstance(present, type) and isinstance(present.value, tuple):
+                present.value = (*present.value, value)
+            else:
+                raise StateMismatchError(
+                    f"sow({name!r}) on {self.__class__.__name__} needs a {type.__name__} holding "
+                    f"a tuple, but .{name} is {present!r}. Sow under another name, or remove the "
+                    f"attribute first."
+                )
 
     def perturb(self, name: str, value: Any, type: type[Variable[Any]] = Perturbation) -> Any:
         """Adds a Variable of zeros, whose gradient is that of ``value``.

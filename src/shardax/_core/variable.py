@@ -26,13 +26,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.array_ops import ArrayLike, as_value, leaf_of, realise
+from shardax._core.array_ops import ArrayLike, as_value, leaf_of, realise, snapshot
 from shardax._core.cross_process import packed
-from shardax._core.errors import MetadataError, VariableValueError
-from shardax._core.frames import Frame, check_trace, check_unlocked, local, owner_here, resolve
+from shardax._core.errors import MetadataError, StateMismatchError, VariableValueError
+from shardax._core.frames import (
+    Frame,
+    Stamp,
+    check_trace,
+    check_unlocked,
+    exclusive,
+    local,
+    note_read,
+    note_write,
+    owner_here,
+    resolve,
+    several,
+)
 from shardax._core.graph.flatten import VariableDef, register_variable
 from shardax._core.graph.handlers import axes_of
-from shardax._core.graph.paths import Path
+from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
 from shardax._core.object import Object, epoch
@@ -76,7 +88,16 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         ([1.0, 1.0, 1.0], ('cell',))
     """
 
-    __slots__ = ("__weakref__", "_labels", "_lock", "_marked", "_metadata", "_owner", "_value")
+    __slots__ = (
+        "__weakref__",
+        "_labels",
+        "_lock",
+        "_marked",
+        "_metadata",
+        "_owner",
+        "_stamp",
+        "_value",
+    )
     # The labels under which ``_core.state.bind`` took the Variable out of trees; usually unset.
     _labels: tuple[Path, ...]
     # The stacked Variable that this one is a view of (``_core.graph.views``), or None.
@@ -86,6 +107,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._owner: Frame | None = owner_here()
         self._lock: str | None = None
         self._marked = False
+        self._stamp: Stamp | None = None
         if isinstance(value, Variable):
             value = value.value
         self._value: Any = as_value(value, type(self).__name__)
@@ -107,22 +129,38 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
         Setting checks that the write cannot be lost or leak.
         """
-        target = self if self._owner is local.frame else resolve(self, local.frame)
-        value = target._value
-        if isinstance(value, (np.ndarray, LazyValue)):
-            value = target._value = realise(value, target._owner)
-        return value
+        frame = local.frame
+        target = self if self._owner is frame else resolve(self, frame)
+        if several and frame is None:
+            note_read(target)
+        return target._real()
 
     @value.setter
     def value(self, value: Any) -> None:
-        self._write(as_value(value, type(self).__name__))
+        self._write(as_value(value, type(self).__name__), check=True)
 
-    def _write(self, value: Any) -> None:
-        target = self if self._owner is local.frame else resolve(self, local.frame)
+    def _real(self) -> Any:
+        """Returns the value, materialised once for all threads."""
+        value = self._value
+        if isinstance(value, (np.ndarray, LazyValue)):
+            with exclusive:
+                value = self._value
+                if isinstance(value, (np.ndarray, LazyValue)):
+                    value = self._value = realise(value, self._owner)
+        return value
+
+    def _write(self, value: Any, check: bool = False) -> None:
+        frame = local.frame
+        target = self if self._owner is frame else resolve(self, frame)
         if target._lock is not None:
             check_unlocked(target, f"to a {type(self).__name__}")
         check_trace(target, f"to a {type(self).__name__}")
-        target._value = value
+        if frame is not None or not several:
+            target._value = value
+            return
+        with exclusive:
+            note_write(target, check)
+            target._value = value
 
     def __getitem__(self, index: Any) -> Any:
         value = self.value
@@ -134,18 +172,19 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if index is Ellipsis:
             self.value = new
             return
-        value = self.value
-        if hasattr(value, "at"):
-            self._write(value.at[index].set(new))
-        elif isinstance(value, (dict, list)):
-            value = _copy.copy(value)
-            value[index] = new
-            self.value = value
-        else:
-            raise VariableValueError(
-                f"Cannot write at index {index!r} of a value of type {type(value).__name__}; write "
-                f"it whole: v[...] = new."
-            )
+        with exclusive:
+            value = self._here()._real()  # not as a read, so that v[i] += 1 is checked as a whole
+            if hasattr(value, "at"):
+                self._write(value.at[index].set(new), check=True)
+            elif isinstance(value, (dict, list)):
+                value = _copy.copy(value)
+                value[index] = new
+                self.value = value
+            else:
+                raise VariableValueError(
+                    f"Cannot write at index {index!r} of a value of type {type(value).__name__}; "
+                    f"write it whole: v[...] = new."
+                )
 
     # --- metadata --------------------------------------------------------------------------------
 
@@ -259,6 +298,31 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         _check_rank(variable, variable._metadata.axes)
         return variable
 
+    def update(self, value: Any) -> None:
+        """Takes a value of the same shape and dtype.
+
+        Args:
+            value: An array, a frozen value, or a Variable, whose value is taken.
+
+        Raises:
+            StateMismatchError: If shape or dtype differ, or if it is the frozen value of another
+                label than ``unbind`` gave this Variable; nothing is changed.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> w = sx.Param(jnp.zeros(2))
+            >>> w.update(sx.Param(jnp.ones(2)).freeze())
+            >>> w.value.tolist()
+            [1.0, 1.0]
+        """
+        fitting, problem = fitted(self, value)
+        if problem:
+            raise StateMismatchError(
+                f"The {type(self).__name__} {problem}; nothing was changed. To change shape or "
+                f"dtype on purpose, write it whole: v[...] = array."
+            )
+        self._write(fitting)
+
     def freeze(self) -> FrozenVariable[T]:
         """Returns the present value, immutable, with type and metadata.
 
@@ -286,15 +350,13 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         variable._owner = owner
         variable._lock = lock
         variable._marked = False
+        variable._stamp = None
         variable._value = value
         variable._metadata = metadata
         return variable
 
     def _copy_into(self, frame: Frame) -> Self:
-        value = self._value
-        if isinstance(value, (np.ndarray, LazyValue)):
-            value = self._value = realise(value, self._owner)
-        return self._make(value, self._metadata, frame)
+        return self._make(self._real(), self._metadata, frame)
 
     def _flatten(self, encode: Any) -> VariableDef:
         return VariableDef(type(self), self._metadata)
@@ -317,7 +379,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._value, self._metadata, labels = state
         if labels is not None:
             self._labels = labels
-        self._owner, self._lock, self._marked = owner_here(), None, False
+        self._owner, self._lock, self._marked, self._stamp = owner_here(), None, False, None
 
     def __repr__(self) -> str:
         value = self._here()._value
@@ -353,6 +415,38 @@ def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
             f"{variable._value.ndim} dimensions but was given "
             f"{len(axes)} axis names: {axes}. Give one name per dimension, None for an unnamed one."
         )
+
+
+def fitted(variable: Any, given: Any, cast: str | None = None) -> tuple[Any, str | None]:
+    """Returns a value as a Variable takes it, and what is wrong."""
+    if isinstance(given, Variable):
+        here = given._here()
+        label, known = getattr(here._metadata, "label", ()), getattr(variable, "_labels", ())
+        if label and known and label not in known:
+            shown = (format_path(each) for each in (known[-1], label))
+            return None, "has the label {}, given the frozen value of {}".format(*shown)
+        given = snapshot(here._value)
+    try:
+        value = as_value(given, type(variable).__name__)
+    except VariableValueError as error:
+        return None, str(error)
+    old = variable._here()._value
+    if not hasattr(old, "shape"):
+        return value, None
+    if not hasattr(value, "shape"):
+        return None, f"has shape {tuple(old.shape)}, given a {type(value).__name__}"
+    if tuple(old.shape) != tuple(value.shape):
+        return None, f"has shape {tuple(old.shape)}, given {tuple(value.shape)}"
+    if old.dtype == value.dtype or cast == "keep":
+        return value, None
+    is_weak = isinstance(given, (int, float, complex)) or getattr(value, "weak_type", False)
+    is_number = not any(jnp.issubdtype(v.dtype, jax.dtypes.extended) for v in (old, value))
+    if is_number and (cast or (is_weak and jnp.result_type(given, old.dtype) == old.dtype)):
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(value.shape, old.dtype, sharding=value.sharding), None
+        value = value.compute() if isinstance(value, LazyValue) else value
+        return value.astype(old.dtype), None
+    return None, f"has dtype {old.dtype}, given {value.dtype}"
 
 
 register_variable(Variable)

@@ -33,7 +33,7 @@ import numpy as np
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import RepeatedKeyError, ReservedNameError, SeedError, UnknownStreamError
-from shardax._core.frames import is_eager, local, owner_here, resolve
+from shardax._core.frames import exclusive, is_eager, local, owner_here, resolve
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
 from shardax._core.module import Module
@@ -148,27 +148,29 @@ class RngStream(Module):
         self.count = RngState._make(np.zeros((), np.uint32), tag, owner_here())
 
     def __call__(self) -> jax.Array:
-        key = jax.random.fold_in(self.key.value, self.count.value)
-        self._advance()
-        return key
+        count = self._take()
+        return jax.random.fold_in(self.key.value, count)
 
-    def _advance(self) -> None:
-        count = resolve(self.count, local.frame)._value
-        note_draw(self.name, self._base(), count)
-        # NumPy stays NumPy, so that building a model runs no JAX operation
-        self.count.value = (
-            np.asarray(count + np.uint32(1))
-            if isinstance(count, np.ndarray)
-            else count + jnp.uint32(1)
-        )
+    def _take(self) -> Any:
+        """Returns the count and advances it, in one step for all threads."""
+        with exclusive:
+            count = resolve(self.count, local.frame)._value
+            note_draw(self.name, self._base(), count)
+            # NumPy stays NumPy, so that building a model runs no JAX operation
+            is_numpy = isinstance(count, np.ndarray)
+            self.count._write(
+                np.asarray(count + np.uint32(1)) if is_numpy else count + jnp.uint32(1)
+            )
+        return count
 
     def draw_source(self) -> KeySource:
         """Takes one draw and returns the source of its key."""
         base = self._base()
-        count = resolve(self.count, local.frame)._value
-        if base is None or isinstance(count, Tracer) or isinstance(base.root, Tracer):
+        if base is None or isinstance(base.root, Tracer):
             return KeySource(self())
-        self._advance()
+        count = self._take()
+        if isinstance(count, Tracer):
+            return KeySource(jax.random.fold_in(self.key.value, count))
         return base.fold(int(count))
 
     def _base(self) -> KeySource | None:
