@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from tests.transforms.examples import Box, Scale, values
@@ -86,6 +87,23 @@ def test_nor_of_different_functions_of_one_model() -> None:
     ]
     assert _in_threads(lambda i: calls[i % len(calls)](v), 10) == []
     assert float(v) == 10 * THREADS
+
+
+def test_nor_of_compiled_functions_beside_eager_steps() -> None:
+    v, rngs, step = sx.Variable(jnp.zeros(())), sx.Rngs(0), sx.jit(_add)
+    drawn, draw = [], sx.jit(lambda rngs: rngs.noise())
+
+    def call(i: int) -> None:
+        if i % 2:
+            step(v)
+            drawn.append(draw(rngs))
+        else:
+            v.__iadd__(1.0)
+            drawn.append(rngs.noise())
+
+    assert _in_threads(call, 20) == []
+    assert float(v) == 20 * THREADS
+    assert len({str(jax.random.key_data(key)) for key in drawn}) == 20 * THREADS
 
 
 def test_nor_is_anything_that_they_attach_or_sow() -> None:

@@ -14,6 +14,7 @@ tangent, and no cotangent arrives at it.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -351,6 +352,18 @@ def check_differentiable(
                 )
 
 
+def _as_diff_state(item: Any, wrt: Any) -> DiffState:
+    if isinstance(item, DiffState):
+        return item
+    if isinstance(item, bool) or not hasattr(item, "__index__"):
+        raise DifferentiationError(
+            f"argnums has {item!r} of type {type(item).__name__}, but holds positions of arguments "
+            "or DiffStates: argnums=0, argnums=(0, sx.DiffState(1, sx.Param)). To choose Variables "
+            "of a Module, use wrt=..."
+        )
+    return DiffState(operator.index(item), wrt)
+
+
 def _check_distinct(positions: Sequence[int], numbers: Sequence[int]) -> None:
     if len(set(positions)) != len(positions):
         raise DifferentiationError(
@@ -425,10 +438,7 @@ def value_and_grad(
     """
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
     many = isinstance(argnums, (tuple, list))
-    chosen = [
-        item if isinstance(item, DiffState) else DiffState(int(item), wrt)
-        for item in (argnums if many else [argnums])
-    ]
+    chosen = [_as_diff_state(item, wrt) for item in (argnums if many else [argnums])]
     numbers = [item.argnum for item in chosen]
     _check_distinct(numbers, numbers)
 

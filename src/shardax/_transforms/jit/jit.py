@@ -190,6 +190,10 @@ class BoundJit(Wrapper):
         return f"<bound {self.__func__!r}>"
 
 
+# Not empty once a call has donated Variables: others must not read them while it runs.
+donating: list[bool] = []
+
+
 class CachedCall:
     """What a steady call needs, for particular objects."""
 
@@ -229,6 +233,8 @@ class CachedCall:
         """Notes what the program does; returns the Variables that it writes."""
         targets = [self.leaves[position] for position in effects.written]
         self.writes = bool(targets) or not effects.simple
+        if self.specialization.donates and not donating:
+            donating.append(True)
         # Where others are that have a declared sharding; these the program returns where they
         # belong.
         declared, done = enumerate(self.specialization.leaf_shardings), {*effects.written}
@@ -334,6 +340,7 @@ class Jit(PickledByName, Wrapper):
     def __init__(
         self, function: Callable[..., Any], options: special.JitOptions, wrapping: Any = None
     ) -> None:
+        inputs.check_callable(function, "jit")
         functools.update_wrapper(self, function, updated=())
         self.__wrapped__ = function
         self.options = special.with_resolved_donation(options, function)
@@ -426,7 +433,7 @@ class Jit(PickledByName, Wrapper):
     ) -> Any:
         """Makes a call whose like was made before."""
         program = entry.specialization
-        waits = several and entry.writes
+        waits = several and (entry.writes or donating)
         if waits:  # for the writing calls of other threads
             exclusive.acquire()
         program.used = next(self._ticks)
@@ -702,6 +709,8 @@ def jit(
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
+    device: Any = None,
+    backend: Any = None,
 ) -> Any:
     """Compiles a function over Modules and carries back its writes.
 
@@ -731,6 +740,8 @@ def jit(
         keep_unused: As in ``jax.jit``.
         inline: As in ``jax.jit``.
         compiler_options: As in ``jax.jit``.
+        device: Refused: use ``in_shardings`` or ``jax.default_device``.
+        backend: Likewise.
 
     Returns:
         A ``Jit`` with ``trace``, ``lower``, ``eval_shape`` and ``clear_cache``.
@@ -740,6 +751,7 @@ def jit(
             or is compared by identity and has attributes that are not hashable.
         PrefixError: When a sharding prefix does not fit its argument.
         InconsistentAliasingError: When a shared Variable is given two shardings.
+        ArgumentError: If an option is of the wrong kind, or what is compiled cannot be called.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -762,6 +774,8 @@ def jit(
         keep_unused,
         inline,
         compiler_options,
+        device,
+        backend,
     )
     if function is None:
         return functools.partial(Jit, options=options)

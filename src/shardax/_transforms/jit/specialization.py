@@ -24,7 +24,7 @@ from shardax._core.graph.paths import Path
 from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import DonationError, StaticArgumentError
+from shardax._transforms.errors import ArgumentError, DonationError, StaticArgumentError
 from shardax._transforms.jit import retraces
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
@@ -46,8 +46,20 @@ class JitOptions:
     inline: bool = False
     compiler_options: Any = None
 
+    device: Any = None
+    backend: Any = None
+
     def __post_init__(self) -> None:
         inputs.check_static_option(self.static)
+        check_compiler_options(self.compiler_options)
+        for name, found in (("device", "device"), ("backend", "jax.devices(backend)[0]")):
+            if (given := getattr(self, name)) is not None:
+                raise ArgumentError(
+                    f"{name}={given!r} is no option of sx.jit: where a program runs follows from "
+                    "where its arguments are. Declare it, sx.jit(f, in_shardings=jax.sharding."
+                    "SingleDeviceSharding(device)), or choose for all that is not placed yet: "
+                    f"with jax.default_device({found}): ..."
+                )
         for name in ("in_shardings", "out_shardings"):
             if (given := getattr(self, name)) is not None:
                 prefixes.check_shardings_only(given, name)
@@ -90,6 +102,15 @@ class JitOptions:
     def donates_name(self, name: str) -> bool:
         """Whether the keyword argument is donated."""
         return name in inputs.as_tuple(self.donate_argnames)
+
+
+def check_compiler_options(options: Any) -> None:
+    """Raises unless compiler options are a mapping."""
+    if options is not None and not isinstance(options, Mapping):
+        raise ArgumentError(
+            f"compiler_options={options!r} is of type {type(options).__name__}, but options of XLA "
+            "are given by name: compiler_options={'xla_embed_ir_in_executable': True}."
+        )
 
 
 def with_resolved_donation(options: JitOptions, function: Callable[..., Any]) -> JitOptions:

@@ -285,15 +285,18 @@ def same_value(before: Any, after: Any) -> bool:
 
 def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
     """Applies, outside the transform, what the function did; returns its result."""
-    if graph.read is None or not several or frames.local.frame is not None:
+    if not several:
         return _apply(graph, outputs)
     with exclusive:
-        _check_unchanged(graph, graph.read, outputs.effects)
+        check_unchanged(graph, outputs.effects)
         return _apply(graph, outputs)
 
 
-def _check_unchanged(graph: InputGraph, read: Sequence[Any], effects: Effects) -> None:
+def check_unchanged(graph: InputGraph, effects: Effects) -> None:
     """Raises if another thread has written or changed what would be overwritten."""
+    read = graph.read
+    if read is None or not several or frames.local.frame is not None:
+        return
     lost = [p for p in effects.written if graph.leaves[p]._value is not read[p]]
     where = [graph.flat.leaf_paths[position] for position in lost]
     if effects.updates and graph.flat.epoch != epoch.current:
@@ -303,9 +306,9 @@ def _check_unchanged(graph: InputGraph, read: Sequence[Any], effects: Effects) -
     if where:
         raise ConcurrentWriteError(
             f"Another thread changed {', '.join(map(format_path, where[:8]))} while this call ran, "
-            "which would be lost; nothing was written. Call sx.jit functions, of which calls wait "
-            "for each other; hold one threading.Lock around calls; or give each thread its own "
-            "model (sx.clone)."
+            "which would be lost; nothing was written. Call it in a function made by sx.jit, of "
+            "which calls wait for each other; hold one threading.Lock around calls; or give each "
+            "thread its own model (sx.clone)."
         )
     for position in effects.written:
         frames.note_write(graph.leaves[position], check=False)
@@ -448,6 +451,7 @@ def decorator(transform: Callable[P, Any]) -> Callable[P, Any]:
     def with_options(function: Any = None, *args: Any, **options: Any) -> Any:
         if function is None:
             return functools.partial(with_options, **options)
+        inputs.check_callable(function, transform.__name__)
         return call(function, *args, **options)
 
     return functools.wraps(transform)(with_options)
@@ -719,18 +723,24 @@ class SingleRunCall(LiftedCall):
         """Stores what was written and returns the result, with objects in place."""
         outputs = self._outputs(leaving)
         check_no_leak(self.graph, outputs)
-        for item, value in zip(self.captured, leaving[3], strict=True):
+        with exclusive:
+            check_unchanged(self.graph, outputs.effects)
+            self._write_captured(leaving[3])
+            return apply_effects(self.graph, outputs)
+
+    def _write_captured(self, values: Sequence[Any]) -> None:
+        for item in self.captured:
             if item.outer._owner is None and item.outer._value is not item.value:
                 raise ConcurrentWriteError(
                     f"Another thread wrote the {type(item.outer).__name__} that sx.{self.name} "
                     "used through a closure while it ran; nothing was written. Pass it as an "
                     "argument of a function made by sx.jit, or hold a threading.Lock around calls."
                 )
+        for item, value in zip(self.captured, values, strict=True):
             item.outer._write(value)
             if item.outer._metadata != item.stand_in._metadata:
                 item.outer._metadata = item.stand_in._metadata
                 epoch.advance()
-        return apply_effects(self.graph, outputs)
 
     def finish_on(self, graph: InputGraph, leaving: tuple[Any, ...]) -> Any:
         """Returns the result with the objects of a copied graph."""
