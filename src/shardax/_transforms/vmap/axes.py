@@ -38,7 +38,13 @@ from shardax._core.init.rng import RngStream
 from shardax._core.object import Object
 from shardax._transforms import errors
 from shardax._transforms.lift import prefix
-from shardax._transforms.lift.engine import Effects, LiftedCall, LiftedOutputs
+from shardax._transforms.lift.engine import (
+    Effects,
+    LiftedCall,
+    LiftedOutputs,
+    RunContext,
+    check_result,
+)
 
 
 class StreamPositions(NamedTuple):
@@ -117,6 +123,90 @@ class SplitStreams:
 
 def _laid_out(array: Any, sharding: Any) -> Any:
     return array if sharding is None else jax.reshard(array, sharding)
+
+
+class LeavingValue(NamedTuple):
+    """A value that leaves a part of a mapped call."""
+
+    kind: str  # ``"result"``, ``"written"`` into what was given, or ``"attached"`` to it
+    path: Path
+    entry: Any
+    value: Any
+    new: str = ""  # the type of a new Variable
+
+
+class MappedCall:
+    """One call that runs its function on parts of its arguments."""
+
+    def __init__(
+        self,
+        assignment: prefix.EntryAssignment,
+        out: tuple[Any, str, Any],
+        entries: Iterable[Hashable],
+        is_mapped: Callable[[int], bool],
+    ) -> None:
+        self.assignment = assignment
+        self.call = assignment.call
+        # Prefix of the result, its name, and the entry of what has no place in the call.
+        self.out_prefix, self.out_name, self.outside = out
+        self.entries = list(dict.fromkeys(entries))  # those that can occur
+        self.values = self.call.graph.values()
+        self.streams = SplitStreams(self.call, self.values, is_mapped)
+        self.boxes: MappedBoxes | None = None
+        # Known after the function ran:
+        self.moved: dict[int, Any] = {}
+        self.sown: dict[int, tuple[Any, ...]] = {}
+        self.tree: Any = None
+        self.order: list[int] = []
+
+    def record(
+        self, context: RunContext, is_shared: Callable[[int], bool] = lambda _: False
+    ) -> tuple[LiftedOutputs, list[LeavingValue]]:
+        """Records, inside, what a part did, and lists what leaves it."""
+        name, paths = self.call.name, self.assignment.leaf_paths
+        check_result(context.result, name)
+        entries = self.assignment.output_entries(context, self.out_prefix, self.out_name)
+        result = context.result if self.boxes is None else self.boxes.leave(context.result, entries)
+        outputs, self.moved = self.streams.separate_counts(context.record_effects(result))
+        effects = outputs.effects
+        prefix.refuse_foreign(effects, name)
+        sown = prefix.appended(context, effects, is_shared)
+        outputs = prefix.drop_written(outputs, sown)
+        leaving = [
+            LeavingValue("result", path, entry, value)
+            for (path, entry), value in zip(
+                entries.labels, jax.tree.leaves(outputs.result), strict=True
+            )
+        ]
+        for position, value in zip(effects.written, outputs.written, strict=True):
+            entry = self.assignment.leaves[position]
+            leaving.append(LeavingValue("written", paths[position], entry, value))
+        types = [item.type.__name__ for item in effects.fresh if type(item) is VariableDef]
+        for key, new, value in zip(effects.fresh_ids, types, outputs.fresh, strict=True):
+            path, entry = entries.by_id.get(key, ((), self.outside))
+            in_result = key in entries.by_id and key not in entries.attached
+            kind = "result" if in_result else "attached"
+            leaving.append(LeavingValue(kind, path, entry, value, new))
+        leaving += [LeavingValue("attached", paths[p], None, value) for p, value in sown.items()]
+        self.sown = sown
+        return outputs, leaving
+
+    def group(self, outputs: LiftedOutputs, entries: Iterable[Hashable]) -> tuple[list[Any], ...]:
+        """Groups, inside, the arrays that leave, one list per entry."""
+        # JAX is given the entry of each list, because what leaves is known only after the run.
+        leaves, self.tree = jax.tree.flatten((outputs, self.sown))
+        self.order = [self.entries.index(entry) for entry in entries]
+        lists: tuple[list[Any], ...] = tuple([] for _ in self.entries)
+        for place, leaf in zip(self.order, leaves, strict=True):
+            lists[place].append(leaf)
+        return lists
+
+    def apply(self, lists: Sequence[Sequence[Any]]) -> Any:
+        """Applies, outside, what the parts did; returns the result."""
+        remaining = [iter(values) for values in lists]
+        outputs, sown = self.tree.unflatten([next(remaining[place]) for place in self.order])
+        more = {p: (*self.values[p], *rows) for p, rows in sown.items()}
+        return self.call.apply(self.streams.restore(prefix.add_written(outputs, more), self.moved))
 
 
 # (path, array, axis or None) of an array that enters.
