@@ -523,8 +523,8 @@ class _ShardMapCall(MappedCall):
         if len(spec) > jnp.ndim(leaf):
             what = f"new {item.new}" if item.new else item.kind
             raise errors.AxisSizeError(
-                f"sx.shard_map puts the {what} value at {format_path(item.path)} together by {spec}, "
-                f"but in each shard it has shape {jnp.shape(leaf)} and so no dimension "
+                f"sx.shard_map puts the {what} value at {format_path(item.path)} together by "
+                f"{spec}, but in each shard it has shape {jnp.shape(leaf)} and so no dimension "
                 f"{len(spec) - 1}. Add one, x[None], or reduce it and give P()."
             )
         varying = _jax.varying_axes(leaf) & set(self.region.axes) - set(axes_of(spec))

@@ -64,13 +64,14 @@ class LoopBody:
         carry_of: Callable[[engine.RunContext], tuple[Any, Any]],
         label: str,
         carried_plain: Sequence[int] | None = None,
+        values: list[Any] | None = None,
     ) -> None:
         self.call = call
         self.carry_of = carry_of
         self.label = label
         # The structure that one iteration sees, where its metadata differ.
         self.graphdef: GraphDef | None = None
-        self.values = call.graph.values()
+        self.values = call.graph.values() if values is None else values
         self.plain, self.plain_tree = call.arguments.plain_leaves()
         self.carried_plain = range(len(self.plain)) if carried_plain is None else carried_plain
         self.carried_variables: tuple[int, ...] = ()
@@ -93,19 +94,15 @@ class LoopBody:
         returned = jax.tree.map(context.here, returned, is_leaf=is_object)
         paths, leaves = matching_leaves(given, returned, self.label, name)
         self.carry_paths = paths
-        outputs = context.record_effects(self.outgoing(context))
-        self.outputs, extra, apart = self.leave_more(context, outputs)
+        self.outputs, extra, apart = self.record(context)
         written = zip(self.outputs.effects.written, self.outputs.written, strict=True)
         return leaves, {p: v for p, v in written if p not in apart}, extra
 
-    def outgoing(self, context: engine.RunContext) -> Any:
-        """Returns the result as it leaves the loop."""
-        return context.result
-
-    def leave_more(
-        self, context: engine.RunContext, outputs: engine.LiftedOutputs
+    def record(
+        self, context: engine.RunContext
     ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
-        """Decides what leaves every iteration besides the carry: here, nothing."""
+        """Records what the body did, and what leaves every iteration: here, nothing."""
+        outputs = context.record_effects(context.result)
         refuse_changes(self.call, outputs, outputs.effects.updates)
         if outputs.effects.fresh:
             raise CarryError(
@@ -464,7 +461,6 @@ class _Scan(LoopBody):
         kwargs: Mapping[str, Any],
     ) -> None:
         self.out_axes = out_axes
-        self.partition_name = partition_name
         prefixes = prefix.per_argument(in_axes, call.labels, "in_axes")
         self.carry_position = prefixes.index(prefix.Carry) if has_carry else None
         if prefixes.count(prefix.Carry) > 1:
@@ -473,20 +469,24 @@ class _Scan(LoopBody):
                 f"{len(prefixes)} ({', '.join(call.labels)}). Give one entry each: in_axes="
                 f"(sx.Carry, 0)."
             )
-        self.assignment = prefix.EntryAssignment(call, args, kwargs, prefixes, 0, None, "in_axes")
-        axes = self.assignment.leaves
-        carry = [i for i, entry in enumerate(self.assignment.plain) if entry is prefix.Carry]
+        assignment = prefix.EntryAssignment(call, args, kwargs, prefixes, 0, None, "in_axes")
+        axes, plain = assignment.leaves, assignment.plain
+        self.mapped = mapped.MappedCall(
+            assignment, (out_axes, "out_axes", None), (), lambda p: prefix.is_axis(axes[p])
+        )
+        self.streams = self.mapped.streams
+        carry = [i for i, entry in enumerate(plain) if entry is prefix.Carry]
         label = "" if self.carry_position is None else call.labels[self.carry_position]
-        super().__init__(call, self._carry, label, carry)
-        self.streams = mapped.SplitStreams(call, self.values, lambda p: prefix.is_axis(axes[p]))
+        super().__init__(call, self._carry, label, carry, self.mapped.values)
         self.sliced = {
             p: 0 if p in self.streams else a for p, a in enumerate(axes) if prefix.is_axis(a)
         }
-        self.sliced_plain = {i: a for i, a in enumerate(self.assignment.plain) if prefix.is_axis(a)}
-        self.graphdef = mapped.element_graphdef(self.assignment, self.streams, partition_name)
-        self.boxes = mapped.MappedBoxes(self.assignment, partition_name)
-        call.enter = self.boxes.enter
-        self.moved: dict[int, Any] = {}
+        self.sliced_plain = {i: axis for i, axis in enumerate(plain) if prefix.is_axis(axis)}
+        self.arrays = mapped.entering_arrays(assignment, self.streams, self.values, self.plain)
+        self.partition_name = partition_name
+        self.graphdef = mapped.element_graphdef(assignment, self.streams, partition_name)
+        self.mapped.boxes = mapped.MappedBoxes(assignment, partition_name)
+        call.enter = self.mapped.boxes.enter
         self.result_axes: list[Any] = []
         self.axes_of_new: list[int] = []
 
@@ -508,51 +508,29 @@ class _Scan(LoopBody):
             )
         return given, result[place]
 
-    def _output_entries(self, context: engine.RunContext) -> prefix.OutputEntries:
-        return self.assignment.output_entries(context, self.out_axes, "out_axes")
-
-    def outgoing(self, context: engine.RunContext) -> Any:
-        """Returns the result with boxes that have the scanned dimension."""
-        return self.boxes.leave(context.result, self._output_entries(context))
-
-    def leave_more(
-        self, context: engine.RunContext, outputs: engine.LiftedOutputs
+    def record(
+        self, context: engine.RunContext
     ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
-        """Returns the rows of results and of sliced, sown, new Variables."""
-        prefix.refuse_foreign(outputs.effects, "scan")
-        output_entries = self._output_entries(context)
-        outputs, self.moved = self.streams.separate_counts(outputs)
-        effects = outputs.effects
-        places = [output_entries.by_id.get(key, ((), None)) for key in effects.fresh_ids]
-        new = [axis for _, axis in places]
+        """Records the rows of results and of sliced, sown, new Variables, too."""
+        outputs, leaving = self.mapped.record(context, lambda p: p not in self.sliced)
+        new = [item.entry for item in leaving if item.new]
         self._check_changes(context, outputs, new)
-        written = [
-            (self.assignment.leaf_paths[p], self.assignment.leaves[p]) for p in effects.written
-        ]
-        leaves = jax.tree.leaves(outputs.result)
-        values = [*leaves, *outputs.written, *outputs.fresh]
-        for (path, axis), value in zip(
-            [*output_entries.labels, *written, *places], values, strict=True
-        ):
-            mapped.check_new_axis(value, axis, path, "scan")
+        for item in leaving:
+            mapped.check_new_axis(item.value, item.entry, item.path, "scan")
         self.axes_of_new = [axis if prefix.is_axis(axis) else 0 for axis in new]
         mapped.name_new_dimensions(
-            self.assignment, self.streams, effects, self.axes_of_new, self.partition_name
+            self.mapped.assignment,
+            self.streams,
+            outputs.effects,
+            self.axes_of_new,
+            self.partition_name,
         )
-        self.result_axes = output_entries.plain
-        rows = [
-            leaf
-            for leaf, axis in zip(leaves, output_entries.plain, strict=True)
-            if axis is not prefix.Carry
-        ]
-        slices = {
-            position: value
-            for position, value in zip(effects.written, outputs.written, strict=True)
-            if position in self.sliced
-        }
-        sown = prefix.appended(context, effects, lambda position: position not in self.sliced)
-        rows = (rows, slices, sown, outputs.fresh)
-        return outputs, rows, {*self.sliced, *sown}
+        results = [item for item in leaving if item.kind == "result" and not item.new]
+        self.result_axes = [item.entry for item in results]
+        rows = [item.value for item in results if item.entry is not prefix.Carry]
+        written = zip(outputs.effects.written, outputs.written, strict=True)
+        slices = {position: value for position, value in written if position in self.sliced}
+        return outputs, (rows, slices, self.mapped.sown, outputs.fresh), self.sliced
 
     def _check_changes(
         self, context: engine.RunContext, outputs: engine.LiftedOutputs, new: Sequence[Any]
@@ -580,9 +558,8 @@ class _Scan(LoopBody):
 
     def run(self, length: int | None, reverse: bool, unroll: int | bool) -> Any:
         """Runs the loop and carries back what it did."""
-        arrays = mapped.entering_arrays(self.assignment, self.streams, self.values, self.plain)
-        size = mapped.common_size(arrays, length, "scan")
-        mapped.refuse_split(arrays, "scan")
+        size = mapped.common_size(self.arrays, length, "scan")
+        mapped.refuse_split(self.arrays, "scan")
         values = self.streams.split_keys(self.values, size)
         slices = (
             {p: _to_front(values[p], axis) for p, axis in self.sliced.items()},
@@ -597,32 +574,26 @@ class _Scan(LoopBody):
         carry, rows = jax.lax.scan(
             one, self.start(), slices, length=size, reverse=reverse, unroll=unroll
         )
-        outputs = self._assemble(carry, rows)
-        return self.call.apply(outputs)
+        return self.mapped.apply_outputs(self._assemble(carry, rows), rows[2])
 
     def _assemble(self, carry: Any, rows: Any) -> engine.LiftedOutputs:
         """Puts together what went around and what left every iteration."""
         assert self.outputs is not None
         outputs = self.outputs
-        effects = outputs.effects
-        results, slices, sown, fresh = rows
+        results, slices, _, fresh = rows
         final = dict(zip(self.carried_variables, carry[0], strict=True))
         for position, stacked in slices.items():
             final[position] = _from_front(stacked, self.sliced[position])
-        for position, stacked in sown.items():
-            final[position] = (*self.values[position], *stacked)
         carry_leaves, row_leaves = iter(carry[1]), iter(results)
         leaves = [
             next(carry_leaves) if axis is prefix.Carry else _from_front(next(row_leaves), axis)
             for axis in self.result_axes
         ]
-        treedef = jax.tree.structure(outputs.result)
-        new = [
-            _from_front(value, axis) for value, axis in zip(fresh, self.axes_of_new, strict=True)
-        ]
-        written = [final[position] for position in effects.written]
-        whole = engine.LiftedOutputs(treedef.unflatten(leaves), written, new, effects)
-        return self.streams.restore(whole, self.moved)
+        result = jax.tree.unflatten(jax.tree.structure(outputs.result), leaves)
+        written = [final[position] for position in outputs.effects.written]
+        return engine.LiftedOutputs(
+            result, written, [*map(_from_front, fresh, self.axes_of_new)], outputs.effects
+        )
 
 
 def _only_adds(old: Any, new: Any, stackable: set[int]) -> bool:

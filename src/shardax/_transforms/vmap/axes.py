@@ -205,6 +205,10 @@ class MappedCall:
         """Applies, outside, what the parts did; returns the result."""
         remaining = [iter(values) for values in lists]
         outputs, sown = self.tree.unflatten([next(remaining[place]) for place in self.order])
+        return self.apply_outputs(outputs, sown)
+
+    def apply_outputs(self, outputs: LiftedOutputs, sown: Mapping[int, Sequence[Any]]) -> Any:
+        """Applies, outside, what left, and what was sown into shared Variables."""
         more = {p: (*self.values[p], *rows) for p, rows in sown.items()}
         return self.call.apply(self.streams.restore(prefix.add_written(outputs, more), self.moved))
 
