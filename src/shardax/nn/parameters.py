@@ -93,11 +93,6 @@ def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> Ax
     return tuple(axes)
 
 
-def shown_sizes(sizes: tuple[int, ...]) -> str:
-    """Formats trailing dimensions, such as ``(..., 4, 16)``."""
-    return f"({', '.join(['...', *map(str, sizes)])})"
-
-
 def refuse_input(layer: str, expected: str, found: Any, hint: str) -> NoReturn:
     """Raises the error for an input that a layer cannot take."""
     shape = f"{found.dtype}{list(found.shape)}" if hasattr(found, "shape") else repr(found)
