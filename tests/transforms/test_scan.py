@@ -386,9 +386,23 @@ class TestErrors:
         with pytest.raises(CarryError, match="has 2 \\(a, b\\)"):
             sx.scan(lambda a, b: a, in_axes=Carry, out_axes=Carry)(1.0, 2.0)
 
-    def test_a_result_without_an_axis_is_refused(self) -> None:
+    @pytest.mark.parametrize(
+        "entry",
+        [
+            None,
+            (0, None),
+            {"a": sx.StateAxes({...: None})},
+            sx.StateAxes({sx.Param: 0, ...: None}),
+            sx.State({"kernel": None}),
+        ],
+    )
+    def test_a_result_without_an_axis_is_refused_in_every_form_of_the_entry(
+        self, entry: Any
+    ) -> None:
         with pytest.raises(PrefixError, match=r"out_axes of sx\.scan gives None"):
-            sx.scan(lambda a, b: a, out_axes=(Carry, None))
+            sx.scan(lambda a, b: a, out_axes=(Carry, entry))
+        with pytest.raises(PrefixError, match=r"out_axes of sx\.scan gives None"):
+            sx.scan(lambda b: b, in_axes=0, out_axes=entry)
 
     def test_the_result_must_have_the_form_of_out_axes(self) -> None:
         with pytest.raises(CarryError, match="carry at position 0, but it returned a tuple of 3"):

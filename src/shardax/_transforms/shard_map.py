@@ -136,26 +136,20 @@ def assign(
     if not isinstance(specs, (tuple, list)):
         named = dict.fromkeys(kwargs, specs)
         return AssignedSpecs(tuple(args), dict(kwargs), [specs] * len(args), named)
-    most = max(len(positional), len(args))
-    if not len(args) <= len(specs) <= most:
+    if not len(args) <= len(specs) <= max(len(positional), len(args)):
         shown = f" ({', '.join(positional)})" if positional else ""
         raise errors.PrefixError(
             f"in_specs has {len(specs)} entries, but the function was given {len(args)} positional "
             f"arguments{shown}. Give one entry per parameter, or one for everything."
         )
-    named = {}
+    by_name = dict(zip(positional, specs, strict=False))
     for keyword in kwargs:
-        if keyword not in positional:
+        if keyword not in by_name:
             raise errors.PrefixError(
-                f"in_specs has one entry per positional parameter, so none for {keyword!r}, which "
-                "can only be given by name. Make it positional, or give one entry for everything."
+                f"in_specs has {len(specs)} entries, one per positional parameter, so none for "
+                f"{keyword!r}. Add one, make it positional, or give one entry for everything."
             )
-        if positional.index(keyword) >= len(specs):
-            raise errors.PrefixError(
-                f"in_specs has {len(specs)} entries, so there is none for the argument {keyword!r} "
-                f"at position {positional.index(keyword)}."
-            )
-        named[keyword] = specs[positional.index(keyword)]
+    named = {keyword: by_name[keyword] for keyword in kwargs}
     return AssignedSpecs(tuple(args), dict(kwargs), list(specs[: len(args)]), named)
 
 

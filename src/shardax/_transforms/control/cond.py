@@ -113,7 +113,7 @@ class _Comparison:
 
     def _check_result(self) -> None:
         outlines = [outcome.outline for outcome in self.both]
-        found = _difference(*outlines, ())
+        found = _difference(outlines[0], outlines[1], ())
         if found is not None:
             path, *shown = found
             advice = "Return the same containers with the same keys from every branch."

@@ -400,51 +400,42 @@ def scan(
 
 def _check_axes(in_axes: Any, out_axes: Any) -> bool:
     """Checks both prefixes and returns whether an argument is carried."""
-    prefix.check_axes_only(in_axes, "in_axes", carry=True)
-    prefix.check_axes_only(out_axes, "out_axes", carry=True)
-    into, out = _count_carry(in_axes, "in_axes"), _count_carry(out_axes, "out_axes")
-    if into != out:
-        has, lacks = ("in_axes", "out_axes") if into else ("out_axes", "in_axes")
+    carried = {}
+    for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
+        prefix.check_axes_only(axes, name, carry=True)
+        top = list(axes) if isinstance(axes, (tuple, list)) else [axes]
+        below = [entry for entry in top if entry is not prefix.Carry]
+        if len(top) - len(below) > 1:
+            raise CarryError(
+                f"{name} of sx.scan has sx.Carry {len(top) - len(below)} times. One argument is "
+                f"carried; put what is carried together in a tuple or dict."
+            )
+        inside = [e for e in below if any(leaf is prefix.Carry for leaf in jax.tree.leaves(e))]
+        if inside:
+            raise CarryError(
+                f"{name} of sx.scan has sx.Carry inside {inside[0]!r}. A whole argument is carried; "
+                f"to carry some Variables of a Module, use sx.StateAxes({{filter: sx.Carry, ...}})."
+            )
+        carried[name] = len(below) < len(top)
+    if carried["in_axes"] != carried["out_axes"]:
+        has, lacks = sorted(carried, key=carried.__getitem__, reverse=True)
         raise CarryError(
             f"{has} of sx.scan has sx.Carry, but {lacks} has none. What is carried comes in as an "
             f"argument and goes out in the result: in_axes=(sx.Carry, 0), out_axes=(sx.Carry, 0)."
         )
-    entries = jax.tree.leaves(out_axes, is_leaf=lambda entry: entry is None)
-    if any(entry is None for entry in entries):
-        raise PrefixError(
-            "out_axes of sx.scan gives None, but every iteration has a result of its own, so there "
-            "is no one value to return. Give it an axis, carry it, or write it into a Variable."
-        )
-    return into
-
-
-def _count_carry(axes: Any, name: str) -> bool:
-    """Returns whether ``Carry`` stands at a prefix's top level."""
-    top = list(axes) if isinstance(axes, (tuple, list)) else [axes]
-    count = sum(entry is prefix.Carry for entry in top)
-    if count > 1:
+    entries = prefix.entries_in(below)
+    if prefix.Carry in entries:
         raise CarryError(
-            f"{name} of sx.scan has sx.Carry {count} times. One argument is carried; put what is "
-            f"carried together in a tuple or dict."
+            "out_axes of sx.scan has sx.Carry in a filter mapping. Variables are carried where "
+            "their Module comes in; out_axes says how new ones are stacked."
         )
-    for entry in top:
-        if entry is not prefix.Carry and any(
-            leaf is prefix.Carry for leaf in jax.tree.leaves(entry)
-        ):
-            raise CarryError(
-                f"{name} of sx.scan has sx.Carry inside {entry!r}. A whole argument is carried; to "
-                f"carry some Variables of a Module, use sx.StateAxes({{filter: sx.Carry, ...}})."
-            )
-        if (
-            name == "out_axes"
-            and isinstance(entry, prefix.FilterMapping)
-            and prefix.Carry in entry.values()
-        ):
-            raise CarryError(
-                "out_axes of sx.scan has sx.Carry in a filter mapping. Variables are carried where "
-                "their Module comes in; out_axes says how new ones are stacked."
-            )
-    return count == 1
+    if None in entries:
+        raise PrefixError(
+            f"out_axes of sx.scan gives None ({out_axes!r}), but every iteration has a result "
+            f"of its own, so there is no one value to return. Give it an axis, carry it, or write it into "
+            f"a Variable."
+        )
+    return carried["in_axes"]
 
 
 class _Scan(LoopBody):

@@ -55,8 +55,8 @@ def vmap(
         in_axes: One entry for all positional arguments, or a tuple of one each. An entry is an axis
             (negative counts from the end), ``None``, for a Module also ``StateAxes`` or a ``State``
             of axes, for a container the same container with entries. Keyword arguments have axis 0.
-            Or ``"auto"``: the axes of all arguments are found by the size of the batch, as
-            ``batch_axes`` does.
+            Or ``"auto"``: an array is mapped if its leading axis has the size of the batch; another
+            match is an error unless declared, as for ``batch_axes``.
         out_axes: A prefix of the result, likewise.
         axis_name: A name for collectives inside, such as ``jax.lax.pmean(x, "batch")``.
         axis_size: The size of the batch, if no argument has an axis.
@@ -207,19 +207,18 @@ class _VmapCall(mapped.MappedCall):
         position = self.assignment.leaf_paths.index(leaf.path)
         variable = self.call.graph.flat.leaves[position]
         kind = "array" if isinstance(variable, ArrayAttribute) else type(variable).__name__
-        if id(variable) not in self.assignment.by_id:
-            return (
-                f"The {kind} at {where} of what sx.vmap was bound to is shared by all batch "
-                f"elements, but was written with a value that differs between them. Pass the "
-                f"Module as an argument with an axis, sx.vmap(lambda module, x: module(x))(module, "
-                f"x), or write a value that is equal in all batch elements: jax.lax.pmean(x, "
-                f"axis_name)."
-            )
+        if id(variable) in self.assignment.by_id:
+            found = "is shared by all batch elements of sx.vmap (its entry in in_axes is None)"
+            axes = f"{{{filter_text(type(variable), leaf.path)}: 0, ...: None}}"
+            fix = f"Give it an axis, sx.StateAxes({axes})"
+        else:
+            found = "of what sx.vmap was bound to is shared by all batch elements"
+            call = "sx.vmap(lambda module, x: module(x))(module, x)"
+            fix = f"Pass the Module as an argument with an axis, {call}"
         return (
-            f"The {kind} at {where} is shared by all batch elements of sx.vmap (its entry in "
-            f"in_axes is None), but was written with a value that differs between them. Give it an "
-            f"axis, sx.StateAxes({{{filter_text(type(variable), leaf.path)}: 0, ...: None}}), or "
-            f"write a value that is equal in all batch elements: jax.lax.pmean(x, axis_name)."
+            f"The {kind} at {where} {found}, but was written with a value that differs between "
+            f"them. {fix}, or write a value that is equal in all batch elements: "
+            f"jax.lax.pmean(x, axis_name)."
         )
 
 
