@@ -83,14 +83,7 @@ def _without_end(spec: PartitionSpec) -> PartitionSpec:
 
 def specs_in(prefix: Any) -> list[PartitionSpec]:
     """Returns the specs that a canonical prefix can give."""
-    found: list[PartitionSpec] = []
-    for leaf in jax.tree.leaves(prefix):
-        found.extend(
-            spec
-            for value in (leaf.values() if isinstance(leaf, prefixes.FilterMapping) else [leaf])
-            for spec in jax.tree.leaves(value)
-        )
-    return found
+    return jax.tree.leaves(prefixes.entries_in(prefix))
 
 
 def dimension_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:

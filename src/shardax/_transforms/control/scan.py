@@ -413,8 +413,9 @@ def _check_axes(in_axes: Any, out_axes: Any) -> bool:
         inside = [e for e in below if any(leaf is prefix.Carry for leaf in jax.tree.leaves(e))]
         if inside:
             raise CarryError(
-                f"{name} of sx.scan has sx.Carry inside {inside[0]!r}. A whole argument is carried; "
-                f"to carry some Variables of a Module, use sx.StateAxes({{filter: sx.Carry, ...}})."
+                f"{name} of sx.scan has sx.Carry inside {inside[0]!r}. A whole argument is "
+                f"carried; to carry some Variables of a Module, use "
+                f"sx.StateAxes({{filter: sx.Carry, ...}})."
             )
         carried[name] = len(below) < len(top)
     if carried["in_axes"] != carried["out_axes"]:
@@ -432,8 +433,8 @@ def _check_axes(in_axes: Any, out_axes: Any) -> bool:
     if None in entries:
         raise PrefixError(
             f"out_axes of sx.scan gives None ({out_axes!r}), but every iteration has a result "
-            f"of its own, so there is no one value to return. Give it an axis, carry it, or write it into "
-            f"a Variable."
+            f"of its own, so there is no one value to return. Give it an axis, carry it, or write "
+            f"it into a Variable."
         )
     return carried["in_axes"]
 
