@@ -175,10 +175,10 @@ def record_effects(
     emit: frozenset[int] = frozenset(),
 ) -> LiftedOutputs:
     """Records, inside the transform, what the user's function did."""
-    walk = _continue_walk(frame, copies)
+    walk = continue_walk(frame, copies)
     updates = {}
     for position, (copy, before) in enumerate(zip(copies, graphdef.objects, strict=True)):
-        if _matches(copy, before, copies):
+        if holds_as_built(copy, before, copies):
             walk.definitions[position] = before
             continue
         after = copy._flatten(lambda child, key: walk.encode(child, ()))
@@ -214,7 +214,8 @@ def record_effects(
     return LiftedOutputs(arrays, values, fresh, effects)
 
 
-def _continue_walk(frame: frames.Frame, copies: Sequence[Any]) -> graphs.GraphWalk:
+def continue_walk(frame: frames.Frame, copies: Sequence[Any]) -> graphs.GraphWalk:
+    """Returns a walk that knows the copies, and looks into new objects alone."""
     walk = graphs.GraphWalk()
     walk.objects = list(copies)
     walk.definitions = [None] * len(copies)
@@ -226,7 +227,7 @@ def _continue_walk(frame: frames.Frame, copies: Sequence[Any]) -> graphs.GraphWa
     return walk
 
 
-def _matches(item: Any, definition: Any, objects: Sequence[Any]) -> bool:
+def holds_as_built(item: Any, definition: Any, objects: Sequence[Any]) -> bool:
     """Whether an object holds the very children that it was built with."""
     # A quick check by identity, so that only what changed is described again.
     kind = type(definition)

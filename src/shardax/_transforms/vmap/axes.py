@@ -17,12 +17,13 @@ and every batch element gets a stream whose key is made of that draw and its num
 draw different numbers, and the same ones whatever else is mapped. After the call the stream has
 moved on by one draw, if any element drew from it. Under an entry that shares it (``None``), all
 elements draw the same numbers. A stream that has one key per element already is mapped as any
-array.
+array. New objects that keep a split stream have one of their own, with a key per element: the
+given one stays the caller's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,11 +32,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import MetadataError
-from shardax._core.graph.flatten import GraphDef, ModuleDef, Ref, VariableDef
+from shardax._core.frames import owner_here
+from shardax._core.graph.flatten import (
+    ChildDecoder,
+    GraphDef,
+    ModuleDef,
+    NodeDef,
+    Ref,
+    VariableDef,
+    definition_children,
+    is_object,
+)
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import PARTITION_NAME
-from shardax._core.init.rng import RngStream
+from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.object import Object
+from shardax._core.state.split_merge import clone
 from shardax._transforms import errors
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.engine import (
@@ -44,6 +56,8 @@ from shardax._transforms.lift.engine import (
     LiftedOutputs,
     RunContext,
     check_result,
+    continue_walk,
+    holds_as_built,
 )
 
 
@@ -82,6 +96,7 @@ class SplitStreams:
         ]
         self.before = {stream.counter: values[stream.counter] for stream in self.streams}
         self.keys = {stream.key for stream in self.streams}
+        self.kept: set[int] = set()  # counters of the streams that new objects keep
 
     def __contains__(self, position: int) -> bool:
         return position in self.keys or position in self.before
@@ -102,6 +117,45 @@ class SplitStreams:
             split[position] = _laid_out(jnp.zeros((size,), jnp.uint32), sharding)
         return split
 
+    def separate_kept(self, context: RunContext) -> None:
+        """Gives new objects streams of their own, inside, in place of split ones that they keep."""
+        self.kept = set()
+        if not self.streams:
+            return
+        counters = {id(context.variable(s.key)): s.counter for s in self.streams}
+        own: dict[int, Any] = {}
+
+        def is_split(item: Any) -> bool:
+            if isinstance(item, Rngs):
+                return any(is_split(stream) for _, stream in item.streams())
+            return isinstance(item, RngStream) and id(vars(item).get("key")) in counters
+
+        def own_of(item: Any) -> Any:
+            if id(item) not in own and isinstance(item, RngStream):
+                self.kept.add(counters[id(item.key)])
+                own[id(item)] = clone(item)
+            elif id(item) not in own:
+                own[id(item)] = made = type(item)._allocate(owner_here(), None)
+                for name, value in vars(item).items():
+                    setattr(made, name, own_of(value) if is_split(value) else value)
+            return own[id(item)]
+
+        walk = continue_walk(context.frame, context.copies)
+        given = {i for i, item in enumerate(context.copies) if is_split(item)}
+        known = context.graphdef.objects
+        for leaf in jax.tree.leaves(context.result, is_leaf=is_object):
+            if isinstance(leaf, Object):
+                walk.visit(leaf, ())
+        for i, (copy, before) in enumerate(zip(context.copies, known, strict=True)):
+            if i not in given and not holds_as_built(copy, before, context.copies):
+                walk.definitions[i] = copy._flatten(lambda child, key: walk.encode(child, ()))
+        for i, definition in enumerate(walk.definitions):
+            before = {*_references(known[i])} if i < len(known) else set[int]()
+            kept = given.intersection(_references(definition)) - before
+            if kept:
+                objects = [own_of(x) if j in kept else x for j, x in enumerate(walk.objects)]
+                walk.objects[i]._unflatten(definition, ChildDecoder(objects))
+
     def separate_counts(self, outputs: LiftedOutputs) -> tuple[LiftedOutputs, dict[int, Any]]:
         """Separates, inside the transform, what was written to split streams."""
         written = outputs.effects.written
@@ -112,13 +166,22 @@ class SplitStreams:
                 f"element has a key of its own, so there is not one to keep. Reseed it outside, or "
                 f"make a stream of its own inside (sx.Rngs)."
             )
-        moved = {position: self.before[position] for position in written if position in self.before}
+        moved = {p: before for p, before in self.before.items() if p in written or p in self.kept}
         return prefix.drop_written(outputs, moved), moved
 
     def restore(self, outputs: LiftedOutputs, moved: Mapping[int, Any]) -> LiftedOutputs:
         """Adds, outside the transform, the counts of the streams that moved on."""
         counts = {position: count + jnp.uint32(1) for position, count in moved.items()}
         return prefix.add_written(outputs, counts)
+
+
+def _references(item: Any) -> Iterator[int]:
+    """Yields the positions of the objects that a definition holds."""
+    for _, child in definition_children(item) if item is not None else ():
+        if type(child) is Ref:
+            yield child.position
+        elif type(child) is NodeDef:
+            yield from _references(child)
 
 
 def _laid_out(array: Any, sharding: Any) -> Any:
@@ -165,6 +228,7 @@ class MappedCall:
         """Records, inside, what a part did, and lists what leaves it."""
         name, paths = self.call.name, self.assignment.leaf_paths
         check_result(context.result, name)
+        self.streams.separate_kept(context)
         entries = self.assignment.output_entries(context, self.out_prefix, self.out_name)
         result = context.result if self.boxes is None else self.boxes.leave(context.result, entries)
         outputs, self.moved = self.streams.separate_counts(context.record_effects(result))
