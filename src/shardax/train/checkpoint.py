@@ -18,11 +18,11 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError
-from shardax._core.init.lazy import LazyValue
+from shardax._core.graph.views import named_sharding
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.specs import abstract
@@ -156,21 +156,13 @@ def _to_store(contents: Contents, extra: Any) -> tuple[dict[str, Any], dict[str,
 
 def _present_layout(contents: Contents) -> list[Any] | None:
     """Returns where arrays are, or None if rules are to say."""
-    present = [_named_sharding(array.value) for array in contents.arrays]
+    present = [named_sharding(array.value) for array in contents.arrays]
     known = next((item for item in present if item is not None), None)
     if known is None:
         return present if resolve_mesh() is None else None
     # One tree is on one mesh: what has no place yet goes where the rest is.
     replicated = NamedSharding(known.mesh, PartitionSpec())
     return [replicated if item is None else item for item in present]
-
-
-def _named_sharding(value: Any) -> NamedSharding | None:
-    if isinstance(value, (LazyValue, Tracer)):
-        return None
-    sharding = getattr(value, "sharding", None)
-    known = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-    return sharding if known else None
 
 
 def _restore_positions(contents: Contents, saved: Any) -> None:

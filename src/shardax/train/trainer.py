@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training loop with evaluation, checkpoints, log, progress and stop on request.
 
-A run is determined by its model, optimizer, data and settings. After each step its whole state is
-the Variables of model and optimizer and the position in the data. That is what a checkpoint holds,
-so a run that was killed and resumed ends in the same parameters, to the last bit, as one that was
-not. SIGINT and SIGTERM end a run after the current step.
+After each step a run's whole state is the Variables of model and optimizer and the position in the
+data. That is what a checkpoint holds, so a run that was killed and resumed ends in the same
+parameters, to the last bit, as one that was not.
 
 The held-out loss is the mean over all targets, with the model in evaluation mode. Batches may count
 different numbers of targets (the last one is padded), so each batch's mean loss is weighted by its
