@@ -511,11 +511,7 @@ class _Scan(LoopBody):
             mapped.check_new_axis(item.value, item.entry, item.path, "scan")
         self.axes_of_new = [axis if prefix.is_axis(axis) else 0 for axis in new]
         mapped.name_new_dimensions(
-            self.mapped.assignment,
-            self.streams,
-            outputs.effects,
-            self.axes_of_new,
-            self.partition_name,
+            self.mapped.assignment, self.streams, outputs, self.axes_of_new, self.partition_name
         )
         results = [item for item in leaving if item.kind == "result" and not item.new]
         self.result_axes = [item.entry for item in results]

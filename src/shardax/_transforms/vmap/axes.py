@@ -43,6 +43,7 @@ from shardax._core.graph.flatten import (
     definition_children,
     is_object,
 )
+from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import PARTITION_NAME
 from shardax._core.init.rng import Rngs, RngStream
@@ -51,7 +52,6 @@ from shardax._core.state.split_merge import clone
 from shardax._transforms import errors
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.engine import (
-    Effects,
     LiftedCall,
     LiftedOutputs,
     RunContext,
@@ -429,17 +429,21 @@ def element_graphdef(
 def name_new_dimensions(
     assignment: prefix.EntryAssignment,
     streams: SplitStreams,
-    effects: Effects,
+    outputs: LiftedOutputs,
     axes_of_new: Iterable[Any],
     partition_name: Any,
 ) -> None:
     """Adds the mapped dimension's name to the metadata of everything that leaves."""
-    remaining = iter(axes_of_new)
-    fresh = []
+    remaining = zip(axes_of_new, outputs.fresh, strict=True)
+    fresh, effects = [], outputs.effects
     for definition in effects.fresh:
-        if type(definition) is VariableDef and prefix.is_axis(axis := next(remaining)):
-            metadata = definition.metadata.with_axis(axis, partition_name)
-            definition = definition._replace(metadata=metadata)
+        if type(definition) is VariableDef:
+            axis, value = next(remaining)
+            if prefix.is_axis(axis):
+                metadata = definition.metadata.with_axis(
+                    axis, partition_name, knows_names=knows_names(value)
+                )
+                definition = definition._replace(metadata=metadata)
         fresh.append(definition)
     effects.fresh = tuple(fresh)
     graphdef = assignment.call.graph.flat.graphdef
@@ -449,8 +453,9 @@ def name_new_dimensions(
             continue
         axis, outer = assignment.leaves[leaf_of[index]], graphdef.objects[index].metadata
         if prefix.is_axis(axis):
-            name = outer.axes[axis] if outer.axes is not None else partition_name
-            metadata = definition.metadata.with_axis(axis, name)
+            names = outer.mapped_names
+            name = names[axis] if axis < len(names) else partition_name
+            metadata = definition.metadata.with_axis(axis, name, knows_names=bool(names))
             effects.updates[index] = definition._replace(metadata=metadata)
 
 

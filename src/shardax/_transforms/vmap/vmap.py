@@ -190,9 +190,7 @@ class _VmapCall(mapped.MappedCall):
         for leaf in leaving:
             mapped.check_new_axis(leaf.value, leaf.entry, leaf.path, "vmap")
         new = [leaf.entry for leaf in leaving if leaf.new]
-        mapped.name_new_dimensions(
-            self.assignment, self.streams, outputs.effects, new, self.partition_name
-        )
+        mapped.name_new_dimensions(self.assignment, self.streams, outputs, new, self.partition_name)
         entries = [leaf.entry for leaf in leaving for _ in jax.tree.leaves(leaf.value)]
         return self.group(outputs, entries)
 
