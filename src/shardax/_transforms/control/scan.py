@@ -368,7 +368,9 @@ def scan(
         CarryError: If ``Carry`` is given twice, nested, or only on one side; when called, if what
             goes from one iteration to the next changes its structure, shape or dtype.
         PrefixError: If a prefix does not fit.
-        AxisSizeError: When called, if an array has no such axis, or sizes differ.
+        ArgumentError: If it is given ``init`` and ``xs``, as ``jax.lax.scan`` is.
+        AxisSizeError: If ``length`` is no size; when called, if an array has no such axis, or sizes
+            differ.
         BoxError: When called, if a box cannot lose or gain the dimension; names its path.
         PartitioningUnspecifiedError: When called, if a box must have a name for it.
 
@@ -384,6 +386,7 @@ def scan(
         (True, 6.0, [0.0, 10.0, 30.0, 60.0])
     """
     has_carry = _check_axes(in_axes, out_axes)
+    length = mapped.as_count(length, "length")
     name = mapped.mapped_name(metadata, "scan")
 
     @engine.wraps(function)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec
@@ -386,10 +387,24 @@ P = ParamSpec("P")
 def decorator(transform: Callable[P, Any]) -> Callable[P, Any]:
     """Lets a transform that is given no function return a decorator."""
     call: Callable[..., Any] = transform
+    parameters = inspect.signature(call).parameters
+    only_by_name = all(
+        p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "function"
+    )
 
     def with_options(function: Any = None, *args: Any, **options: Any) -> Any:
-        if function is None:
+        if function is None and not args:
             return functools.partial(with_options, **options)
+        if only_by_name and (args or not options.keys() <= parameters.keys()):
+            name = getattr(transform, "__name__", "")
+            unknown = ", ".join(sorted(options.keys() - parameters.keys()))
+            example = "init, xs" if name == "scan" else "*arguments"
+            raise ArgumentError(
+                f"sx.{name} was given {f'the options {unknown}' if unknown else 'arguments'} that "
+                f"it does not take. It makes a function of the same arguments: "
+                f"sx.{name}(function)({example}), with options by name: "
+                f"{', '.join(list(parameters)[1:])}."
+            )
         return call(function, *args, **options)
 
     return functools.wraps(transform)(with_options)

@@ -23,6 +23,7 @@ given one stays the caller's.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -302,7 +303,7 @@ def entering_arrays(
 def common_size(rows: Iterable[EnteringArray], given: int | None, name: str) -> int:
     """Returns the size that all mapped arrays have along their axes."""
     option = "length" if name == "scan" else "axis_size"
-    found: dict[int, Path | None] = {} if given is None else {int(given): None}
+    found: dict[int, Path | None] = {} if given is None else {given: None}
     for path, leaf, axis in rows:
         if axis is None:
             continue
@@ -331,6 +332,23 @@ def common_size(rows: Iterable[EnteringArray], given: int | None, name: str) -> 
             f"{option}=..., or an axis in in_axes."
         )
     return next(iter(found))
+
+
+def as_count(given: Any, option: str) -> int | None:
+    """Returns a number of runs that a caller gave, or raises."""
+    if given is None:
+        return None
+    try:
+        count = -1 if isinstance(given, bool) else operator.index(given)
+    except TypeError:  # also of a traced number
+        count = -1
+    if count < 0:
+        raise errors.AxisSizeError(
+            f"{option} is {given!r}, but the number of runs is part of the program: an integer of "
+            f"at least 0, known before it runs, such as {option}=8. It may be left out where an "
+            f"argument is mapped."
+        )
+    return count
 
 
 def check_new_axis(value: Any, axis: Any, path: Path, name: str) -> None:

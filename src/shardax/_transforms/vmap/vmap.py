@@ -70,7 +70,8 @@ def vmap(
 
     Raises:
         PrefixError: If an entry is no axis; when called, if a prefix does not fit.
-        AxisSizeError: When called, if an array has no such axis, or sizes differ.
+        AxisSizeError: If ``axis_size`` is no size; when called, if an array has no such axis, or
+            sizes differ.
         AmbiguousBatchError: When called, if axes are to be found and sizes do not say which.
         SharedWriteError: When called, if batch elements write different values into a shared
             Variable, or a result without an axis differs between them.
@@ -90,6 +91,7 @@ def vmap(
         >>> sx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(five, jnp.ones(2)).shape
         (5, 3)
     """
+    axis_size = mapped.as_count(axis_size, "axis_size")
     if isinstance(in_axes, str):
         in_axes = check_automatic(in_axes, batch, axis_size)
         axis_size = in_axes.size
