@@ -15,9 +15,8 @@ from shardax.plan.compile.pool import make_evaluator
 from shardax.plan.errors import LayoutAssertionError, PlanInputError
 from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs
-from shardax.plan.records import Layout, LayoutReport
+from shardax.plan.records import Layout, LayoutReport, Plan
 from shardax.plan.report.progress import progress_for
-from shardax.plan.result import Plan
 from shardax.plan.searching.search import search
 
 Bound = int | float | str

@@ -29,10 +29,9 @@ from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evalua
 from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError
 from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs
-from shardax.plan.records import Layout, LayoutReport
+from shardax.plan.records import Layout, LayoutReport, Plan, rank
 from shardax.plan.report.progress import SearchProgress as Progress
 from shardax.plan.report.progress import progress_for
-from shardax.plan.result import Plan, rank
 from shardax.plan.searching import candidates as candidate_search
 from shardax.plan.searching.candidates import Candidates, Meshes, SearchSpace
 from shardax.plan.searching.dimensions import DimensionModel, ProductDimension, trace_dimensions
