@@ -124,7 +124,7 @@ def _whole_program(inputs: Inputs, layout: Layout, flops: float) -> tuple[float,
     """Returns the operations of the unpartitioned program, and warnings by it."""
     try:
         whole = program_flops(inputs, tuple(layout.sizes))
-        return whole, [*_lost_batches(inputs, layout), *_flops_warnings(flops, whole, layout)]
+        warnings = _lost_batches(inputs, layout)
     except _CONSTRAINT_ERRORS as error:
         unknown = (
             "The step cannot be traced over mesh axes of size 1, so the operations of the whole "
@@ -133,6 +133,14 @@ def _whole_program(inputs: Inputs, layout: Layout, flops: float) -> tuple[float,
             f"{_first_lines(error, 1)}"
         )
         return 0.0, [unknown]
+    counted = flops * layout.devices
+    if counted < 0.98 * whole:
+        warnings.append(
+            f"The counted operations of {layout.devices} devices, {counted:.4g}, are fewer than "
+            f"the {whole:.4g} of the whole program: some were not recognised, so times are too "
+            "short."
+        )
+    return whole, warnings
 
 
 @functools.lru_cache(maxsize=16)
@@ -173,17 +181,6 @@ def _argument_paths(program: Program, paths: dict[str, str]) -> tuple[str, ...]:
     found = {number: each.op_name for number, each in program.main.parameters.items()}
     names = [found.get(number, "") for number in range(max(found, default=-1) + 1)]
     return tuple(paths.get(name, name) for name in names)
-
-
-def _flops_warnings(flops: float, whole: float, layout: Layout) -> list[str]:
-    counted = flops * layout.devices
-    if counted >= 0.98 * whole:
-        return []
-    warning = (
-        f"The counted operations of {layout.devices} devices, {counted:.4g}, are fewer than the "
-        f"{whole:.4g} of the whole program: some were not recognised, so times are too short."
-    )
-    return [warning]
 
 
 def _first_lines(error: BaseException, count: int = 6) -> str:

@@ -405,13 +405,8 @@ def _group(group: CollectiveGroup, total: float) -> str:
 
 
 def _notes(plan: Plan) -> str:
-    found = [
-        ("Too large", table.reasons(plan.reports, "does not fit")),
-        ("Rejected before compiling", table.reasons(plan.reports, "rejected")),
-        ("Failed to compile", table.reasons(plan.reports, "failed")),
-        ("Warnings", table.warnings_of(plan.reports)),
-        ("Notes", tuple(table.Note(text, ()) for text in plan.notes)),
-    ]
+    found = table.notes_of(plan.reports)
+    found.append(("Notes", tuple(table.Note(text, ()) for text in plan.notes)))
     sections = ""
     for title, notes in found:
         texts = [

@@ -291,28 +291,30 @@ def tied_with_best(reports: Iterable[LayoutReport]) -> tuple[str, ...]:
     return ()
 
 
-def reasons(reports: Iterable[LayoutReport], outcome: str) -> tuple[Note, ...]:
-    """Returns why layouts have an outcome, the commonest reason first."""
-    return _notes(
-        (report.reason.strip(), report.layout.name)
-        for report in reports
-        if report.outcome == outcome and report.reason.strip()
-    )
+def notes_of(reports: Sequence[LayoutReport]) -> list[tuple[str, tuple[Note, ...]]]:
+    """Returns reasons of outcomes, and warnings, by title, the commonest first."""
+    titles = {
+        "does not fit": "Does not fit",
+        "rejected": "Rejected before compiling",
+        "failed": "Failed to compile",
+    }
+    found = [
+        (title, [(each.reason.strip(), each) for each in reports if each.outcome == outcome])
+        for outcome, title in titles.items()
+    ]
+    found.append(("Warnings", [(text, each) for each in reports for text in each.warnings]))
+    return [(title, _joined(texts)) for title, texts in found if texts]
 
 
-def warnings_of(reports: Iterable[LayoutReport]) -> tuple[Note, ...]:
-    """Returns the warnings, the commonest first."""
-    return _notes((text, report.layout.name) for report in reports for text in report.warnings)
-
-
-def _notes(texts: Iterable[tuple[str, str]]) -> tuple[Note, ...]:
-    """Joins pairs of text and layout that differ in numbers alone."""
+def _joined(texts: Iterable[tuple[str, LayoutReport]]) -> tuple[Note, ...]:
+    """Joins texts that differ in numbers alone."""
     first: dict[str, str] = {}
     names: dict[str, dict[str, None]] = {}
-    for text, name in texts:
+    for text, report in texts:
         alike = re.sub(r"\d[\d,.]*", "#", text)
-        first.setdefault(alike, text)
-        names.setdefault(alike, {})[name] = None
+        if text:
+            first.setdefault(alike, text)
+            names.setdefault(alike, {})[report.layout.name] = None
     found = [Note(first[alike], tuple(names[alike])) for alike in first]
     return tuple(sorted(found, key=lambda note: -len(note.layouts)))
 
@@ -437,20 +439,17 @@ def _sections(plan: Plan, top: int) -> list[tuple[str, list[str]]]:
     left_out = [f"{more} more were compiled and are not shown"] if more > 0 else []
     tied = tied_with_best(reports)
     tie = [f"{', '.join(tied)}: their times cannot be told apart by this model"] if tied else []
+    about = [
+        (title, [f"{' '.join(note.text.split())} {note.source()}" for note in notes])
+        for title, notes in notes_of(reports)
+    ]
     found = [
         ("Ties (=)", tie),
-        ("Does not fit", _lines(reasons(reports, "does not fit"))),
-        ("Rejected before compiling", _lines(reasons(reports, "rejected"))),
-        ("Failed to compile", _lines(reasons(reports, "failed"))),
-        ("Warnings", _lines(warnings_of(reports))),
+        *about,
         ("Notes", [*left_out, *plan.notes]),
         ("Where the figures come from", [*provenance_lines(reports), *_label_lines(compiled)]),
     ]
     return [(title, lines) for title, lines in found if lines]
-
-
-def _lines(notes: Sequence[Note]) -> list[str]:
-    return [f"{' '.join(note.text.split())} {note.source()}" for note in notes]
 
 
 def _wrapped(lines: Sequence[str], width: int) -> list[str]:

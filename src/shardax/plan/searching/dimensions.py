@@ -46,7 +46,6 @@ class DimensionClasses:
         self._sizes: list[int] = []
         self._names: dict[int, set[str]] = {}
         self._wholes: list[tuple[int, tuple[int, ...]]] = []
-        self._by_size: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self._looped: set[int] = set()
 
     def new(self, shape: Iterable[int]) -> tuple[int, ...]:
@@ -85,12 +84,7 @@ class DimensionClasses:
 
     def make_whole(self, whole: int, parts: Sequence[int]) -> None:
         """Says that a dimension is made of several, major to minor."""
-        # The same whole of the same sizes of parts, met again, has the same parts.
         self._wholes.append((whole, tuple(parts)))
-        key = (self.find(whole), tuple(self._sizes[part] for part in parts))
-        known = self._by_size.setdefault(key, tuple(parts))
-        for one, other in zip(known, parts, strict=True):
-            self.join(one, other)
 
     def name(self, dimension: int, name: str) -> None:
         """Names a class; dimensions of size 1, never split, have none."""
@@ -124,6 +118,7 @@ class DimensionClasses:
 
     def _join_parts(self) -> bool:
         """Joins the parts of joined wholes; whether there were any."""
+        # The same whole of the same sizes of parts, met again, has the same parts.
         known: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         changed = False
         for whole, parts in self._wholes:
@@ -164,10 +159,9 @@ def _fresh(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> lis
 
 def _elementwise(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
     results = _fresh(classes, eqn, operands)
-    for out in results:
-        for operand in operands:
-            if len(operand) == len(out):
-                classes.join_same_sizes(operand, out)
+    for operand, out in itertools.product(operands, results):
+        if len(operand) == len(out):
+            classes.join_same_sizes(operand, out)
     return results
 
 
@@ -213,18 +207,10 @@ def _reshape(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> l
 def _resized(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
     """Slices, pads, concatenations: dimensions stay the same, sizes change."""
     results = _fresh(classes, eqn, operands)
-    for out in results:
-        for operand in operands:
-            if len(operand) == len(out):
-                for one, other in zip(operand, out, strict=True):
-                    classes.join(one, other)
-    return results
-
-
-def _top_k(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
-    results = _fresh(classes, eqn, operands)
-    for out in results:
-        classes.join_same_sizes(operands[0][:-1], out[:-1])
+    for operand, out in itertools.product(operands, results):
+        if len(operand) == len(out):
+            for one, other in zip(operand, out, strict=True):
+                classes.join(one, other)
     return results
 
 
@@ -303,7 +289,7 @@ _RULES: dict[str, Rule] = {
     "reshape": _reshape,
     "dynamic_slice": lambda classes, eqn, operands: _resized(classes, eqn, operands[:1]),
     "dynamic_update_slice": lambda classes, eqn, operands: _resized(classes, eqn, operands[:2]),
-    "top_k": _top_k,
+    "top_k": _elementwise,
     "gather": _gather,
 }  # fmt: skip
 # Operations whose result is still their first operand, in another form.
