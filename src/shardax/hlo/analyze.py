@@ -108,9 +108,7 @@ def _sum(instructions: Iterable[Instruction]) -> int:
 def _read(program: Program, inside: Computation, value: Instruction, whole: int) -> int:
     """Bytes of a value that a fusion reads: of slices, these."""
     total = 0
-    for user in inside.instructions:
-        if user.opcode in ("parameter", "constant") or value.name not in user.operands:
-            continue
+    for user in inside.users[value.name]:
         first = user.operands[0] == value.name and user.operands.count(value.name) == 1
         if first and user.opcode == "dynamic-update-slice":
             continue  # updated in place; what is written counts as the result

@@ -63,19 +63,15 @@ class Dataflow:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._callers: dict[str, list[tuple[str, Instruction]]] = {}
-        self._users: dict[str, dict[str, list[Instruction]]] = {}
         self._kept: dict[str, frozenset[int]] = {}
         # Of a send through the host, by its place and its meeting, what receives; and the reverse.
         self._meets: dict[tuple[str, str, str], Instruction] = {}
         for name, inside in program.computations.items():
-            users = self._users.setdefault(name, {})
             for each in inside.instructions:
                 if each.opcode in ("send", "recv"):
                     self._meets[name, each.opcode, rendezvous(each)] = each
                 for callee in (*called(each), *branches(each)):
                     self._callers.setdefault(callee, []).append((name, each))
-                for operand in set(each.inputs):
-                    users.setdefault(operand, []).append(each)
 
     def sources(self, value: ValueRef) -> ValueSources:
         arguments: set[int] = set()
@@ -104,7 +100,8 @@ class Dataflow:
     def needed_by(self, value: ValueRef) -> Instruction | None:
         """Returns the nearest user of a value with a traced operation."""
         for here in self._forwards(value):
-            for user in self._users.get(here.inside, {}).get(here.name, []):
+            inside = self._program.computations.get(here.inside)
+            for user in inside.users[here.name] if inside else ():
                 if user.op_name and user.opcode not in ("while", "call", "conditional"):
                     return user
         return None
@@ -194,7 +191,7 @@ class Dataflow:
             receiver = self._meets.get((here.inside, "recv", rendezvous(each)))
             if receiver is not None:
                 yield ValueRef(here.inside, receiver.name)
-        for user in self._users[here.inside].get(here.name, []):
+        for user in inside.users[here.name]:
             places = [place for place, name in enumerate(user.operands) if name == here.name]
             yield from self._into(here, each, user, places)
 

@@ -431,7 +431,7 @@ class _CollectiveFinder:
                             "it would not be counted."
                         )
                     return
-                users = [user for user in inside.instructions if each.name in user.operands]
+                users = inside.users[each.name]
                 sliced = all(user.opcode in ("dynamic-slice", "slice") for user in users)
                 if kind == "all-reduce" and users and sliced:
                     kind = "reduce-scatter"
@@ -527,8 +527,10 @@ def _overlaps(inside: Computation, start: Instruction, meeting: str = "") -> boo
 
 def _begins(inside: Computation, each: Instruction) -> bool:
     """Whether a fusion begins a collective that goes on in others."""
-    users = [user for user in inside.instructions if each.name in user.operands]
-    return any(user.opcode == "custom-call" and user.call_target == _STARTS_FUSED for user in users)
+    return any(
+        user.opcode == "custom-call" and user.call_target == _STARTS_FUSED
+        for user in inside.users[each.name]
+    )
 
 
 def _check_reached(program: Program) -> None:

@@ -285,34 +285,20 @@ def _details(report: LayoutReport, number: int, opened: bool) -> str:
 
 
 def _facts(report: LayoutReport) -> str:
-    label = table.measured_label([report])
-    found: list[tuple[str, str, str]] = []
-    memory = (
-        ("peak of memory", report.peak_bytes),
-        ("memory that stays free", report.headroom_bytes),
-    )
-    found += [(what, quantity(size, BINARY), label) for what, size in memory if size is not None]
-    for kind, size in report.argument_bytes.items():
-        if size:
-            found.append((kind, quantity(size, BINARY), "exact"))
-    if report.time is not None:
-        found += [
-            ("work of a device", quantity(report.flops, table.OPERATIONS), "counted"),
-            ("each operation is done", f"{table.figure(report.replicated_compute)} x", "counted"),
-            ("memory traffic", quantity(report.hbm_bytes, DECIMAL), "estimate"),
-            ("on the wire", quantity(report.total_wire_bytes, DECIMAL), "counted"),
-            ("while other work goes on", f"{100 * report.asynchronous_share:.0f} %", "counted"),
-            ("time of arithmetic", quantity(report.time.compute, TIMES), "estimate"),
-            ("time of memory traffic", quantity(report.time.memory, TIMES), "estimate"),
-            ("time of communication", quantity(report.time.communication, TIMES), "estimate"),
-        ]
-        if report.compile_seconds:  # 0 if the program was cached
-            found.append(("compiled in", quantity(report.compile_seconds, TIMES), ""))
-        if report.cross_slice_bytes:
-            found.append(("between slices", quantity(report.cross_slice_bytes, DECIMAL), "counted"))
+    found = [
+        (column.head, f"{column.text(report)} {column.unit}", column.label, column.meaning)
+        for column in table.columns_of([report])
+        if column.right and column.value(report) is not None
+    ]
+    found += [
+        (kind, quantity(size, BINARY), "exact", f"What of it is {kind}.")
+        for kind, size in report.argument_bytes.items()
+        if size
+    ]
     cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)} <small>{escape(kind)}</small></dd></div>"
-        for name, value, kind in found
+        f'<div title="{escape(meaning)}"><dt>{escape(name)}</dt>'
+        f"<dd>{escape(value)} <small>{escape(label)}</small></dd></div>"
+        for name, value, label, meaning in found
     )
     return f'<dl class="facts">{cells}</dl>' if cells else ""
 
