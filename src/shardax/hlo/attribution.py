@@ -266,22 +266,21 @@ def attribute(
     def path(number: int) -> str:
         return arguments[number] if number < len(arguments) else ""
 
-    def updated_by(value: ValueRef, count: int, updates: Mapping[int, int]) -> tuple[str, ...]:
+    def updated_by(
+        value: ValueRef, elements: Sequence[int], updates: Mapping[int, int]
+    ) -> tuple[str, ...]:
         """Paths of the arguments that what travels is used to update."""
         paths: dict[str, None] = {}
-        for element in range(count) if count > 1 else (_ALL,):
+        for element in elements:
             results = flow.results(value._replace(element=element))
             numbers = sorted({updates[result] for result in results if result in updates})
             paths |= dict.fromkeys(_without_states([path(number) for number in numbers]))
         return tuple(paths)
 
     attributed: list[Collective] = []
-    for inside, each, collective in found:
+    for inside, each, collective, numbers in found:
         value = ValueRef(inside.name, each.name)
-        # Of a permutation of buffers, and of a send, what stands behind the first is no data.
-        single = collective.kind == "collective-permute" or each.opcode == "send"
-        operands = each.operands[:1] if single else each.operands
-        sources = [flow.sources(ValueRef(inside.name, name)) for name in operands]
+        sources = [flow.sources(ValueRef(inside.name, each.operands[i])) for i in numbers]
         computed = [instruction for source in sources for instruction in source.computed]
         moved: tuple[str, ...] = ()
         if not computed and all(source.arguments for source in sources):
@@ -295,7 +294,8 @@ def attribute(
         is_backward = any("transpose(" in name for name in names)
         # A gradient is one also if it is a result itself, or the step keeps its arguments.
         updates = likely if is_backward else known_updates
-        updated = () if moved else updated_by(value, len(operands), updates)
+        elements = numbers if len(each.operands) > 1 and each.opcode != "send" else (_ALL,)
+        updated = () if moved else updated_by(value, elements, updates)
         why = _why(collective, moved, updated, reduction(program, each), is_backward)
         attributed.append(dataclasses.replace(collective, parameters=moved or updated, why=why))
     return tuple(attributed)
