@@ -54,7 +54,8 @@ def compare(
     """Compares layouts by their cost: every rule set over every mesh.
 
     Args:
-        step: What is planned: a function made by ``sx.jit`` or ``jax.jit``, or one to be compiled.
+        step: What is planned: a function made by ``sx.jit`` or ``jax.jit``, a method or partial of
+            one, or a plain function, which donates no arguments.
         args: Its positional arguments, none of which needs to hold an array: lazy Modules and
             optimizers, boxes, ``NamedShape`` for a batch.
         rules: Rules by name.

@@ -41,7 +41,7 @@ _OUTCOMES = {"fits": "yes", "does not fit": "no"}
 _MEANINGS = {
     "layout": "The rules' name; the mesh's sizes are beside it.",
     "mesh": "Sizes of the mesh axes.",
-    "fits": "Whether the step fits into a device's memory.",
+    "fits": "Whether the step fits into a device's memory, with what it donates.",
     "peak": "Most memory that a device needs at a time.",
     "free": "Memory of a device that stays free; negative if the step does not fit.",
     "args": "What a device holds between steps: parameters, optimizer's state, batch.",

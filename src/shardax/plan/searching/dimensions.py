@@ -18,6 +18,7 @@ that two calls of one function do not become one. Dead equations are passed over
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections import Counter
@@ -35,7 +36,7 @@ from shardax.partition.context import mark_names, marking_names, names_marked
 from shardax.partition.inventory import LeafInfo, TreeInventory
 from shardax.partition.rules import Names, Rules, RulesLike, check_names, mesh_axes_of, strings
 from shardax.plan.errors import PlanInputError
-from shardax.plan.inputs import Inputs
+from shardax.plan.inputs import Inputs, unbound
 
 
 class DimensionClasses:
@@ -673,13 +674,17 @@ def needs_no_values() -> Iterator[None]:
 
 def _marked(inputs: Inputs) -> Callable[..., Any]:
     """The step, with the names of its arguments marked in the program."""
-    step = inputs.step.__wrapped__ if isinstance(inputs.step, Jit) else inputs.step
-    named = [names for _, names in _names_of_leaves(inputs)]
+    step, bound, keywords = unbound(inputs.step)
+    step = functools.partial(
+        step.__wrapped__ if isinstance(step, Jit) else step, *bound, **keywords
+    )
+    named = {leaf.path: names for leaf, names in _names_of_leaves(inputs)}
 
     def run(*args: Any) -> Any:
         inventory = TreeInventory(dict(zip(inputs.names, args, strict=True)))
         values: list[Any] = []
-        for leaf, names in zip(inventory.leaves, named, strict=True):
+        for leaf in inventory.leaves:
+            names = named.get(leaf.path) or [None] * len(leaf.arrays)  # numbers are traced too
             arrays = zip(leaf.arrays_in(leaf.value), names, strict=True)
             marks = [array if each is None else mark_names(array, each) for array, each in arrays]
             made = leaf.with_arrays(leaf.value, marks)
