@@ -46,6 +46,40 @@ def compared(rules: Any = None, **options: Any) -> plan.Plan:
     return plan.compare(train_step, (Mlp(), X), rules, MESH, "cpu:8", cache=None, **options)
 
 
+def test_what_a_step_does_not_donate_it_needs_twice() -> None:
+    """8 GiB in and 8 GiB out, of the 15.75 GiB of a device."""
+
+    def step(x: Any) -> Any:
+        return x * 2 + 1
+
+    def report(step: Any) -> plan.LayoutReport:
+        x = plan.NamedShape((2**31,), "float32", ("batch",))
+        found = plan.compare(
+            step,
+            (x,),
+            {"whole": {"batch": None}},
+            {"data": 1},
+            "tpu:v5e:1x1",
+            compiler="estimate",
+            cache=None,
+        )
+        return found["whole"]
+
+    plain, jitted, donating = (
+        report(each) for each in (step, jax.jit(step), jax.jit(step, donate_argnums=0))
+    )
+    assert [each.outcome for each in (plain, jitted, donating)] == [
+        "does not fit",
+        "does not fit",
+        "fits",
+    ]
+    assert (plain.peak_bytes, donating.peak_bytes) == (2**34, 2**33)
+    assert (
+        "A plain function donates nothing; with jax.jit(step, donate_argnums=...)" in plain.reason
+    )
+    assert "donates nothing" not in jitted.reason
+
+
 def test_a_comparison_has_a_report_per_rule_set_the_ones_that_cannot_be_last() -> None:
     model = Mlp()
     found = plan.compare(

@@ -11,10 +11,8 @@ import pytest
 from rich.console import Console
 from tests.plan.samples import report, sample_reports
 
-from shardax.plan.records import TimeBand
-from shardax.plan.report.columns import columns_of
-from shardax.plan.report.table import Note, outcome_line, render, show, tied_with_best
-from shardax.plan.result import Plan
+from shardax.plan.records import Plan, TimeBand
+from shardax.plan.report.table import Note, columns_of, outcome_line, render, show, tied_with_best
 
 GOLDEN = """
 tpu:v5e:4x4: 2 of 8 layouts fit; 2 too large, 3 rejected before compiling, 1 failed to
