@@ -271,12 +271,14 @@ class LayoutReport:
 
 def to_data(report: LayoutReport) -> dict[str, Any]:
     """Returns a report as JSON data; ``from_data`` is its inverse."""
-    return dataclasses.asdict(report)
+    # For other readers; null where nothing was compiled.
+    total = None if report.time is None else report.total_wire_bytes
+    return dataclasses.asdict(report) | {"total_wire_bytes": total}
 
 
 def from_data(data: Mapping[str, Any]) -> LayoutReport:
     """Returns the report that ``to_data`` wrote, also after JSON."""
-    fields = {name: _tuples(value) for name, value in dict(data).items()}
+    fields = {n: _tuples(value) for n, value in data.items() if n != "total_wire_bytes"}
     fields["layout"] = Layout(**fields["layout"])
     fields["collectives"] = tuple(Collective(**each) for each in fields["collectives"])
     fields["arrays"] = tuple(ArrayLayout(**each) for each in fields.get("arrays", ()))
