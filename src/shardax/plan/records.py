@@ -368,6 +368,10 @@ class Plan:
             peak, limit = report.peak_bytes or 0, report.limit_bytes
             if report.outcome == "fits" and (limit is None or peak <= fits * limit):
                 return report
+        if not self.reports:
+            raise PlanInputError(
+                f"No layout was compiled for {self.target}. {'; '.join(self.notes)}".strip()
+            )
         start = f"None of {len(self)} layouts fits into {fits:g} of the memory of {self.target}. "
         measured = [r for r in self.reports if r.peak_bytes is not None and r.limit_bytes]
         if not measured:
