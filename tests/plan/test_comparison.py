@@ -138,6 +138,18 @@ def test_a_plan_comes_back_from_json_as_it_was(tmp_path: Any) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
 
 
+def test_the_json_of_a_plan_has_the_total_of_wire_bytes(tmp_path: Any) -> None:
+    found = compared()
+    found.to_json(tmp_path / "plan.json")
+    written = json.loads((tmp_path / "plan.json").read_text())["reports"]
+    assert {each["layout"]["name"]: each["total_wire_bytes"] for each in written} == {
+        "tp": found["tp"].total_wire_bytes,
+        "fsdp": found["fsdp"].total_wire_bytes,
+        "odd": None,  # it was not compiled
+    }
+    assert found["tp"].total_wire_bytes > 0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -271,12 +271,14 @@ class LayoutReport:
 
 def to_data(report: LayoutReport) -> dict[str, Any]:
     """Returns a report as JSON data; ``from_data`` is its inverse."""
-    return dataclasses.asdict(report)
+    # For other readers; null where nothing was compiled.
+    total = None if report.time is None else report.total_wire_bytes
+    return dataclasses.asdict(report) | {"total_wire_bytes": total}
 
 
 def from_data(data: Mapping[str, Any]) -> LayoutReport:
     """Returns the report that ``to_data`` wrote, also after JSON."""
-    fields = {name: _tuples(value) for name, value in dict(data).items()}
+    fields = {n: _tuples(value) for n, value in data.items() if n != "total_wire_bytes"}
     fields["layout"] = Layout(**fields["layout"])
     fields["collectives"] = tuple(Collective(**each) for each in fields["collectives"])
     fields["arrays"] = tuple(ArrayLayout(**each) for each in fields.get("arrays", ()))
@@ -366,6 +368,10 @@ class Plan:
             peak, limit = report.peak_bytes or 0, report.limit_bytes
             if report.outcome == "fits" and (limit is None or peak <= fits * limit):
                 return report
+        if not self.reports:
+            raise PlanInputError(
+                f"No layout was compiled for {self.target}. {'; '.join(self.notes)}".strip()
+            )
         start = f"None of {len(self)} layouts fits into {fits:g} of the memory of {self.target}. "
         measured = [r for r in self.reports if r.peak_bytes is not None and r.limit_bytes]
         if not measured:

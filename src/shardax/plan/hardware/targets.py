@@ -217,6 +217,8 @@ def _most_on_a_link(spans: set[tuple[int, ...]]) -> int:
     return max(sum(first <= link < last for first, last in ends) for link, _ in ends)
 
 
+# Each CPU device takes threads of the process that compiles.
+_MOST_DEVICES = {"cpu": 8_192, "tpu": 65_536, "gpu": 65_536}
 _EXAMPLES = "'cpu:8', 'tpu:v5e:4x4', 'tpu:v5e:2*4x4' (two slices), 'gpu:h100:8x8' (nodes x GPUs)"
 
 
@@ -274,7 +276,7 @@ class Target:
         text = target.strip()
         body, _, share = text.partition("@")
         head, _, topology = body.rpartition(":")
-        found = re.fullmatch(r"(?:(\d+)\*)?(\d+(?:x\d+)*)", topology)
+        found = re.fullmatch(r"(?:(\d{1,18})\*)?(\d{1,18}(?:x\d{1,18})*)", topology)
         if not head or not found:
             raise TargetError(_unreadable(text, head or topology))
         chip = _hardware_of(head, text)
@@ -454,6 +456,9 @@ def _problem(target: Target) -> str:
     chip, topology = target.hardware, target.topology
     if not all(map(_is_count, (*topology, target.slices))) or not topology:
         return "sizes are numbers from 1."
+    most = _MOST_DEVICES[chip.kind]
+    if target.device_count > most:
+        return f"a plan is for at most {most:,} {chip.kind.upper()} devices."
     share = target.memory_fraction
     if share is not None and (chip.kind != "gpu" or not 0 < share <= 1):
         return "@ is for the share of a GPU's memory, above 0 and at most 1, such as @0.9."

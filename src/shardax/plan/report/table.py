@@ -48,6 +48,7 @@ _MEANINGS = {
     "flops": "Operations of matrix products and convolutions on one device.",
     "replicated": "How often the devices together do each operation; 1 is without repetition.",
     "hbm": "Memory traffic: bytes that a device reads from its memory and writes to it.",
+    "wire": "Bytes that a device sends, along all mesh axes.",
     "cross": "Wire bytes between slices or hosts.",
     "collectives": "Exchanges between devices in the program; one in a loop counts once.",
     "async": "Share of the wire bytes that can move while other work goes on.",
@@ -112,7 +113,7 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
     number = functools.partial(_number, reports)
     measured = measured_label(reports)
     seconds = scale([report.time.upper for report in reports if report.time], TIMES)
-    wire = [scale([total for r in reports for total in r.wire_bytes().values()], DECIMAL)]
+    wire = [scale([report.total_wire_bytes for report in reports], DECIMAL)]
 
     def along(axes: tuple[str, ...]) -> Column:
         name = axes_text(axes)
@@ -134,6 +135,8 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
     )
     # What steps of several batch sizes are compared by.
     example = number("example", "estimate", lambda r: r.seconds_per_example, TIMES, "per example")
+    axes = wire_axes(reports)
+    total = _compiled(lambda r: r.total_wire_bytes)
     cross = _compiled(lambda r: r.cross_slice_bytes)
     work = _compiled(lambda r: r.flops)
     repeat = _compiled(lambda r: r.replicated_compute if r.program_flops else None)
@@ -149,7 +152,8 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
         band,
         *([example] if any(report.examples != 1 for report in reports) else []),
         _words("bound", lambda r: r.time.binding if r.time else "-", "estimate", "bound by"),
-        *map(along, wire_axes(reports)),
+        *([number("wire", "counted", total, wire)] if len(axes) > 1 else []),
+        *map(along, axes),
         *(
             [number("cross", "counted", cross, wire, "cross-slice")]
             if any(report.cross_slice_bytes for report in reports)
