@@ -147,7 +147,7 @@ def _is_traced(values: Sequence[Any]) -> bool:
 
 
 def named_sharding(value: Any) -> NamedSharding | None:
-    """Returns an array's sharding over a mesh of devices, if it has one by now."""
+    """Returns an array's sharding over a mesh of devices, or None."""
     if isinstance(value, (LazyValue, Tracer)):
         return None
     sharding = getattr(value, "sharding", None)
