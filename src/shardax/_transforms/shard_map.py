@@ -517,6 +517,13 @@ class _ShardMapCall(MappedCall):
             )
         if name:
             place = f"at {where}" if item.path else "attached to what the function is bound to"
+            if name == "RngState":
+                raise errors.SharedWriteError(
+                    f"The new RngState {place} is of a stream that in_specs splits, so it differs "
+                    f"between shards over the mesh axes {over}, and a new object has one. Give the "
+                    "Rngs that it keeps the spec P(), sx.StateSharding([(sx.RngState, P()), ...]) "
+                    "in in_specs, or make the object outside."
+                )
             raise errors.SharedWriteError(
                 f"The new {name} {place} has the spec {spec} (that of the Module it was attached "
                 "to, or of its place in the result), but differs between shards over the mesh "
