@@ -208,6 +208,17 @@ def test_rngs_of_an_array_of_keys_have_one_key_per_lane(form: str, over: str) ->
     assert rngs.params.count.value.tolist() == [4, 4, 4]
 
 
+def test_keys_that_are_written_into_a_stream_of_one_key_are_mapped_too() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    for run in (sx.vmap, lambda f: sx.scan(f, in_axes=0, out_axes=0)):
+        rngs = sx.Rngs(params=0)
+        rngs.params.key.value = keys
+        drawn = run(lambda r: jax.random.normal(r.params()))(rngs)
+        expected = [jax.random.normal(sx.Rngs(params=key).params()) for key in keys]
+        assert jnp.allclose(drawn, jnp.stack(expected))
+        assert rngs.params.count.value.tolist() == [1, 1, 1]
+
+
 def test_rngs_of_a_table_of_keys_are_mapped_along_any_axis_and_twice() -> None:
     keys = jax.random.split(jax.random.key(0), (2, 3))
     draw = sx.vmap(lambda r: jax.random.normal(r.params()))

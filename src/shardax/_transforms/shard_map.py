@@ -288,16 +288,6 @@ _REASON = (
 )
 
 
-class _ShardMapOptions(NamedTuple):
-    """What the caller of ``shard_map`` asked for, specs in their one form."""
-
-    mesh: AnyMesh | None
-    in_specs: Any
-    out_specs: Any
-    axis_names: frozenset[str]
-    check_vma: bool
-
-
 @engine.decorator
 def shard_map(
     function: Any = None,
@@ -360,23 +350,21 @@ def shard_map(
         raise errors.PrefixError(
             f"axis_names={axis_names!r} is one string; give a set: {{{axis_names!r}}}."
         )
-    options = _ShardMapOptions(
-        mesh,
-        canonical(in_specs, "in_specs"),
-        canonical(out_specs, "out_specs"),
-        frozenset(axis_names),
-        check_vma,
-    )
+    in_specs, out_specs = canonical(in_specs, "in_specs"), canonical(out_specs, "out_specs")
+    axis_names = frozenset(axis_names)
 
     @engine.wraps(function)
     def sharded(*args: Any, **kwargs: Any) -> Any:
-        region = find_region(mesh, options.axis_names)
-        check_axes(region, specs_in(options.in_specs), "in_specs")
-        check_axes(region, specs_in(options.out_specs), "out_specs")
-        assigned = assign(function, options.in_specs, args, kwargs)
-        return engine.retry_captured(
-            lambda known: _ShardMapCall(function, options, region, assigned, known).run()
-        )
+        region = find_region(mesh, axis_names)
+        check_axes(region, specs_in(in_specs), "in_specs")
+        check_axes(region, specs_in(out_specs), "out_specs")
+        given = assign(function, in_specs, args, kwargs)
+
+        def attempt(captured: list[Variable[Any]]) -> Any:
+            call = _ShardMapCall(function, (in_specs, out_specs), region, given, captured)
+            return call.run({"axis_names": axis_names, "check_vma": check_vma})
+
+        return engine.retry_captured(attempt)
 
     return sharded
 
@@ -404,13 +392,12 @@ class _ShardMapCall(MappedCall):
     def __init__(
         self,
         function: Callable[..., Any],
-        options: _ShardMapOptions,
+        specs: tuple[Any, Any],
         region: ManualRegion,
         given: AssignedSpecs,
         captured: Sequence[Variable[Any]],
     ) -> None:
         make_frame = functools.partial(_ShardFrame, functions=[function], reason=_REASON)
-        self.options = options
         self.region = region
         call = engine.LiftedCall(
             "shard_map", [function], given.args, given.kwargs, make_frame, captured
@@ -419,8 +406,8 @@ class _ShardMapCall(MappedCall):
             call, given.args, given.kwargs, given.prefixes, given.named, WHOLE, "in_specs"
         )
         self._materialise(assignment)
-        entries = [*specs_in(options.in_specs), *specs_in(options.out_specs), WHOLE]
-        super().__init__(assignment, (options.out_specs, "out_specs", WHOLE), entries, self._splits)
+        entries = [*specs_in(specs), WHOLE]
+        super().__init__(assignment, (specs[1], "out_specs", WHOLE), entries, self._splits)
 
     def _splits(self, position: int) -> bool:
         entry = self.assignment.leaves[position]
@@ -449,7 +436,7 @@ class _ShardMapCall(MappedCall):
         for (_, variable, _), array in zip(rows, arrays, strict=True):
             variable._value = array
 
-    def run(self) -> Any:
+    def run(self, options: dict[str, Any]) -> Any:
         """Runs all shards and carries back what they did."""
         entering_arrays, specs, treedef = self._entering()
         mapped = jax.shard_map(
@@ -457,8 +444,7 @@ class _ShardMapCall(MappedCall):
             mesh=self.region.mesh,
             in_specs=(specs,),
             out_specs=tuple(self.entries),
-            axis_names=frozenset(self.options.axis_names),
-            check_vma=self.options.check_vma,
+            **options,
         )
         if self.region.is_inner:  # JAX does not run one shard_map in another without compiling
             mapped = jax.jit(mapped)
@@ -562,6 +548,13 @@ class _ShardMapCall(MappedCall):
             )
         if name:
             place = f"at {where}" if item.path else "attached to what the function is bound to"
+            if name == "RngState":
+                raise errors.SharedWriteError(
+                    f"The new RngState {place} is of a stream that in_specs splits, so it differs "
+                    f"between shards over the mesh axes {over}, and a new object has one. Give the "
+                    "Rngs that it keeps the spec P(), sx.StateSharding([(sx.RngState, P()), ...]) "
+                    "in in_specs, or make the object outside."
+                )
             raise errors.SharedWriteError(
                 f"The new {name} {place} has the spec {spec} (that of the Module it was attached "
                 "to, or of its place in the result), but differs between shards over the mesh "

@@ -87,14 +87,14 @@ class SplitStreams:
     """The streams that one call splits."""
 
     def __init__(
-        self, call: LiftedCall, values: Sequence[Any], is_mapped: Callable[[int], bool]
+        self, call: LiftedCall, values: list[Any], is_mapped: Callable[[int], bool]
     ) -> None:
         self.call = call
-        self.streams = [
-            stream
-            for stream in streams_of(call.graph.flat.graphdef)
-            if is_mapped(stream.key) and jnp.ndim(values[stream.key]) == 0
-        ]
+        streams = [s for s in streams_of(call.graph.flat.graphdef) if is_mapped(s.key)]
+        self.streams = [s for s in streams if jnp.ndim(values[s.key]) == 0]
+        for key, counter in streams:
+            if jnp.shape(values[key]) and not jnp.shape(values[counter]):  # keys written over one
+                values[counter] = jnp.broadcast_to(values[counter], values[key].shape)
         self.before = {stream.counter: values[stream.counter] for stream in self.streams}
         self.keys = {stream.key for stream in self.streams}
         self.kept: set[int] = set()  # counters of the streams that new objects keep
