@@ -25,8 +25,8 @@ from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError, ShardaxError
 from shardax._core.graph.views import named_sharding
 from shardax.partition.mesh import resolve_mesh
-from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.specs import abstract
+from shardax.partition.tree_layout import MemoryKinds, OverridesLike
 from shardax.train import checkpoint_files as storage
 from shardax.train import errors
 from shardax.train.checkpoint_format import (

@@ -35,9 +35,9 @@ from shardax._terminal import ProgressBar, is_live
 from shardax._transforms.jit.jit import jit
 from shardax.partition.context import axis_rules
 from shardax.partition.mesh import resolve_mesh
-from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.placement import shard
 from shardax.partition.specs import shardings
+from shardax.partition.tree_layout import MemoryKinds, OverridesLike
 from shardax.train import prefetch
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked

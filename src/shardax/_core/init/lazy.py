@@ -24,6 +24,7 @@ whole by every device, of which each then keeps its part.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -37,7 +38,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import MissingRngsError
+from shardax._core.errors import MissingRngsError, SeedError
 from shardax._core.frames import is_eager
 from shardax._core.graph.static import Static
 
@@ -189,19 +190,20 @@ class InitializerProgram:
         self.compiled = False
 
     def __call__(self, words: Any) -> jax.Array:
-        if self._sharding is None:
-            return self._call(words)
-        # With explicit mesh axes in scope, JAX would lay out every intermediate array by its own
-        # rules, which means whole on every device.
-        with jax.sharding.use_abstract_mesh(NO_MESH):
+        with self._mesh():
             return self._call(words)
 
     def lower(self) -> Any:
         """Lowers the program for a key that is in host memory."""
+        with self._mesh():
+            return self._call.lower(self._words)
+
+    def _mesh(self) -> contextlib.AbstractContextManager[Any]:
+        # With explicit mesh axes in scope, JAX would lay out every intermediate array by its own
+        # rules, which means whole on every device.
         if self._sharding is None:
-            return self._call.lower(self._words)
-        with jax.sharding.use_abstract_mesh(NO_MESH):
-            return self._call.lower(self._words)
+            return contextlib.nullcontext()
+        return jax.sharding.use_abstract_mesh(NO_MESH)
 
 
 class _EmptyProgram(InitializerProgram):
@@ -397,6 +399,20 @@ class Recipe(LazyValue):
         return self.run(self.program(sharding), words_of(self.sources))
 
 
+def check_rngs(rngs: Any) -> Any:
+    """Returns an ``Rngs`` or None, or raises if it is something else, such as a seed."""
+    if rngs is None or hasattr(rngs, "streams"):
+        return rngs
+    is_key = hasattr(rngs, "dtype")
+    shown = f"an array {rngs.dtype}{list(rngs.shape)}" if is_key else repr(rngs)
+    fix = "key" if is_key else rngs if type(rngs) is int else 0
+    raise SeedError(
+        f"rngs takes random streams by name, an sx.Rngs, but was given {shown} of type "
+        f"{type(rngs).__name__}. Make one and pass it to all layers, so that they draw different "
+        f"numbers: rngs=sx.Rngs({fix})."
+    )
+
+
 class Init(Recipe):
     """A lazy value made by an initializer such as those of ``jax.nn.initializers``.
 
@@ -438,7 +454,7 @@ class Init(Recipe):
         if not isinstance(stream, str):
             self.source = stream.draw_source()
         else:
-            self.source = None if rngs is None else rngs[stream].draw_source()
+            self.source = None if rngs is None else check_rngs(rngs)[stream].draw_source()
 
     @property
     def is_traced(self) -> bool:

@@ -28,7 +28,7 @@ _TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
 def explain_error(error: Exception, program: Any, graph: Any) -> None:
     """Raises a clearer error than JAX, or adds a note."""
     explain_values(error, program, graph)
-    if isinstance(error, ValueError):
+    if isinstance(error, (ValueError, IndexError)):
         _explain_shardings(error, program, graph)
     explain_places(error, program)
 
@@ -71,10 +71,7 @@ def place_name(place: re.Match[str], program: Any) -> str:
     if name is not None:
         template = dict(program.named)[name]
     else:
-        template, name = (
-            program.templates[int(index)],
-            program.positions.positional[int(index)][1],
-        )
+        template, name = program.templates[int(index)], program.positions.labels[int(index)]
     if leaf is None or not isinstance(template, TreeTemplate):
         return name + below
     return name + format_path(plain_paths(template)[int(leaf)])
@@ -111,7 +108,7 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
             ) from error
 
 
-def _explain_shardings(error: ValueError, program: Any, graph: Any) -> None:
+def _explain_shardings(error: Exception, program: Any, graph: Any) -> None:
     """Raises if declared shardings do not fit, listing all Variables."""
     misfits = []
     shardings = program.leaf_shardings

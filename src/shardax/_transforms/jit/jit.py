@@ -37,6 +37,7 @@ from shardax._core.cross_process import PickledByName
 from shardax._core.frames import local
 from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
 from shardax._core.graph.paths import Path
+from shardax._core.graph.static import Static
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper, epoch
 from shardax._core.variable import Variable
@@ -47,6 +48,7 @@ from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.error_context import explain_error
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
+from shardax._transforms.lift import prefix as prefixes
 
 # Types of arguments that are surely plain; JAX's concrete array type joins when first met.
 ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
@@ -175,6 +177,9 @@ class BoundJit(Wrapper):
     def _wrap(self, wrapped: Any) -> Any:
         return BoundJit(wrapped.__func__, wrapped.__self__)
 
+    def __reduce__(self) -> Any:
+        return BoundJit, (self.__func__, self.__self__)
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 
@@ -190,7 +195,19 @@ class BoundJit(Wrapper):
 class CachedCall:
     """What a steady call needs, for particular objects."""
 
-    __slots__ = ("donated", "epoch", "kept", "last", "leaves", "roots", "spans", "specialization")
+    __slots__ = (
+        "donated",
+        "epoch",
+        "kept",
+        "last",
+        "leaves",
+        "roots",
+        "seen",
+        "settles",
+        "spans",
+        "specialization",
+        "watched",
+    )
 
     def __init__(self, program: special.Specialization, graph: engine.InputGraph) -> None:
         self.specialization = program
@@ -201,8 +218,29 @@ class CachedCall:
         self.roots = [_weak(root) for root in graph.roots]
         # The effects of the last call and the Variables it wrote.
         self.last: tuple[Any, list[Any]] = (None, [])
+        # Variables with a declared sharding, by position, and what they held.
+        self.watched: dict[int, Any] = {}
+        self.seen: list[int] = []
         # Where the dynamic leaves of each argument stand, under ``static="auto"``.
         self.spans: Any = None
+        self.settles = True  # whether Variables may be moved for the trace
+
+    def watch(self, written: Sequence[int]) -> None:
+        """Looks from now on where the Variables are that have a declared sharding."""
+        # Not those that the program writes, which it returns where they belong.
+        declared, done = enumerate(self.specialization.leaf_shardings), {*written}
+        self.watched = {
+            i: self.leaves[i]
+            for i, entry in declared
+            if i not in done and (entry is not None or i in self.specialization.wanted)
+        }
+        self.seen = []
+
+    def place(self) -> None:
+        """Moves the watched Variables that were given other arrays."""
+        if [id(v._value) for v in self.watched.values()] != self.seen:
+            self.specialization.place(self.watched)
+            self.seen = [id(v._value) for v in self.watched.values()]
 
     def graph(self) -> engine.InputGraph:
         """Flattens the roots anew; for calls that trace or change structure."""
@@ -223,6 +261,8 @@ class CachedCall:
 def _weak(root: Any) -> Callable[[], Any]:
     return weakref.ref(root) if isinstance(root, Object) else lambda: root
 
+
+_NOTHING: dict[str, Any] = {}  # the keyword arguments of a call without any
 
 # How many specializations one compiled function remembers.
 MAX_SPECIALIZATIONS = 512
@@ -335,42 +375,23 @@ class Jit(PickledByName, Wrapper):
         entry = self.calls.get(tuple(key))
         if entry is None or traced or entry.epoch != epoch.current:
             return self._call_uncached(args, kwargs, tuple(key))
-        local.call = entry
-        program = entry.specialization
-        program.used = next(self._ticks)
-        try:
-            result, written, fresh, effects = program.run(
-                [v._value for v in entry.kept], [v._value for v in entry.donated], plain
-            )
-        except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
-            return self._recover(error, entry, args, kwargs)
-        finally:
-            local.call = None
-        known, targets = entry.last
-        if effects is not known:
-            targets = [entry.leaves[position] for position in effects.written]
-            entry.last = (effects, targets)
-        if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
-            return self._finish(entry, engine.LiftedOutputs(result, written, fresh, effects))
-        for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
-            variable._value = value
-        return result
+        return self._repeat(entry, plain, _NOTHING, args, kwargs)
 
     def _call_by_template(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls with keywords, static arguments or objects inside containers."""
         # Takes the arguments apart, which costs something per argument but nothing per Variable.
         if local.frame is not None:
             return self._call_uncached(args, kwargs)
+        args, kwargs = self.resolve(args, kwargs)
         if self._auto and self._simple:
             call = flatten_call(args, kwargs, self._static_types)
             if call is not None:
                 return self._call_flat(call, args, kwargs)
-        signature = self._separate_static(args, kwargs)
-        arguments = self._take_apart(signature)
+        arguments, static = self._take_apart(args, kwargs)
         key = (
             tuple(map(id, arguments.roots)),
             tuple(map(id, self.hidden_objects())),
-            (arguments.templates, arguments.named, signature.static),
+            (arguments.templates, arguments.named, static),
         )
         entry = self.calls.get(key)
         if entry is None or entry.epoch != epoch.current:
@@ -399,20 +420,27 @@ class Jit(PickledByName, Wrapper):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Makes a call whose like was made before."""
-        local.call = entry
         program = entry.specialization
+        local.call = entry
         program.used = next(self._ticks)
-        kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
         try:
+            if entry.watched:
+                entry.place()
+            kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
             result, written, fresh, effects = program.run(kept, donated, plain, named)
         except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
             return self._recover(error, entry, args, kwargs)
         finally:
             local.call = None
+        known, targets = entry.last
+        if effects is not known:
+            targets = [entry.leaves[position] for position in effects.written]
+            entry.last = (effects, targets)
+            entry.watch(effects.written)
         if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
             return self._finish(entry, engine.LiftedOutputs(result, written, fresh, effects))
-        for position, value in zip(effects.written, written, strict=True):
-            entry.leaves[position]._value = value
+        for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
+            variable._value = value
         return result
 
     def _finish(self, entry: CachedCall, outputs: engine.LiftedOutputs) -> Any:
@@ -430,10 +458,13 @@ class Jit(PickledByName, Wrapper):
             program, graph, arguments = self.prepare(args, kwargs)
             entry = local.call = CachedCall(program, graph)
             try:
+                program.place(dict(enumerate(graph.leaves)))
                 outputs = program.call(graph.values(), arguments)
                 break
             except engine.NewCaptures as found:
                 self.capture(found.objects)
+            except engine.NewPlacements:
+                continue  # they are moved there first
             except special.StaleOutputShardings:
                 self.specializations.pop(program.key, None)
             except Exception as error:
@@ -443,6 +474,7 @@ class Jit(PickledByName, Wrapper):
                 local.call = None
         engine.check_no_leak(graph, outputs)
         if key is not None and local.frame is None:
+            entry.watch(outputs.effects.written)
             self.memory.remember(key, entry, graph, few=bool(self.sources))
         return engine.apply_effects(graph, outputs)
 
@@ -480,10 +512,9 @@ class Jit(PickledByName, Wrapper):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[special.Specialization, engine.InputGraph, inputs.SplitArguments]:
         """Finds or makes the specialization for a call."""
-        signature = self._separate_static(args, kwargs)
-        arguments = self._take_apart(signature)
-        labels = [inputs.parameter_name(self.__wrapped__, i) for i in self._dynamic_positions(args)]
-        graph, names = self.input_graph(arguments, labels)
+        arguments, static = self._take_apart(args, kwargs)
+        positions = inputs.ArgumentPositions(self.positional(len(arguments.templates)), static)
+        graph, names = self.input_graph(arguments, positions.labels)
         key = (
             graph.flat.graphdef,
             (
@@ -492,11 +523,10 @@ class Jit(PickledByName, Wrapper):
             ),
             arguments.templates,
             arguments.named,
-            signature.static,
+            static,
         )
         program = self.specializations.get(key)
         if program is None:
-            positions = self._positions(args, signature)
             program = special.Specialization(
                 self.__wrapped__, self.options, key, graph, arguments, positions, names
             )
@@ -534,36 +564,43 @@ class Jit(PickledByName, Wrapper):
         found.extend((("closure", i), item) for i, item in enumerate(alive))
         return found
 
-    def _positions(
-        self, args: Sequence[Any], signature: inputs.SeparatedCall
-    ) -> special.ArgumentPositions:
-        positional = [
-            (i, inputs.parameter_name(self.__wrapped__, i)) for i in self._dynamic_positions(args)
-        ]
-        static = [(place, item.value) for place, item in signature.static if isinstance(place, int)]
-        named = {place: item.value for place, item in signature.static if isinstance(place, str)}
-        return special.ArgumentPositions(positional, static, named)
+    def resolve(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Moves keyword arguments to positions where these have a declared sharding."""
+        declared = self.options.in_shardings
+        if declared is None or not kwargs:
+            return args, kwargs
+        most = None
+        if not prefixes.is_one_entry(declared):
+            most = len(declared) + len(self.static_positions)
+        return inputs.by_position(self.__wrapped__, args, kwargs, most)
 
-    def _dynamic_positions(self, args: Sequence[Any]) -> list[int]:
-        return [i for i in range(len(args)) if i not in self.static_positions]
-
-    def _take_apart(self, signature: inputs.SeparatedCall) -> inputs.SplitArguments:
-        return self.options.split_arguments(signature.args, signature.kwargs, self.path_of)
+    def positional(self, count: int) -> list[tuple[int, str]]:
+        """Returns (position, parameter name) of the first dynamic arguments."""
+        dynamic = (i for i in itertools.count() if i not in self.static_positions)
+        places = itertools.islice(dynamic, count)
+        return [(i, inputs.parameter_name(self.__wrapped__, i)) for i in places]
 
     def path_of(self, key: int | str) -> Path:
         """Returns an argument's path by name or position among dynamic ones."""
-        if isinstance(key, int):
-            dynamic = (i for i in itertools.count() if i not in self.static_positions)
-            key = next(itertools.islice(dynamic, key, None))
-        return inputs.argument_path(self.__wrapped__, key)
+        return (self.positional(key + 1)[-1][1] if isinstance(key, int) else key,)
 
-    def _separate_static(
+    def _take_apart(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> inputs.SeparatedCall:
-        if not (self.static_positions or self.static_names):
-            return inputs.SeparatedCall(tuple(args), dict(kwargs), ())
-        places = (self.static_positions, self.static_names)
-        return inputs.separate_static(self.__wrapped__, *places, args, kwargs)
+    ) -> tuple[inputs.SplitArguments, tuple[tuple[int | str, Static], ...]]:
+        """Returns the dynamic arguments, split, and (position or name, value) of static ones."""
+        args, kwargs = self.resolve(args, kwargs)
+        found: list[tuple[int | str, Static]] = []
+        if not self._simple:
+            given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+            static = [
+                place for place in (*self.static_positions, *self.static_names) if place in given
+            ]
+            found = [(p, inputs.static_argument(given[p], self.__wrapped__, p)) for p in static]
+            args = [arg for i, arg in enumerate(args) if i not in static]
+            kwargs = {name: arg for name, arg in kwargs.items() if name not in static}
+        return self.options.split_arguments(args, kwargs, self.path_of), tuple(found)
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """Traces the function for these arguments without compiling; returns a ``Traced``."""
@@ -577,15 +614,12 @@ class Jit(PickledByName, Wrapper):
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes and dtypes of the result, computing and changing nothing."""
-        signature = self._separate_static(args, kwargs)
-        positions = self._positions(args, signature)
-        given = self._take_apart(signature)
+        given, static = self._take_apart(args, kwargs)
 
         def call(roots: Any, plain: Any, plain_named: Any) -> Any:
             dynamic, named = given.restore(plain, plain_named, roots)
-            return self.__wrapped__(
-                *positions.insert_static(dynamic), **named, **positions.static_named
-            )
+            dynamic, named = inputs.ArgumentPositions([], static).insert_static(dynamic, named)
+            return self.__wrapped__(*dynamic, **named)
 
         return eval_shape(call, given.roots, list(given.plain), given.plain_named)
 
@@ -634,8 +668,10 @@ def jit(
         function: A function, method, ``functools.partial`` or callable Module. Left out: returns a
             decorator.
         in_shardings: A prefix of the positional arguments (without static ones). For a Module: one
-            sharding, a ``State`` of shardings, or a ``StateSharding``. Variables that are written
-            keep theirs.
+            sharding, a ``State`` of shardings, or a ``StateSharding``. Variables are moved there
+            once and stay, lazy ones are made in their shards; those that are written or replaced
+            keep the sharding of their path. An argument given by name has the entry of its
+            position, or none.
         out_shardings: A prefix of the result, likewise.
         static_argnums: Positions of arguments to compile for by value. Types count at every depth:
             1, True and 1.0 differ.

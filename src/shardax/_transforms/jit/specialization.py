@@ -14,17 +14,17 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from shardax._core.frames import Frame, local
+from shardax._core.frames import local
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import DonationError, PrefixError, StaticArgumentError
+from shardax._transforms.errors import DonationError, StaticArgumentError
 from shardax._transforms.jit import retraces
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
@@ -123,7 +123,7 @@ class Specialization:
         key: Any,
         graph: engine.InputGraph,
         arguments: inputs.SplitArguments,
-        positions: ArgumentPositions,
+        positions: inputs.ArgumentPositions,
         names: Sequence[Path],
     ) -> None:
         self.function = function
@@ -143,10 +143,15 @@ class Specialization:
             if options.donates(position, label)
             and not isinstance(arguments.templates[i], inputs.RootTemplate)
         )
+        # Where ``shard_map`` uses Variables that are only read, by position, once that is known.
+        self.wanted: dict[int, Any] = {}
+        self._settled = False
         self.used = 0  # when it was last called, by the count of calls of its ``Jit``
         self.signatures: list[Any] = []
         self.donated_leaves = self._find_donated(graph, arguments)
         self.leaf_shardings: list[Any] = [None] * len(self.leaf_paths)
+        # (label, prefix, template) of each positional argument, if shardings are declared.
+        self._declared: list[tuple[str, Any, Any]] = []
         self._in_shardings = self._spread_in_shardings(graph, arguments)
         self._expected: Any = None
         self._program = self._named_program()
@@ -172,6 +177,25 @@ class Specialization:
         if self._full:
             return self._jitted(kept, donated, *self._separate_plain(plain, named))
         return self._jitted(kept, donated, plain)
+
+    def place(self, variables: Mapping[int, Any]) -> None:
+        """Moves Variables, by position, to their declared shardings, where they stay."""
+        entries = [self.leaf_shardings[position] for position in variables]
+        if self.wanted:
+            entries = [
+                self.wanted.get(position) if entry is None and self._is_off(position, v) else entry
+                for (position, v), entry in zip(variables.items(), entries, strict=True)
+            ]
+        if self.wanted or self._in_shardings is not None:
+            prefixes.place_variables([*variables.values()], entries)
+
+    def _is_off(self, position: int, variable: Any) -> bool:
+        """Whether a Variable is not on the mesh over which ``shard_map`` splits it."""
+        mesh = getattr(self.wanted.get(position), "mesh", None)
+        leaves = jax.tree.leaves(variable._value)
+        return any(
+            getattr(getattr(leaf, "sharding", None), "mesh", None) != mesh for leaf in leaves
+        )
 
     def call(self, values: Sequence[Any], arguments: inputs.SplitArguments) -> engine.LiftedOutputs:
         """Calls the compiled function with values and arguments taken apart."""
@@ -252,7 +276,7 @@ class Specialization:
         named: Any = None,
         donated_named: Any = None,
     ) -> tuple[Any, ...]:
-        graph = local.call.graph()
+        settles, graph = local.call.settles, local.call.graph()
         values = self.join(kept, donated)
         for position in self.donated:
             plain[position] = donated_plain[position]
@@ -261,7 +285,7 @@ class Specialization:
         if self.signatures and retraces.listeners.get():
             retraces.report_trace(self, self.signatures, signature)
         self.signatures.append(signature)
-        with Frame("jit") as frame:
+        with engine.CompiledFrame("jit") as frame:
             roots, copies = engine.bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
             result = self._call_user(roots, plain, named)
             engine.check_result(result, "jit")
@@ -271,8 +295,29 @@ class Specialization:
             lost = [*(item.outer for item in frame.captured), *outputs.effects.foreign.values()]
             if lost:
                 raise engine.NewCaptures(lost)
-            self._declare_shardings(outputs, copies, result)
+            if settles and not self._settled and frame.parent is None:
+                self._find_placement(frame, copies, graph.leaves, outputs.effects.written)
+            self._declare_shardings(outputs, copies, result, plain, roots[1:])
         return tuple(outputs)
+
+    def _find_placement(
+        self,
+        frame: engine.CompiledFrame,
+        copies: Sequence[Any],
+        leaves: Sequence[Any],
+        written: Sequence[int],
+    ) -> None:
+        """Finds, once, where Variables that are only read are used, and has them moved there."""
+        self.wanted = {
+            position: frame.wanted[id(copies[index])]
+            for position, index in enumerate(self.graphdef.leaves)
+            if id(copies[index]) in frame.wanted
+            and position not in written
+            and self.leaf_shardings[position] is None
+        }
+        self._settled = True
+        if any(self._is_off(position, leaves[position]) for position in self.wanted):
+            raise engine.NewPlacements
 
     def join(self, kept: Iterable[Any], donated: Iterable[Any]) -> list[Any]:
         """The inverse of ``partition``."""
@@ -285,9 +330,8 @@ class Specialization:
     def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]) -> Any:
         function, objects = roots[0], roots[1 : 1 + self.root_count]
         args, kwargs = inputs.join_arguments(self, plain, named, objects)
-        return function(
-            *self.positions.insert_static(args), **kwargs, **self.positions.static_named
-        )
+        args, kwargs = self.positions.insert_static(args, kwargs)
+        return function(*args, **kwargs)
 
     def _find_donated(
         self, graph: engine.InputGraph, arguments: inputs.SplitArguments
@@ -322,16 +366,18 @@ class Specialization:
     ) -> Any:
         if self.options.in_shardings is None:
             return None
-        given = self.positions.per_argument(self.options.in_shardings, "in_shardings")
+        declared, labels = self.options.in_shardings, self.positions.labels
+        static = [place for place, _ in self.positions.static if isinstance(place, int)]
+        if not prefixes.is_one_entry(declared) and len(declared) == len(labels) + len(static):
+            declared = [entry for place, entry in enumerate(declared) if place not in static]
+        given = prefixes.per_argument(declared, labels, "in_shardings")
         args = [
             inputs.join_argument(t, p, arguments.roots, with_static=False)
             for t, p in zip(self.templates, arguments.plain, strict=True)
         ]
         entries: list[Any] = []
         plain: list[Any] = []
-        for (_, label), prefix, arg, template in zip(
-            self.positions.positional, given, args, self.templates, strict=True
-        ):
+        for label, prefix, arg, template in zip(labels, given, args, self.templates, strict=True):
             if isinstance(template, inputs.PlainTemplate):
                 prefixes.check_plain(prefix, arg, "in_shardings", (label,))
                 plain.append(prefix)
@@ -341,12 +387,18 @@ class Specialization:
             rest = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
             plain.append(rest if isinstance(template, inputs.TreeTemplate) else None)
         by_id = prefixes.consistent(entries, "in_shardings")
+        self._declared = [*zip(labels, given, self.templates, strict=True)]
         self.leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
         kept, donated = self.partition(self.leaf_shardings)
         return kept, donated, *self._split_donated(plain), None, None
 
     def _declare_shardings(
-        self, outputs: engine.LiftedOutputs, copies: Sequence[Any], result: Any
+        self,
+        outputs: engine.LiftedOutputs,
+        copies: Sequence[Any],
+        result: Any,
+        plain: Sequence[Any],
+        objects: Sequence[Any],
     ) -> None:
         """Works out the sharding of everything that leaves, when shardings are declared."""
         effects = outputs.effects
@@ -355,16 +407,28 @@ class Specialization:
         if self._expected is not None and self._expected != effects.tree_key:
             raise StaleOutputShardings
         declared = self.options.out_shardings
-        by_id: dict[int, Any] = {}
+        given = {id(copies[index]): None for index in self.graphdef.leaves}
+        by_id: dict[int, Any] = {  # new Variables have the entry of the place that they took
+            id(leaf): entry
+            for (label, prefix, template), part in zip(self._declared, plain, strict=False)
+            if not isinstance(template, inputs.PlainTemplate)
+            for _, leaf, entry in prefixes.expand(
+                prefix,
+                inputs.join_argument(template, part, objects, with_static=False),
+                "in_shardings",
+                (label,),
+                given,
+                lenient=True,
+            )
+            if id(leaf) not in given
+        }
         arrays: Any = declared
         if effects.result is None:
             prefixes.check_plain(declared, result, "out_shardings")
         else:
             found = list(prefixes.expand(declared, result, "out_shardings"))
-            by_id = {
-                key: entry
-                for key, (_, entry) in prefixes.consistent(found, "out_shardings").items()
-            }
+            of_result = prefixes.consistent(found, "out_shardings")
+            by_id |= {key: entry for key, (_, entry) in of_result.items() if entry is not None}
             arrays = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
         written = []
         for position in effects.written:
@@ -372,35 +436,3 @@ class Specialization:
             written.append(self.leaf_shardings[position] if entry is None else entry)
         fresh = [by_id.get(key) for key in effects.fresh_ids]
         effects.shardings = (arrays, written, fresh)
-
-
-class ArgumentPositions(NamedTuple):
-    """Where the dynamic and static arguments of a call stand."""
-
-    # (position in the user's signature, parameter name) of each dynamic positional argument.
-    positional: list[tuple[int, str]]
-    static: list[tuple[int, Any]]  # (position, value) of static positional arguments
-    static_named: dict[str, Any]  # static keyword arguments
-
-    def insert_static(self, args: list[Any]) -> list[Any]:
-        """Returns the user's positional arguments, static ones included."""
-        for position, value in self.static:
-            args.insert(position, value)
-        return args
-
-    def per_argument(self, prefix: Any, name: str) -> list[Any]:
-        """Returns one prefix per dynamic positional argument."""
-        count = len(self.positional)
-        if prefixes.is_one_entry(prefix):
-            return [prefix] * count
-        if len(prefix) == count:
-            return list(prefix)
-        static = [position for position, _ in self.static]
-        if static and len(prefix) == count + len(static):
-            return [entry for position, entry in enumerate(prefix) if position not in static]
-        labels = ", ".join(label for _, label in self.positional)
-        raise PrefixError(
-            f"{name} has {len(prefix)} entries, but the call has {count} non-static positional "
-            f"arguments ({labels}). Give one entry per argument; keyword arguments take the "
-            "sharding of what is passed."
-        )

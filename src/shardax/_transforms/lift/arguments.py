@@ -80,6 +80,37 @@ def parameter_name(function: Any, position: int) -> str:
     return names[position] if position < len(names) else f"args[{position}]"
 
 
+def by_position(
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    most: int | None = None,
+    fill: str | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Moves keyword arguments to the positions that the signature gives them, up to ``most``."""
+    # Defaults fill the ``"gaps"`` before the last keyword, ``"all"`` that is missing, or nothing:
+    # as an argument of its own, a default would be traced.
+    given, rest = list(args), dict(kwargs)
+    missing = list((parameters_of(function) or ())[len(given) : most])
+    while missing and fill == "gaps" and missing[-1].name not in rest:
+        missing.pop()
+    for parameter in missing:
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in rest:
+            given.append(rest.pop(parameter.name))
+        elif (
+            fill is not None
+            and parameter.default is not parameter.empty
+            and (parameter.kind is not parameter.KEYWORD_ONLY)
+        ):
+            given.append(parameter.default)
+        else:
+            break
+    if fill == "all":
+        named = [p for p in parameters_of(function) or () if p.kind is p.KEYWORD_ONLY]
+        rest = {p.name: p.default for p in named if p.default is not p.empty} | rest
+    return tuple(given), rest
+
+
 def positional_names(function: Any) -> list[str]:
     """Returns the names of a function's positional parameters."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -252,31 +283,28 @@ def static_argument(value: Any, function: Any, place: int | str) -> Static:
         ) from error
 
 
-class SeparatedCall(NamedTuple):
-    """A call, sorted into what is passed and what identifies it."""
+class ArgumentPositions(NamedTuple):
+    """Where the arguments of a call stand in the signature of its function."""
 
-    args: tuple[Any, ...]  # positional arguments that are not static
-    kwargs: dict[str, Any]  # keyword arguments that are not static
-    static: tuple[tuple[Any, Static], ...]  # (position or name, value) of each static argument
+    # (position, parameter name) of each dynamic positional argument.
+    positional: list[tuple[int, str]]
+    static: tuple[tuple[Any, Static], ...]  # (position or name, value) of each static one
 
+    @property
+    def labels(self) -> list[str]:
+        """Parameter names of the dynamic positional arguments."""
+        return [label for _, label in self.positional]
 
-def separate_static(
-    function: Any,
-    positions: Sequence[int],
-    names: Sequence[str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> SeparatedCall:
-    """Sorts the arguments of a call."""
-    static: list[tuple[Any, Static]] = [
-        (i, static_argument(args[i], function, i)) for i in positions if i < len(args)
-    ]
-    static += [
-        (name, static_argument(kwargs[name], function, name)) for name in names if name in kwargs
-    ]
-    dynamic = tuple(arg for i, arg in enumerate(args) if i not in positions)
-    named = {name: arg for name, arg in kwargs.items() if name not in names}
-    return SeparatedCall(dynamic, named, tuple(static))
+    def insert_static(
+        self, args: list[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the user's arguments, static ones included."""
+        for place, item in self.static:
+            if isinstance(place, int):
+                args.insert(place, item.value)
+            else:
+                kwargs[place] = item.value
+        return args, kwargs
 
 
 def check_static(
@@ -359,7 +387,7 @@ def leaf_paths(treedef: Any) -> Sequence[Path]:
     return [plain_path(keys) for keys, _ in pairs]
 
 
-def join_argument(template: Any, plain: Any, roots: Sequence[Any], with_static: bool = True) -> Any:
+def join_argument(template: Any, plain: Any, roots: Any, with_static: bool = True) -> Any:
     """The inverse of ``split_argument``, with other roots."""
     if type(template) is PlainTemplate:
         return plain
@@ -529,8 +557,10 @@ def root_names(labels: Iterable[str], arguments: SplitArguments) -> list[Path]:
     return names
 
 
-def plain_paths(template: TreeTemplate) -> list[Path]:
-    """Returns the paths of the arrays beside an argument's objects."""
+def plain_paths(template: Any, plain: Any = None) -> Sequence[Path]:
+    """Returns the paths of an argument's arrays, beside objects and static values."""
+    if not isinstance(template, TreeTemplate):
+        return leaf_paths(jax.tree.structure(plain))
     others = {leaf for leaf, _ in (*template.roots, *template.static)}
     paths = leaf_paths(template.treedef)
     return [path for leaf, path in enumerate(paths) if leaf not in others]
@@ -589,9 +619,14 @@ def _add_holder(holder: Any, found: dict[Any, ClosureSource]) -> None:
         found.setdefault(id(holder), ClosureSource("self", lambda: holder))
 
 
-def _places(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
+def closure_cells(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
+    """Yields (key, source) of every name that a function closes over."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield id(cell), ClosureSource(name, functools.partial(_read_cell, cell))
+
+
+def _places(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
+    yield from closure_cells(function)
     scope = function.__globals__
     for name in _global_names(function.__code__):
         if name in scope:
