@@ -18,7 +18,6 @@ A *region* is a mesh and the mesh axes that become *manual* in one call: all of 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -107,28 +106,15 @@ def spread(entry: Any, value: Any, path: Path, name: str) -> list[PartitionSpec]
         ) from error
 
 
-class AssignedSpecs(NamedTuple):
-    """Arguments, each with its entry."""
-
-    # The positional arguments; also those given by name that have their place among them.
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]  # the others
-    prefixes: list[Any]  # one prefix per positional argument
-    named: dict[str, Any]  # one prefix per other argument, by name
-
-
 def assign(
     function: Callable[..., Any], specs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> AssignedSpecs:
+) -> prefixes.AssignedPrefixes:
     """Finds the entry of every argument, by position or name."""
-    parameters = inputs.parameters_of(function)
     positional = inputs.positional_names(function)
-    if parameters is not None and kwargs:
-        bound = inspect.Signature(parameters).bind(*args, **kwargs)
-        args, kwargs = bound.args, bound.kwargs
+    args, kwargs = inputs.by_position(function, args, kwargs)
     if not isinstance(specs, (tuple, list)):
         named = dict.fromkeys(kwargs, specs)
-        return AssignedSpecs(tuple(args), dict(kwargs), [specs] * len(args), named)
+        return prefixes.AssignedPrefixes(args, kwargs, [specs] * len(args), named)
     if not len(args) <= len(specs) <= max(len(positional), len(args)):
         shown = f" ({', '.join(positional)})" if positional else ""
         raise errors.PrefixError(
@@ -143,7 +129,7 @@ def assign(
                 f"{keyword!r}. Add one, make it positional, or give one entry for everything."
             )
     named = {keyword: by_name[keyword] for keyword in kwargs}
-    return AssignedSpecs(tuple(args), dict(kwargs), list(specs[: len(args)]), named)
+    return prefixes.AssignedPrefixes(args, kwargs, list(specs[: len(args)]), named)
 
 
 class ManualRegion(NamedTuple):
@@ -313,7 +299,7 @@ def shard_map(
             argument given by name has the entry of its position. An entry is a ``PartitionSpec``
             (None is ``P()``), for a Module also a State of specs, such as
             ``sx.partition_specs(model)``, or a ``StateSharding``; for a container the same
-            container with entries.
+            container with entries. Variables in the arguments move to their shards and stay there.
         out_specs: A prefix of the result, likewise.
         axis_names: The mesh axes to split over; the others are left to the compiler. Empty: all.
         check_vma: As in ``jax.shard_map``: whether JAX keeps track of what varies. Without it,
@@ -394,7 +380,7 @@ class _ShardMapCall(MappedCall):
         function: Callable[..., Any],
         specs: tuple[Any, Any],
         region: ManualRegion,
-        given: AssignedSpecs,
+        given: prefixes.AssignedPrefixes,
         captured: Sequence[Variable[Any]],
     ) -> None:
         make_frame = functools.partial(_ShardFrame, functions=[function], reason=_REASON)
@@ -452,10 +438,44 @@ class _ShardMapCall(MappedCall):
 
     def _entering(self) -> tuple[list[Any], list[PartitionSpec], Any]:
         """Returns the arrays that enter, their specs, and the treedef."""
+        drawn = self.streams.draw(self.values)
+        for path, leaf, spec in self._rows(drawn)[0]:
+            self.region.check(path, leaf, spec, "in_specs")
+        self._settle()
+        rows, treedef = self._rows(drawn)
+        placed = [self.region.place(leaf, spec) for _, leaf, spec in rows]
+        return placed, [spec for _, _, spec in rows], treedef
+
+    def _settle(self) -> None:
+        """Moves Variables in the arguments to their shards, where they stay."""
+        mesh, assignment = self.region.mesh, self.assignment
+        if not isinstance(mesh, Mesh):
+            return
+        whole = len(self.region.axes) == len(mesh.axis_names)  # else others lay it out, too
+        found: dict[int, NamedSharding] = {}
+        for position, (leaf, spec) in enumerate(
+            zip(self.call.graph.flat.leaves, assignment.leaves, strict=True)
+        ):
+            on_mesh = any(
+                getattr(getattr(item, "sharding", None), "mesh", None) == mesh
+                for item in jax.tree.leaves(leaf._value)
+            )
+            declared = id(leaf) in assignment.by_id and isinstance(spec, PartitionSpec)
+            if declared and position not in self.streams and (whole or not on_mesh):
+                found[position] = NamedSharding(mesh, spec)
+        leaves = [self.call.graph.leaves[position] for position in found]
+        if not is_eager():  # the compiled function around this call has them moved
+            engine.request_placement(leaves, [*found.values()])
+            return
+        prefixes.place_variables(leaves, [*found.values()])
+        for position, variable in zip(found, leaves, strict=True):
+            self.values[position] = variable._value
+
+    def _rows(self, drawn: Mapping[int, Any]) -> tuple[list[tuple[Path, Any, PartitionSpec]], Any]:
+        """Returns (path, array, spec) of all that enters, and the treedef."""
         arguments, assignment = self.call.arguments, self.assignment
         plain = (list(arguments.plain), arguments.plain_named)
         rows: list[tuple[Path, Any, PartitionSpec]] = []
-        drawn = self.streams.draw(self.values)
         values = list(self.values)
         for position, (path, entry) in enumerate(
             zip(assignment.leaf_paths, assignment.leaves, strict=True)
@@ -468,10 +488,7 @@ class _ShardMapCall(MappedCall):
             specs = spread(entry, value, path, "in_specs")
             rows += [(path, leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
         rows += zip(assignment.plain_paths, jax.tree.leaves(plain), assignment.plain, strict=True)
-        for path, leaf, spec in rows:
-            self.region.check(path, leaf, spec, "in_specs")
-        placed = [self.region.place(leaf, spec) for _, leaf, spec in rows]
-        return placed, [spec for _, _, spec in rows], jax.tree.structure((values, plain))
+        return rows, jax.tree.structure((values, plain))
 
     def _pure(self, treedef: Any, entering_arrays: list[Any]) -> tuple[list[Any], ...]:
         values, (positional, named) = treedef.unflatten(entering_arrays)

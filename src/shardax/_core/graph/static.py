@@ -19,6 +19,7 @@ import dataclasses
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -80,6 +81,10 @@ def _key(value: Any, depth: int) -> Hashable:
         fields = dataclasses.fields(value)
         return (kind, tuple(_key(getattr(value, field.name), depth) for field in fields))
     hash(value)  # raises TypeError for what cannot be a static value
+    if depth and isinstance(value, types.MethodType):
+        return (kind, _identity(value.__self__), _key(value.__func__, depth))
+    if depth and kind.__eq__ is object.__eq__:
+        return _identity(value)
     return (kind, value)
 
 
@@ -95,16 +100,47 @@ def _is_plain_frozen_dataclass(value: Any) -> bool:
     )
 
 
+# The first key of each function, and the functions of which a closed-over name was rebound since,
+# by that key. Neither keeps anything alive: such keys refer weakly to what has an identity.
+_first_keys: weakref.WeakKeyDictionary[types.FunctionType, Hashable] = weakref.WeakKeyDictionary()
+_rebound: dict[Hashable, weakref.ref[types.FunctionType]] = {}
+
+
 def _function_key(function: types.FunctionType, depth: int) -> Hashable:
-    """Returns a function's key: code, globals, defaults and closure."""
+    """Returns a function's key, which stays when a closed-over name is rebound."""
+    # As in ``jax.jit``, a name is read when a program is traced. Where that changed what one
+    # function does, no other one shares its programs any more.
+    found = _closure_key(function, depth)
+    if depth:
+        return found
+    first = _first_keys.setdefault(function, found)
+    if first == found and first not in _rebound:
+        return first
+    if _rebound.setdefault(first, weakref.ref(function))() is not function:
+        first = _first_keys[function] = _identity(function)
+    return first
+
+
+def _identity(value: Any) -> Hashable:
+    """Returns the key of what is compared by identity, without keeping it alive."""
+    try:
+        reference = weakref.ref(value)
+        hash(reference)  # now: later it might be gone
+    except TypeError:
+        return (type(value), value)
+    return (type(value), reference)
+
+
+def _closure_key(function: types.FunctionType, depth: int) -> Hashable:
+    """Returns what a function does now: code, globals, defaults and closure."""
     if depth >= _MAX_FUNCTION_DEPTH or function.__dict__.keys() - {"__wrapped__"}:
-        return (types.FunctionType, function)
+        return _identity(function)
     try:
         cells = tuple(_cell_key(cell, function, depth) for cell in function.__closure__ or ())
         defaults = _key(function.__defaults__, depth + 1)
         named = tuple((k, _key(v, depth + 1)) for k, v in (function.__kwdefaults__ or {}).items())
     except TypeError:  # something closed over is not hashable: the function is only equal to itself
-        return (types.FunctionType, function)
+        return _identity(function)
     return (
         types.FunctionType,
         function.__code__,

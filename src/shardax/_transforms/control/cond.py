@@ -231,7 +231,11 @@ def _container(item: Any, children: dict[Any, Any]) -> str:
 
 
 def cond(
-    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
+    pred: Any,
+    true_fun: Callable[..., Any],
+    false_fun: Callable[..., Any],
+    *operands: Any,
+    **named_operands: Any,
 ) -> Any:
     """Runs one of two functions over Modules, as ``jax.lax.cond`` does.
 
@@ -244,6 +248,7 @@ def cond(
         true_fun: Called as ``true_fun(*operands)`` if the predicate is true.
         false_fun: Called if it is false.
         *operands: Arrays, Modules, Variables and pytrees of these.
+        **named_operands: Likewise, given to the branches by name.
 
     Returns:
         The result of the branch that was taken.
@@ -267,18 +272,22 @@ def cond(
     functions = {"true_fun": true_fun, "false_fun": false_fun}
     _check_callable("cond", functions)
     decision = loops.as_predicate(pred, "pred of sx.cond")
+    given = (operands, named_operands)
     return _run(
-        "cond", functions, operands, decision, lambda branches: jax.lax.cond(decision, *branches)
+        "cond", functions, given, decision, lambda branches: jax.lax.cond(decision, *branches)
     )
 
 
-def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+def switch(
+    index: Any, branches: Sequence[Callable[..., Any]], *operands: Any, **named_operands: Any
+) -> Any:
     """Runs one of several functions over Modules, as ``jax.lax.switch`` does; see ``cond``.
 
     Args:
         index: An integer of shape (); one that is out of range counts as the nearest in range.
         branches: The functions, each called as ``branch(*operands)``.
         *operands: Arrays, Modules, Variables and pytrees of these.
+        **named_operands: Likewise, given to the branches by name.
 
     Returns:
         The result of the branch that was taken.
@@ -300,7 +309,7 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     _check_callable("switch", functions)
     decision = loops.as_integer(index, "index of sx.switch")
     choose = functools.partial(jax.lax.switch, decision)
-    return _run("switch", functions, operands, decision, choose)
+    return _run("switch", functions, (operands, named_operands), decision, choose)
 
 
 def _check_callable(name: str, functions: dict[str, Any]) -> None:
@@ -315,13 +324,13 @@ def _check_callable(name: str, functions: dict[str, Any]) -> None:
 def _run(
     name: str,
     functions: dict[str, Callable[..., Any]],
-    operands: Sequence[Any],
+    operands: tuple[Sequence[Any], dict[str, Any]],
     decision: Any,
     choose: Callable[..., Any],
 ) -> Any:
     def attempt(captured: list[Variable[Any]]) -> Any:
         branches = [*functions.values()]
-        call = engine.LiftedCall(name, branches, operands, {}, captured=captured)
+        call = engine.LiftedCall(name, branches, *operands, captured=captured)
         return _BranchingCall(call, [*functions]).run(decision, choose)
 
     return engine.retry_captured(attempt)
@@ -343,7 +352,7 @@ class _BranchingCall:
             for which in range(len(labels))
         ]
 
-    def _one(self, which: int, values: list[Any], plain: tuple[Any, ...]) -> Any:
+    def _one(self, which: int, values: list[Any], plain: tuple[Any, dict[str, Any]]) -> Any:
         """Runs a branch; returns result arrays, written and new values."""
 
         def leave(context: engine.RunContext) -> Any:
@@ -355,7 +364,7 @@ class _BranchingCall:
             self.done[which] = effects, _result_outline(context.result, effects), treedef
             return (leaves, dict(zip(effects.written, outputs.written, strict=True)), outputs.fresh)
 
-        return self.call.run(values, plain, {}, leave, which=which)
+        return self.call.run(values, *plain, leave, which=which)
 
     def _branch(self, which: int, targets: Sequence[_OutputType], values: Any, plain: Any) -> Any:
         """Runs a branch and returns, flat, what leaves every branch."""
@@ -372,7 +381,9 @@ class _BranchingCall:
     def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
         """Traces all branches, runs the chosen one, and applies its effects."""
         differ = functools.partial(scan.vary_alike, other=decision)
-        inputs = jax.tree.map(differ, (self.values, self.call.arguments.plain))
+        arguments = self.call.arguments
+        plain = (arguments.plain, arguments.plain_named)
+        inputs = jax.tree.map(differ, (self.values, plain))
         outcomes = []
         for which, label in enumerate(self.labels):
             leaves, written, fresh = scan.abstract_eval(self.ones[which], *inputs)

@@ -352,7 +352,8 @@ def scan(
         function: A function, method or callable Module. Left out: returns a decorator.
         in_axes: One entry for all positional arguments, or a tuple of one each: ``Carry`` (at most
             one argument), an axis, ``None``; for a Module also ``StateAxes`` or a ``State`` of
-            entries, for a container the same container with axes. Keyword arguments have axis 0.
+            entries, for a container the same container with axes. An argument given by name has the
+            entry of its position, or axis 0.
         out_axes: A prefix of the result: ``Carry`` at the top level, for the carried argument, and
             axes along which the rest is stacked.
         length: The number of iterations, if no argument has an axis.
@@ -391,9 +392,13 @@ def scan(
 
     @engine.wraps(function)
     def scanned(*args: Any, **kwargs: Any) -> Any:
+        given = prefix.assign(function, in_axes, args, kwargs, "in_axes", 0)
+
         def attempt(captured: list[Variable[Any]]) -> Any:
-            call = engine.LiftedCall("scan", [function], args, kwargs, captured=captured)
-            loop = _Scan(call, in_axes, out_axes, has_carry, name, args, kwargs)
+            call = engine.LiftedCall(
+                "scan", [function], given.args, given.kwargs, captured=captured
+            )
+            loop = _Scan(call, given, out_axes, has_carry, name)
             return loop.run(length, reverse, unroll)
 
         return engine.retry_captured(attempt)
@@ -448,15 +453,13 @@ class _Scan(LoopBody):
     def __init__(
         self,
         call: engine.LiftedCall,
-        in_axes: Any,
+        given: prefix.AssignedPrefixes,
         out_axes: Any,
         has_carry: bool,
         partition_name: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
     ) -> None:
         self.out_axes = out_axes
-        prefixes = prefix.per_argument(in_axes, call.labels, "in_axes")
+        args, kwargs, prefixes, named = given
         self.carry_position = prefixes.index(prefix.Carry) if has_carry else None
         if prefixes.count(prefix.Carry) > 1:
             raise CarryError(
@@ -464,7 +467,7 @@ class _Scan(LoopBody):
                 f"{len(prefixes)} ({', '.join(call.labels)}). Give one entry each: in_axes="
                 f"(sx.Carry, 0)."
             )
-        assignment = prefix.EntryAssignment(call, args, kwargs, prefixes, 0, None, "in_axes")
+        assignment = prefix.EntryAssignment(call, args, kwargs, prefixes, named, None, "in_axes")
         axes, plain = assignment.leaves, assignment.plain
         self.mapped = mapped.MappedCall(
             assignment, (out_axes, "out_axes", None), (), lambda p: prefix.is_axis(axes[p])

@@ -381,6 +381,35 @@ class NewCaptures(Exception):
         self.objects = list(objects)
 
 
+class NewPlacements(Exception):
+    """Stops a trace that splits Variables over a mesh on which they are not."""
+
+
+class CompiledFrame(frames.Frame):
+    """The frame of a compiled function, which can have its Variables moved beforehand."""
+
+    __slots__ = ("wanted",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.wanted: dict[int, Any] = {}  # sharding by ``id`` of a copy
+
+
+def request_placement(variables: Sequence[Any], shardings: Sequence[Any]) -> None:
+    """Asks the compiled function around to have Variables placed before it runs."""
+    frame = frames.local.frame
+    found = {
+        id(variable): sharding for variable, sharding in zip(variables, shardings, strict=True)
+    }
+    while frame is not None and not isinstance(frame, CompiledFrame):
+        outer = {id(copy): original for original, copy in frame.copies.values()}
+        above = {key: frames.resolve(outer[key], frame.parent) for key in found if key in outer}
+        found = {id(variable): found[key] for key, variable in above.items()}
+        frame = frame.parent
+    if frame is not None:
+        frame.wanted.update(found)
+
+
 P = ParamSpec("P")
 
 

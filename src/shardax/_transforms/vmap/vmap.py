@@ -54,9 +54,10 @@ def vmap(
         function: A function, method or callable Module. Left out: returns a decorator.
         in_axes: One entry for all positional arguments, or a tuple of one each. An entry is an axis
             (negative counts from the end), ``None``, for a Module also ``StateAxes`` or a ``State``
-            of axes, for a container the same container with entries. Keyword arguments have axis 0.
-            Or ``"auto"``: an array is mapped if its leading axis has the size of the batch; another
-            match is an error unless declared, as for ``batch_axes``.
+            of axes, for a container the same container with entries. An argument given by name has
+            the entry of its position, or axis 0. Or ``"auto"``: an array is mapped if its leading
+            axis has the size of the batch; another match is an error unless declared, as for
+            ``batch_axes``.
         out_axes: A prefix of the result, likewise.
         axis_name: A name for collectives inside, such as ``jax.lax.pmean(x, "batch")``.
         axis_size: The size of the batch, if no argument has an axis.
@@ -127,12 +128,14 @@ class _VmapCall(mapped.MappedCall):
         kwargs: Mapping[str, Any],
     ) -> None:
         make_frame = functools.partial(SealedFrame, functions=[function], reason=_REASON)
+        prefixes: Any = None
+        named: Any = None
+        if not isinstance(in_axes, Batch):
+            given = prefix.assign(function, in_axes, args, kwargs, "in_axes", 0)
+            args, kwargs, prefixes, named = given
         call = LiftedCall("vmap", [function], args, kwargs, make_frame)
-        named: Any = 0
         if isinstance(in_axes, Batch):
             prefixes, named = in_axes.find_call(call.labels, args, kwargs).axes
-        else:
-            prefixes = prefix.per_argument(in_axes, call.labels, "in_axes")
         assignment = prefix.EntryAssignment(call, args, kwargs, prefixes, named, None, "in_axes")
         entries = [*prefix.entries_in((prefixes, named, out_axes)), 0, None]
         axes = assignment.leaves
