@@ -34,7 +34,7 @@ _NAMES = {
         "LayoutLostWarning MetadataError MissingAttributeError MissingRngsError PickleReadError "
         "PickleWriteError PrecisionLostWarning ReadOnlyCopyError RepeatedKeyError "
         "ReservedNameError SeedError ShardaxError StackError StateMismatchError "
-        "StatelessCallError StaticAttributeError TraceLeakError UnboundVariableError "
+        "StatelessCallError StaticAttributeError TraceLeakError TreeError UnboundVariableError "
         "UnknownStreamError VariableValueError"
     ),
     "shardax._select.places": (

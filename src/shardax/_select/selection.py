@@ -155,6 +155,11 @@ class Selection(Shown):
             >>> sx.select(mlp).at(lambda m: (m.up.kernel.value, m.down)).keypaths()
             (('up', 'kernel', 'value'), ('down',))
         """
+        if not callable(accessor):
+            raise SelectionError(
+                f"at() takes a function that points at parts, at(lambda m: m.layers[0]), but was "
+                f"given {accessor!r}. For paths there is at_keypaths('.layers[0]')."
+            )
         found = self._narrowed(
             p for place in self._places for p in predicates.accessed(place, accessor)
         )

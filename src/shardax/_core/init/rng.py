@@ -37,7 +37,7 @@ from shardax._core.frames import exclusive, is_eager, local, owner_here, resolve
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
 from shardax._core.module import Module
-from shardax._core.variable import RngState
+from shardax._core.variable import RngState, Variable
 
 # --- key reuse ------------------------------------------------------------------------------------
 
@@ -215,6 +215,8 @@ _WORD = 2**32 - 1
 
 def key_value(source: Any) -> Any:
     """Returns a typed key, or a ``LazyKey`` for an integer."""
+    if isinstance(source, Variable):
+        source = source.value
     if isinstance(source, KeySource):
         return LazyKey(source)
     if is_integer(source):
@@ -225,14 +227,14 @@ def key_value(source: Any) -> Any:
         if source.ndim == 0 and jnp.issubdtype(source.dtype, np.integer):
             return jax.random.key(source)
         if source.ndim > 0 and source.dtype == np.uint32:
-            return jax.random.wrap_key_data(jnp.asarray(source))
-    shown = (
-        f"an array {source.dtype}{list(source.shape)}" if hasattr(source, "dtype") else repr(source)
-    )
+            with contextlib.suppress(TypeError):  # not as many numbers as a key has
+                return jax.random.wrap_key_data(jnp.asarray(source))
+    is_array = isinstance(source, (jax.Array, np.ndarray))
+    shown = f"an array {source.dtype}{list(source.shape)}" if is_array else repr(source)
     raise SeedError(
         f"A random stream needs an integer seed or a random key, but was given {shown} of type "
-        f"{type(source).__name__}. "
-        f"Use Rngs(0), or Rngs(jax.random.key(0)), or name the stream: Rngs(params=0)."
+        f"{type(source).__name__}. Use Rngs(0), or Rngs(jax.random.key(0)), or name the stream: "
+        f"Rngs(params=0); of streams that there are, rngs.fork() makes others."
     )
 
 
@@ -257,7 +259,14 @@ class Rngs(Module):
         params. Make it with Rngs(params=..., noise=0), or give a default: Rngs(0, params=...).
     """
 
-    def __init__(self, default: Any = None, **streams: Any) -> None:
+    def __init__(self, default: Any = None, *others: Any, **streams: Any) -> None:
+        if others or isinstance(default, (dict, Rngs, RngStream)):
+            given = ", ".join(type(each).__name__ for each in (default, *others))
+            raise SeedError(
+                f"Rngs takes one default seed or key, and others by name, but was given ({given}). "
+                f"Write Rngs(0, dropout=1), or Rngs(**seeds); for other streams of the same "
+                f"numbers, rngs.fork()."
+            )
         if default is not None:
             self.default = RngStream(default, "default")
         for name, source in streams.items():
@@ -309,6 +318,8 @@ class Rngs(Module):
             >>> bool(a.scope("block").params() == b.scope("block").params())
             True
         """
+        if not isinstance(name, str):
+            raise SeedError(f"A scope has a name, rngs.scope('block'), not {name!r}.")
         child = Rngs()
         for stream_name, stream in self.streams():
             setattr(
@@ -335,10 +346,16 @@ class Rngs(Module):
             if split is None:
                 setattr(child, name, RngStream(stream.draw_source(), name))
                 continue
-            forked = RngStream(jax.random.split(stream(), split), name)
+            forked = RngStream(jax.random.split(stream(), _count(split)), name)
             forked.count.value = jnp.zeros((split,), jnp.uint32)
             setattr(child, name, forked)
         return child
+
+
+def _count(number: Any) -> int:
+    if isinstance(number, (int, np.integer)) and not isinstance(number, bool) and number > 0:
+        return int(number)
+    raise SeedError(f"Keys are split into a number of them, such as split=4, not {number!r}.")
 
 
 _SCOPE = 0x5C09E  # separates the keys of scopes from the keys that a stream hands out

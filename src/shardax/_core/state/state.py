@@ -53,6 +53,10 @@ class State(Shown, Mapping[Any, Any]):
         if isinstance(entries, State):
             values, origins = entries._values, entries._origins
         else:
+            if not isinstance(entries, Mapping):
+                raise StateMismatchError(
+                    f"A State is made of a nested mapping, sx.State({{'kernel': array}}), not of a {type(entries).__name__}. Of a model take sx.state(model)."
+                )
             values = flatten_mapping(entries)
             origins = dict.fromkeys(values, _UNKNOWN)
         self._values: dict[Path, Any] = dict(values)
