@@ -55,7 +55,8 @@ class State(Shown, Mapping[Any, Any]):
         else:
             if not isinstance(entries, Mapping):
                 raise StateMismatchError(
-                    f"A State is made of a nested mapping, sx.State({{'kernel': array}}), not of a {type(entries).__name__}. Of a model take sx.state(model)."
+                    f"A State is made of a nested mapping, sx.State({{'kernel': array}}), not of a "
+                    f"{type(entries).__name__}. Of a model take sx.state(model)."
                 )
             values = flatten_mapping(entries)
             origins = dict.fromkeys(values, _UNKNOWN)
