@@ -370,7 +370,8 @@ def test_inverting_twice_gives_the_largest_parts_back(model: Model) -> None:
 
 def test_leaves_are_those_of_jax() -> None:
     model = sx.nn.Sequential(sx.nn.MLP(2, 4, rngs=sx.Rngs(0)), jax.nn.relu)
-    model.table, model.tied = (jnp.ones(2), "text"), model.layers[0].up
+    mlp: Any = model.layers[0]
+    model.table, model.tied = (jnp.ones(2), "text"), mlp.up
     model.caches = sx.Cache({"a": jnp.zeros(3), "b": (jnp.ones(()),)})
     for tree in (model, {"m": model, "rate": 0.5, "none": None, "list": [1, "two", ()]}):
         values = jax.tree.leaves(tree)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -123,10 +123,22 @@ def _name_hash(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
+# The functions of ``jax.random`` that are methods of streams. Not ``f`` and ``t``, for names of
+# streams come first.
+_DRAWS = """
+ball bernoulli beta binomial bits categorical cauchy chisquare choice dirichlet exponential gamma
+geometric gumbel laplace logistic lognormal maxwell multinomial multivariate_normal normal
+orthogonal pareto permutation poisson rademacher randint rayleigh triangular truncated_normal
+uniform wald weibull_min
+"""
+DRAWS = frozenset(_DRAWS.split())
+
+
 class RngStream(Module):
     """One named stream of random keys.
 
-    Calling it returns the next key, a typed key array of shape ().
+    Calling it returns the next key, a typed key array of shape (). Functions of ``jax.random`` that
+    draw numbers are its methods, without a key: ``stream.normal((2, 3))``.
 
     Args:
         source: An integer seed, a key (typed, or raw uint32), or a ``KeySource``.
@@ -139,7 +151,14 @@ class RngStream(Module):
         >>> first, second = stream(), stream()
         >>> bool(first == second), int(stream.count)
         (False, 2)
+        >>> stream.normal((2, 3)).shape
+        (2, 3)
     """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in DRAWS:
+            return super().__getattr__(name)
+        return lambda *args, **kwargs: getattr(jax.random, name)(self(), *args, **kwargs)
 
     def __init__(self, source: Any, name: str) -> None:
         tag = Metadata(None, {"tag": name})
@@ -241,6 +260,9 @@ def key_value(source: Any) -> Any:
 class Rngs(Module):
     """Named random streams.
 
+    The default stream draws numbers too: ``rngs.normal((2, 3))`` is that of ``jax.random`` with its
+    next key.
+
     Args:
         default: Seed or key of the stream used for names that are not given; None for no default.
         **streams: Seed or key by stream name. Two streams with the same seed are still different
@@ -252,6 +274,8 @@ class Rngs(Module):
         >>> key = rngs.dropout()
         >>> key.shape, rngs.params is rngs.default
         ((), True)
+        >>> rngs.normal((2, 3)).shape, rngs.dropout.bernoulli(0.5, (4,)).dtype.name
+        ((2, 3), 'bool')
         >>> sx.Rngs(params=0).noise
         Traceback (most recent call last):
             ...
@@ -282,7 +306,7 @@ class Rngs(Module):
             return super().__getattr__(name)
         default = self.__dict__.get("default")
         if default is not None:
-            return default
+            return getattr(default, name) if name in DRAWS else default
         present = ", ".join(self.__dict__) or "none"
         raise UnknownStreamError(
             f"Rngs has no stream {name!r} and no default; it has: {present}. Make it with "
@@ -291,7 +315,9 @@ class Rngs(Module):
         )
 
     def __getitem__(self, name: str) -> RngStream:
-        return getattr(self, name)
+        return (
+            self.__dict__["default"] if name in DRAWS - set(self.__dict__) else getattr(self, name)
+        )
 
     def __call__(self) -> jax.Array:
         """Returns the next key of the default stream."""
@@ -341,14 +367,70 @@ class Rngs(Module):
             >>> sx.Rngs(0).fork(split=4).default.key.shape
             (4,)
         """
+        if split is None:
+            return self._child(lambda stream: stream.draw_source())
+        count = _count(split)
+        return self._child(lambda stream: jax.random.split(stream(), count))
+
+    def split(self, count: int) -> Rngs:
+        """Returns a child whose streams have ``count`` keys: ``fork(split=count)``."""
+        return self.fork(split=_count(count))
+
+    def broadcast(self, count: int) -> Rngs:
+        """Returns a child whose streams have one new key ``count`` times.
+
+        Args:
+            count: How often, on a leading axis for ``vmap`` and ``scan``.
+
+        Example:
+            >>> import shardax as sx
+            >>> key = sx.Rngs(0).broadcast(3).default.key
+            >>> key.shape, bool(key[0] == key[2])
+            ((3,), True)
+        """
+        size = _count(count)
+        return self._child(lambda stream: jnp.broadcast_to(stream(), (size,)))
+
+    def reseed(self, default: Any = None, **streams: Any) -> None:
+        """Restarts streams from other seeds, in place.
+
+        Args:
+            default: Seed or key of the default stream; None to leave it.
+            **streams: Seed or key by stream name; the others go on as they are.
+
+        Raises:
+            UnknownStreamError: If there is no such stream; nothing is changed.
+            SeedError: If something is neither a seed nor a key; nothing is changed.
+
+        Example:
+            >>> import shardax as sx
+            >>> rngs = sx.Rngs(0, dropout=1)
+            >>> _ = rngs.dropout()
+            >>> rngs.reseed(dropout=2)
+            >>> bool(rngs.dropout() == sx.Rngs(dropout=2).dropout())
+            True
+        """
+        given = streams if default is None else {"default": default, **streams}
+        made = {}
+        for name, source in given.items():
+            if name not in self.__dict__:
+                raise UnknownStreamError(
+                    f"Rngs has no stream {name!r} to reseed; it has: {', '.join(self.__dict__)}."
+                )
+            made[name] = key_value(source if name == "default" else _named(source, name))
+        for name, key in made.items():
+            stream = self.__dict__[name]
+            shape = getattr(key, "shape", ())
+            stream.key.value, stream.count.value = key, np.zeros(shape, np.uint32)
+
+    def _child(self, keys: Callable[[RngStream], Any]) -> Rngs:
+        """Returns Rngs of the same names with streams of other keys."""
         child = Rngs()
         for name, stream in self.streams():
-            if split is None:
-                setattr(child, name, RngStream(stream.draw_source(), name))
-                continue
-            forked = RngStream(jax.random.split(stream(), _count(split)), name)
-            forked.count.value = jnp.zeros((split,), jnp.uint32)
-            setattr(child, name, forked)
+            made = RngStream(keys(stream), name)
+            if made.key.shape:
+                made.count.value = jnp.zeros(made.key.shape, jnp.uint32)
+            setattr(child, name, made)
         return child
 
 
