@@ -117,7 +117,7 @@ class SplitStreams:
         return split
 
     def separate_kept(self, context: RunContext) -> None:
-        """Gives new objects streams of their own, inside, in place of split ones that they keep."""
+        """Gives new objects streams of their own for split ones they keep."""
         self.kept = set()
         if not self.streams:
             return
