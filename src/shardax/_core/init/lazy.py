@@ -400,7 +400,7 @@ class Recipe(LazyValue):
 
 
 def check_rngs(rngs: Any) -> Any:
-    """Returns an ``Rngs`` or None, or raises if it is something else, such as a seed."""
+    """Returns an ``Rngs`` or None, or raises, as for a seed."""
     if rngs is None or hasattr(rngs, "streams"):
         return rngs
     is_key = hasattr(rngs, "dtype")

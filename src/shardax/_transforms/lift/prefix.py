@@ -67,7 +67,7 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
                 edges.append((position, path, above))
             return
         met.add(position)
-        for below, way in _objects_in(graphdef, position, path):
+        for below, way in objects_in(graphdef.objects[position], path):
             visit(below, way, (*above, position))
 
     def reach(position: int, path: Path, known: set[int]) -> Iterator[tuple[int, Path]]:
@@ -76,7 +76,7 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
             return
         known.add(position)
         yield position, path
-        for below, way in _objects_in(graphdef, position, path):
+        for below, way in objects_in(graphdef.objects[position], path):
             yield from reach(below, way, known)
 
     for root in graphdef.roots:
@@ -90,9 +90,9 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
     return tuple(found)
 
 
-def _objects_in(graphdef: graphs.GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the objects that an object holds, and their paths."""
-    for key, child in graphs.definition_children(graphdef.objects[position]):
+def objects_in(definition: Any, path: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the objects that a definition holds, and their paths."""
+    for key, child in graphs.definition_children(definition):
         yield from _objects(child, path if key is None else (*path, key))
 
 
