@@ -32,9 +32,9 @@ _NAMES = {
         "AbstractValueError ArrayExpectedError BindError ConcurrentWriteError DeviceError "
         "DtypeError FilterError ForeignMutationError FrozenVariableError LabelConflictError "
         "LayerViewError LayoutLostWarning MetadataError MissingAttributeError MissingRngsError "
-        "PickleReadError PickleWriteError PrecisionLostWarning ReadOnlyCopyError RepeatedKeyError "
-        "ReservedNameError SeedError ShardaxError StackError StateMismatchError "
-        "StatelessCallError StaticAttributeError TraceLeakError UnboundVariableError "
+        "PickleReadError PickleWriteError PrecisionLostWarning ReadOnlyCopyError "
+        "RepeatedKeyError ReservedNameError SeedError ShardaxError StackError StateMismatchError "
+        "StatelessCallError StaticAttributeError TraceLeakError TreeError UnboundVariableError "
         "UnknownStreamError VariableValueError"
     ),
     "shardax._select.places": (
@@ -71,10 +71,10 @@ _NAMES = {
     ),
     "shardax.random.stream": "DrawError TracedDrawError",
     "shardax.train.errors": (
-        "AccumulationError CheckpointExistsError CheckpointMismatchError CheckpointNotFoundError "
-        "CheckpointValueError CheckpointWriteError DataPositionError GradientMismatchError "
-        "LogError MetricError OptimizerStateError PrefetchError TextNotFoundError TextSourceError "
-        "TrainerError WindowError"
+        "AccumulationError CheckpointDamagedError CheckpointExistsError CheckpointMismatchError "
+        "CheckpointNotFoundError CheckpointValueError CheckpointWriteError DataPositionError "
+        "GradientMismatchError LogError MetricError OptimizerStateError PrefetchError "
+        "TextNotFoundError TextSourceError TrainerError WindowError"
     ),
     "shardax.view.operations": "OperationsError",
     "shardax.view.shardings": "ShardingViewError",

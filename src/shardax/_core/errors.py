@@ -122,6 +122,10 @@ class FilterError(ShardaxError, ValueError):
     """Filters are invalid, out of order, or miss a Variable."""
 
 
+class TreeError(ShardaxError, TypeError):
+    """What was given is neither a model nor a structure of one."""
+
+
 class StateMismatchError(ShardaxError, ValueError):
     """A State does not fit a structure: missing, unexpected, or wrong entries."""
 

@@ -225,29 +225,47 @@ class Metadata:
 
     def without_axis(self, position: int, expected: AxisName = None) -> Metadata:
         """Returns the metadata without the name of one dimension."""
-        if self.axes is None:
-            return self
-        if not -len(self.axes) <= position < len(self.axes):
-            raise MetadataError(f"axes {self.axes} have no dimension {position} to remove.")
-        place = position % len(self.axes)
-        if expected is not None and self.axes[place] not in (None, expected):
+        names = self.mapped_names
+        if not -len(names) <= position < len(names):
+            if self.axes is None:
+                return self
+            raise MetadataError(f"axes {names} have no dimension {position} to remove.")
+        place = position % len(names)
+        if expected is not None and names[place] not in (None, expected):
             raise MetadataError(
-                f"the dimension {place} of axes {self.axes} is named {self.axes[place]!r}, but the "
+                f"the dimension {place} of axes {names} is named {names[place]!r}, but the "
                 f"transform maps it as {expected!r}. Map the dimension of that name, or give the "
                 f"transform the Variable's own name: "
-                f"metadata={{sx.partition.PARTITION_NAME: {self.axes[place]!r}}}."
+                f"metadata={{sx.partition.PARTITION_NAME: {names[place]!r}}}."
             )
-        return self._with((*self.axes[:place], *self.axes[place + 1 :]), self.entries)
+        return self._with_names((*names[:place], *names[place + 1 :]))
 
-    def with_axis(self, position: int, name: AxisName = None) -> Metadata:
+    def with_axis(
+        self, position: int, name: AxisName = None, *, knows_names: bool = False
+    ) -> Metadata:
         """Returns the metadata with the name of a new dimension."""
+        names = self.mapped_names
         if self.axes is None:
-            return self
-        rank = len(self.axes) + 1
+            if position < 0 or not (knows_names or names):
+                return self
+            names = (*names, *(None,) * (position - len(names)))
+        rank = len(names) + 1
         if not -rank <= position < rank:
-            raise MetadataError(f"axes {self.axes} have no place {position} for another dimension.")
+            raise MetadataError(f"axes {names} have no place {position} for another dimension.")
         place = position % rank
-        return self._with((*self.axes[:place], name, *self.axes[place:]), self.entries)
+        return self._with_names((*names[:place], name, *names[place:]))
+
+    @property
+    def mapped_names(self) -> Axes:
+        """The axes; of arrays that know theirs, those of mapped dimensions."""
+        return self.entries.get(MAPPED_AXES, ()) if self.axes is None else self.axes
+
+    def _with_names(self, names: Axes) -> Metadata:
+        if self.axes is not None:
+            return self._with(names, self.entries)
+        entries = {key: item for key, item in self.entries.items() if key != MAPPED_AXES}
+        named = any(name is not None for name in names)
+        return self._with(None, {**entries, MAPPED_AXES: names} if named else entries)
 
     def _with(self, axes: Axes | None, entries: Mapping[str, Any]) -> Metadata:
         """Returns metadata of the same kind with other contents."""
@@ -298,3 +316,5 @@ EMPTY = Metadata(None, {})
 
 # Key, in the ``metadata`` option of ``vmap`` and ``scan``, of the mapped dimension's name.
 PARTITION_NAME = "partition_name"
+# Entry of a Variable that holds arrays which know their names: those of their mapped dimensions.
+MAPPED_AXES = "mapped_axes"

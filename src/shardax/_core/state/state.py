@@ -53,6 +53,11 @@ class State(Shown, Mapping[Any, Any]):
         if isinstance(entries, State):
             values, origins = entries._values, entries._origins
         else:
+            if not isinstance(entries, Mapping):
+                raise StateMismatchError(
+                    f"A State is made of a nested mapping, sx.State({{'kernel': array}}), not of a "
+                    f"{type(entries).__name__}. Of a model take sx.state(model)."
+                )
             values = flatten_mapping(entries)
             origins = dict.fromkeys(values, _UNKNOWN)
         self._values: dict[Path, Any] = dict(values)

@@ -178,6 +178,9 @@ class BoundJit(Wrapper):
     def _wrap(self, wrapped: Any) -> Any:
         return BoundJit(wrapped.__func__, wrapped.__self__)
 
+    def __reduce__(self) -> Any:
+        return BoundJit, (self.__func__, self.__self__)
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 

@@ -13,14 +13,14 @@ iterations, ``shard_map`` on shards. Before the run, ``EntryAssignment`` spreads
 the arguments. In the run, ``output_entries`` spreads both prefixes over what the function left
 behind, so that a new Variable, too, has the entry of its place in the result, or of the argument
 that it was attached to. JAX wants out-entries before the run, when it is only known which entries
-can occur; so values leave grouped by entry, one list for each (``GroupedOutputs``).
+can occur; so values leave grouped by entry, one list for each (``MappedCall``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
                 edges.append((position, path, above))
             return
         met.add(position)
-        for below, way in _objects_in(graphdef, position, path):
+        for below, way in objects_in(graphdef.objects[position], path):
             visit(below, way, (*above, position))
 
     def reach(position: int, path: Path, known: set[int]) -> Iterator[tuple[int, Path]]:
@@ -76,7 +76,7 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
             return
         known.add(position)
         yield position, path
-        for below, way in _objects_in(graphdef, position, path):
+        for below, way in objects_in(graphdef.objects[position], path):
             yield from reach(below, way, known)
 
     for root in graphdef.roots:
@@ -90,9 +90,9 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
     return tuple(found)
 
 
-def _objects_in(graphdef: graphs.GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the objects that an object holds, and their paths."""
-    for key, child in graphs.definition_children(graphdef.objects[position]):
+def objects_in(definition: Any, path: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the objects that a definition holds, and their paths."""
+    for key, child in graphs.definition_children(definition):
         yield from _objects(child, path if key is None else (*path, key))
 
 
@@ -589,49 +589,6 @@ def entries_in(prefix: Any) -> list[Any]:
         values = list(leaf.values()) if isinstance(leaf, FilterMapping) else [leaf]
         found.extend(value for value in values if not any(value == item for item in found))
     return found
-
-
-class GroupedOutputs:
-    """Values on their way out, one list per entry."""
-
-    def __init__(self, entries: Iterable[Hashable]) -> None:
-        self.entries = list(dict.fromkeys(entries))
-        self.order: list[int] = []
-
-    def group(self, pairs: Iterable[tuple[Hashable, Any]]) -> tuple[list[Any], ...]:
-        """Groups (entry, value) pairs, inside the transform."""
-        place = {entry: position for position, entry in enumerate(self.entries)}
-        lists: tuple[list[Any], ...] = tuple([] for _ in self.entries)
-        self.order = []
-        for entry, value in pairs:
-            self.order.append(place[entry])
-            lists[place[entry]].append(value)
-        return lists
-
-    def restore(self, lists: Sequence[Sequence[Any]]) -> list[Any]:
-        """Returns the values in their first order, outside the transform."""
-        remaining = [iter(values) for values in lists]
-        return [next(remaining[place]) for place in self.order]
-
-
-class FlatOutputs:
-    """The values of ``LiftedOutputs`` as one flat list."""
-
-    def __init__(self, outputs: engine.LiftedOutputs) -> None:
-        self.effects = outputs.effects
-        leaves, self.treedef = jax.tree.flatten(outputs.result)
-        self.counts = (len(leaves), len(outputs.written))
-        self.values = [*leaves, *outputs.written, *outputs.fresh]
-
-    def assemble(self, values: Sequence[Any]) -> engine.LiftedOutputs:
-        """Returns the ``LiftedOutputs`` with other values."""
-        result, written = self.counts
-        return engine.LiftedOutputs(
-            self.treedef.unflatten(values[:result]),
-            list(values[result : result + written]),
-            list(values[result + written :]),
-            self.effects,
-        )
 
 
 def drop_written(outputs: engine.LiftedOutputs, positions: Container[int]) -> engine.LiftedOutputs:
