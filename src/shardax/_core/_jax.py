@@ -70,7 +70,7 @@ _TYPE_QUERIES = frozenset({"bind", "canonicalize_value", "shaped_abstractify", "
 
 
 def refused_argument(held: Any) -> str | None:
-    """Returns what to say if JAX is about to refuse an object that is no array, or None."""
+    """Returns what to say if JAX is about to refuse an object."""
     # Called for a look at ``__jax_array__``. If JAX renames these functions, its own error comes.
     frame = sys._getframe(2)
     if frame.f_code.co_name not in _TYPE_QUERIES:

@@ -291,7 +291,7 @@ def arrange_gradients(
     of_values: Sequence[Any],
     of_plain: Mapping[int, Any],
 ) -> tuple[Any, ...]:
-    """Returns one gradient per argument; that of a Variable stands at its first path."""
+    """Returns one gradient per argument, each Variable's at its first path."""
     left = dict(zip(indices, of_values, strict=True))
     in_order = sorted(targets, key=lambda target: target.position)
     found = {t.position: t.gradient(left, of_plain.get(t.position)) for t in in_order}

@@ -645,7 +645,7 @@ class Jit(PickledByName, Wrapper):
     def _take_apart(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[inputs.SplitArguments, tuple[tuple[int | str, Static], ...]]:
-        """Returns the dynamic arguments, split, and (position or name, value) of static ones."""
+        """Returns the dynamic arguments, split, and the static ones by place."""
         args, kwargs = self.resolve(args, kwargs)
         found: list[tuple[int | str, Static]] = []
         if not self._simple:

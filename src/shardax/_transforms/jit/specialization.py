@@ -211,7 +211,7 @@ class Specialization:
             prefixes.place_variables([*variables.values()], entries)
 
     def _is_off(self, position: int, variable: Any) -> bool:
-        """Whether a Variable is not on the mesh over which ``shard_map`` splits it."""
+        """Whether a Variable is not on the mesh that splits it."""
         mesh = getattr(self.wanted.get(position), "mesh", None)
         leaves = jax.tree.leaves(variable._value)
         return any(
@@ -338,7 +338,7 @@ class Specialization:
         leaves: Sequence[Any],
         written: Sequence[int],
     ) -> None:
-        """Finds, once, where Variables that are only read are used, and has them moved there."""
+        """Finds where Variables that are only read are to be moved."""
         self.wanted = {
             position: frame.wanted[id(copies[index])]
             for position, index in enumerate(self.graphdef.leaves)

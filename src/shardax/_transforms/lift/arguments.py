@@ -87,7 +87,7 @@ def by_position(
     most: int | None = None,
     fill: str | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Moves keyword arguments to the positions that the signature gives them, up to ``most``."""
+    """Moves keyword arguments to their positions in the signature."""
     # Defaults fill the ``"gaps"`` before the last keyword, ``"all"`` that is missing, or nothing:
     # as an argument of its own, a default would be traced.
     given, rest = list(args), dict(kwargs)
@@ -300,7 +300,7 @@ def static_argument(value: Any, function: Any, place: int | str) -> Static:
 
 
 class ArgumentPositions(NamedTuple):
-    """Where the arguments of a call stand in the signature of its function."""
+    """Where the arguments of a call stand in the signature."""
 
     # (position, parameter name) of each dynamic positional argument.
     positional: list[tuple[int, str]]

@@ -415,17 +415,18 @@ class NewCaptures(Exception):
 
 
 class NewPlacements(Exception):
-    """Stops a trace that splits Variables over a mesh on which they are not."""
+    """Stops a trace whose Variables are to be moved first."""
 
 
 class CompiledFrame(frames.Frame):
-    """The frame of a compiled function, which can have its Variables moved beforehand."""
+    """The frame of a compiled function."""
 
     __slots__ = ("wanted",)
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.wanted: dict[int, Any] = {}  # sharding by ``id`` of a copy
+        # Where Variables are to be moved before the program runs, by ``id`` of the copy.
+        self.wanted: dict[int, Any] = {}
 
 
 def request_placement(variables: Sequence[Any], shardings: Sequence[Any]) -> None:

@@ -305,7 +305,8 @@ def assign(
     name: str,
     other: Any,
 ) -> AssignedPrefixes:
-    """Finds the prefix of every argument, by position or name; ``other`` where there is none."""
+    """Finds the prefix of every argument, by position or name."""
+    # ``other`` is that of a keyword argument without an entry.
     one = is_one_entry(prefix)
     args, kwargs = inputs.by_position(function, args, kwargs, None if one else len(prefix))
     labels = [inputs.parameter_name(function, position) for position in range(len(args))]
@@ -331,7 +332,8 @@ def expand(
     known: Mapping[int, Any] = MappingProxyType({}),
     lenient: bool = False,
 ) -> Iterator[tuple[Path, Any, Any]]:
-    """Spreads a prefix over a tree; leniently, a Variable without an entry gets None."""
+    """Spreads a prefix over a tree."""
+    # Leniently, a Variable without an entry gets None.
     if isinstance(tree, Object):
         yield from _expand_object(prefix, tree, name, where, known, lenient)
         return
@@ -467,7 +469,7 @@ def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int,
 
 
 def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
-    """Moves Variables to the shardings that are their entries; lazy ones straight into shards."""
+    """Moves Variables to the shardings that are their entries."""
     if not is_eager():
         return
     moved: list[tuple[Any, Any, Any]] = []
