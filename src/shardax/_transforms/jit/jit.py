@@ -21,9 +21,11 @@ dropped; a cached call costs a flattening, so all are dropped together.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
+import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +37,7 @@ import numpy as np
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ConcurrentWriteError
-from shardax._core.frames import exclusive, local, several
+from shardax._core.frames import exclusive, local, note_write, several
 from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import Static
@@ -193,6 +195,11 @@ class BoundJit(Wrapper):
         return f"<bound {self.__func__!r}>"
 
 
+# Held by a call that writes what other threads use, from reading to writing. Not ``exclusive``: JAX
+# lets a call wait for another thread's trace of the same program, and that may wait for the latter.
+# A program that donates holds both, when it is compiled: nothing reads what it uses up.
+calling = threading.RLock()
+
 # Not empty once a call has donated Variables: others must not read them while it runs.
 donating: list[bool] = []
 
@@ -282,6 +289,8 @@ _NOTHING: dict[str, Any] = {}  # the keyword arguments of a call without any
 MAX_SPECIALIZATIONS = 512
 
 _MAX_CALLS = 4096
+
+_MOST_RACES = 100
 
 # How many calls; fewer where objects from closures, which may be many, are part of the key.
 _MAX_CALLS_WITH_SOURCES = 64
@@ -438,6 +447,8 @@ class Jit(PickledByName, Wrapper):
         program = entry.specialization
         waits = several and (entry.writes or donating)
         if waits:  # for the writing calls of other threads
+            calling.acquire()
+        if waits and program.donates:
             exclusive.acquire()
         program.used = next(self._ticks)
         try:
@@ -454,15 +465,26 @@ class Jit(PickledByName, Wrapper):
             known, targets = entry.last
             if effects is not known:
                 targets = entry.learn(effects)
-            if several or not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
+            if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
                 outputs = engine.LiftedOutputs(result, written, fresh, effects)
                 return self._finish(entry, outputs, program.join(kept, donated), args, kwargs)
+            if several and written:
+                read = program.join(kept, donated)
+                pairs = [*zip(targets, effects.written, strict=True)]
+                with exclusive:
+                    unchanged = all(v._value is read[position] for v, position in pairs)
+                    for variable, value in zip(targets, written, strict=True) if unchanged else ():
+                        note_write(variable, check=False)
+                        variable._value = value
+                return result if unchanged else self._again(args, kwargs)
             for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
                 variable._value = value
             return result
         finally:
-            if waits:
+            if waits and program.donates:
                 exclusive.release()
+            if waits:
+                calling.release()
 
     def _finish(
         self,
@@ -480,8 +502,7 @@ class Jit(PickledByName, Wrapper):
         try:
             return engine.apply_effects(graph, outputs)
         except ConcurrentWriteError:
-            with exclusive:
-                return self._attempt(args, kwargs, None)
+            return self._again(args, kwargs)
 
     def _call_uncached(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None
@@ -493,8 +514,19 @@ class Jit(PickledByName, Wrapper):
         try:
             return self._attempt(args, kwargs, key, compile_first=True)
         except ConcurrentWriteError:
-            with exclusive:
-                return self._attempt(args, kwargs, key)
+            return self._again(args, kwargs, key)
+
+    def _again(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None) -> Any:
+        """Makes a call that lost a race once more, while the calls of other threads wait."""
+        with calling:
+            for _ in range(_MOST_RACES):  # against threads that write without a call
+                try:
+                    program, *_ = self.prepare(args, kwargs)
+                    with exclusive if program.donates else contextlib.nullcontext():
+                        return self._attempt(args, kwargs, key)
+                except ConcurrentWriteError:
+                    pass
+            return self._attempt(args, kwargs, key)
 
     def _attempt(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any, compile_first: bool = False
@@ -506,7 +538,8 @@ class Jit(PickledByName, Wrapper):
                 program.place(dict(enumerate(graph.leaves)))
                 values = graph.values()
                 if compile_first and program.donates:  # what it donates, no other call may use
-                    program.compile(values, arguments)
+                    with calling:
+                        program.compile(values, arguments)
                     raise ConcurrentWriteError
                 outputs = program.call(values, arguments)
                 break
@@ -540,8 +573,7 @@ class Jit(PickledByName, Wrapper):
         elif isinstance(error, special.StaleOutputShardings):
             self.specializations.pop(entry.specialization.key, None)
         elif several and "deleted" in str(error):  # another call has donated what was read
-            with exclusive:
-                return self._attempt(args, kwargs, None)
+            return self._again(args, kwargs)
         elif not any(isinstance(v._value, LazyValue) for v in entry.leaves):
             explain_error(error, entry.specialization, entry.graph())
             raise error
