@@ -410,7 +410,7 @@ class FlatProgram:
         check_random_state(jit.prepare(args, kwargs)[1])
         traced = jit.trace(*args, **kwargs)
         plan, graph, arguments = jit.prepare(args, kwargs)  # again: tracing finds hidden inputs
-        effects = traced._effects
+        effects = traced._source.effects
         check_effects(effects, plan.graphdef)
         self._jaxpr = check_program(traced.jaxpr)
         self._leaves = arguments.plain_leaves()[0]
@@ -493,7 +493,7 @@ def _inputs(
     plan: Specialization, arguments: lift.SplitArguments
 ) -> Iterator[signature.ExportedInput]:
     """Describe what callers pass; an argument without arrays belongs to the signature."""
-    labels = [label for _, label in plan.positions.positional]
+    labels = plan.positions.labels
     given = [
         *zip(labels, arguments.templates, arguments.plain, [False] * len(labels), strict=True),
         *((name, t, arguments.plain_named[name], True) for name, t in arguments.named),
