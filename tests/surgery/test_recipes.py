@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import doctest
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def test_heads_ablated_by_name_are_those_whose_values_are_zero() -> None:
         attention = sx.select(decoder(scanned)).at_instances_of(sx.nn.MultiHeadAttention)
         outputs = attention.at(lambda attention: attention.out.kernel)
 
-        def ablated(kernel: sx.Param, heads: jax.Array) -> sx.Param:
+        def ablated(kernel: Any, heads: jax.Array) -> Any:
             array = named.wrap(kernel.value, *kernel.axes).at[{"heads": heads}].set(0)
             return kernel.replace(array.unwrap(*kernel.axes))
 
