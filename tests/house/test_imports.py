@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("nn",),
     ("named",),
     ("models",),
+    ("surgery",),
     ("train",),
     ("hlo",),
     ("host",),
