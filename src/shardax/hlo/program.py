@@ -469,7 +469,7 @@ def _elements(name: str, types: dict[str, str], line: str, number: int) -> Itera
     text = types.get(source, "")
     # Inside of the parentheses of a tuple's type.
     elements = list(_items(text[1:-1])) if text.startswith("(") else []
-    if int(index) >= len(elements):
+    if not index.isdigit() or int(index) >= len(elements):
         raise _unread(f"an instruction that takes element {index} of {source!r}", line, number)
     types[name] = elements[int(index)].strip()
     result = shapes(types[name])
