@@ -19,9 +19,10 @@ optimizers is *library* code, and is the source of nothing unless the stack hold
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -450,7 +451,7 @@ def parse(text: str) -> Program:
         elif not instructions:
             raise HloReadError(f"Computation {name!r}, closed in line {number}, is empty.")
         else:
-            computations[name] = Computation(name, tuple(instructions))
+            computations[name] = Computation(name, tuple(_begun_with_operands(instructions)))
             _check_whole(computations[name])
             name = None
     if name is not None:
@@ -458,6 +459,23 @@ def parse(text: str) -> Program:
     if entry not in computations:
         raise HloReadError("The text holds no computation marked ENTRY; it is not whole.")
     return Program(computations, entry, lines[start])
+
+
+def _begun_with_operands(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    """Yields instructions; what starts without operands starts where it gets them."""
+    given = {
+        each.operands[0]: each
+        for each in instructions
+        if each.opcode == "async-update" and len(each.operands) > 1
+    }
+    starts = {each.name: each for each in instructions if each.name in given and not each.operands}
+    for each in instructions:
+        start = starts.get(each.operands[0]) if each.operands else None
+        if start and each is given[start.name]:
+            operands = each.operands[1:]
+            yield dataclasses.replace(start, name=each.name, shapes=each.shapes, operands=operands)
+        elif each.name not in starts:
+            yield each
 
 
 def _elements(name: str, types: dict[str, str], line: str, number: int) -> Iterator[Instruction]:
