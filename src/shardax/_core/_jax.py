@@ -85,6 +85,26 @@ def user_line(equation: Any) -> str:
     return ""
 
 
+def jit_options(function: Any) -> dict[str, Any]:
+    """Returns the options of a function that ``jax.jit`` made, for another."""
+    # There is no public way to them; this is for JAX 0.10 to 0.12.
+    found = getattr(function, "_jit_info", None)
+    if found is None:
+        raise TypeError("this version of JAX does not tell the options of a jitted function")
+
+    def given(kind: str) -> Any:
+        leaves, treedef = (getattr(found, f"{kind}_{part}") for part in ("leaves", "treedef"))
+        known = [None if type(x).__name__ == "UnspecifiedValue" else x for x in leaves]
+        return treedef.unflatten(known)
+
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+    options = {name: getattr(found, name) for name in names}
+    options |= {name: getattr(found, name) for name in ("keep_unused", "device", "backend")}
+    options["compiler_options"] = dict(found.compiler_options_kvs) or None
+    options |= {kind: given(kind) for kind in ("in_shardings", "out_shardings")}
+    return {name: value for name, value in options.items() if value not in (None, (), False)}
+
+
 def varying_axes(array: Any) -> frozenset[str]:
     """Returns the manual mesh axes over which an array's shards differ (``shard_map``)."""
     kind = jax.typeof(array)

@@ -346,6 +346,9 @@ class Jit(PickledByName, Wrapper):
         self._static_types = self.options.static_types
         self._ticks = self.memory.ticks
 
+    def __reduce__(self) -> Any:  # without what it remembers of calls; where it has no name
+        return Jit, (self.__wrapped__, self.options)
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self._simple or kwargs or local.frame is not None:
             return self._call_by_template(args, kwargs)
