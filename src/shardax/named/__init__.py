@@ -2,11 +2,11 @@
 """Arrays whose dimensions have names."""
 
 from shardax.named.array import NamedArray as NamedArray
-from shardax.named.attention import Attention as Attention
 from shardax.named.functions import dot as dot
 from shardax.named.functions import nmap as nmap
 from shardax.named.functions import scan as scan
 from shardax.named.functions import softmax as softmax
+from shardax.named.layers import Attention as Attention
 from shardax.named.layers import Embed as Embed
 from shardax.named.layers import LayerNorm as LayerNorm
 from shardax.named.layers import Linear as Linear

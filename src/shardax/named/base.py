@@ -3,24 +3,20 @@
 
 A name is any hashable object but None. The dims of an array have one entry per dimension, a name or
 None. A dimension without a name is positional: what counts of it is its place among the other
-positional ones. Storage order is the order of the dims as the array has them, a matter of speed
-alone.
+positional ones. Storage order is the order of the dims as the array has them, a matter of speed.
 
-JAX must see two arrays that differ only in storage order as the same, or a jit would compile twice,
-and a scan refuse its carry. As a pytree a named array is therefore one node whose static part is
-the names, sorted, with their sizes, and whose child is the array in canonical order: positional
-dimensions first, as they stand, then the names, sorted: numbers, then strings, then all else by
-type and text. That order is the same in every process. An array that is stored otherwise is
-transposed on its way into a transform; what comes out of one is stored so, and passes as it is.
+As a pytree a named array is one node, whose static part is the names, sorted, with their sizes, and
+whose child is the array in canonical order: positional dimensions first, as they stand, then the
+names, sorted: numbers, then strings, then all else by type and text, alike in every process. So
+arrays that differ in storage order are the same to JAX; one that is stored otherwise is transposed
+on its way into a transform, and what comes out of one is stored so.
 
 How many positional dimensions there are is not static. They stand first, so ``jax.vmap`` and
 ``jax.lax.scan`` take them away and put them there at axis 0, as they do with plain arrays. A
 transform that takes a named dimension instead, or ``jax.tree.map`` with a function that changes
-shapes, leaves a node whose names do not fit its array; using that as an array is an error.
-
-Inside a function lifted by ``nmap`` every argument has lost its names. A named array that still has
-one of them was captured by a closure, whole, and using it is an error: combined with the slices
-that the function works on, it would give every slice all of it.
+shapes, leaves a node whose names do not fit its array; using that as an array is an error. So is
+using a named array inside a function lifted by ``nmap`` along one of its names: captured by a
+closure it is still whole, and would give every slice all of it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Alignment by name, operators and reductions of named arrays.
 
-Named dimensions meet by name, wherever they are stored; positional ones meet as in NumPy, from the
-last. A name that one operand lacks is repeated along; a name that both have has one size, also
-where that is 1, since a name says that two dimensions are the same. An array without names beside a
-named one has positional dimensions only, and must find as many there: one that has more would
-otherwise multiply the result by dimensions that nobody named.
+Named dimensions meet by name, wherever they are stored; positional ones as in NumPy, from the last.
+A name that one operand lacks is repeated along; a name that both have has one size, also where that
+is 1. An array without names beside a named one has positional dimensions only, and must find as
+many there: more would multiply the result by dimensions that nobody named.
 
 The ``axis`` of a reduction is a name, a number (which positional dimension), or a tuple of these.
-Left out, it is all positional dimensions, names being what a function is run along (``nmap``); an
-array that has none is reduced whole, so ``x.sum("batch")`` is ``x.untag("batch").sum()``.
+Left out, it is all positional dimensions; an array that has none is reduced whole.
 """
 
 from __future__ import annotations

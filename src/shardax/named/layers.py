@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear, embedding and normalization layers over named axes.
+"""Linear, embedding, normalization and attention layers over named axes.
 
 A parameter of such a layer is an ordinary lazy ``Param`` with one axis name per dimension, so
 layouts, optimizers and checkpoints treat it as any other. The layer names its dimensions where it
@@ -11,6 +11,8 @@ the input's dtype, and the result is cast to the compute dtype at the end.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,7 +27,8 @@ from shardax._core.variable import Param
 from shardax._transforms.errors import LayerConfigError
 from shardax.named.array import NamedArray
 from shardax.named.base import Axes, NamedAxesError, check_sizes_by_name, shown
-from shardax.named.functions import dot
+from shardax.named.functions import dot, softmax
+from shardax.named.make import arange, where
 from shardax.nn import linear, parameters
 from shardax.partition.errors import AxisNamesError
 
@@ -308,7 +311,58 @@ class Embed(Module):
         return f"Embed(vocab_axis={self.vocab_axis}, output_axes={self.output_axes})"
 
 
-class RMSNorm(Module):
+class _Normalization(Module):
+    """Division by the root of the mean square along axes."""
+
+    scale: Param[Any] | None
+    bias: Param[Any] | None = None
+    _centred = False
+
+    def _declare(
+        self,
+        axes: Axes,
+        epsilon: float,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: Rngs | None,
+        **initializers: Initializer | None,
+    ) -> None:
+        layer = type(self).__name__
+        self.axes = check_axes(layer, "axes", axes)
+        self.epsilon = parameters.check_epsilon(layer, epsilon)
+        for name, init in initializers.items():
+            made = None if init is None else parameter(init, self.axes, param_dtype, rngs)
+            setattr(self, name, made)
+        self.dtype = parameters.canonical_dtype(dtype)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Normalises an input.
+
+        Args:
+            x: Has the layer's axes, and any others.
+
+        Returns:
+            The same axes, in the compute dtype.
+
+        Raises:
+            LayerInputError: If an axis is missing or has another size.
+        """
+        x = check_input(f"{type(self).__name__}({self.axes})", x, self.axes)
+        names = list(self.axes.names)
+        wide = x.astype(linear.at_least_float32(x.dtype))
+        if self._centred:  # the variance is that of centred values: an offset costs no precision
+            wide = wide - wide.mean(names)
+        data, dims = ((wide * wide).mean(names) + self.epsilon)._parts()
+        y = wide * NamedArray._make(jax.lax.rsqrt(data), dims)
+        if self.scale is not None:
+            y = y * beside(self.scale, y, y.dtype)
+        if self.bias is not None:
+            y = y + beside(self.bias, y, y.dtype)
+        learnt = [None if each is None else each.value for each in (self.scale, self.bias)]
+        return y.astype(linear.result_dtype(self.dtype, x.data, *learnt))
+
+
+class RMSNorm(_Normalization):
     """Normalization by the root of the mean square.
 
     ``x / sqrt(mean(x**2) + epsilon) * scale``; Zhang and Sennrich, "Root Mean Square Layer
@@ -347,30 +401,11 @@ class RMSNorm(Module):
         scale_init: Initializer = parameters.ones,
         rngs: Rngs | None = None,
     ) -> None:
-        self.axes = check_axes("RMSNorm", "axes", axes)
-        self.epsilon = parameters.check_epsilon("RMSNorm", epsilon)
-        self.scale = parameter(scale_init, self.axes, param_dtype, rngs) if use_scale else None
-        self.dtype = parameters.canonical_dtype(dtype)
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        """Normalises an input.
-
-        Args:
-            x: Has the layer's axes, and any others.
-
-        Returns:
-            The same axes, in the compute dtype.
-
-        Raises:
-            LayerInputError: If an axis is missing or has another size.
-        """
-        x = check_input(f"RMSNorm({self.axes})", x, self.axes)
-        wide = x.astype(linear.at_least_float32(x.dtype))
-        normed = _over_root_mean_square(wide, self.axes, self.epsilon, self.scale)
-        return normed.astype(linear.result_dtype(self.dtype, x.data, _value(self.scale)))
+        scale = scale_init if use_scale else None
+        self._declare(axes, epsilon, dtype, param_dtype, rngs, scale=scale)
 
 
-class LayerNorm(Module):
+class LayerNorm(_Normalization):
     """Normalization by mean and standard deviation.
 
     ``(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias``; Ba, Kiros and Hinton, "Layer
@@ -401,6 +436,8 @@ class LayerNorm(Module):
         [-1.0, 1.0]
     """
 
+    _centred = True
+
     def __init__(
         self,
         axes: Axes,
@@ -414,42 +451,154 @@ class LayerNorm(Module):
         bias_init: Initializer = parameters.zeros,
         rngs: Rngs | None = None,
     ) -> None:
-        self.axes = check_axes("LayerNorm", "axes", axes)
-        self.epsilon = parameters.check_epsilon("LayerNorm", epsilon)
-        self.scale = parameter(scale_init, self.axes, param_dtype, rngs) if use_scale else None
-        self.bias = parameter(bias_init, self.axes, param_dtype, rngs) if use_bias else None
-        self.dtype = parameters.canonical_dtype(dtype)
+        scale, bias = scale_init if use_scale else None, bias_init if use_bias else None
+        self._declare(axes, epsilon, dtype, param_dtype, rngs, scale=scale, bias=bias)
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        """Normalises an input.
+
+class Attention(Module):
+    """Multi-head attention along one axis, to itself or to another array.
+
+    Vaswani et al., "Attention Is All You Need", 2017; with a group, that of Ainslie et al., 2023.
+    Positions that read and positions that are read are one axis of the input, but two of the
+    weights; there, the latter is named ``"time_read"`` if the former is ``"time"``.
+
+    Args:
+        axes: The axes of features, of input and output.
+        heads: The axis of heads, sizes by name.
+        head: The axis of features within a head.
+        group: The axis of queries that share a key, or None.
+        along: The name of the axis whose positions read from each other.
+        causal: Whether a position reads only from itself and earlier ones.
+        use_bias: Whether the four projections have biases.
+        dtype: Compute dtype; None promotes input and parameters. Weights are computed in float32 or
+            wider.
+        param_dtype: Parameter dtype.
+        kernel_init: Initializer of the kernels; None for LeCun normal.
+        rngs: Random streams; ``params`` is used.
+
+    Attributes:
+        q: ``Linear`` from features to heads, group and head.
+        k: ``Linear`` from features to heads and head.
+        v: Likewise.
+        out: ``Linear`` from heads, group and head to features.
+
+    Raises:
+        LayerConfigError: If axes are not sizes by name, or a name occurs twice among them.
+
+    Example:
+        >>> import shardax as sx
+        >>> attention = sx.named.Attention(
+        ...     {"embed": 16}, {"heads": 4}, {"head": 8}, causal=True, rngs=sx.Rngs(0))
+        >>> attention(sx.named.ones({"batch": 2, "time": 5, "embed": 16})).axes
+        {'batch': 2, 'time': 5, 'embed': 16}
+        >>> attention.q.kernel.axes
+        ('embed', 'heads', 'head')
+    """
+
+    def __init__(
+        self,
+        axes: Axes,
+        heads: Axes,
+        head: Axes,
+        *,
+        group: Axes | None = None,
+        along: Any = "time",
+        causal: bool = False,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = np.float32,
+        kernel_init: Initializer | None = None,
+        rngs: Rngs | None,
+    ) -> None:
+        self.axes = check_axes("Attention", "axes", axes)
+        self.head = check_axes("Attention", "head", head)
+        self.along, self.causal = along, bool(causal)
+        self._read = f"{along}_read" if isinstance(along, str) else (along, "read")
+        shared = check_axes("Attention", "heads", heads)
+        queries = check_axes("Attention", "group", group or {}, empty=True)
+        names = (*self.axes.names, *shared.names, *queries.names, *self.head.names)
+        if len(set(names)) < len(names) or {along, self._read} & set(names):
+            raise LayerConfigError(
+                f"Attention needs different names for features, heads, group, head and the axis "
+                f"{along!r}, along which it reads {self._read!r}, but was given {names}."
+            )
+        keys = dict((shared + self.head).items())
+        all_heads = dict((shared + queries + self.head).items())
+        project = functools.partial(
+            Linear,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            rngs=rngs,
+        )
+        self.q = project(axes, all_heads)
+        self.k = project(axes, keys)
+        self.v = project(axes, keys)
+        self.out = project(all_heads, axes)
+
+    def __call__(
+        self, x: NamedArray, context: NamedArray | None = None, *, mask: NamedArray | None = None
+    ) -> NamedArray:
+        """Attends.
 
         Args:
-            x: Has the layer's axes, and any others.
+            x: Has the features' axes and the axis to read along: where queries come from.
+            context: Likewise: where keys and values come from; None for ``x``. Other axes of the
+                two meet by name.
+            mask: Booleans with any of the axes of the weights: which positions may read which. The
+                positions that are read have the axis ``"time_read"``, if the axis is ``"time"``.
 
         Returns:
-            The same axes, in the compute dtype.
+            The axes of ``x``, in the compute dtype.
 
         Raises:
-            LayerInputError: If an axis is missing or has another size.
+            LayerInputError: If an axis is missing, has another size, or is there already; or if the
+                mask is not of booleans.
         """
-        x = check_input(f"LayerNorm({self.axes})", x, self.axes)
-        wide = x.astype(linear.at_least_float32(x.dtype))
-        centred = wide - wide.mean(list(self.axes.names))
-        # Of centred values, so that a large common offset costs no precision.
-        normed = _over_root_mean_square(centred, self.axes, self.epsilon, self.scale)
-        if self.bias is not None:
-            normed = normed + beside(self.bias, normed, normed.dtype)
-        scale, bias = _value(self.scale), _value(self.bias)
-        return normed.astype(linear.result_dtype(self.dtype, x.data, scale, bias))
+        source = x if context is None else context
+        for each in (x, source):
+            self._check(each)
+        read = {self.along: self._read}
+        query, key, value = self.q(x), self.k(source).rename(read), self.v(source).rename(read)
+        wide = linear.at_least_float32(query.dtype)
+        scale = 1 / math.sqrt(math.prod(self.head.sizes))
+        logits = dot(query * scale, key, self.head.names, dtype=wide)
+        allowed = self._allowed(logits, mask)
+        if allowed is not None:
+            # Not infinite: a position that may read nothing then reads all alike, and not NaN.
+            logits = where(allowed, logits, -0.7 * float(jnp.finfo(wide).max))
+        weights = softmax(logits, self._read).astype(value.dtype)
+        return self.out(dot(weights, value, [self._read]))
 
+    def _allowed(self, logits: NamedArray, mask: NamedArray | None) -> NamedArray | None:
+        """Returns which positions may read which, or None for all."""
+        if mask is not None:
+            known = isinstance(mask, NamedArray) and set(mask.dims) <= set(logits.dims)
+            if not known or mask.dtype != jnp.bool_:
+                found = (
+                    f"{mask.dtype}{shown(mask.dims, mask.shape)}"
+                    if isinstance(mask, NamedArray)
+                    else type(mask).__name__
+                )
+                raise parameters.LayerInputError(
+                    f"{self._shown()} takes a mask of booleans with axes among those of the "
+                    f"weights, {shown(logits.dims, logits.shape)}, but was given {found}."
+                )
+        if not self.causal:
+            return mask
+        own, other = (logits.axes[name] for name in (self.along, self._read))
+        causal = arange({self.along: own}) >= arange({self._read: other})
+        return causal if mask is None else causal & mask
 
-def _over_root_mean_square(
-    wide: NamedArray, axes: AxisSizes, epsilon: float, scale: Param[Any] | None
-) -> NamedArray:
-    data, dims = ((wide * wide).mean(list(axes.names)) + epsilon)._parts()
-    normed = wide * NamedArray._make(jax.lax.rsqrt(data), dims)
-    return normed if scale is None else normed * beside(scale, normed, normed.dtype)
+    def _check(self, x: NamedArray) -> None:
+        x = check_input(self._shown(), x, self.axes, [self._read])
+        if self.along not in x.axes:
+            raise parameters.LayerInputError(
+                f"{self._shown()} was given {x.dtype}{shown(x.dims, x.shape)}:\n  axis "
+                f"{self.along!r}: expected any size, found no such axis\nIt reads along this axis; "
+                f"Attention(..., along=...) chooses another."
+            )
 
-
-def _value(variable: Any) -> Any:
-    return None if variable is None else variable.value
+    def _shown(self) -> str:
+        return f"Attention(axes={self.axes}, along={self.along!r})"

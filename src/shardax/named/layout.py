@@ -2,10 +2,8 @@
 """Layouts of named arrays over a mesh, by a mapping of names.
 
 The names of a named array mean what a Variable's ``axes`` mean, so ``sx.shard(model, mesh, rules)``
-and everything else that knows rules takes trees with named arrays in them. The functions here take
-a mapping instead and hold it to its word: a name that nothing has is an error, since it is
-misspelt, and so are two names of one array that want one mesh axis. A mapping's targets are what
-rules have: a mesh axis, a tuple of them, or None.
+takes trees with named arrays in them. The functions here hold a mapping to its word: a name that
+nothing has is an error, and so are two names of one array that want one mesh axis.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 """Functions of plain arrays, run along names.
 
 A lifted function sees, of every named array among its arguments, the slice at one position along
-every name: an array with the positional dimensions only. It runs at every position of the union of
-the arguments' names; an argument that lacks a name is the same at all positions along it. One
-``vmap`` per name does that, under the name, so that collectives inside can use it. Each name is put
-last, in canonical order, so that results are stored in that order.
+every name of their union; an argument that lacks a name is the same at all positions. One ``vmap``
+per name does that, under the name, so that collectives inside can use it. Each name is put last, in
+canonical order, so that results are stored in that order.
 """
 
 from __future__ import annotations

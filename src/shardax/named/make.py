@@ -266,19 +266,19 @@ def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
                 f"concatenate along {axis!r} was given an array with axes "
                 f"{base.shown(dims, data.shape)}. Every array needs it; stack makes a new axis."
             )
-    others = []  # the arrays without the axis, along which their sizes may differ
-    for data, dims in operands:
-        place = dims.index(axis)
-        shape = (*data.shape[:place], *data.shape[place + 1 :])
-        struct = jax.ShapeDtypeStruct(shape, data.dtype)
-        others.append(Operand(struct, (*dims[:place], *dims[place + 1 :])))
-    check_sizes(others)
+
+    def narrowed(data: Any, place: int) -> tuple[int, ...]:
+        return (*data.shape[:place], 1, *data.shape[place + 1 :])  # along the axis sizes may differ
+
+    structs = (
+        jax.ShapeDtypeStruct(narrowed(data, dims.index(axis)), data.dtype)
+        for data, dims in operands
+    )
+    check_sizes([Operand(each, dims) for each, (_, dims) in zip(structs, operands, strict=True)])
     dims = functools.reduce(joined, (operand.dims for operand in operands))
     datas = [expand(operand, dims) for operand in operands]
     place = dims.index(axis)
-    common = np.broadcast_shapes(
-        *((*data.shape[:place], 1, *data.shape[place + 1 :]) for data in datas)
-    )
+    common = np.broadcast_shapes(*(narrowed(data, place) for data in datas))
     full = [
         jnp.broadcast_to(data, (*common[:place], data.shape[place], *common[place + 1 :]))
         for data in datas

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checker of specs.
 
-``diagnose`` takes an array's shape, names, spec and mesh. It serves specs made by rules and specs
-or shardings given outright alike, so both get the same codes (``shardax.partition.errors``) with
-the array's path. JAX would report some of this as an array is moved, one array at a time, without
-its path, when others have been moved already. Nothing here touches devices or models.
+``diagnose`` takes an array's shape, names, spec and mesh. Specs made by rules and specs or
+shardings given outright get the same codes (``shardax.partition.errors``), with the array's path,
+before any array is moved. Nothing here touches devices or models.
 """
 
 from __future__ import annotations

@@ -2,16 +2,14 @@
 """Constraints: layouts of arrays inside programs, by axis names.
 
 The effect depends on the *axis types* of the mesh, as seen where the program is traced. Over an
-Auto axis the compiler is told (``jax.lax.with_sharding_constraint``); over an Explicit axis, whose
-sharding is part of the array's type, the array is resharded (``jax.sharding.reshard``); over a
-Manual axis, as inside ``jax.shard_map``, the array is the device's own part already, and the axis
-is left out. A dimension over axes of both kinds has the Explicit ones outermost, whatever the order
-in its rule, because JAX lays out the type's axes first.
+Auto axis the compiler is told (``jax.lax.with_sharding_constraint``); over an Explicit axis the
+array is resharded (``jax.sharding.reshard``); over a Manual axis, as inside ``jax.shard_map``, the
+array is the device's own part already, and the axis is left out. A dimension over axes of both
+kinds has the Explicit ones outermost, because JAX lays out the type's axes first.
 
 A constraint is never dropped silently: without a mesh it is an error unless the caller asked for it
 to be ignored, and so it is under ``use_abstract_mesh`` alone over Auto axes, where JAX would drop
-it. (JAX keeps one trace for a mesh with devices and without, so a function traced under
-``jax.set_mesh`` before is not asked again.)
+it. (JAX keeps one trace for a mesh with devices and without.)
 """
 
 from __future__ import annotations

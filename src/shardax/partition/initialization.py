@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Initialisation of functional parameters by one program.
 
-A *functional initializer* is a function of random keys, shapes and the like that returns parameters
-in boxes. It is traced for shapes, the boxes give each value its sharding, and one compiled program
-computes every value straight into its shards, so that no device holds more than it keeps.
+A *functional initializer* returns parameters in boxes. It is traced for shapes, the boxes give each
+value its sharding, and one compiled program computes every value straight into its shards.
 
 A program is found by its function, the types of its arguments, mesh and rules. Arrays, Modules and
 Variables among the arguments are *inputs*; everything else, such as widths and other functions, is

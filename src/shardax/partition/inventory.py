@@ -3,24 +3,20 @@
 
 A *tree* is a Module, a Variable, a ``State``, a box, or a pytree that holds such and arrays. It is
 walked once (``walk``), into *subtrees*: Modules, Variables, States, boxes, arrays, and whatever
-else. Nothing is computed: lazy values stay lazy. A *leaf* is one place that holds a value: a
-Variable (once, however often it is reached), an entry of a State, a box, or a plain array. Most
-values are one array; a value that is a pytree has several. The inventory holds no array of a
-Variable, so that old arrays can be freed while others are moved.
+else. Lazy values stay lazy. A *leaf* is one place that holds a value: a Variable (once, however
+often it is reached), an entry of a State, a box, or a plain array. The inventory holds no array of
+a Variable, so that old arrays can be freed while others are moved. Functions of trees return one
+*entry* per leaf; for a value that is a pytree, a pytree of entries; for a box one entry, because
+its names hold for each of its arrays. Of boxes in a box the outermost counts.
 
-Functions of trees return one *entry* per leaf: for a value that is a pytree, a pytree of entries;
-for a box one entry, whatever its value, because its names hold for each of its arrays. Of boxes in
-a box the outermost counts.
-
-*Reduced states*: an optimizer makes its state by mapping over boxed parameters, so each of its
-arrays is in a box with the parameter's names. Most have the parameter's shape, and the names fit.
-Some do not: row and column statistics (Adafactor) lack a dimension, a history has one more, and
-where there is nothing to keep stands an array of one number. A box whose names fail to fit its
-array is a reduced state if those of its *owner* fit: another box of the tree that is alike in
-everything but the value, with a shorter path that ends in the same steps (``params.layers.up`` and
-``opt[0].v_row.layers.up``; for a parameter at the top, all sizes must be among its own). It is laid
-out by the dimensions of the owner that its sizes tell apart, or else replicated, with the
-diagnostic ``reduced-state``. Without an owner the names are an error.
+*Reduced states*: an optimizer maps over boxed parameters, so each array of its state is in a box
+with the parameter's names, which some do not fit: row and column statistics (Adafactor) lack a
+dimension, a history has one more, and where there is nothing to keep stands one number. Such a box
+is laid out by the dimensions of its *owner* that its sizes tell apart, or else replicated, with the
+diagnostic ``reduced-state``. The owner is another box of the tree that is alike in everything but
+the value, with a shorter path that ends in the same steps (``params.layers.up`` and
+``opt[0].v_row.layers.up``; for a parameter at the top, all sizes must be among its own). Without an
+owner the names are an error.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.handlers import axes_of, is_whole
 from shardax._core.graph.paths import Path, format_path, plain_path
-from shardax._core.graph.static import EMPTY, Metadata
+from shardax._core.graph.static import EMPTY, MAPPED_AXES, Metadata
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
@@ -226,6 +222,10 @@ class TreeInventory:
                 arrays = tuple(_array_info((*path, *plain_path(k)), each) for k, each in found)
                 treedef = jax.tree.structure(value)
                 axes = metadata.axes if own_axes is None else own_axes
+            lead = metadata.entries.get(MAPPED_AXES)
+            if lead is not None:
+                arrays = tuple(_with_mapped_axes(info, lead) for info in arrays)
+                axes = arrays[0].axes if len(arrays) == 1 else axes
             leaf = LeafInfo(path, axes, arrays, treedef, variable, held)
             if BOX_ENTRY in metadata.entries:
                 mesh, rules = layout_of_variable(axes, metadata.entries)
@@ -308,6 +308,13 @@ def _array_info(path: Path, value: Any) -> ArrayInfo:
     named = sharding if isinstance(sharding, NamedSharding) else None
     weak = bool(getattr(value, "weak_type", False))
     return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named, axes)
+
+
+def _with_mapped_axes(info: ArrayInfo, lead: Sequence[Any]) -> ArrayInfo:
+    """Names the dimensions in front of those whose names an array knows."""
+    own = info.axes or (None,) * len(info.shape)
+    named = [new if old is None else old for new, old in zip(lead, own, strict=False)]
+    return info._replace(axes=(*named, *own[len(named) :]))
 
 
 class PathEnds(Generic[T]):

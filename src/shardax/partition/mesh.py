@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mesh in scope.
 
-JAX knows three ways to put a mesh in scope: ``jax.set_mesh(mesh)``,
-``jax.sharding.use_abstract_mesh(mesh)`` and the older ``with mesh:``. JAX has functions that return
-the mesh of the first two. The third shows only in the sharding of an array constrained by a bare
+JAX knows three ways to put a mesh in scope: ``jax.set_mesh(mesh)``, ``use_abstract_mesh(mesh)`` and
+the older ``with mesh:``, which shows only in the sharding of an array constrained by a bare
 ``PartitionSpec``; overlooking it would turn constraints into silent no-ops.
 """
 

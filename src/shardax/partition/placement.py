@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of models over the devices of a mesh.
 
-``shard`` gives every array of a tree the sharding that its axis names, the rules and the mesh say.
-A lazy value is computed straight into its shards, so that no device ever holds more of it than it
-will keep. Everything that can be wrong is found before anything is moved.
-
-An array that exists is moved, and the old one freed, before the next is touched, so that no device
-holds two models. JAX copies in the background, so an array counts as moved when its copy is
-*ready*: then its holder gets the copy, the old array is released (not deleted, since a State or a
-clone may hold it too), and only then does the next copy begin. Small arrays go in batches, because
-waiting for each would take longer than copying it. A device without room leaves every holder with a
-valid array: earlier batches are at their new place, the others at their old one.
+Everything that can be wrong is found before anything is moved. A lazy value is computed straight
+into its shards. An array that exists is moved, and the old one freed, before the next is touched,
+so that no device holds two models. JAX copies in the background, so an array counts as moved when
+its copy is *ready*: then its holder gets the copy, the old array is released (not deleted, since a
+State or a clone may hold it too), and only then does the next copy begin. Small arrays go in
+batches, because waiting for each would take longer than copying it. A device without room leaves
+every holder with a valid array: earlier batches are at their new place, the others at their old.
 """
 
 from __future__ import annotations
@@ -31,9 +28,8 @@ from shardax.partition.constraints import lay_out_traced
 from shardax.partition.errors import Diagnostic, PlacementError, raise_on_errors
 from shardax.partition.inventory import LeafInfo, Subtree, TreeInventory
 from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike
-from shardax.partition.tree_layout import TreeLayout
+from shardax.partition.tree_layout import MemoryKinds, OverridesLike, TreeLayout
 
 T = TypeVar("T")
 
@@ -66,7 +62,7 @@ def shard(
         mesh: The mesh, its axes Auto or Explicit; None for the one in scope, or of a box its own.
         rules: Rules, pairs or a mapping; None for the current rules.
         overrides: Filter to spec or rules, for the Variables that match it, before the rules (see
-            ``shardax.partition.overrides``). ``{sx.OptState: {"embed": "data"}}`` splits an
+            ``shardax.partition.tree_layout``). ``{sx.OptState: {"embed": "data"}}`` splits an
             optimizer's state further than its parameters.
         memory_kind: Memory of the devices for all arrays, such as ``"pinned_host"``, or a mapping
             from filters to such; None for the default.

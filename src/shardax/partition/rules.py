@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules: the mapping of logical axis names to mesh axes.
 
-A *name* is the logical name of a dimension (``"embed"``). A *rule* is a pair of a name and a
-*target*: a mesh axis, a tuple of mesh axes (the dimension is split over all of them, the first
-varying slowest), None (replicate, on purpose), or ``PartitionSpec.UNCONSTRAINED`` (leave it to the
-compiler). Rules stand in order of priority, and one array can use a mesh axis only once.
+A *rule* is a pair of the logical name of a dimension (``"embed"``) and a *target*: a mesh axis, a
+tuple of mesh axes (the first varying slowest), None (replicate, on purpose), or
+``PartitionSpec.UNCONSTRAINED`` (leave it to the compiler). One array uses a mesh axis only once.
 
-*Assignment* walks the rules once, in order. A rule is *chosen* if its name occurs in the array,
-that name has no chosen rule yet, and every mesh axis of its target is free. A rule whose name is
-waiting but whose target is (even partly) taken is *passed over*; a later rule for the same name may
-then be chosen. These are the semantics of Flax linen's logical axes. Beyond linen, a dimension may
-carry a tuple of names, ``(("batch", "length"), "embed")``: it was made by merging named dimensions,
-and is laid out over the mesh axes of all of them, in that order.
+*Assignment* walks the rules once, in order of priority. A rule is *chosen* if its name occurs in
+the array, that name has no chosen rule yet, and every mesh axis of its target is free. A rule whose
+name is waiting but whose target is (even partly) taken is *passed over*; a later rule for the same
+name may then be chosen. These are the semantics of Flax linen's logical axes. Beyond linen, a
+dimension may carry a tuple of names, ``(("batch", "length"), "embed")``: it was made by merging
+named dimensions, and is laid out over the mesh axes of all of them, in that order.
 
-A *conflict* is a name that lost a mesh axis to another, and an *unmapped* name is one without a
-rule; a *policy* for each says whether that is an error. Malformed rules are refused at
-construction; ``Rules.check`` diagnoses well-formed ones.
+A *conflict* is a name that lost a mesh axis to another, an *unmapped* name one without a rule.
+Malformed rules are refused at construction; ``Rules.check`` diagnoses well-formed ones.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -159,6 +158,7 @@ OnConflict = Literal["first", "error"]
 OnUnmapped = Literal["replicate", "error"]
 
 
+@dataclasses.dataclass(init=False, repr=False, unsafe_hash=True)
 class Rules:
     """Ordered pairs of a logical name and its target, with two policies.
 
@@ -183,8 +183,6 @@ class Rules:
         P(None, ('model', 'expert'))
     """
 
-    __slots__ = ("_hash", "on_conflict", "on_unmapped", "pairs")
-
     pairs: tuple[Rule, ...]
     on_conflict: OnConflict
     on_unmapped: OnUnmapped
@@ -207,8 +205,6 @@ class Rules:
                 raise errors.RulesError(f"{name}={value!r} is not a policy; use one of {known}.")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "pairs", checked)
-        key = (checked, self.on_conflict, self.on_unmapped)
-        object.__setattr__(self, "_hash", hash(key))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -368,36 +364,19 @@ class Rules:
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return (
-            isinstance(other, Rules)
-            and self.pairs == other.pairs
-            and self.on_conflict == other.on_conflict
-            and self.on_unmapped == other.on_unmapped
-        )
-
     def __repr__(self) -> str:
         pairs = ", ".join(f"({name!r}, {format_target(target)})" for name, target in self.pairs)
         conflict = "" if self.on_conflict == "first" else f", on_conflict={self.on_conflict!r}"
         unmapped = "" if self.on_unmapped == "replicate" else f", on_unmapped={self.on_unmapped!r}"
         return f"Rules([{pairs}]{conflict}{unmapped})"
 
-    def __reduce__(self) -> Any:
-        return (Rules, (self.pairs, self.on_conflict, self.on_unmapped))
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
+    def __setattr__(self, name: str, value: Any = None) -> NoReturn:
         raise AttributeError(
-            f"Rules are immutable: cannot set {name!r}. Make new ones with rules.replace(...), "
+            f"Rules are immutable: cannot change {name!r}. Make new ones with rules.replace(...), "
             f"rules.extend(...) or rules.override(...)."
         )
 
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"Rules are immutable: cannot delete {name!r}.")
+    __delattr__ = __setattr__
 
 
 RulesLike = Rules | Mapping[str, SpecEntry] | Iterable[Any]

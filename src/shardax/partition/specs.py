@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Specs, shardings and abstract copies of trees.
 
-These functions return one entry per leaf of a tree (``shardax.partition.inventory``): a spec, a
-sharding, or an abstract array with one. A Module becomes a ``State``, path to entry, which can
-stand wherever JAX or shardax take one entry per array (``in_shardings``, ``jax.tree.map``). A box
-gives one entry, which is a prefix of it. Nothing is computed or moved; lazy values stay lazy.
+One entry per leaf (``shardax.partition.inventory``); a Module becomes a ``State``, which can stand
+wherever JAX or shardax take one entry per array. Nothing is computed; lazy values stay lazy.
 
 ``get_partition_spec``, ``logical_to_mesh`` and so on are ``partition_specs`` and ``shardings``
 under Flax's names, with two differences: the specs are also for constraints inside programs, so
@@ -29,9 +27,14 @@ from shardax.partition.context import resolve_rules
 from shardax.partition.errors import raise_on_errors
 from shardax.partition.inventory import Subtree, TreeInventory
 from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike
-from shardax.partition.tree_layout import TreeLayout, named_sharding, require_mesh
+from shardax.partition.tree_layout import (
+    MemoryKinds,
+    OverridesLike,
+    TreeLayout,
+    named_sharding,
+    require_mesh,
+)
 
 
 def partition_specs(
@@ -42,7 +45,7 @@ def partition_specs(
     Args:
         tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.tree_layout``).
 
     Returns:
         A State of specs for a Module; a pytree like ``tree`` otherwise, with one spec for a box.
@@ -80,7 +83,7 @@ def shardings(
         tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.tree_layout``).
         memory_kind: Memory of the devices, or a mapping from filters to such; None for the default.
 
     Returns:
@@ -121,7 +124,7 @@ def abstract(
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope. Without any, arrays
             that already have a ``NamedSharding`` keep it and the others have none.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.tree_layout``).
         memory_kind: Memory of the devices, or a mapping from filters to such; None for the default.
 
     Returns:

@@ -16,7 +16,7 @@ as a whole:
   ``shardax.partition.inventory``). Info if that is clear, warning if it is replicated for want.
 * ``axes-of-many``: error; axis names for a Variable of several arrays.
 * ``other-mesh``: warning; a box has a mesh of its own, which is not the one given.
-* ``unused-override`` and ``override-conflict``: see ``shardax.partition.overrides``.
+* ``unused-override`` and ``override-conflict``: see ``shardax.partition.tree_layout``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,15 @@ from shardax._core.variable import OptState
 from shardax.partition.errors import Diagnostic
 from shardax.partition.inventory import ArrayInfo, PathEnds, TreeInventory
 from shardax.partition.mesh import AnyMesh, mesh_text
-from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike, mesh_axes_of
-from shardax.partition.tree_layout import LARGE_BYTES, LARGE_FRACTION, TreeLayout, parts_of
+from shardax.partition.tree_layout import (
+    LARGE_BYTES,
+    LARGE_FRACTION,
+    MemoryKinds,
+    OverridesLike,
+    TreeLayout,
+    parts_of,
+)
 
 
 def check(

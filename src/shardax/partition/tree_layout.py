@@ -4,6 +4,13 @@
 A layout takes three steps: the inventory lists the leaves; overrides and memory kinds are matched;
 names become specs, with diagnostics of all leaves at once and of the rules as a whole.
 
+An *override* is a pair of a filter and a value for the Variables that match it: *more rules*, which
+come before the layout's own (so that moments of an optimizer are split over a mesh axis that their
+parameters are not), or an *explicit spec*, a ``PartitionSpec`` over the layout's mesh or a
+``NamedSharding``. The first filter that matches decides; None, or no match, leaves a Variable to
+the rules. A *memory kind*, such as ``"pinned_host"``, is given for all arrays or by filter. A
+Variable reached by several paths is matched by each of them; two that disagree are an error.
+
 Boxes, and Variables made of boxes, may have rules and a mesh *of their own*. Their own rules hold
 instead of those of the call, which are about other names. Their own mesh holds instead of the one
 in scope, but not instead of one given to the call, whose caller wants the tree there.
@@ -18,21 +25,42 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.graph.paths import format_path
+from shardax._core.state.filters import first_match, to_predicates
+from shardax._core.state.state import State
 from shardax._transforms.errors import NoMeshError
+from shardax._transforms.lift.prefix import FilterMapping, StateSharding
 from shardax.partition import rules as logical
 from shardax.partition.boxes.boxes import identity_rules
 from shardax.partition.checker import explicit_spec, spec_for
 from shardax.partition.context import current_rules
-from shardax.partition.errors import NEAR, Diagnostic, NoRulesError, raise_on_errors
-from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory, reduced_states
+from shardax.partition.errors import (
+    NEAR,
+    Diagnostic,
+    NoRulesError,
+    OverrideError,
+    RulesError,
+    raise_on_errors,
+)
+from shardax.partition.inventory import (
+    ArrayInfo,
+    FilterSubject,
+    LeafInfo,
+    TreeInventory,
+    reduced_states,
+)
 from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.overrides import MemoryKinds, Override, OverridesLike, overrides_of
+
+OverridesLike = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
+"""A mapping or pairs of filter and spec or rules; a ``StateSharding``; a ``State`` of specs."""
+
+MemoryKinds = str | Mapping[Any, Any] | Iterable[tuple[Any, Any]]
+"""A memory kind, or a mapping or pairs of filter and memory kind."""
 
 LARGE_BYTES = 2**20
 """An array is large above this many bytes ..."""
@@ -42,6 +70,147 @@ _STATE_HINT = (
     " If this is a state of an optimizer, give the parameters in the same tree, such as "
     "(params, state): they tell which dimensions it has."
 )
+
+
+class Override(NamedTuple):
+    """What holds for one leaf apart from the layout's rules."""
+
+    rules: logical.Rules | None = None  # before the layout's
+    spec: PartitionSpec | NamedSharding | None = None
+    memory_kind: str | None = None
+    source: str = ""  # the override as text
+
+
+def overrides_of(
+    inventory: TreeInventory,
+    mesh: AnyMesh | None,
+    overrides: OverridesLike | None,
+    memory_kind: MemoryKinds | None,
+) -> tuple[Sequence[Override], list[Diagnostic]]:
+    """The override of every leaf, and diagnostics of overrides."""
+    values = _FilterTable("overrides", () if overrides is None else overrides, _checked_value)
+    kinds = _FilterTable(
+        "memory_kind",
+        {...: memory_kind} if isinstance(memory_kind, str) or memory_kind is None else memory_kind,
+        lambda kind, text: _checked_kind(kind, text, mesh),
+    )
+    found: list[Override] = []
+    diagnostics: list[Diagnostic] = []
+    for subject in inventory.filter_subjects():
+        at = values.first(subject, diagnostics)
+        kind_at = kinds.first(subject, diagnostics)
+        kind = None if kind_at is None else kinds.values[kind_at]
+        value = None if at is None else values.values[at]
+        source = "" if at is None else f"the override {value!r} for {values.filters[at]}"
+        rules, spec = (value, None) if isinstance(value, logical.Rules) else (None, value)
+        found.append(Override(rules, spec, kind, source))
+    return found, [*diagnostics, *values.unused(), *kinds.unused()]
+
+
+class _FilterTable:
+    """Pairs of filter and value; ``convert`` checks one value of ``option``."""
+
+    def __init__(self, option: str, given: Any, convert: Callable[[Any, str], Any]) -> None:
+        self.option = option
+        pairs = _pairs(option, given)
+        self.predicates = to_predicates([item for item, _ in pairs])
+        self.filters = [_filter_text(item) for item, _ in pairs]
+        self.values = [
+            convert(value, f"{option}={{{text}: {value!r}}}")
+            for (_, value), text in zip(pairs, self.filters, strict=True)
+        ]
+        self.used: set[int] = set()
+
+    def first(self, subject: FilterSubject, diagnostics: list[Diagnostic]) -> int | None:
+        """The position of the deciding filter; disagreements add a diagnostic."""
+        decided: dict[int, Any] = {}
+        for path in subject.paths:
+            position = first_match(self.predicates, path, subject.like)
+            if position is not None:
+                self.used.add(position)
+                decided.setdefault(position, path)
+        decided = {i: path for i, path in decided.items() if self.values[i] is not None}
+        first = next(iter(decided), None)
+        if first is None or all(self.values[i] == self.values[first] for i in decided):
+            return first
+        parts = [
+            f"{format_path(path)} has {self.values[i]!r} (by {self.filters[i]})"
+            for i, path in decided.items()
+        ]
+        text = (
+            f"{format_path(decided[first])}: one Variable, reached by several paths, has more than "
+            f"one place by {self.option}: {'; '.join(parts)}. Give it one, by a filter that "
+            "matches all of its paths and stands first."
+        )
+        diagnostics.append(Diagnostic("error", decided[first], "override-conflict", text))
+        return None
+
+    def unused(self) -> Iterator[Diagnostic]:
+        """Warnings about filters without effect."""
+        for position, (text, value) in enumerate(zip(self.filters, self.values, strict=True)):
+            if position not in self.used and value is not None:
+                message = (
+                    f"{self.option} for {text} was used for no Variable: none matches, or "
+                    "an earlier filter takes all that do."
+                )
+                yield Diagnostic("warning", (), "unused-override", message)
+
+
+_EXAMPLE = "overrides={sx.OptState: {'embed': 'data'}, sx.PathContains('bias'): PartitionSpec()}"
+
+
+def _pairs(option: str, given: Any) -> list[tuple[Any, Any]]:
+    if isinstance(given, State):
+        given = StateSharding(given)
+    if isinstance(given, FilterMapping):
+        return list(zip(given, given.values(), strict=True))
+    if isinstance(given, Mapping):
+        return list(given.items())
+    iterable = isinstance(given, Iterable) and not isinstance(given, str)
+    pairs: list[Any] = list(given) if iterable else [None]
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+        raise OverrideError(
+            f"{option}={given!r} of type {type(given).__name__} is no mapping from filters and no "
+            f"list of pairs. Write for instance {_EXAMPLE}."
+        )
+    return [(item, value) for item, value in pairs]
+
+
+def _filter_text(item: Any) -> str:
+    if item is ...:
+        return "..."
+    return item.__name__ if isinstance(item, type) else repr(item)
+
+
+def _checked_value(value: Any, text: str) -> Any:
+    if value is None or isinstance(value, (PartitionSpec, NamedSharding, logical.Rules)):
+        return value
+    if isinstance(value, (Mapping, list)):
+        try:
+            return logical.Rules(value)
+        except RulesError as error:
+            raise OverrideError(f"{text} has no rules in it: {error}") from error
+    raise OverrideError(
+        f"{text}: {value!r} of type {type(value).__name__} is no place. Give a PartitionSpec over "
+        "the mesh, a NamedSharding, rules (a mapping, a list of pairs, or Rules) that come before "
+        f"the layout's own, or None. For instance {_EXAMPLE}."
+    )
+
+
+def _checked_kind(value: Any, text: str, mesh: AnyMesh | None) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise OverrideError(
+            f"{text}: {value!r} of type {type(value).__name__} is no memory kind; give a string "
+            "such as 'pinned_host' or 'device'."
+        )
+    if value is not None and mesh is not None:
+        try:
+            NamedSharding(mesh, PartitionSpec(), memory_kind=value)
+        except ValueError as error:
+            raise OverrideError(f"{text}: the mesh's devices have no such memory. {error}") from (
+                error
+            )
+    return value
 
 
 class TreeLayout:

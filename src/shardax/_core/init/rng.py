@@ -141,7 +141,8 @@ class RngStream(Module):
     draw numbers are its methods, without a key: ``stream.normal((2, 3))``.
 
     Args:
-        source: An integer seed, a key (typed, or raw uint32), or a ``KeySource``.
+        source: An integer seed, a key (typed, or raw uint32), or a ``KeySource``. An array of keys
+            is for ``vmap`` and ``scan``, one for each part.
         name: The stream's name; also the metadata tag of its Variables, so the filter ``"dropout"``
             selects them.
 
@@ -163,8 +164,10 @@ class RngStream(Module):
     def __init__(self, source: Any, name: str) -> None:
         tag = Metadata(None, {"tag": name})
         self.name = name
-        self.key = RngState._make(key_value(source), tag, owner_here())
-        self.count = RngState._make(np.zeros((), np.uint32), tag, owner_here())
+        key = key_value(source)
+        self.key = RngState._make(key, tag, owner_here())
+        counts = np.zeros(getattr(key, "shape", ()), np.uint32)  # one for each key
+        self.count = RngState._make(counts, tag, owner_here())
 
     def __call__(self) -> jax.Array:
         count = self._take()
@@ -427,10 +430,7 @@ class Rngs(Module):
         """Returns Rngs of the same names with streams of other keys."""
         child = Rngs()
         for name, stream in self.streams():
-            made = RngStream(keys(stream), name)
-            if made.key.shape:
-                made.count.value = jnp.zeros(made.key.shape, jnp.uint32)
-            setattr(child, name, made)
+            setattr(child, name, RngStream(keys(stream), name))
         return child
 
 

@@ -2,21 +2,14 @@
 """Boxes: pytree nodes of a value and the names of its dimensions.
 
 A *box* holds a *value* (an array or any pytree of arrays), its only child, and *static* attributes,
-such as axis names. So a tree of boxed parameters goes through ``jax.jit``, ``jax.vmap``,
-``jax.grad`` and the states of optax like any other tree, and the names stay with their arrays.
-Boxes are for programs in the functional style; Variables of Modules know their axes themselves.
-
-``AxisMetadata`` is the base of all boxes. Transforms that stack or slice change the number of
-dimensions: ``add_axis`` and ``remove_axis`` return a box with other names around the same value,
-and each undoes the other. (``sx.vmap`` and ``sx.scan`` call them.) The *parameters* of such a
-change are a dictionary, for instance ``{PARTITION_NAME: "layers"}``, in which every kind of box
-finds what it needs.
+such as axis names. Trees of boxed parameters go through ``jax.jit``, ``jax.vmap``, ``jax.grad`` and
+the states of optax like any other, and the names stay with their arrays. Transforms that stack or
+slice (``sx.vmap``, ``sx.scan``) call ``add_axis`` and ``remove_axis`` with *parameters*, for
+instance ``{PARTITION_NAME: "layers"}``, in which every kind of box finds what it needs.
 
 The names of a ``Partitioned`` are axes of a mesh; those of a ``LogicallyPartitioned`` are logical,
 and rules map them to mesh axes. A mesh or rules *baked* into the box take precedence over those in
 scope. A box that is unboxed where a mesh is known lays its value out by its names.
-``with_logical_constraint`` and ``logical_axis_rules`` are ``shardax.constrain`` (for pytrees) and
-``shardax.axis_rules`` under the names and in the order of arguments of Flax.
 """
 
 from __future__ import annotations
@@ -35,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import packed
 from shardax._core.graph import handlers
-from shardax._core.graph.static import PARTITION_NAME, check_axes, exact_key
+from shardax._core.graph.static import PARTITION_NAME, Static, check_axes
 from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
 from shardax._transforms.lift.engine import wraps
 from shardax.partition.checker import spec_for
@@ -180,31 +173,13 @@ class AxisMetadata(abc.ABC, Generic[T]):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-class BoxAttributes:
+class BoxAttributes(Static):
     """Static attributes of a box, compared by type and value."""
 
-    __slots__ = ("_hash", "_key", "items")
-
-    def __init__(self, owner: type, items: tuple[tuple[str, Any], ...]) -> None:
-        self.items = items
-        try:
-            self._key = tuple((name, exact_key(item)) for name, item in items)
-            self._hash = hash(self._key)
-        except TypeError as error:
-            raise BoxError(
-                f"{owner.__name__}: a static attribute is not hashable ({error}): {dict(items)!r}. "
-                "Compiled programs are found by them. Use tuples instead of lists, frozen "
-                "dataclasses instead of dicts, and keep arrays in the box's value."
-            ) from error
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, BoxAttributes) and self._key == other._key)
+    __slots__ = ()
 
     def __repr__(self) -> str:
-        return ", ".join(f"{name}={item!r}" for name, item in self.items)
+        return ", ".join(f"{name}={item!r}" for name, item in self.value)
 
 
 def _attribute_items(box: Any) -> tuple[tuple[str, Any], ...]:
@@ -216,14 +191,22 @@ def _attribute_items(box: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _attributes_of(box: AxisMetadata[Any]) -> BoxAttributes:
-    return BoxAttributes(type(box), _attribute_items(box))
+    items = _attribute_items(box)
+    try:
+        return BoxAttributes(items)
+    except TypeError as error:
+        raise BoxError(
+            f"{type(box).__name__}: a static attribute is not hashable ({error}): {dict(items)!r}. "
+            "Compiled programs are found by them. Use tuples instead of lists, frozen dataclasses "
+            "instead of dicts, and keep arrays in the box's value."
+        ) from error
 
 
 def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: Any) -> Any:
     """A box made without its constructor, around any object."""
     box = object.__new__(cls)
     object.__setattr__(box, "value", value)
-    for name, item in attributes.items:
+    for name, item in attributes.value:
         object.__setattr__(box, name, item)
     return box
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees of boxes: unboxing, refilling, new axes, conversion of Variables.
 
-A *boxed tree* is a pytree with boxes in it, at any place and also inside each other. A Variable and
-a box describe a value alike, so Variables count as boxes here, and what a function makes of one is
-a new Variable. Everything else is left as it is.
+A *boxed tree* is a pytree with boxes in it, also inside each other. Variables count as boxes here,
+and what a function makes of one is a new Variable.
 
 Conversions lose nothing: a box that became a Variable carries its static attributes as the metadata
-entry ``"box"``, and a Variable that became a box, a ``VariableBox``, carries its type and metadata.
-A Variable made of a box is laid out like it: its axes are axes of a mesh if they were so in the
-box, and rules and a mesh that were baked into the box are its own.
+entry ``"box"`` and is laid out as the box was; a Variable that became a box, a ``VariableBox``,
+carries its type and metadata.
 """
 
 from __future__ import annotations
