@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.errors import ShardaxError
-from shardax._core.init.lazy import Init, Initializer
+from shardax._core.init.lazy import Init, Initializer, announced
 from shardax._core.init.rng import Rngs
 from shardax._core.variable import Param
 from shardax._transforms.errors import LayerConfigError
@@ -49,8 +49,10 @@ def make_parameter(
     """Makes a lazy parameter with one axis name per dimension."""
     # Constants draw nothing, so adding a bias or a norm to a model leaves its other parameters as
     # they were.
-    source = None if initializer in (ones, zeros) else rngs
-    return Param(Init(initializer, shape, dtype, rngs=source), axes=tuple(axes))
+    plain, box = announced(initializer)
+    source = None if plain in (ones, zeros) else rngs
+    names = tuple(axes) if box is None else None  # the names of its box come before the layer's
+    return Param(Init(initializer, shape, dtype, rngs=source), axes=names)
 
 
 @functools.lru_cache(maxsize=256)

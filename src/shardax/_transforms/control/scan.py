@@ -387,13 +387,13 @@ def scan(
         (True, 6.0, [0.0, 10.0, 30.0, 60.0])
     """
     has_carry = _check_axes(in_axes, out_axes)
-    name = mapped.mapped_name(metadata, "scan")
+    mapped.mapped_name(metadata, "scan")
 
     @engine.wraps(function)
     def scanned(*args: Any, **kwargs: Any) -> Any:
         def attempt(captured: list[Variable[Any]]) -> Any:
             call = engine.LiftedCall("scan", [function], args, kwargs, captured=captured)
-            loop = _Scan(call, in_axes, out_axes, has_carry, name, args, kwargs)
+            loop = _Scan(call, in_axes, out_axes, has_carry, metadata, args, kwargs)
             return loop.run(length, reverse, unroll)
 
         return engine.retry_captured(attempt)
@@ -459,12 +459,12 @@ class _Scan(LoopBody):
         in_axes: Any,
         out_axes: Any,
         has_carry: bool,
-        partition_name: Any,
+        metadata: Mapping[str, Any] | None,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
         self.out_axes = out_axes
-        self.partition_name = partition_name
+        self.partition_name = mapped.mapped_name(metadata, "scan")
         prefixes = prefix.per_argument(in_axes, call.labels, "in_axes")
         self.carry_position = prefixes.index(prefix.Carry) if has_carry else None
         if prefixes.count(prefix.Carry) > 1:
@@ -483,8 +483,8 @@ class _Scan(LoopBody):
             p: 0 if p in self.streams else a for p, a in enumerate(axes) if prefix.is_axis(a)
         }
         self.sliced_plain = {i: a for i, a in enumerate(self.assignment.plain) if prefix.is_axis(a)}
-        self.graphdef = mapped.element_graphdef(self.assignment, self.streams, partition_name)
-        self.boxes = mapped.MappedBoxes(self.assignment, partition_name)
+        self.graphdef = mapped.element_graphdef(self.assignment, self.streams, self.partition_name)
+        self.boxes = mapped.MappedBoxes(self.assignment, metadata)
         call.enter = self.boxes.enter
         self.moved: dict[int, Any] = {}
         self.result_axes: list[Any] = []

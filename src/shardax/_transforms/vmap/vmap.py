@@ -108,11 +108,11 @@ def vmap(
                 "of the two: in_axes='auto' with batch=."
             )
     prefix.check_axes_only(out_axes, "out_axes")
-    name = mapped.mapped_name(metadata, "vmap")
+    mapped.mapped_name(metadata, "vmap")
 
     @wraps(function)
     def vmapped(*args: Any, **kwargs: Any) -> Any:
-        call = _VmapCall(function, in_axes, out_axes, axis_size, name, args, kwargs)
+        call = _VmapCall(function, in_axes, out_axes, axis_size, metadata, args, kwargs)
         return call.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
 
     return vmapped
@@ -127,7 +127,7 @@ class _VmapCall:
         in_axes: Any,
         out_axes: Any,
         axis_size: int | None,
-        partition_name: Any,
+        metadata: Mapping[str, Any] | None,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
@@ -142,15 +142,15 @@ class _VmapCall:
             self.call, args, kwargs, prefixes, named, None, "in_axes"
         )
         self.out_axes = out_axes
-        self.partition_name = partition_name
+        self.partition_name = mapped.mapped_name(metadata, "vmap")
         self.values = self.call.graph.values()
         self.plain, self.plain_tree = self.call.arguments.plain_leaves()
         axes = self.assignment.leaves
         self.streams = mapped.SplitStreams(self.call, self.values, lambda p: axes[p] is not None)
         self.rows = mapped.entering_arrays(self.assignment, self.streams, self.values, self.plain)
         self.size = mapped.common_size(self.rows, axis_size, "vmap")
-        self.graphdef = mapped.element_graphdef(self.assignment, self.streams, partition_name)
-        self.boxes = mapped.MappedBoxes(self.assignment, partition_name)
+        self.graphdef = mapped.element_graphdef(self.assignment, self.streams, self.partition_name)
+        self.boxes = mapped.MappedBoxes(self.assignment, metadata)
         self.call.enter = self.boxes.enter
         self.grouped = prefix.GroupedOutputs(
             [*prefix.entries_in((prefixes, named, out_axes)), 0, None]
